@@ -1,0 +1,1 @@
+"""Clips, the latent cache, the plan of bins and the packed batch."""

@@ -1,0 +1,1 @@
+"""Frozen encoders: pixels to latents, captions to text embeddings."""

@@ -1,0 +1,1 @@
+"""Flow matching: sigmas, noise, corruption and loss. Pure functions; no process group, no file."""

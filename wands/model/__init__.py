@@ -1,0 +1,1 @@
+"""The packed Wan transformer, its rotary positions and its loading."""

@@ -1,0 +1,1 @@
+"""Who holds which token: index arithmetic, and the rank grid."""
