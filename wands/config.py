@@ -1,0 +1,306 @@
+"""The recipe: typed, immutable, refused early. Defaults < YAML file < ``--set section.key=value``.
+
+Nothing here edits what the user asked for: a value is taken, or all problems are reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from wands.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A part of the recipe: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """Which weights are trained, and how activations are kept."""
+
+    path: str = ""
+    """Diffusers pipeline folder or Hub id. Its DiT is trained; its config names the variant."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` takes only the config of `path` and starts from Wan's own initialisation."""
+    checkpointing: Literal["none", "full"] = "none"
+    """`full` keeps only each block's input and runs the block again in backward."""
+
+
+class MockSection(Section):
+    """Random latents in place of a cache: no files, real shapes."""
+
+    num_samples: int = Field(gt=0)
+    shapes: list[tuple[int, int, int]] = Field(min_length=1)
+    """Latent (frames, height, width) that the samples take in turn."""
+    text_lens: list[int] = Field(default=[16], min_length=1)
+    """Text tokens that the samples take in turn, at most 512."""
+
+
+class DataSection(Section):
+    """Where the samples come from: exactly one of `cache` and `mock`."""
+
+    cache: str | None = None
+    """Folder written by `wands preprocess`."""
+    mock: MockSection | None = None
+    verify: bool = False
+    """Check every sample's checksum when it is read."""
+    prefetch: int = Field(default=2, ge=0)
+    """Optimizer steps whose batches are read ahead in a thread."""
+
+
+class PackingSection(Section):
+    """How samples become bins."""
+
+    enabled: bool = True
+    """False forwards the same bins one sample at a time: the same steps, slower."""
+    max_tokens: int = Field(default=32760, gt=0)
+    """Video tokens of one bin, the most that one forward holds."""
+
+
+class ParallelSection(Section):
+    """Context parallelism: world = dp x ring x ulysses."""
+
+    ulysses_degree: int = Field(default=1, ge=1)
+    ring_degree: int = Field(default=1, ge=1)
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share one bin."""
+        return self.ulysses_degree * self.ring_degree
+
+
+class AttentionSection(Section):
+    """Attention kernels."""
+
+    backend: Literal["auto", "reference", "cpu", "torch", "flash2"] = "auto"
+
+
+FLOW_PRESETS: dict[str, dict[str, Any]] = {
+    "pretrain": {"timestep_sampling": "logit_normal", "flow_shift": 2.5, "mix_uniform": 0.2},
+    "finetune": {"timestep_sampling": "uniform", "flow_shift": 3.0, "mix_uniform": 0.0},
+}
+
+
+class FlowSection(Section):
+    """Flow matching: which noise levels are trained, and with what weight."""
+
+    preset: Literal["pretrain", "finetune"] = "finetune"
+    """Values for the keys below that are not set: see FLOW_PRESETS."""
+    timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
+    logit_mean: float = 0.0
+    logit_std: float = Field(default=1.5, gt=0)
+    mode_scale: float = Field(default=1.29, ge=-1.0, le=1.75192)
+    """Peakedness of `mode` sampling (Esser et al. 2024, eq. 20); the bounds keep it monotone."""
+    flow_shift: float = Field(default=3.0, gt=0)
+    """s in s*x / (1 + (s-1)*x), applied to every sampled sigma."""
+    mix_uniform: float = Field(default=0.0, ge=0, le=1)
+    """Share of the samples whose sigma is drawn uniformly instead (and not shifted)."""
+    weighting: Literal["none", "linear", "bell"] = "none"
+    """none: 1. linear: 1 + flow_shift * sigma. bell: a Gaussian round sigma 0.5, mean 1."""
+    cfg_dropout: float = Field(default=0.1, ge=0, le=1)
+    """Share of the samples that train with the embedding of the empty caption."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {**FLOW_PRESETS.get(values.get("preset", "finetune"), {}), **values}
+
+
+class LossSection(Section):
+    """How the squared errors of a step become one number."""
+
+    reduction: Literal["sample", "token"] = "sample"
+    """sample: every clip counts once. token: every token counts once."""
+
+
+class OptimSection(Section):
+    """AdamW and its learning rate. A DeepSpeed JSON may own optimizer, scheduler or clipping instead."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup: float = Field(default=0.0, ge=0)
+    """Below 1: fraction of all steps. From 1 on: steps."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where cosine and linear end, as a share of lr."""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """Scale lr with train.bins_per_step / scale_lr_base."""
+    scale_lr_base: int = Field(default=1, gt=0)
+    grad_clip: float = Field(default=1.0, ge=0)
+    """Largest norm of the whole gradient; 0 never clips."""
+
+
+class PrecisionSection(Section):
+    """Master weights, timesteps, modulation, norms and loss are fp32 whatever is chosen here."""
+
+    compute: Literal["bf16", "fp32"] = "bf16"
+    """dtype of matmuls and attention."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """dtype in which gradients are reduced and ZeRO-3 gathers weights."""
+
+
+class TrainSection(Section):
+    """The loop."""
+
+    seed: int = 0
+    max_steps: int | None = Field(default=None, gt=0)
+    """Optimizer steps; wins over `epochs`."""
+    epochs: int = Field(default=1, gt=0)
+    bins_per_step: int = Field(default=1, gt=0)
+    """Bins of one optimizer step over all ranks; a multiple of dp_size."""
+    log_every: int = Field(default=1, gt=0)
+
+
+class CheckpointSection(Section):
+    """When and how many."""
+
+    every: int = Field(default=500, ge=0)
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: int = Field(default=2, gt=0)
+    """Newest checkpoints that stay on disk."""
+
+
+class Recipe(Section):
+    """Everything that one training run is made of."""
+
+    output_dir: str = "runs/default"
+    """Checkpoints, logs and the resolved recipe go here."""
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    packing: PackingSection = PackingSection()
+    parallel: ParallelSection = ParallelSection()
+    attention: AttentionSection = AttentionSection()
+    flow: FlowSection = FlowSection()
+    loss: LossSection = LossSection()
+    optim: OptimSection = OptimSection()
+    precision: PrecisionSection = PrecisionSection()
+    train: TrainSection = TrainSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    def to_yaml(self) -> str:
+        """The whole recipe, every default spelled out, as a file that `load_recipe` reads back."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply ``section.key=value`` overrides on it.
+
+    Args:
+        path: YAML file, name of a recipe shipped with wands (such as ``wan2.1-t2v-1.3b-finetune``), or None.
+        overrides: each ``section.key=value``; the value is YAML.
+
+    Raises:
+        ConfigError: with every unknown key, wrong value and unreadable line found, one a line.
+    """
+    values = _read_yaml(_find_recipe(path)) if path is not None else {}
+    problems = [problem for item in overrides if (problem := _apply_override(values, item))]
+    problems += _unknown_keys(Recipe, values, "")
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        known = {problem.split("=")[0].split(" ")[0] for problem in problems}
+        problems += [line for name, line in _validation_problems(error) if name not in known]
+        raise ConfigError(_report(problems)) from None
+    problems += list(_cross_checks(recipe))
+    if problems:
+        raise ConfigError(_report(problems))
+    return recipe
+
+
+def list_recipes() -> list[str]:
+    """Names of the recipes that ship with wands."""
+    return sorted(p.name.removesuffix(".yaml") for p in resources.files("wands.recipes").iterdir() if p.name.endswith(".yaml"))
+
+
+def _report(problems: Sequence[str]) -> str:
+    return problems[0] if len(problems) == 1 else "\n".join([f"{len(problems)} problems:", *(f"  - {p}" for p in problems)])
+
+
+def _find_recipe(path: str | Path) -> Path:
+    if Path(path).is_file():
+        return Path(path)
+    shipped = resources.files("wands.recipes") / f"{str(path).removesuffix('.yaml')}.yaml"
+    if shipped.is_file():
+        return Path(str(shipped))
+    raise ConfigError(f"recipe={path} is neither a file nor a recipe of wands; use a path or one of {', '.join(list_recipes())}.")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe={path} is not YAML ({' '.join(str(error).split())}); mend the file.") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"recipe={path} must be a mapping of sections, not {type(values).__name__}; mend the file.")
+    return values
+
+
+def _apply_override(values: dict[str, Any], item: str) -> str | None:
+    name, equals, text = item.partition("=")
+    if not equals or not name.strip():
+        return f"--set {item} is not section.key=value; write for example --set train.max_steps=100."
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return f"--set {item}: the value is not YAML; quote it."
+    if isinstance(value, str):  # YAML 1.1 reads 1e-4 as text
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    *sections, key = name.strip().split(".")
+    for section in sections:
+        inner = values.get(section)
+        values[section] = dict(inner) if isinstance(inner, dict) else {}
+        values = values[section]
+    values[key] = value
+    return None
+
+
+def _unknown_keys(section: type[BaseModel], values: dict[str, Any], prefix: str) -> list[str]:
+    problems = []
+    for key, value in values.items():
+        field = section.model_fields.get(str(key))
+        if field is None:
+            near = difflib.get_close_matches(str(key), list(section.model_fields), n=1, cutoff=0.5)
+            cure = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(section.model_fields)}."
+            problems.append(f"{prefix}{key} is not a key of the recipe; {cure}")
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) and isinstance(value, dict):
+            problems += _unknown_keys(field.annotation, value, f"{prefix}{key}.")
+    return problems
+
+
+def _validation_problems(error: ValidationError) -> Iterator[tuple[str, str]]:
+    for item in error.errors():
+        if item["type"] == "extra_forbidden":
+            continue  # reported by _unknown_keys, with the nearest name
+        name = ".".join(str(part) for part in item["loc"])
+        yield name, f"{name}={item['input']!r} is refused: {item['msg'][0].lower()}{item['msg'][1:]}."
+
+
+def _cross_checks(recipe: Recipe) -> Iterator[str]:
+    if recipe.data.cache and recipe.data.mock:
+        yield f"data.cache={recipe.data.cache} and data.mock are both set; keep one of them."
+    if recipe.data.mock:
+        too_long = [length for length in recipe.data.mock.text_lens if not 0 < length <= 512]
+        if too_long:
+            yield f"data.mock.text_lens={too_long} must be between 1 and 512 text tokens; shorten them."
+    if recipe.parallel.cp_size != 1:
+        yield (
+            f"parallel.ulysses_degree={recipe.parallel.ulysses_degree}, parallel.ring_degree={recipe.parallel.ring_degree} "
+            "ask for context parallelism, which this version does not have; set both to 1."
+        )
