@@ -6,7 +6,15 @@ A message names the key, the value, the rule that is broken and the cure:
 
 
 class WandsError(Exception):
-    """A mistake that the user can mend; its text is the whole message."""
+    """A mistake that the user can mend; its text is the whole message.
+
+    Attributes:
+        agreed: every rank of the process group raises the same text, so one of them is enough to print it.
+    """
+
+    def __init__(self, message: str, *, agreed: bool = False) -> None:
+        super().__init__(message)
+        self.agreed = agreed
 
 
 class ConfigError(WandsError):

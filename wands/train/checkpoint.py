@@ -1,0 +1,211 @@
+"""One folder per saved step, complete or not there at all.
+
+DeepSpeed writes its shards under a temporary name; `wands_state.json` with the size of every file follows, the folder gets its
+name, and `latest` is replaced last. A kill at any moment leaves the previous checkpoint in force.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import resource
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wands.errors import CheckpointError
+from wands.train.state import TrainState
+
+log = logging.getLogger(__name__)
+
+STATE_FILE = "wands_state.json"
+_BYTES_PER_PARAM = 16  # fp32 weights, two AdamW moments, and the module's own copy
+
+
+def step_name(step: int) -> str:
+    """Folder name of a step: sorts as text."""
+    return f"step_{step:08d}"
+
+
+def save_checkpoint(engine: Any, folder: Path, state: TrainState, keep: int) -> Path:
+    """Write one checkpoint; every rank must call it.
+
+    Args:
+        engine: the DeepSpeed engine.
+        folder: `<output_dir>/checkpoints`.
+        state: what goes into `wands_state.json`; its `files` are filled in here.
+        keep: newest checkpoints that stay.
+
+    Returns:
+        The finished folder.
+
+    Raises:
+        CheckpointError: the disk is full or refuses; the previous checkpoint is untouched.
+    """
+    _check_space(engine, folder)
+    rank = dist.get_rank()
+    target = folder / step_name(state.step)
+    partial = folder / f"{target.name}.tmp"
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier()
+    try:
+        # save_latest=False: DeepSpeed's own `latest` is neither atomic nor last.
+        engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
+        dist.barrier()
+        if rank == 0:
+            _finish(partial, target, state)
+            _prune(folder, keep)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _is_write_error(error):
+            raise
+        raise CheckpointError(f"checkpoint {target} could not be written ({error}); free disk space and resume.") from error
+    dist.barrier()
+    return target
+
+
+def _is_write_error(error: RuntimeError) -> bool:
+    return any(word in str(error) for word in ("PytorchStreamWriter", "unexpected pos", "No space", "File too large"))
+
+
+def _check_space(engine: Any, folder: Path) -> None:
+    """Refuse before the first byte, on all ranks alike: a write that fails half way hangs the others."""
+    num_params = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    world_size = dist.get_world_size()
+    needed = num_params * _BYTES_PER_PARAM
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    largest = num_params * 12 // world_size
+    problem = None
+    if needed > free:
+        problem = f"needs about {needed / 1e9:.3f} GB, {free / 1e9:.3f} GB are free; free disk space or set another output_dir."
+    elif limit != resource.RLIM_INFINITY and largest > limit:
+        problem = f"needs files of about {largest} bytes, the file size limit (ulimit -f) is {limit}; raise the limit."
+    problems: list[str | None] = [None] * world_size
+    dist.all_gather_object(problems, problem)
+    first = next((text for text in problems if text), None)
+    if first:
+        raise CheckpointError(f"output_dir: a checkpoint in {folder} {first}", agreed=True)
+
+
+def _finish(partial: Path, target: Path, state: TrainState) -> None:
+    files = {}
+    for path in sorted(p for p in partial.rglob("*") if p.is_file()):
+        with path.open("rb") as handle:
+            os.fsync(handle.fileno())
+        files[str(path.relative_to(partial))] = path.stat().st_size
+    write_atomic(partial / STATE_FILE, json.dumps(replace(state, files=files).to_json()))
+    if target.exists():  # the same step saved again, after a resume from an older checkpoint
+        shutil.rmtree(target)
+    os.replace(partial, target)
+    write_atomic(target.parent / "latest", target.name)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a small file in one step, on disk before the name changes."""
+    partial = path.with_name(f"{path.name}.tmp")
+    with partial.open("w", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(partial, path)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    complete = [path for path in sorted(folder.glob("step_*")) if path.is_dir() and path.suffix != ".tmp"]
+    for path in complete[:-keep]:
+        shutil.rmtree(path)
+
+
+def load_state(checkpoint: Path) -> TrainState:
+    """Read `wands_state.json` and check that every file it lists is there in full.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or an incomplete one.
+    """
+    try:
+        values = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        state = TrainState(**values)
+    except OSError:
+        raise CheckpointError(f"checkpoint={checkpoint} has no {STATE_FILE}; give a folder that wands train saved.") from None
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"checkpoint={checkpoint}: {STATE_FILE} is damaged ({error}); use an older step.") from None
+    for name, size in state.files.items():
+        path = checkpoint / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            raise CheckpointError(
+                f"checkpoint={checkpoint}: {name} should have {size} bytes and {'has ' + str(found) if found is not None else 'is missing'}; "
+                "use an older step."
+            )
+    return state
+
+
+def find_checkpoint(where: Path) -> tuple[Path, TrainState]:
+    """Resolve a step folder, a checkpoints folder or a run folder to its newest complete checkpoint.
+
+    A `latest` that is missing, empty or names a damaged folder costs nothing but that step: the newest complete one is taken,
+    and the log says so.
+
+    Raises:
+        CheckpointError: nothing complete was found.
+    """
+    if (where / STATE_FILE).is_file():
+        return where, load_state(where)
+    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
+    steps = sorted((p for p in folder.glob("step_*") if p.is_dir() and p.suffix != ".tmp"), reverse=True)
+    latest = folder / "latest"
+    named = folder / latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+    if named is not None and named in steps:
+        steps = [named, *(step for step in steps if step != named)]
+    elif steps:
+        log.warning("%s does not name a checkpoint; taking the newest complete one", latest)
+    for step in steps:
+        try:
+            return step, load_state(step)
+        except CheckpointError as error:
+            log.warning("%s", error)
+    raise CheckpointError(f"checkpoint={where} holds no complete checkpoint; give the output_dir of a run or a step_* folder in it.")
+
+
+def load_checkpoint(engine: Any, checkpoint: Path) -> None:
+    """Put weights, optimizer and learning rate schedule back into a fresh engine; every rank must call it.
+
+    Raises:
+        CheckpointError: DeepSpeed could not use the shards.
+    """
+    path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    if path is None:
+        raise CheckpointError(f"checkpoint={checkpoint}: DeepSpeed found no shards for this world; use the DeepSpeed JSON of the run.")
+
+
+def load_exported_state(where: Path) -> dict[str, torch.Tensor]:
+    """Assemble the full fp32 weights from a checkpoint's shards, in one process, without the world that wrote them.
+
+    Args:
+        where: a step folder, or a run folder (its newest complete checkpoint).
+
+    Returns:
+        diffusers parameter names -> fp32 CPU tensors.
+    """
+    checkpoint, state = find_checkpoint(where)
+    if state.zero_stage == 0:
+        module: Mapping[str, torch.Tensor] = torch.load(
+            checkpoint / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
+        )["module"]
+        return {name: tensor.float() for name, tensor in module.items()}
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        lazy = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name, lazy_mode=True)
+        return {name: tensor.contiguous().clone() for name, tensor in lazy.items()}

@@ -1,0 +1,78 @@
+"""What a run must remember besides weights and optimizer: almost nothing, because everything random is a function of the step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from wands.errors import CheckpointError
+
+# Keys of the recipe that decide which samples form step n; another value would lose the position in the data.
+_POSITION_KEYS = ("train.seed", "train.bins_per_step", "packing.max_tokens")
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The contents of `wands_state.json`.
+
+    Attributes:
+        step: optimizer steps made.
+        epoch: epoch that the next step belongs to (for people; it follows from `step`).
+        world_size: ranks that wrote the shards.
+        zero_stage: how the shards are cut.
+        variant: name of the model's variant.
+        transformer_config: diffusers config of the DiT, enough to rebuild it.
+        data_fingerprint: identifies keys and lengths of all samples, in order.
+        data_summary: counts for the model card.
+        recipe: the resolved recipe.
+        base: `model.path` of the run.
+        loss: (step, loss) of the run so far, thinned to at most 2,000 points.
+        files: name -> bytes of every other file in the folder; a checkpoint is complete when they agree.
+    """
+
+    step: int
+    epoch: int
+    world_size: int
+    zero_stage: int
+    variant: str
+    transformer_config: dict[str, Any]
+    data_fingerprint: str
+    data_summary: dict[str, Any]
+    recipe: dict[str, Any]
+    base: str
+    loss: list[tuple[int, float]]
+    files: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for json.dump."""
+        return asdict(self)
+
+    def check_resumable(self, *, where: str, world_size: int, zero_stage: int, recipe: dict[str, Any], data_fingerprint: str) -> None:
+        """Refuse a run that could not go on exactly where this state stopped.
+
+        Raises:
+            CheckpointError: another world size or ZeRO stage (the shards are cut differently), or other data or another plan.
+        """
+        if world_size != self.world_size:
+            raise CheckpointError(
+                f"--resume {where}: world_size={world_size} must equal the {self.world_size} that wrote the checkpoint; "
+                f"start {self.world_size} processes, or export it and train on from the exported model."
+            )
+        if zero_stage != self.zero_stage:
+            raise CheckpointError(
+                f"--resume {where}: zero_optimization.stage={zero_stage} must equal the {self.zero_stage} that wrote the "
+                "checkpoint; use the same DeepSpeed JSON, or export it and train on from the exported model."
+            )
+        for name in _POSITION_KEYS:
+            section, key = name.split(".")
+            ours, theirs = recipe[section][key], self.recipe[section][key]
+            if ours != theirs:
+                raise CheckpointError(
+                    f"--resume {where}: {name}={ours} must equal the checkpoint's {theirs}, or the position in the data is "
+                    "lost; set it back, or export the checkpoint and start a new run from it."
+                )
+        if data_fingerprint != self.data_fingerprint:
+            raise CheckpointError(
+                f"--resume {where}: the data has changed (fingerprint {data_fingerprint}, checkpoint {self.data_fingerprint}); "
+                "use the same cache, or export the checkpoint and start a new run from it."
+            )
