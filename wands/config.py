@@ -161,6 +161,9 @@ class TrainSection(Section):
     bins_per_step: int = Field(default=1, gt=0)
     """Bins of one optimizer step over all ranks; a multiple of dp_size."""
     log_every: int = Field(default=1, gt=0)
+    """Steps between two lines on the terminal; TensorBoard and metrics.jsonl get every step."""
+    log_samples: bool = False
+    """Write every clip's error and sigma to samples-rank*.jsonl, to find the clip behind a spike."""
 
 
 class CheckpointSection(Section):

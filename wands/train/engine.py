@@ -197,6 +197,13 @@ def build_schedule(optim: OptimSection, total_steps: int) -> Callable[[int], flo
     return multiplier
 
 
+def accelerator_type() -> str:
+    """"cuda" or "cpu", as DeepSpeed sees this machine (DS_ACCELERATOR overrides)."""
+    from deepspeed.accelerator import get_accelerator
+
+    return "cuda" if get_accelerator().device_name() == "cuda" else "cpu"
+
+
 def init_process_group() -> tuple[int, int, torch.device]:
     """Join the world that the launcher describes (one process when there is none).
 
@@ -206,12 +213,11 @@ def init_process_group() -> tuple[int, int, torch.device]:
     import os
 
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
 
     if "RANK" not in os.environ:  # plain `wands train`
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
-    device_type = "cuda" if get_accelerator().device_name() == "cuda" else "cpu"
+    device_type = accelerator_type()
     device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", "0"))) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)

@@ -1,0 +1,99 @@
+"""`wands train`: check everything, say what will happen, then run it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from wands.config import load_recipe
+from wands.errors import ConfigError
+from wands.train.checkpoint import find_checkpoint, write_atomic
+from wands.train.engine import accelerator_type, init_process_group, load_ds_config
+from wands.train.job import Job, Report, prepare_job
+from wands.train.state import TrainState
+from wands.train.summary import start_block
+
+
+def run_train(
+    recipe_path: str | None,
+    *,
+    deepspeed: Path | None,
+    overrides: Sequence[str],
+    resume: str | None,
+    dry_run: bool,
+    show_timesteps: bool,
+    say: Report,
+) -> None:
+    """Train as the recipe says.
+
+    Args:
+        recipe_path: YAML file or name of a shipped recipe; None takes the defaults and the overrides.
+        deepspeed: DeepSpeed JSON; None is ZeRO-2.
+        overrides: ``section.key=value`` each.
+        resume: "auto" for the newest checkpoint of the run folder (a new run when there is none), or a path.
+        dry_run: print the start block and stop.
+        show_timesteps: print the histogram of sampled timesteps and stop.
+        say: takes what the person at the terminal reads; called on rank 0 only.
+
+    Raises:
+        WandsError: before the process group forms wherever that is possible.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    tell: Report = say if rank == 0 else lambda text: None
+    recipe = load_recipe(recipe_path, overrides)
+    if show_timesteps:
+        from wands.flow.histogram import timestep_histogram
+
+        tell(timestep_histogram(recipe.flow, recipe.train.seed))
+        return
+    names = (str(deepspeed or "the built-in DeepSpeed config"), str(recipe_path or "the recipe"))
+    job = prepare_job(recipe, load_ds_config(deepspeed), world_size=world_size, device_type=accelerator_type(), names=names)
+    found = _resume_from(job, resume)
+    tell(start_block(job, found[1].step if found else 0))
+    if dry_run:
+        return
+
+    from wands.train.loop import train
+
+    rank, _, device = init_process_group()
+    if rank == 0:
+        _write_run_files(job)
+    last = train(job, found, rank, device, tell)
+    tell(f"done: {last}")
+
+
+def _resume_from(job: Job, resume: str | None) -> tuple[Path, TrainState] | None:
+    folder = job.output_dir / "checkpoints"
+    exists = folder.is_dir() and any(folder.glob("step_*"))
+    if resume is None:
+        if exists:
+            raise ConfigError(
+                f"output_dir={job.output_dir} holds checkpoints of an earlier run; add --resume to go on with it, or choose "
+                "another output_dir."
+            )
+        return None
+    if resume == "auto" and not exists:
+        return None
+    where = job.output_dir if resume == "auto" else Path(resume)
+    checkpoint, state = find_checkpoint(where)
+    state.check_resumable(
+        where=str(checkpoint),
+        world_size=job.world_size,
+        zero_stage=job.zero_stage,
+        recipe=job.recipe.model_dump(mode="json"),
+        data_fingerprint=job.data_fingerprint(),
+    )
+    if state.step >= job.sampler.total_steps:
+        raise ConfigError(
+            f"--resume {checkpoint}: step {state.step} is the end of this run (train.max_steps or train.epochs gives "
+            f"{job.sampler.total_steps} steps); raise train.max_steps to train on."
+        )
+    return checkpoint, state
+
+
+def _write_run_files(job: Job) -> None:
+    job.output_dir.mkdir(parents=True, exist_ok=True)
+    write_atomic(job.output_dir / "recipe.yaml", job.recipe.to_yaml())
+    write_atomic(job.output_dir / "deepspeed.json", json.dumps(job.ds_config, indent=2))

@@ -1,0 +1,173 @@
+"""Everything about a run that can be known, and refused, before the process group forms."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from wands.config import Recipe
+from wands.data.cache import LatentCache
+from wands.data.collate import PackingCollator, Sample
+from wands.data.mock import MockDataset
+from wands.data.packing import assign_bins
+from wands.data.sampler import PlanSampler, check_enough_samples
+from wands.errors import CacheError, ConfigError
+from wands.model.loading import load_config
+from wands.parallel.mesh import RankGrid
+from wands.train.engine import build_ds_config
+from wands.variants import DiTShape, Variant, variant_of
+
+
+class Dataset(Protocol):
+    """What the loop asks of a latent cache and of mock data alike."""
+
+    keys: list[str]
+    null_text_embeds: torch.Tensor
+
+    def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
+        """Video tokens of every sample, int64 [N]."""
+
+    def read(self, index: int) -> Sample:
+        """One sample."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked training run.
+
+    Attributes:
+        recipe: what was asked for.
+        ds_config: complete config for `deepspeed.initialize`, learning rate not yet scaled.
+        transformer_config: diffusers config of the DiT.
+        shape: its numbers.
+        variant: its row.
+        data: cache or mock data.
+        sampler: the plan of every optimizer step.
+        collator: samples to packed batches.
+        world_size: all ranks.
+    """
+
+    recipe: Recipe
+    ds_config: dict[str, Any]
+    transformer_config: dict[str, Any]
+    shape: DiTShape
+    variant: Variant
+    data: Dataset
+    sampler: PlanSampler
+    collator: PackingCollator
+    world_size: int
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage of the DeepSpeed config."""
+        return int(self.ds_config["zero_optimization"].get("stage", 0))
+
+    @property
+    def dp_size(self) -> int:
+        """Groups of ranks that hold different bins."""
+        return self.world_size // self.recipe.parallel.cp_size
+
+    @property
+    def output_dir(self) -> Path:
+        """The run folder."""
+        return Path(self.recipe.output_dir)
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        """Video tokens of every sample."""
+        return self.data.num_tokens(self.shape.patch_size)
+
+    def cost(self, seq_lens: Sequence[int]) -> float:
+        """FLOPs of a forward over these samples: what bins are balanced by."""
+        return float(self.shape.forward_flops(seq_lens))
+
+    def data_fingerprint(self) -> str:
+        """Changes when a sample, its length or the order changes: the position in the data depends on all three."""
+        digest = hashlib.sha256()
+        for key, length in zip(self.data.keys, self.seq_lens.tolist(), strict=True):
+            digest.update(f"{key}\0{length}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def micro_bins(self, bins: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
+        """The bins of one step as micro steps x dp ranks."""
+        return assign_bins(bins, self.dp_size, self._bin_cost)
+
+    def imbalance(self, bins: Sequence[Sequence[int]]) -> float:
+        """Cost of the busiest rank over the mean, summed over the micro steps of one optimizer step."""
+        slowest = mean = 0.0
+        for ranks in self.micro_bins(bins):
+            costs = [self._bin_cost(one) for one in ranks]
+            slowest += max(costs)
+            mean += sum(costs) / len(costs)
+        return slowest / mean if mean else 1.0
+
+    def _bin_cost(self, one: Sequence[int]) -> float:
+        lens = self.seq_lens
+        return self.cost([int(lens[i]) for i in one])
+
+
+def prepare_job(recipe: Recipe, ds_user: Mapping[str, Any], *, world_size: int, device_type: str, names: tuple[str, str]) -> Job:
+    """Check a run and work out its plan.
+
+    Args:
+        recipe: the resolved recipe.
+        ds_user: the user's DeepSpeed JSON.
+        world_size: processes that the launcher started.
+        device_type: "cuda" or "cpu".
+        names: what to call the JSON and the recipe in errors.
+
+    Raises:
+        ConfigError, CacheError, DataError: the run cannot be; each in a sentence with its cure.
+    """
+    grid = RankGrid.build(world_size, 0, recipe.parallel)
+    ds_config = build_ds_config(ds_user, recipe, world_size=world_size, device_type=device_type, names=names)
+    if recipe.train.bins_per_step % grid.dp_size:
+        raise ConfigError(
+            f"train.bins_per_step={recipe.train.bins_per_step} must be a multiple of dp_size={grid.dp_size} "
+            f"({world_size} processes); use {grid.dp_size} or a multiple of it."
+        )
+    if not recipe.model.path:
+        raise ConfigError("model.path is not set; give a diffusers pipeline folder or a Hub id, for example --set model.path=DIR.")
+    config = load_config(recipe.model.path)
+    try:
+        variant = variant_of(config)
+    except ValueError as error:
+        raise ConfigError(f"model.path={recipe.model.path}: {error}; this version trains Wan 2.1 T2V.") from None
+    shape = DiTShape.from_config(config)
+    data = _open_data(recipe, shape, variant)
+    check_enough_samples(len(data.keys), grid.dp_size)
+    cost = (float(shape.linear_flops_per_token()), float(shape.attention_flops_per_squared_token()))
+    sampler = PlanSampler(
+        data.num_tokens(shape.patch_size),
+        data.keys,
+        max_tokens=recipe.packing.max_tokens,
+        bins_per_step=recipe.train.bins_per_step,
+        seed=recipe.train.seed,
+        cost=cost,
+        epochs=recipe.train.epochs,
+        max_steps=recipe.train.max_steps,
+    )
+    collator = PackingCollator(shape, recipe.flow, recipe.train.seed, data.null_text_embeds)
+    return Job(recipe, ds_config, config, shape, variant, data, sampler, collator, world_size)
+
+
+def _open_data(recipe: Recipe, shape: DiTShape, variant: Variant) -> Dataset:
+    if recipe.data.mock is not None:
+        return MockDataset(recipe.data.mock, shape, recipe.train.seed)
+    if recipe.data.cache is None:
+        raise ConfigError("data.cache is not set; give a folder written by wands preprocess, for example --set data.cache=DIR.")
+    cache = LatentCache(recipe.data.cache, verify=recipe.data.verify)
+    if not cache.keys:
+        raise CacheError(f"data.cache={recipe.data.cache} holds no sample; run wands preprocess on a folder with clips.")
+    cache.check_fits(recipe.model.path, variant=variant.name, shape=shape)
+    return cache
+
+
+Report = Callable[[str], None]
+"""How the loop speaks: called on rank 0 with one line or block."""

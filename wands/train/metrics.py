@@ -1,0 +1,145 @@
+"""What one sees of a run: a line a step, TensorBoard scalars, and a jsonl file that plots and model cards read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+# Dense bf16 peak of one device in TFLOP/s, from the vendors' data sheets; the first name found in the device's is taken.
+_PEAK_TFLOPS = {
+    "GB300": 2500.0,
+    "B300": 2500.0,
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "RTX 6000 Ada": 364.0,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "A6000": 155.0,
+    "RTX 3090": 71.0,
+}
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Dense bf16 peak of a device in TFLOP/s, None where it is not known (a CPU, a card not in the table)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in _PEAK_TFLOPS.items() if key in name), None)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step, counted over all ranks.
+
+    Attributes:
+        step: optimizer steps made, this one included.
+        epoch: epoch of its samples.
+        loss: the objective: weighted squared error over the step's denominator.
+        lr: learning rate of this step.
+        grad_norm: norm of the whole gradient before clipping.
+        tokens: video tokens of the step.
+        samples: clips of the step.
+        seconds: wall time of the step, waiting for data included.
+        data_wait: seconds of it that the slowest rank waited for data.
+        tflops: model TFLOP/s per device (three forwards; recomputation is not counted).
+        mfu: share of the device's bf16 peak, None where the peak is not known.
+        fill: tokens / (bins x packing.max_tokens).
+        imbalance: cost of the busiest rank / mean cost, summed over micro steps.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    samples: int
+    seconds: float
+    data_wait: float
+    tflops: float
+    mfu: float | None
+    fill: float
+    imbalance: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Video tokens a second over all ranks."""
+        return self.tokens / self.seconds
+
+    def line(self, total_steps: int) -> str:
+        """The step as one line of text."""
+        mfu = f" ({self.mfu:.1%} MFU)" if self.mfu is not None else ""
+        return (
+            f"step {self.step:>{len(str(total_steps))}}/{total_steps}  loss {self.loss:.5f}  lr {self.lr:.2e}  "
+            f"grad {self.grad_norm:.3f}  {self.samples} clips {self.tokens} tokens  {self.tokens_per_second:,.0f} tok/s  "
+            f"{self.seconds:.2f} s (data {self.data_wait:.2f})  {self.tflops:.3g} TFLOP/s{mfu}  "
+            f"fill {self.fill:.0%}  imbalance {self.imbalance:.2f}"
+        )
+
+
+class MetricsWriter:
+    """TensorBoard events and `metrics.jsonl` in the run folder; made on rank 0 only.
+
+    Args:
+        output_dir: the run folder.
+        start_step: steps already made; rows after it, left by a run that died later than its checkpoint, are dropped.
+    """
+
+    def __init__(self, output_dir: Path, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        output_dir.mkdir(parents=True, exist_ok=True)
+        path = output_dir / "metrics.jsonl"
+        kept = [row for row in read_metrics(output_dir) if row["step"] <= start_step]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        self._rows = path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(output_dir / "tensorboard"), purge_step=start_step + 1 if start_step else None)
+        self.history: list[tuple[int, float]] = [(int(row["step"]), float(row["loss"])) for row in kept]
+
+    def write(self, report: StepReport) -> None:
+        """Add one step to the file, to TensorBoard and to `history`."""
+        self.history.append((report.step, report.loss))
+        self._rows.write(json.dumps({**asdict(report), "tokens_per_second": report.tokens_per_second}) + "\n")
+        self._rows.flush()
+        groups = {"loss": "train", "lr": "train", "grad_norm": "train", "epoch": "train"}
+        scalars = {field.name: getattr(report, field.name) for field in fields(report)}
+        scalars["tokens_per_second"] = report.tokens_per_second
+        for name, value in scalars.items():
+            if name != "step" and value is not None:
+                self._board.add_scalar(f"{groups.get(name, 'speed')}/{name}", value, report.step)
+
+    def close(self) -> None:
+        """Flush and close both."""
+        self._rows.close()
+        self._board.close()
+
+
+def read_metrics(output_dir: Path) -> list[dict[str, float]]:
+    """Rows of `metrics.jsonl`; a last line cut off by a kill is left out."""
+    path = output_dir / "metrics.jsonl"
+    rows: list[dict[str, float]] = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+    return rows
+
+
+def thin(history: Sequence[tuple[int, float]], most: int = 2000) -> list[tuple[int, float]]:
+    """At most `most` points of a series, first and last included, evenly spaced."""
+    if len(history) <= most:
+        return list(history)
+    return [history[round(i * (len(history) - 1) / (most - 1))] for i in range(most)]

@@ -1,0 +1,110 @@
+"""The block that a run prints before it starts: grid, batch arithmetic, data, kernels and memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from wands.config import Recipe
+from wands.train.engine import learning_rate
+from wands.train.job import Job
+from wands.variants import TEXT_LEN, DiTShape
+
+
+def start_block(job: Job, start_step: int) -> str:
+    """Describe a run.
+
+    Args:
+        job: the checked run.
+        start_step: optimizer steps already made.
+    """
+    recipe, sampler, lens = job.recipe, job.sampler, job.seq_lens
+    plan = sampler.epoch_plan(0)
+    accumulation = recipe.train.bins_per_step // job.dp_size
+    imbalance = float(np.mean([job.imbalance(bins) for bins in plan.steps[:64]]))
+    flow = recipe.flow
+    rows = [
+        ("model", f"{job.variant.name}  {recipe.model.path} ({recipe.model.init}), {job.shape.num_params / 1e6:,.1f} M parameters"),
+        ("", f"{job.shape.num_layers} layers, {job.shape.num_heads} heads x {job.shape.head_dim}, ffn {job.shape.ffn_dim}"),
+        ("grid", f"{job.world_size} ranks = dp {job.dp_size} x ring {recipe.parallel.ring_degree} x ulysses {recipe.parallel.ulysses_degree}"),
+        ("engine", f"ZeRO-{job.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, {_optimizer(job)}"),
+        ("attention", f"{_attention(recipe)}, checkpointing {recipe.model.checkpointing}"),
+        ("data", f"{recipe.data.cache or 'mock'}: {len(job.data.keys)} clips, {int(lens.sum()):,} tokens"),
+        ("", f"tokens per clip: min {lens.min():,}, median {int(np.median(lens)):,}, max {lens.max():,}"),
+        ("packing", f"{'on' if recipe.packing.enabled else 'off (one clip per forward)'}, bins of {recipe.packing.max_tokens:,} tokens"),
+        ("", f"epoch 0: {sum(1 for s in plan.steps for b in s if b)} bins, fill {plan.fill(recipe.packing.max_tokens):.1%}, imbalance {imbalance:.2f}"),
+        ("step", f"{recipe.train.bins_per_step} bins = dp {job.dp_size} x accumulation {accumulation}, loss per {recipe.loss.reduction}"),
+        ("steps", f"{sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {start_step:,}"),
+        ("flow", f"{flow.preset}: {flow.timestep_sampling}, shift {flow.flow_shift}, uniform share {flow.mix_uniform}, "
+                 f"weighting {flow.weighting}, caption dropout {flow.cfg_dropout}"),
+        ("memory", _memory_line(job)),
+        ("output", str(job.output_dir)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+
+
+def _optimizer(job: Job) -> str:
+    section, optim = job.ds_config["optimizer"], job.recipe.optim
+    schedule = job.ds_config["scheduler"]["type"] if "scheduler" in job.ds_config else f"{optim.schedule}, warm-up {optim.warmup:g}"
+    return f"{section['type']} lr {learning_rate(job.ds_config, job.recipe):.2e} ({schedule}), clip {job.ds_config['gradient_clipping']}"
+
+
+def _attention(recipe: Recipe) -> str:
+    import torch
+
+    from wands.attention.varlen import choose_backend
+    from wands.train.engine import accelerator_type
+
+    dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
+    return f"{choose_backend(recipe.attention.backend, torch.device(accelerator_type()), dtype).name} kernels"
+
+
+def _memory_line(job: Job) -> str:
+    parts = estimate_memory(job.shape, job.recipe, zero_stage=job.zero_stage, world_size=job.world_size, zero=job.ds_config["zero_optimization"])
+    total = sum(parts.values())
+    inner = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
+    return f"about {_gb(total)} per rank: {inner}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+
+
+def estimate_memory(shape: DiTShape, recipe: Recipe, *, zero_stage: int, world_size: int, zero: dict[str, object]) -> dict[str, float]:
+    """Bytes that one rank holds at the peak of a step, by component.
+
+    DeepSpeed keeps the module's fp32 weights, fp32 master weights with two AdamW moments, and fp32 gradients; a stage divides the
+    optimizer (1), the gradients (2) and the weights (3) by the world. What is offloaded to the host is left out.
+
+    Args:
+        shape: the DiT.
+        recipe: bin size, precision and checkpointing.
+        zero_stage: 0 to 3.
+        world_size: ranks that share the states.
+        zero: the `zero_optimization` section, for offload and live parameters.
+    """
+    params = shape.num_params
+    share = {stage: world_size if zero_stage >= stage else 1 for stage in (1, 2, 3)}
+    weights = 4.0 * params / share[3]
+    optimizer = 12.0 * params / share[1]
+    gradients = 4.0 * params / share[2]
+    if zero.get("offload_optimizer"):
+        optimizer = gradients = 0.0
+    if zero.get("offload_param"):
+        weights = 0.0
+    tokens = recipe.packing.max_tokens
+    parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    if zero_stage == 3:
+        parts["gathered weights"] = 4.0 * min(float(zero.get("stage3_max_live_parameters", 1e9)), params)  # type: ignore[arg-type]
+    parts["activations"] = _activation_bytes(shape, recipe, tokens)
+    return parts
+
+
+def _activation_bytes(shape: DiTShape, recipe: Recipe, tokens: int) -> float:
+    narrow = 2 if recipe.precision.compute == "bf16" else 4
+    # Kept for backward by one block, per token: fp32 residual stream, norms and modulated products (about 12 d), the narrow
+    # inputs and outputs of the linears and of both attentions (about 14 d), and the feed-forward's two hidden states.
+    block = tokens * (12 * 4 * shape.dim + 14 * narrow * shape.dim + 2 * narrow * shape.ffn_dim)
+    text = TEXT_LEN * 4 * narrow * shape.dim
+    kept = tokens * 4 * shape.dim * shape.num_layers + block if recipe.model.checkpointing == "full" else block * shape.num_layers
+    return float(kept + text)
