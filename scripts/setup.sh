@@ -1,0 +1,50 @@
+# Sourced by demo.sh and test.sh: `source scripts/setup.sh EXTRA`. Makes .venv with wands[EXTRA] in it, activates it and sets the
+# variables that a run on this machine needs. A second call finds everything in place and takes no time.
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${WANDS_VENV:-$ROOT/.venv}"
+SETUP="$ROOT/.setup"
+extra="$1"
+mkdir -p "$SETUP"
+
+say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+
+find_python() {
+  local candidate
+  for candidate in "${PYTHON:-}" python3.12 python3.11 python3.13 python3 python; do
+    if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "wands needs Python 3.11 or newer; install it or set PYTHON=/path/to/python3.11" >&2
+  return 1
+}
+
+stamp="$(cat "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt" | cksum | cut -d' ' -f1)"
+if [ ! -x "$VENV/bin/wands" ] || [ "$(cat "$VENV/.wands-$extra" 2>/dev/null)" != "$stamp" ]; then
+  say "set-up: packages into ${VENV#"$ROOT"/} (once)"
+  if [ ! -x "$VENV/bin/python" ]; then
+    "$(find_python)" -m venv "$VENV"
+  fi
+  # torch first and alone: whatever is installed later then keeps this build.
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" torch
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" -e "$ROOT[$extra]"
+  echo "$stamp" >"$VENV/.wands-$extra"
+fi
+export PATH="$VENV/bin:$PATH"
+export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+if ! command -v nvidia-smi >/dev/null 2>&1 || ! nvidia-smi -L >/dev/null 2>&1; then
+  export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+fi
+# DeepSpeed compiles a small shared-memory helper on first use; keep it beside the checkout.
+export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$SETUP/torch_extensions}"
+if [ "${DS_ACCELERATOR:-}" = cpu ] && [ ! -f "$TORCH_EXTENSIONS_DIR/.ready" ]; then
+  say "set-up: DeepSpeed's shared-memory helper (once, about half a minute)"
+  python - <<'PY'
+import os
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+import deepspeed
+deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+PY
+  touch "$TORCH_EXTENSIONS_DIR/.ready"
+fi
