@@ -1,0 +1,64 @@
+"""Random latents of real shapes, behind the same names as the cache: a model or a cluster without data."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wands.config import MockSection
+from wands.data.collate import Sample
+from wands.data.patchify import grid_size
+from wands.errors import DataError
+from wands.flow.keys import philox
+from wands.variants import DiTShape
+
+
+class MockDataset:
+    """Samples whose latents and text are standard normal numbers keyed by (seed, name).
+
+    Args:
+        mock: number of samples, and the shapes and text lengths that they take in turn.
+        shape: of the DiT: latent channels, patch and text width.
+        seed: `train.seed`.
+
+    Attributes:
+        keys: names of the samples.
+        null_text_embeds: stands for the embedding of the empty caption, bf16 [1, text_dim].
+
+    Raises:
+        DataError: a shape does not divide into patches.
+    """
+
+    def __init__(self, mock: MockSection, shape: DiTShape, seed: int) -> None:
+        for latent_shape in mock.shapes:
+            if any(n < 1 or n % patch for n, patch in zip(latent_shape, shape.patch_size, strict=True)):
+                raise DataError(
+                    f"data.mock.shapes={list(latent_shape)} must be multiples of the model's patch "
+                    f"{list(shape.patch_size)}; change (frames, height, width)."
+                )
+        self.mock = mock
+        self.shape = shape
+        self.seed = seed
+        self.keys = [f"mock-{i:06d}" for i in range(mock.num_samples)]
+        self.null_text_embeds = self._normal("", "null", 1, shape.text_dim)
+
+    def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
+        """Tokens of every sample, int64 [N]."""
+        tokens = [int(np.prod(grid_size(latent_shape, patch_size))) for latent_shape in self.mock.shapes]
+        return np.array([tokens[i % len(tokens)] for i in range(len(self.keys))], dtype=np.int64)
+
+    def read(self, index: int) -> Sample:
+        """One sample, the same at every call: bf16 latents [C, f, h, w] and text_embeds [n, text_dim]."""
+        key = self.keys[index]
+        latent_shape = self.mock.shapes[index % len(self.mock.shapes)]
+        text_len = self.mock.text_lens[index % len(self.mock.text_lens)]
+        return Sample(
+            sample_id=key,
+            latents=self._normal(key, "latents", self.shape.in_channels, *latent_shape),
+            text_embeds=self._normal(key, "text", text_len, self.shape.text_dim),
+        )
+
+    def _normal(self, key: str, what: str, *shape: int) -> Tensor:
+        values = philox(self.seed, key, "mock", what).standard_normal(shape, dtype=np.float32)
+        return torch.from_numpy(values).to(torch.bfloat16)

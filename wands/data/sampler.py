@@ -1,0 +1,144 @@
+"""From a global step to its samples. The only state is that step, so resuming needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from wands.data.packing import Bin, Cost, EpochPlan, Step, assign_bins, bin_costs, plan_epoch
+from wands.errors import DataError
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One optimizer step, known before any data is read.
+
+    Attributes:
+        step: global step, from 0.
+        epoch: pass over the data, from 0.
+        step_in_epoch: from 0.
+        bins: sample indices of every bin; () pads the last step of an epoch.
+        num_samples: of all bins.
+        num_tokens: of all bins.
+    """
+
+    step: int
+    epoch: int
+    step_in_epoch: int
+    bins: Step
+    num_samples: int
+    num_tokens: int
+
+    @property
+    def denominators(self) -> dict[str, int]:
+        """What the summed loss of the step is divided by, for each `loss.reduction`."""
+        return {"sample": self.num_samples, "token": self.num_tokens}
+
+
+class PlanSampler:
+    """Every optimizer step of a run: epoch after epoch, each packed and ordered anew.
+
+    Args:
+        seq_lens: int [N], tokens of every sample.
+        keys: N names; a name that stands several times is visited several times in each epoch.
+        max_tokens: capacity of a bin.
+        bins_per_step: bins of one optimizer step.
+        seed: `train.seed`.
+        cost: of a pack, for levelling the ranks.
+        epochs: passes over the data, when `max_steps` is None.
+        max_steps: optimizer steps; goes on into as many epochs as that takes.
+
+    Attributes:
+        steps_per_epoch: the same in every epoch.
+        num_steps: of the whole run.
+        occurrences: for every sample, how many of the same name stand before it.
+
+    Raises:
+        DataError: there is no sample, or one is longer than a bin.
+    """
+
+    def __init__(
+        self,
+        seq_lens: np.ndarray,
+        keys: Sequence[str],
+        *,
+        max_tokens: int,
+        bins_per_step: int,
+        seed: int,
+        cost: Cost,
+        epochs: int = 1,
+        max_steps: int | None = None,
+    ) -> None:
+        assert len(seq_lens) == len(keys)
+        self.seq_lens = np.asarray(seq_lens, dtype=np.int64)
+        self.keys = keys
+        self.max_tokens = max_tokens
+        self.bins_per_step = bins_per_step
+        self.seed = seed
+        self.cost = cost
+        self.bin_cost = bin_costs(self.seq_lens, cost)
+        self.occurrences = _occurrences(keys)
+        self._plan = (0, self._plan_epoch(0))
+        self.steps_per_epoch = self._plan[1].num_steps
+        self.num_steps = max_steps if max_steps is not None else epochs * self.steps_per_epoch
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def epoch_plan(self, epoch: int) -> EpochPlan:
+        """The plan of one epoch; the latest one asked for is kept."""
+        if self._plan[0] != epoch:
+            self._plan = (epoch, self._plan_epoch(epoch))
+            assert self._plan[1].num_steps == self.steps_per_epoch
+        return self._plan[1]
+
+    def step_plan(self, step: int) -> StepPlan:
+        """What global step `step` trains on."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        bins = self.epoch_plan(epoch).steps[step_in_epoch]
+        samples = [i for bin in bins for i in bin]
+        num_tokens = int(self.seq_lens[samples].sum())
+        return StepPlan(step, epoch, step_in_epoch, bins, len(samples), num_tokens)
+
+    def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
+        """The steps from `start_step` to the end of the run."""
+        return (self.step_plan(step) for step in range(start_step, self.num_steps))
+
+    def rank_bins(self, plan: StepPlan, dp_rank: int, dp_size: int) -> list[Bin]:
+        """The bins that one dp rank forwards in a step, in order; each rank has as many."""
+        return [ranks[dp_rank] for ranks in assign_bins(plan.bins, dp_size, self.bin_cost)]
+
+    def _plan_epoch(self, epoch: int) -> EpochPlan:
+        return plan_epoch(
+            self.seq_lens,
+            max_tokens=self.max_tokens,
+            bins_per_step=self.bins_per_step,
+            seed=self.seed,
+            epoch=epoch,
+            cost=self.cost,
+            keys=self.keys,
+        )
+
+
+def check_enough_samples(num_samples: int, dp_size: int) -> None:
+    """Refuse a world in which some rank would never see a sample.
+
+    Raises:
+        DataError: fewer samples than data-parallel ranks.
+    """
+    if num_samples < dp_size:
+        cure = f"use at most {num_samples} such ranks, or add clips" if num_samples else "add clips"
+        raise DataError(
+            f"data has {num_samples} samples, fewer than the {dp_size} data-parallel ranks; {cure}."
+        )
+
+
+def _occurrences(keys: Sequence[str]) -> np.ndarray:
+    seen: dict[str, int] = {}
+    occurrences = np.zeros(len(keys), dtype=np.int64)
+    for i, key in enumerate(keys):
+        occurrences[i] = seen.get(key, 0)
+        seen[key] = int(occurrences[i]) + 1
+    return occurrences

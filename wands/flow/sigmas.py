@@ -1,0 +1,161 @@
+"""Noise levels: how sigma is drawn, shifted and weighted.
+
+Host arithmetic is float64 and its results are exact fp32 numbers. sigma is the share of noise in
+x_t = (1 - sigma) * x0 + sigma * noise; the model's timestep is 1000 * sigma.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wands.config import FlowSection
+
+NUM_TRAIN_TIMESTEPS = 1000
+"""Timestep of pure noise; Wan's sinusoidal features are made for 0..1000."""
+
+_NORMAL = NormalDist()
+
+
+def shift_sigma(sigma: float, shift: float) -> float:
+    """Move noise levels up (shift > 1) or down: s * x / (1 + (s - 1) * x). The inverse is a shift by 1/s.
+
+    Source: Esser et al. 2024 (arXiv 2403.03206), eq. 23.
+    """
+    return shift * sigma / (1.0 + (shift - 1.0) * sigma)
+
+
+def sample_sigma(
+    generator: np.random.Generator, flow: FlowSection, low: float = 0.0, high: float = 1.0
+) -> float:
+    """Draw a noise level from the recipe's distribution, conditioned on lying in [low, high].
+
+    The condition is on sigma itself, after the shift, and is met by truncating the inverse CDF: nothing is
+    rejected, so one draw always takes the same two numbers from the generator. Under `mix_uniform` the share
+    of the uniform part is that part's share of the mass inside the range.
+
+    Args:
+        generator: two uniform numbers are taken from it.
+        flow: distribution, shift and mixture.
+        low: smallest sigma of the range, such as an expert's boundary.
+        high: end of the range; it is itself excluded unless it is 1, so that ranges which touch do not
+            overlap.
+
+    Returns:
+        sigma, exactly representable in fp32.
+    """
+    assert 0.0 <= low < high <= 1.0, (low, high)
+    pick = generator.random()
+    quantile = max(generator.random(), 2.0**-54)  # random() may return 0, where an inverse CDF is infinite
+    base_low, base_high = (shift_sigma(bound, 1.0 / flow.flow_shift) for bound in (low, high))
+    uniform_mass = flow.mix_uniform * (high - low)
+    base_mass = (1.0 - flow.mix_uniform) * _mass(flow, base_low, base_high)
+    # A range too remote for float64 to see any mass in it is drawn from uniformly.
+    if base_mass <= 0.0 or pick * (uniform_mass + base_mass) < uniform_mass:
+        sigma = low + (high - low) * quantile
+    else:
+        sigma = shift_sigma(_truncated_ppf(flow, quantile, base_low, base_high), flow.flow_shift)
+    return _to_fp32_inside(sigma, low, high)
+
+
+def sigma_weight(sigmas: Tensor, flow: FlowSection) -> Tensor:
+    """Weight of each sample's loss by its noise level.
+
+    none: 1. linear: 1 + flow_shift * sigma. bell: exp(-2 (sigma - 1/2)^2), lowered to reach 0 at both ends
+    and scaled to a mean of 1 over uniform sigma.
+
+    Args:
+        sigmas: fp32 [S].
+        flow: weighting and shift.
+
+    Returns:
+        fp32 [S].
+    """
+    if flow.weighting == "none":
+        return torch.ones_like(sigmas)
+    if flow.weighting == "linear":
+        return 1.0 + flow.flow_shift * sigmas
+    ends = math.exp(-0.5)
+    mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - ends  # of the lowered bell over [0, 1]
+    return (torch.exp(-2.0 * (sigmas - 0.5) ** 2) - ends) / mean
+
+
+def _mass(flow: FlowSection, low: float, high: float) -> float:
+    """Probability of [low, high] under the distribution before the shift."""
+    if flow.timestep_sampling == "uniform":
+        return high - low
+    if flow.timestep_sampling == "logit_normal":
+        below, above = _z_bounds(flow, low, high)
+        return _NORMAL.cdf(above) - _NORMAL.cdf(below)
+    return _mode_inverse(low, flow.mode_scale) - _mode_inverse(high, flow.mode_scale)
+
+
+def _truncated_ppf(flow: FlowSection, quantile: float, low: float, high: float) -> float:
+    """The quantile in (0, 1) of the distribution before the shift, cut to [low, high].
+
+    Source: Esser et al. 2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
+    """
+    if flow.timestep_sampling == "uniform":
+        return low + (high - low) * quantile
+    if flow.timestep_sampling == "logit_normal":
+        below, above = _z_bounds(flow, low, high)
+        start, end = _NORMAL.cdf(below), _NORMAL.cdf(above)
+        probability = min(max(start + (end - start) * quantile, 5e-324), 1.0 - 2.0**-53)
+        z = _NORMAL.inv_cdf(probability)
+        logit = flow.logit_mean + flow.logit_std * (-z if _mirrored(flow, low) else z)
+        return 1.0 / (1.0 + math.exp(-logit)) if logit > -700.0 else 0.0
+    start, end = _mode_inverse(high, flow.mode_scale), _mode_inverse(low, flow.mode_scale)
+    return _mode(start + (end - start) * quantile, flow.mode_scale)
+
+
+def _z_bounds(flow: FlowSection, low: float, high: float) -> tuple[float, float]:
+    """[low, high] in standard deviations; a range in the upper half is mirrored, for near 1 a CDF has no
+    digits left.
+    """
+    z = [(_logit(bound) - flow.logit_mean) / flow.logit_std for bound in (low, high)]
+    return (-z[1], -z[0]) if _mirrored(flow, low) else (z[0], z[1])
+
+
+def _mirrored(flow: FlowSection, low: float) -> bool:
+    return _logit(low) > flow.logit_mean
+
+
+def _logit(value: float) -> float:
+    if value <= 0.0:
+        return -math.inf
+    return math.inf if value >= 1.0 else math.log(value / (1.0 - value))
+
+
+def _mode(uniform: float, scale: float) -> float:
+    """Falls from 1 to 0 as `uniform` goes from 0 to 1, most slowly in the middle for scale > 0."""
+    return 1.0 - uniform - scale * (math.cos(math.pi * uniform / 2) ** 2 - 1.0 + uniform)
+
+
+def _mode_inverse(value: float, scale: float) -> float:
+    """The uniform number that `_mode` sends to `value`, by bisection: there is no closed form."""
+    below, above = 0.0, 1.0
+    for _ in range(60):
+        middle = 0.5 * (below + above)
+        if _mode(middle, scale) > value:
+            below = middle
+        else:
+            above = middle
+    return 0.5 * (below + above)
+
+
+def _to_fp32_inside(sigma: float, low: float, high: float) -> float:
+    """Round to fp32 without leaving the range: a sigma rounded onto a boundary would belong to the other
+    expert.
+    """
+    value = np.float32(min(max(sigma, low), high))
+    if float(value) < low:
+        value = np.nextafter(value, np.float32(1.0))
+    if high < 1.0 and float(value) >= high:
+        value = np.nextafter(np.float32(high), np.float32(0.0))
+        if float(value) >= high:
+            value = np.nextafter(value, np.float32(0.0))
+    return float(value)
