@@ -1,0 +1,81 @@
+"""The recipe: every mistake is named with its cure, all at once, and nothing is edited."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wands.config import Recipe, list_recipes, load_recipe
+from wands.errors import ConfigError
+
+
+def problems(*overrides: str, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value)
+
+
+def test_defaults_file_and_set_in_that_order(tmp_path: Path):
+    path = tmp_path / "r.yaml"
+    path.write_text("optim: {lr: 3e-4}\ntrain: {max_steps: 7, seed: 3}\n")
+    recipe = load_recipe(path, ["train.max_steps=9", "optim.betas=[0.8, 0.9]"])
+    assert (recipe.optim.lr, recipe.train.max_steps, recipe.train.seed) == (3e-4, 9, 3)
+    assert recipe.optim.betas == (0.8, 0.9)
+    assert recipe.train.epochs == Recipe().train.epochs
+
+
+def test_scientific_notation_without_a_dot_is_a_number():
+    assert load_recipe(None, ["optim.lr=1e-4"]).optim.lr == 1e-4
+
+
+def test_unknown_key_names_the_nearest():
+    assert "train.max_step is not a key of the recipe; did you mean train.max_steps?" in problems("train.max_step=3")
+    assert "did you mean optim?" in problems("optm.lr=3")
+
+
+def test_all_problems_at_once():
+    text = problems("train.max_step=3", "flow.flow_shift=-1", "packing.max_tokens=many", "nonsense")
+    assert text.startswith("4 problems:")
+    for part in ("train.max_step ", "flow.flow_shift=-1", "packing.max_tokens='many'", "--set nonsense"):
+        assert part in text
+
+
+def test_not_yaml_and_not_a_mapping(tmp_path: Path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("a: [1, 2\n")
+    assert "is not YAML" in problems(path=path)
+    path.write_text("- 1\n- 2\n")
+    assert "must be a mapping" in problems(path=path)
+
+
+def test_missing_recipe_lists_the_shipped_ones():
+    with pytest.raises(ConfigError, match=r"neither a file nor a recipe of wands; use a path or one of .*tiny"):
+        load_recipe("no-such-recipe")
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_shipped_recipes_load_and_round_trip(name: str, tmp_path: Path):
+    recipe = load_recipe(name)
+    path = tmp_path / "again.yaml"
+    path.write_text(recipe.to_yaml())
+    assert load_recipe(path) == recipe
+
+
+def test_presets_fill_only_what_is_not_set():
+    assert load_recipe(None, ["flow.preset=pretrain"]).flow.flow_shift == 2.5
+    recipe = load_recipe(None, ["flow.preset=pretrain", "flow.flow_shift=8"])
+    assert (recipe.flow.flow_shift, recipe.flow.timestep_sampling, recipe.flow.mix_uniform) == (8, "logit_normal", 0.2)
+    recipe = load_recipe(None, [])
+    assert (recipe.flow.timestep_sampling, recipe.flow.flow_shift) == ("uniform", 3.0)
+
+
+def test_contradictions_inside_the_recipe():
+    both = problems("data.cache=x", "data.mock={num_samples: 2, shapes: [[1, 2, 2]]}")
+    assert "data.cache=x and data.mock are both set" in both
+    assert "parallel.ulysses_degree=2" in problems("parallel.ulysses_degree=2")
+
+
+def test_recipe_is_immutable():
+    with pytest.raises(Exception, match="frozen"):
+        load_recipe(None).train.seed = 3
