@@ -16,7 +16,7 @@ from wands.config import FlowSection
 from wands.data.patchify import grid_size, patchify
 from wands.errors import DataError
 from wands.flow.keys import SampleKey, rng
-from wands.parallel.layout import ContextLayout, PackedMeta, grid_positions
+from wands.parallel.layout import ContextLayout, PackedMeta
 from wands.variants import TEXT_LEN, DiTShape
 
 PADDING_ID = "<padding>"
@@ -147,8 +147,9 @@ class PackedBatch:
         )
 
     def _meta(self, layout: ContextLayout) -> PackedMeta:
+        positions = torch.cat([_positions(grid) for grid in self.grid_sizes.tolist()])
         return PackedMeta(
-            positions=grid_positions(self.grid_sizes.tolist())[layout.token_index.clamp(min=0)],
+            positions=positions[layout.token_index.clamp(min=0)],
             segment_ids=layout.segment_ids,
             segments=Segments.build(layout.local_lens),
             seq_lens=layout.local_lens,
@@ -248,6 +249,11 @@ class PackingCollator:
                 f"{owner} has text_embeds {list(shape)}, but the model takes [1 to {TEXT_LEN}, "
                 f"{self.shape.text_dim}]; preprocess with this model's text encoder."
             )
+
+
+def _positions(grid: Sequence[int]) -> Tensor:
+    """(frame, row, column) of one sample's tokens, int64 [n, 3], in the order of `patchify`."""
+    return torch.stack(torch.meshgrid(*map(torch.arange, grid), indexing="ij"), dim=-1).reshape(-1, 3)
 
 
 def _cu_seqlens(lens: Sequence[int]) -> Tensor:

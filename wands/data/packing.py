@@ -19,8 +19,9 @@ from wands.flow.keys import permutation, philox
 Bin = tuple[int, ...]
 """Sample indices that are packed into one forward; () is an empty bin that pads the last step."""
 Step = tuple[Bin, ...]
-Cost = Callable[[Sequence[int]], float]
-"""Cost of a pack from its samples' lengths, additive over samples: such as ``DiTShape.forward_flops``."""
+Cost = Callable[[Sequence[int]], float] | tuple[float, float]
+"""Cost of a pack from its samples' lengths, additive over samples, such as ``DiTShape.forward_flops``; or its
+coefficients (a, b) in a * sum(L) + b * sum(L^2)."""
 
 SORT_WINDOW_STEPS = 32
 """Bins of this many steps are sorted by cost before they are cut into steps.
@@ -59,7 +60,9 @@ class EpochPlan:
         return sum(int(self.seq_lens[i]) for bin in bins for i in bin) / (len(bins) * self.max_tokens)
 
     def imbalance(self, dp_size: int, cost: Cost) -> float:
-        """Share of the ranks' time spent waiting for the slowest rank of each micro step, 0 at best.
+        """Cost of the slowest rank over the mean, summed over the micro steps of the epoch: 1 at best.
+
+        Its inverse is the share of the ranks' time that is not spent waiting.
 
         Args:
             dp_size: ranks that forward different bins; it divides the bins of a step.
@@ -72,7 +75,7 @@ class EpochPlan:
                 costs = [bin_cost(bin) for bin in bins]
                 mean += sum(costs) / dp_size
                 slowest += max(costs)
-        return 1.0 - mean / slowest
+        return slowest / mean
 
 
 def plan_epoch(
@@ -153,8 +156,11 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
 def bin_costs(seq_lens: np.ndarray, cost: Cost) -> Callable[[Bin], float]:
     """The cost of a bin of sample indices, for a cost that is given by lengths and additive over samples."""
     lengths, which = np.unique(seq_lens, return_inverse=True)
-    of_length = [cost((int(length),)) for length in lengths]
-    of_sample = [of_length[i] for i in which]
+    if isinstance(cost, tuple):
+        of_length = [cost[0] * length + cost[1] * length * length for length in lengths.tolist()]
+    else:
+        of_length = [cost((length,)) for length in lengths.tolist()]
+    of_sample = [of_length[i] for i in which.tolist()]
     return lambda bin: sum(of_sample[i] for i in bin)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from wands.data.packing import Bin, Cost, EpochPlan, Step, assign_bins, bin_costs, plan_epoch
+from wands.data.packing import Bin, Cost, EpochPlan, Step, bin_costs, plan_epoch
 from wands.errors import DataError
 
 
@@ -22,6 +22,7 @@ class StepPlan:
         bins: sample indices of every bin; () pads the last step of an epoch.
         num_samples: of all bins.
         num_tokens: of all bins.
+        occurrence_of: for every sample of the data, how many of the same name stand before it.
     """
 
     step: int
@@ -30,6 +31,11 @@ class StepPlan:
     bins: Step
     num_samples: int
     num_tokens: int
+    occurrence_of: np.ndarray = field(repr=False, compare=False)
+
+    def occurrences(self, bin: Bin) -> list[int]:
+        """Which visit within the epoch each sample of a bin is, as the collator wants it."""
+        return [int(self.occurrence_of[i]) for i in bin]
 
     @property
     def denominators(self) -> dict[str, int]:
@@ -52,8 +58,8 @@ class PlanSampler:
 
     Attributes:
         steps_per_epoch: the same in every epoch.
-        num_steps: of the whole run.
-        occurrences: for every sample, how many of the same name stand before it.
+        total_steps: optimizer steps of the whole run.
+        bin_cost: of a bin of sample indices.
 
     Raises:
         DataError: there is no sample, or one is longer than a bin.
@@ -79,13 +85,10 @@ class PlanSampler:
         self.seed = seed
         self.cost = cost
         self.bin_cost = bin_costs(self.seq_lens, cost)
-        self.occurrences = _occurrences(keys)
+        self._occurrence_of = _occurrences(keys)
         self._plan = (0, self._plan_epoch(0))
         self.steps_per_epoch = self._plan[1].num_steps
-        self.num_steps = max_steps if max_steps is not None else epochs * self.steps_per_epoch
-
-    def __len__(self) -> int:
-        return self.num_steps
+        self.total_steps = max_steps if max_steps is not None else epochs * self.steps_per_epoch
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
         """The plan of one epoch; the latest one asked for is kept."""
@@ -100,15 +103,11 @@ class PlanSampler:
         bins = self.epoch_plan(epoch).steps[step_in_epoch]
         samples = [i for bin in bins for i in bin]
         num_tokens = int(self.seq_lens[samples].sum())
-        return StepPlan(step, epoch, step_in_epoch, bins, len(samples), num_tokens)
+        return StepPlan(step, epoch, step_in_epoch, bins, len(samples), num_tokens, self._occurrence_of)
 
     def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
         """The steps from `start_step` to the end of the run."""
-        return (self.step_plan(step) for step in range(start_step, self.num_steps))
-
-    def rank_bins(self, plan: StepPlan, dp_rank: int, dp_size: int) -> list[Bin]:
-        """The bins that one dp rank forwards in a step, in order; each rank has as many."""
-        return [ranks[dp_rank] for ranks in assign_bins(plan.bins, dp_size, self.bin_cost)]
+        return (self.step_plan(step) for step in range(start_step, self.total_steps))
 
     def _plan_epoch(self, epoch: int) -> EpochPlan:
         return plan_epoch(

@@ -12,7 +12,7 @@ BAR_WIDTH = 50
 
 
 def timestep_histogram(
-    flow: FlowSection, *, seed: int = 0, num_samples: int = 20_000, num_bins: int = 20
+    flow: FlowSection, seed: int = 0, *, num_samples: int = 20_000, num_bins: int = 20
 ) -> str:
     """Draw timesteps as training does, after the shift, and count them.
 
