@@ -1,0 +1,246 @@
+"""Wan's DiT on packed tokens: diffusers' modules and parameter names, a forward of our own.
+
+Letters: L local tokens, S samples, P channels of a token, D width of the residual stream, T text rows.
+
+Everything is called as a module, never through its bare weights: ZeRO-3 gathers parameters in module hooks.
+For the same reason a module that must behave differently gets a class with another forward, and keeps its
+parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
+from torch import Tensor, nn
+
+from wands.attention.varlen import Backend, Segments, padded_attention
+from wands.model.modulation import gated_add, modulate
+from wands.model.rope import rotate, rotation_of
+from wands.parallel.layout import PackedMeta
+from wands.variants import TEXT_LEN
+
+SelfAttention = Callable[[Tensor, Tensor, Tensor, PackedMeta], Tensor]
+"""(q, k, v, meta) -> out, all [L, H, head dim]: packed attention, wherever the other tokens are."""
+
+
+class PackedWanTransformer(WanTransformer3DModel):
+    """A `WanTransformer3DModel` whose forward runs on packed tokens of several samples.
+
+    Under bf16 autocast the matmuls and the attention run in bf16; timesteps, modulation, norms, rotary
+    angles, the residual stream and the head stay fp32, as in official Wan.
+    """
+
+    _no_split_modules = ["PackedWanBlock"]  # noqa: RUF012
+    _repeated_blocks = ["PackedWanBlock"]  # noqa: RUF012
+
+    # diffusers reads the keys of a config from this signature.
+    @functools.wraps(WanTransformer3DModel.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        embedder = self.condition_embedder
+        for linear in (embedder.time_embedder.linear_1, embedder.time_embedder.linear_2, embedder.time_proj):
+            linear.__class__ = Fp32Linear
+        self.proj_out.__class__ = Fp32Linear
+        self.patch_embedding.__class__ = PatchLinear
+        for block in self.blocks:
+            block.__class__ = PackedWanBlock
+
+    def set_attention(self, self_attention: SelfAttention, backend: Backend) -> None:
+        """Say how tokens attend to each other, and with which kernel they attend to their text.
+
+        Args:
+            self_attention: attends inside samples; may talk to other ranks.
+            backend: kernel of the cross-attention, which is local.
+        """
+        for block in self.blocks:
+            block.attn1.set_processor(SelfAttentionProcessor(self_attention))
+            block.attn2.set_processor(TextAttentionProcessor(backend))
+
+    def forward(self, tokens: Tensor, meta: PackedMeta, timesteps: Tensor, text_embeds: Tensor) -> Tensor:
+        """Predict the velocity of every token.
+
+        Args:
+            tokens: [L, P] noisy patches, channels in the order (C, pt, ph, pw).
+            meta: where each sample's tokens and text begin, and where each token sits in its sample.
+            timesteps: fp32 [S], sigma * 1000.
+            text_embeds: [sum of text_lens, text_dim], trimmed.
+
+        Returns:
+            [L, P] in the dtype of the residual stream, channels in the same order.
+        """
+        assert timesteps.dtype == torch.float32, (
+            f"timesteps are {timesteps.dtype}: bf16 has 294 of 1000 values"
+        )
+        patches = self.patch_embedding(tokens)
+        compute_dtype = patches.dtype  # autocast's, or that of the weights
+        hidden = patches.to(torch.promote_types(compute_dtype, torch.float32))
+        temb, table = self._embed_timesteps(timesteps)
+        text = self._embed_text(text_embeds.to(compute_dtype))
+        rotation = rotation_of(self.rope, meta.positions)
+        text_segments = Segments.build(meta.row_lens, meta.text_lens, device=tokens.device)
+        for block in self.blocks:
+            args = (hidden, text, table, rotation, meta, text_segments, compute_dtype)
+            if torch.is_grad_enabled() and self.gradient_checkpointing:
+                hidden = self._gradient_checkpointing_func(block, *args)
+            else:
+                hidden = block(*args)
+        shift, scale = (self.scale_shift_table + temb[:, None]).unbind(1)
+        normed = self.norm_out(_stock_float(hidden))
+        prediction = self.proj_out(modulate(normed, 1 + scale, shift, meta.row_lens).to(hidden.dtype))
+        # The head's channels are (pt, ph, pw, C).
+        return prediction.unflatten(1, (-1, self.config.out_channels or self.config.in_channels)).mT.flatten(
+            1
+        )
+
+    def _embed_timesteps(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
+        """[S] -> embedding [S, D] and its projection to the modulation of the blocks [S, 6, D]."""
+        embedder = self.condition_embedder
+        temb = embedder.time_embedder(embedder.timesteps_proj(timesteps))
+        return temb, embedder.time_proj(embedder.act_fn(temb)).unflatten(1, (6, -1))
+
+    def _embed_text(self, text_embeds: Tensor) -> Tensor:
+        """[T, text_dim] -> [T + 1, D]; the last row is what every zero pad of every sample becomes."""
+        return self.condition_embedder.text_embedder(F.pad(text_embeds, (0, 0, 0, 1)))
+
+    def to_json_string(self) -> str:
+        """The config as diffusers writes it, under the name of the class that everybody else loads."""
+        config = json.loads(super().to_json_string())
+        return json.dumps(config | {"_class_name": "WanTransformer3DModel"}, indent=2, sort_keys=True) + "\n"
+
+
+class PackedWanBlock(WanTransformerBlock):
+    """One transformer block; its arithmetic and its casts are those of the stock block."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        text: Tensor,
+        table: Tensor,
+        rotation: Tensor,
+        meta: PackedMeta,
+        text_segments: Segments,
+        compute_dtype: torch.dtype,
+    ) -> Tensor:
+        """Attend inside samples, to the text, and feed forward.
+
+        Args:
+            hidden: [L, D] residual stream.
+            text: [T + 1, D], the last row the pad's.
+            table: [S, 6, D] modulation, one row per sample.
+            rotation: complex [L, 1, head dim / 2].
+            meta: see PackedWanTransformer.forward.
+            text_segments: rows of each sample against its text.
+            compute_dtype: dtype of matmuls and attention.
+        """
+        lens = meta.row_lens
+        shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + table.float()).unbind(1)
+        x = modulate(self.norm1(_stock_float(hidden)), 1 + scale, shift, lens).to(compute_dtype)
+        x = self.attn1(x, rotation=rotation, meta=meta)
+        hidden = gated_add(_stock_float(hidden), x, gate, lens)
+
+        x = self.norm2(_stock_float(hidden)).to(compute_dtype)
+        hidden = hidden + self.attn2(x, text, segments=text_segments)
+
+        x = modulate(self.norm3(_stock_float(hidden)), 1 + ff_scale, ff_shift, lens).to(compute_dtype)
+        return gated_add(_stock_float(hidden), _stock_float(self.ffn(x)), ff_gate, lens)
+
+
+class SelfAttentionProcessor:
+    """Packed tokens as normalised and rotated queries and keys, given to the model's self-attention."""
+
+    def __init__(self, self_attention: SelfAttention) -> None:
+        self.self_attention = self_attention
+
+    def __call__(
+        self,
+        attn: WanAttention,
+        hidden_states: Tensor,
+        _encoder_hidden_states: None,
+        _attention_mask: None,
+        _rotary_emb: None,
+        rotation: Tensor,
+        meta: PackedMeta,
+    ) -> Tensor:
+        """[L, D] -> [L, D]."""
+        q, k = (
+            rotate(_heads(attn, norm(_at_least_fp32(linear(hidden_states)))), rotation).to(
+                hidden_states.dtype
+            )
+            for linear, norm in ((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k))
+        )
+        v = _heads(attn, attn.to_v(hidden_states))
+        return _project_out(attn, self.self_attention(q, k, v, meta))
+
+
+class TextAttentionProcessor:
+    """Each sample's tokens attend to its text, zero-padded to 512, the pads attended: merged, not stored."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def __call__(
+        self,
+        attn: WanAttention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        _attention_mask: None,
+        _rotary_emb: None,
+        segments: Segments,
+    ) -> Tensor:
+        """[L, D], [T + 1, D] -> [L, D]."""
+        q = _heads(attn, attn.norm_q(_at_least_fp32(attn.to_q(hidden_states))).to(hidden_states.dtype))
+        k = _heads(
+            attn, attn.norm_k(_at_least_fp32(attn.to_k(encoder_hidden_states))).to(hidden_states.dtype)
+        )
+        v = _heads(attn, attn.to_v(encoder_hidden_states))
+        num_pads = [TEXT_LEN - length for length in segments.lens_k]
+        assert min(num_pads) >= 0, f"a text of {max(segments.lens_k)} tokens is longer than {TEXT_LEN}"
+        out = padded_attention(q, k[:-1], v[:-1], k[-1], v[-1], num_pads, segments, self.backend)
+        return _project_out(attn, out)
+
+
+class Fp32Linear(nn.Linear):
+    """A linear layer that autocast leaves in fp32.
+
+    A class of its own, because DeepSpeed's torch_autocast reduces and gathers `nn.Linear` itself in bf16.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], in the dtype of the weights."""
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+class PatchLinear(nn.Conv3d):
+    """The patch convolution on patches that are cut out already: kernel = stride makes it one matmul."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[L, P] -> [L, D]."""
+        return F.linear(tokens.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
+def _stock_float(x: Tensor) -> Tensor:
+    """The stock model rounds to fp32 here; only a float64 model notices, and must, to agree with it."""
+    return x.float() if x.dtype == torch.float64 else x
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _heads(attn: WanAttention, x: Tensor) -> Tensor:
+    """[T, D] -> [T, H, head dim]."""
+    return x.unflatten(-1, (attn.heads, -1))
+
+
+def _project_out(attn: WanAttention, x: Tensor) -> Tensor:
+    for module in attn.to_out:
+        x = module(x if x.dim() == 2 else x.flatten(1))
+    return x
