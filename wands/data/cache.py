@@ -1,0 +1,216 @@
+"""The latent cache, read: HDF5 shards of bf16 bits beside an index that needs none of them opened.
+
+`wands/data/cache_format.py` says what lies in the files, `wands/data/cache_writer.py` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+from torch import Tensor
+
+from wands.data.cache_format import (
+    INDEX_NAME,
+    CacheIndex,
+    checksum,
+    digest,
+    first_difference,
+    from_bits,
+    open_shard,
+    plain,
+    read_manifest,
+    reason,
+    sample_path,
+    variant_contract,
+)
+from wands.data.cache_writer import CacheWriter
+from wands.data.collate import Sample
+from wands.errors import CacheError
+from wands.variants import Variant
+
+__all__ = ["CacheIndex", "CacheWriter", "LatentCache"]
+
+MAX_HANDLES = 32
+
+
+class LatentCache:
+    """Random access to the samples of a finished cache.
+
+    Shards are opened at the first read, once per process, and never pickled: a cache may be handed to worker
+    processes of any start method. Reading is safe from several threads; HDF5 lets them read one at a time.
+    """
+
+    def __init__(self, path: str | Path, verify: bool = False) -> None:
+        """Read the manifest and the index; of the shards only presence and size are checked.
+
+        Args:
+            path: cache folder.
+            verify: check a sample's checksum at every read.
+
+        Raises:
+            CacheError: not a cache, unfinished, another schema version, or shards that do not match.
+        """
+        self.path = Path(path)
+        self.verify = verify
+        self.manifest = read_manifest(self.path)
+        if not (self.path / INDEX_NAME).is_file():
+            raise CacheError(
+                f"cache={self.path} is unfinished (no {INDEX_NAME}); run the same wands preprocess again, "
+                "it goes on where it stopped."
+            )
+        self.index = CacheIndex.from_file(self.path / INDEX_NAME)
+        self._check_shards()
+        self._forget_handles()
+
+    @classmethod
+    def open(cls, path: str | Path, verify: bool = False) -> LatentCache:
+        """The same as the constructor, read as a sentence."""
+        return cls(path, verify)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What the samples were made with: encoders and settings, nested."""
+        return self.manifest["fingerprint"]
+
+    @property
+    def null_text_embeds(self) -> Tensor:
+        """Embedding of the empty caption, bf16 [L, D]."""
+        return from_bits(self.index.null_text.copy())
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all shards on disk."""
+        return int(self.index.shard_bytes.sum())
+
+    def find(self, key: str) -> int:
+        """Position of the sample called `key`.
+
+        Raises:
+            CacheError: there is none; the message names some that are there.
+        """
+        if key in self.index.keys:
+            return self.index.keys.index(key)
+        near = ", ".join([k for k in self.index.keys if key.lower() in k.lower()][:3] or self.index.keys[:3])
+        raise CacheError(
+            f"key={key} is not in cache={self.path} ({len(self)} samples); use for example {near}."
+        )
+
+    def read(self, i: int) -> Sample:
+        """Sample `i` of the index: latents bf16 [C, f, h, w] and trimmed text_embeds bf16 [L, D].
+
+        Raises:
+            CacheError: the shard cannot be read, does not match the index, or (with `verify`) a checksum is
+                wrong.
+        """
+        with self._own_handles():
+            group = self._group(i)
+            try:
+                latents, text = group["latents"][()], group["text_embeds"][()]
+            except (OSError, KeyError) as error:
+                raise self._damaged(i, f"cannot be read ({reason(error)})") from None
+        if latents.shape != tuple(self.index.latent_shapes[i]) or len(text) != self.index.text_lens[i]:
+            raise self._damaged(
+                i, f"has latents {latents.shape} and {len(text)} text tokens, not what the index says"
+            )
+        if self.verify and (found := checksum(latents, text)) != self.index.crc32[i]:
+            raise self._damaged(i, f"has a wrong checksum ({found:08x}, not {self.index.crc32[i]:08x})")
+        return Sample(sample_id=self.index.keys[i], latents=from_bits(latents), text_embeds=from_bits(text))
+
+    def meta(self, i: int) -> dict[str, Any]:
+        """What is known of sample `i` beside its numbers: caption, source file, window, num_frames, fps."""
+        with self._own_handles():
+            return json.loads(self._group(i).attrs["meta"])
+
+    def check_fits(self, variant: Variant, fingerprint: Mapping[str, Any]) -> None:
+        """Refuse to train a model on latents or text that were made for another one.
+
+        Args:
+            variant: of the model to train. Sizes of one family share their caches: what must agree is the
+                VAE's stride, the latent channels, the text width and the conditions.
+            fingerprint: of the model's encoders (`wands.encode.pipeline.fingerprint_pipeline`). Parts that
+                the model folder does not have, such as a bare DiT's, are not compared.
+
+        Raises:
+            CacheError: naming what the cache has and what the model has.
+        """
+        cure = "encode again with wands preprocess --model of the model you train, into another --out."
+        ours, theirs = self.manifest["variant"], variant_contract(variant)
+        differing = [name for name in theirs if name != "name" and ours.get(name) != theirs[name]]
+        if differing:
+            cached, model = (
+                ", ".join(f"{name}={side.get(name)}" for name in differing) for side in (ours, theirs)
+            )
+            raise CacheError(
+                f"cache={self.path} was made for {ours['name']} ({cached}) but the model is {theirs['name']} "
+                f"({model}); {cure}"
+            )
+        known = {part: self.fingerprint.get(part) for part in fingerprint}
+        if difference := first_difference(known, plain(fingerprint)):
+            name, cached, model = difference
+            raise CacheError(
+                f"cache={self.path} was encoded for {ours['name']} with {name}={cached} but the model, "
+                f"{theirs['name']}, has {name}={model}; {cure}"
+            )
+
+    def _check_shards(self) -> None:
+        for name, size in zip(self.index.shard_names, self.index.shard_bytes, strict=True):
+            path = self.path / name
+            found = path.stat().st_size if path.is_file() else None
+            if found != size:
+                what = "is missing" if found is None else f"has {found} bytes, not the {size} of the index"
+                raise CacheError(
+                    f"cache={self.path} is incomplete: {name} {what}; restore the file, or delete it and run "
+                    "the same wands preprocess again."
+                )
+
+    def _forget_handles(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._handles: OrderedDict[str, h5py.File] = OrderedDict()
+
+    def _own_handles(self) -> threading.Lock:
+        if self._pid != os.getpid():  # a forked child: HDF5 promises nothing for handles opened by the parent
+            self._forget_handles()
+        return self._lock
+
+    def _group(self, i: int) -> h5py.Group:
+        name = self.index.shard_names[self.index.shards[i]]
+        try:
+            if name not in self._handles:
+                self._handles[name] = open_shard(self.path / name, digest(self.fingerprint))
+            self._handles.move_to_end(name)
+            if len(self._handles) > MAX_HANDLES:
+                self._handles.popitem(last=False)[1].close()
+            group = self._handles[name][sample_path(int(self.index.rows[i]))]
+            found = json.loads(group.attrs["key"])
+        except (OSError, KeyError, ValueError) as error:
+            raise self._damaged(i, f"cannot be read ({reason(error)})") from None
+        if found != self.index.keys[i]:
+            raise self._damaged(i, f"is not where the index says, {found} is")
+        return group
+
+    def _damaged(self, i: int, what: str) -> CacheError:
+        shard = self.index.shard_names[self.index.shards[i]]
+        return CacheError(
+            f"cache={self.path} is damaged: sample {self.index.keys[i]} in {shard} {what}; delete {shard} "
+            "and run the same wands preprocess again: it encodes what is missing."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value for name, value in vars(self).items() if name not in ("_pid", "_lock", "_handles")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget_handles()

@@ -1,0 +1,378 @@
+"""What lies in a cache folder and how each file is read and written whole: manifest, index, shard, checksums.
+
+    manifest.json      schema version, variant, fingerprint of encoders and settings; written first
+    shard-00000.h5     /samples/000000/{latents, text_embeds} uint16, contiguous; attributes key, crc32, meta
+    index.npz          keys, places, shapes, checksums, the embedding of ""; written last
+
+Letters: N samples, L text tokens, D text width, C latent channels, f h w latent frames, rows, columns.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+
+from wands.errors import CacheError
+from wands.variants import Variant
+
+FORMAT = "wands latent cache"
+SCHEMA_VERSION = 1
+MANIFEST_NAME, INDEX_NAME = "manifest.json", "index.npz"
+LIBVER = ("v110", "v110")
+"""File format that HDF5 1.10 and later read; "latest" would write what only the newest library opens."""
+
+
+# ---- bits and digests
+
+
+def to_bits(tensor: Tensor) -> np.ndarray:
+    """The bits of a bf16 tensor as uint16: neither numpy nor HDF5 has a bf16 that survives a round trip."""
+    assert tensor.dtype == torch.bfloat16, f"the cache stores bf16, got {tensor.dtype}"
+    return tensor.detach().cpu().contiguous().view(torch.uint16).numpy()
+
+
+def from_bits(bits: np.ndarray) -> Tensor:
+    """Inverse of `to_bits`; the array must be writable and is shared, not copied."""
+    return torch.from_numpy(bits).view(torch.bfloat16)
+
+
+def checksum(latents: np.ndarray, text_embeds: np.ndarray) -> int:
+    """CRC-32 of a sample's bits: latents, then text."""
+    return zlib.crc32(text_embeds.data, zlib.crc32(latents.data))
+
+
+def digest(value: Any) -> str:
+    """32 hex digits that name a JSON value."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def to_text(value: str) -> str:
+    """`value` with all but ASCII escaped: file names need not be Unicode, HDF5 strings must."""
+    return json.dumps(value)
+
+
+# ---- manifest
+
+
+def variant_contract(variant: Variant) -> dict[str, Any]:
+    """What of a variant decides whether a cache fits it; the name is for the reader of the message."""
+    return {
+        "name": variant.name,
+        "vae_stride": list(variant.vae_stride),
+        "conditions": list(variant.conditions),
+        "latent_channels": variant.dit.in_channels,
+        "text_dim": variant.dit.text_dim,
+    }
+
+
+def build_manifest(variant: Variant, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of `manifest.json`, as JSON will give it back."""
+    return plain(
+        {
+            "format": FORMAT,
+            "schema_version": SCHEMA_VERSION,
+            "variant": variant_contract(variant),
+            "fingerprint": fingerprint,
+        }
+    )
+
+
+def plain(value: Any) -> Any:
+    """`value` after a trip through JSON, so that tuples equal the lists they come back as."""
+    return json.loads(json.dumps(value))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read `manifest.json` of a cache folder.
+
+    Raises:
+        CacheError: no folder, not a cache, damaged, or written by a version with another schema.
+    """
+    if not path.is_dir():
+        raise CacheError(f"cache={path} is not a folder; give the --out of a wands preprocess.")
+    try:
+        manifest = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CacheError(
+            f"cache={path} is not a latent cache (no {MANIFEST_NAME}); give the --out of a wands preprocess."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CacheError(
+            f"cache={path} has an unreadable {MANIFEST_NAME} ({reason(error)}); restore it or encode again."
+        ) from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CacheError(
+            f"cache={path} has a {MANIFEST_NAME} of something else; give the --out of a wands preprocess."
+        )
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        raise CacheError(
+            f"cache={path} has schema_version={manifest.get('schema_version')}, this wands reads "
+            f"{SCHEMA_VERSION}; encode again with wands preprocess, or use the wands that wrote it."
+        )
+    return manifest
+
+
+def first_difference(ours: Any, theirs: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """The first place where two nested JSON values differ: (dotted name, value in ours, value in theirs)."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted(ours.keys() | theirs.keys()):
+            found = first_difference(ours.get(key), theirs.get(key), f"{name}.{key}" if name else key)
+            if found:
+                return found
+        return None
+    return None if ours == theirs else (name, ours, theirs)
+
+
+# ---- index
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One sample of a finished shard."""
+
+    key: str
+    shard: str
+    row: int
+    latent_shape: tuple[int, int, int, int]
+    text_len: int
+    crc32: int
+    num_frames: int
+    fps: float
+    content: str
+
+
+@dataclass(frozen=True, eq=False)
+class CacheIndex:
+    """What planning needs of every sample, as arrays; row i of each belongs to `keys[i]`.
+
+    Attributes:
+        keys: sample ids, sorted.
+        shard_names: file names of the shards.
+        shard_bytes: int64 [shards], their sizes.
+        shards: int32 [N], which shard holds the sample.
+        rows: int32 [N], its number inside the shard.
+        latent_shapes: int32 [N, 4], (C, f, h, w).
+        text_lens: int32 [N], text tokens kept.
+        crc32: uint32 [N], of the latents' bits followed by the text's.
+        num_frames: int32 [N], pixel frames.
+        fps: float32 [N], frames per second after resampling.
+        null_text: uint16 [L, D], bf16 bits of the embedding of "".
+    """
+
+    keys: tuple[str, ...]
+    shard_names: tuple[str, ...]
+    shard_bytes: np.ndarray
+    shards: np.ndarray
+    rows: np.ndarray
+    latent_shapes: np.ndarray
+    text_lens: np.ndarray
+    crc32: np.ndarray
+    num_frames: np.ndarray
+    fps: np.ndarray
+    null_text: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def grid_sizes(self, patch_size: Sequence[int]) -> np.ndarray:
+        """Tokens along (frames, rows, columns) of each sample, int64 [N, 3]."""
+        patch = np.asarray(patch_size, np.int64)
+        latents = self.latent_shapes[:, 1:].astype(np.int64)
+        assert not (latents % patch).any(), f"latents are not multiples of patch_size={tuple(patch_size)}"
+        return latents // patch
+
+    def num_tokens(self, patch_size: Sequence[int]) -> np.ndarray:
+        """Tokens of each sample, int64 [N]."""
+        return self.grid_sizes(patch_size).prod(axis=1)
+
+    @classmethod
+    def build(cls, path: Path, entries: Sequence[Entry], null_text: np.ndarray) -> CacheIndex:
+        """Index the entries of finished shards in `path`, sorted by key."""
+        entries = sorted(entries, key=lambda entry: entry.key)
+        names = tuple(sorted({entry.shard for entry in entries}))
+        number = {name: i for i, name in enumerate(names)}
+        return cls(
+            keys=tuple(entry.key for entry in entries),
+            shard_names=names,
+            shard_bytes=np.array([(path / name).stat().st_size for name in names], np.int64),
+            shards=np.array([number[entry.shard] for entry in entries], np.int32),
+            rows=np.array([entry.row for entry in entries], np.int32),
+            latent_shapes=np.array([entry.latent_shape for entry in entries], np.int32).reshape(-1, 4),
+            text_lens=np.array([entry.text_len for entry in entries], np.int32),
+            crc32=np.array([entry.crc32 for entry in entries], np.uint32),
+            num_frames=np.array([entry.num_frames for entry in entries], np.int32),
+            fps=np.array([entry.fps for entry in entries], np.float32),
+            null_text=null_text,
+        )
+
+    def to_bytes(self) -> bytes:
+        """The npz file. Strings travel as NUL-separated UTF-8, so that no pickle is involved."""
+        arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        buffer = io.BytesIO()
+        arrays |= {"keys": _join(self.keys), "shard_names": _join(self.shard_names)}
+        np.savez(buffer, allow_pickle=False, **arrays)
+        return buffer.getvalue()
+
+    @classmethod
+    def from_file(cls, path: Path) -> CacheIndex:
+        """Read `index.npz`.
+
+        Raises:
+            CacheError: the file is damaged or lacks an array.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as npz:
+                arrays = {name: npz[name] for name in cls.__dataclass_fields__}
+            index = cls(
+                **{**arrays, "keys": _split(arrays["keys"]), "shard_names": _split(arrays["shard_names"])}
+            )
+            lengths = {
+                len(arrays[n])
+                for n in ("shards", "rows", "latent_shapes", "text_lens", "crc32", "num_frames", "fps")
+            }
+            if lengths != {len(index)} or len(index.shard_bytes) != len(index.shard_names):
+                raise ValueError("arrays of different lengths")
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise CacheError(
+                f"cache={path.parent} has a damaged {path.name} ({reason(error)}); run the same wands "
+                "preprocess again, it rebuilds the index from the shards."
+            ) from None
+        return index
+
+
+def _join(texts: Sequence[str]) -> np.ndarray:
+    assert not any("\0" in text for text in texts), "a key cannot contain NUL"
+    return np.frombuffer("\0".join(texts).encode("utf-8", "surrogateescape"), np.uint8)
+
+
+def _split(array: np.ndarray) -> tuple[str, ...]:
+    text = array.tobytes().decode("utf-8", "surrogateescape")
+    return tuple(text.split("\0")) if text else ()
+
+
+# ---- shards
+
+
+def shard_name(number: int) -> str:
+    """File name of a shard."""
+    return f"shard-{number:05d}.h5"
+
+
+def shard_number(path: Path) -> int:
+    """Inverse of `shard_name`."""
+    return int(path.stem.removeprefix("shard-"))
+
+
+def sample_path(row: int) -> str:
+    """HDF5 path of a sample in its shard: a number, because a key may hold any character."""
+    return f"samples/{row:06d}"
+
+
+def open_shard(path: Path, fingerprint: str) -> h5py.File:
+    """Open a finished shard for reading.
+
+    Args:
+        path: the file.
+        fingerprint: digest of the manifest's fingerprint, which the shard must carry too.
+
+    Raises:
+        OSError: unreadable, or a shard of another cache.
+    """
+    # Finished shards never change, and locks fail on read-only and network file systems.
+    file = h5py.File(path, "r", locking=False)
+    if file.attrs.get("fingerprint") != fingerprint:
+        file.close()
+        raise OSError("it belongs to a cache with another fingerprint")
+    return file
+
+
+def read_entries(path: Path, fingerprint: str) -> Iterator[Entry]:
+    """Every sample of a finished shard.
+
+    Raises:
+        CacheError: the shard is damaged or of another cache.
+    """
+    try:
+        with open_shard(path, fingerprint) as file:
+            for name, group in file["samples"].items():
+                meta = json.loads(group.attrs["meta"])
+                yield Entry(
+                    key=json.loads(group.attrs["key"]),
+                    shard=path.name,
+                    row=int(name),
+                    latent_shape=group["latents"].shape,
+                    text_len=group["text_embeds"].shape[0],
+                    crc32=int(group.attrs["crc32"]),
+                    num_frames=meta["num_frames"],
+                    fps=meta["fps"],
+                    content=meta["content"],
+                )
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise CacheError(
+            f"cache={path.parent} has a damaged {path.name} ({reason(error)}); delete that file and run the "
+            "same wands preprocess again: its clips are then encoded once more."
+        ) from None
+
+
+# ---- whole files
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that it exists complete or not at all, even after a power cut.
+
+    Raises:
+        CacheError: the disk is full or refuses.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(content)
+        publish(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise disk_error(path, len(content), error) from None
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Sync a finished temporary file and give it its name."""
+    for target in (temporary, path.parent):
+        descriptor = os.open(target, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if target == temporary:
+            os.replace(temporary, path)
+
+
+def disk_error(path: Path, num_bytes: int, error: Exception) -> CacheError:
+    """The sentence for a write that failed: no space, a quota, a file size limit, a read-only disk."""
+    free = shutil.disk_usage(path.parent).free
+    return CacheError(
+        f"cache={path.parent} cannot take {path.name} ({reason(error)}: {num_bytes:,} bytes wanted, "
+        f"{free:,} free); free some space or choose another --out, then run the same command again: finished "
+        "shards are kept."
+    )
+
+
+def reason(error: Exception) -> str:
+    """The cause in a few words. HDF5 hides the system's error number in a page of text."""
+    number = getattr(error, "errno", None) or next(iter(re.findall(r"errno = (\d+)", str(error))), None)
+    if number and int(number) in errno.errorcode:
+        return os.strerror(int(number))
+    return " ".join(str(error).split()) or type(error).__name__

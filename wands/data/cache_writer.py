@@ -1,0 +1,277 @@
+"""The latent cache, written: one shard after the other, each complete or not there at all.
+
+Every file is written under a temporary name, synced and renamed: HDF5 files of a killed process are lost, so
+a shard is the unit of resume, and a folder without an index is an unfinished cache that no reader opens. The
+index is sorted by key: the order of writing, and how often a run was killed, leave no trace in training.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import h5py
+from torch import Tensor
+
+from wands.data.cache_format import (
+    INDEX_NAME,
+    LIBVER,
+    MANIFEST_NAME,
+    CacheIndex,
+    Entry,
+    build_manifest,
+    checksum,
+    digest,
+    disk_error,
+    first_difference,
+    publish,
+    read_entries,
+    read_manifest,
+    reason,
+    sample_path,
+    shard_name,
+    shard_number,
+    to_bits,
+    to_text,
+    write_whole,
+)
+from wands.errors import CacheError
+from wands.variants import Variant
+
+SLACK = 1 << 17
+"""Bytes claimed beyond the samples for HDF5's own tables of one shard."""
+
+
+class CacheWriter:
+    """Adds samples to a cache, new or begun by an earlier run with the same fingerprint.
+
+    Use as a context manager and call `commit` at the end. Leaving early, by an error or Ctrl-C, keeps the
+    samples written so far in a finished shard, but writes no index: the cache stays as it was for readers.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        variant: Variant,
+        fingerprint: Mapping[str, Any],
+        max_samples: int = 512,
+        max_bytes: int = 1 << 30,
+    ) -> None:
+        """Create the folder, or take up what is in it.
+
+        Args:
+            path: cache folder.
+            variant: the samples are made for.
+            fingerprint: of encoders and settings, nested, of JSON values.
+            max_samples: of one shard.
+            max_bytes: of one shard, reached but for one sample.
+
+        Raises:
+            CacheError: the folder holds something else, a cache with another fingerprint (both values are
+                named), or another process writes to it.
+        """
+        self.path = Path(path)
+        self.max_samples, self.max_bytes = max_samples, max_bytes
+        self._file: h5py.File | None = None
+        self._pending: list[Entry] = []
+        self._num_bytes = 0
+        manifest = build_manifest(variant, fingerprint)
+        self._digest = digest(manifest["fingerprint"])
+        self._lock = self._claim()
+        try:
+            self._enter(manifest)
+            shards = sorted(self.path.glob("shard-*.h5"), key=shard_number)
+            # A clip whose caption or file has changed is encoded again: of two samples the later one counts.
+            self._entries = {
+                entry.key: entry for shard in shards for entry in read_entries(shard, self._digest)
+            }
+            self._next = shard_number(shards[-1]) + 1 if shards else 0
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def has(self, key: str, content: str) -> bool:
+        """Whether a finished shard already holds `key`, made from the same `content`."""
+        return key in self._entries and self._entries[key].content == content
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Every key in a finished shard."""
+        return frozenset(self._entries)
+
+    def add(self, key: str, latents: Tensor, text_embeds: Tensor, meta: Mapping[str, Any]) -> None:
+        """Append one sample.
+
+        Args:
+            key: unique name; becomes the sample id of training.
+            latents: bf16 [C, f, h, w], normalised.
+            text_embeds: bf16 [L, D], trimmed to its real length.
+            meta: JSON values; must hold `num_frames`, `fps` and `content` (a digest of what the sample is
+                made from), usually also `caption`, `source` and the window.
+
+        Raises:
+            CacheError: the disk is full; the unfinished shard is removed.
+        """
+        assert (latents.ndim, text_embeds.ndim) == (4, 2), (latents.shape, text_embeds.shape)
+        assert "\0" not in key, "the index separates keys by NUL"
+        latent_bits, text_bits = to_bits(latents), to_bits(text_embeds)
+        row, crc32 = len(self._pending), checksum(latent_bits, text_bits)
+        size = latent_bits.nbytes + text_bits.nbytes
+        try:
+            file = self._open_shard(size + 4 * len(text := json.dumps(meta)))
+            group = file.create_group(sample_path(row))
+            group.create_dataset("latents", data=latent_bits)
+            group.create_dataset("text_embeds", data=text_bits)
+            group.attrs.update(key=to_text(key), dtype="bfloat16", crc32=crc32, meta=text)
+        except (OSError, RuntimeError) as error:
+            raise self._drop_shard(size, error) from None
+        shape = tuple(latents.shape)
+        self._pending.append(
+            Entry(
+                key=key,
+                shard=shard_name(self._next),
+                row=row,
+                latent_shape=shape,
+                text_len=len(text_embeds),
+                crc32=crc32,
+                num_frames=meta["num_frames"],
+                fps=meta["fps"],
+                content=meta["content"],
+            )
+        )
+        self._num_bytes += size
+        if row + 1 >= self.max_samples or self._num_bytes >= self.max_bytes:
+            self._finish_shard()
+
+    def commit(self, null_text_embeds: Tensor) -> None:
+        """Finish the last shard and write the index: from here on the cache can be read.
+
+        Args:
+            null_text_embeds: embedding of "", bf16 [L, D].
+
+        Raises:
+            CacheError: the disk is full.
+        """
+        self._finish_shard()
+        index = CacheIndex.build(self.path, list(self._entries.values()), to_bits(null_text_embeds))
+        write_whole(self.path / INDEX_NAME, index.to_bytes())
+
+    def __enter__(self) -> CacheWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._finish_shard()
+        finally:
+            os.close(self._lock)
+
+    @property
+    def _temporary(self) -> Path:
+        return self.path / f".{shard_name(self._next)}.tmp"
+
+    def _claim(self) -> int:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise CacheError(
+                f"cache={self.path} cannot be made a folder ({reason(error)}); choose another --out."
+            ) from None
+        try:
+            # The system lifts this lock when the process ends, however it ends.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise CacheError(
+                f"cache={self.path} is being written by another process; wait for it or choose another --out."
+            ) from None
+        except OSError:
+            pass  # a file system without locks: then the user alone sees to it that one run writes
+        return lock
+
+    def _enter(self, manifest: dict[str, Any]) -> None:
+        if (self.path / MANIFEST_NAME).exists():
+            present = read_manifest(self.path)
+            if difference := first_difference(
+                {name: present[name] for name in ("variant", "fingerprint")},
+                {name: manifest[name] for name in ("variant", "fingerprint")},
+            ):
+                name, cached, asked = difference
+                raise CacheError(
+                    f"cache={self.path} was begun with {name.removeprefix('fingerprint.')}={cached} but this "
+                    f"run has {asked}; give the settings it was begun with, or another --out."
+                )
+        elif any(not name.endswith(".tmp") for name in os.listdir(self.path)):
+            raise CacheError(
+                f"cache={self.path} is a folder with other files in it; choose an empty or new --out."
+            )
+        else:
+            write_whole(self.path / MANIFEST_NAME, json.dumps(manifest, indent=2).encode())
+        for leftover in self.path.glob(".*.tmp"):  # a killed run's: the lock is ours, nobody else writes
+            leftover.unlink()
+
+    def _open_shard(self, num_bytes: int) -> h5py.File:
+        """The shard being written, with `num_bytes` more of the disk claimed for it.
+
+        A write that fails inside HDF5 leaves a file that can neither be closed nor forgotten, and the process
+        ends by a segmentation fault; so that space is asked for before HDF5 needs it.
+        """
+        try:
+            if self._file is None:
+                self._reserve(num_bytes + SLACK)
+                self._file = h5py.File(self._temporary, "w", libver=LIBVER)
+                self._file.attrs["fingerprint"] = self._digest
+            self._reserve(self._file.id.get_filesize() + num_bytes + SLACK)
+        except OSError as error:
+            self._finish_shard()  # what it holds already has its space
+            self._temporary.unlink(missing_ok=True)
+            raise disk_error(self.path / shard_name(self._next), num_bytes, error) from None
+        return self._file
+
+    def _reserve(self, num_bytes: int) -> None:
+        descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise  # any other: a file system that cannot promise space
+        finally:
+            os.close(descriptor)
+
+    def _finish_shard(self) -> None:
+        if self._file is None:
+            return
+        try:
+            partial = sample_path(len(self._pending))
+            if partial in self._file:  # Ctrl-C came in the middle of a sample
+                del self._file[partial]
+            self._file.close()
+            if not self._pending:
+                self._temporary.unlink()
+                self._file = None
+                return
+            publish(self._temporary, self.path / shard_name(self._next))
+        except (OSError, RuntimeError) as error:
+            raise self._drop_shard(self._num_bytes, error) from None
+        self._entries.update((entry.key, entry) for entry in self._pending)
+        self._file, self._pending, self._num_bytes = None, [], 0
+        self._next += 1
+
+    def _drop_shard(self, wanted: int, error: Exception) -> CacheError:
+        """Give up the unfinished shard, so that neither its file nor its entries are met again."""
+        try:
+            if self._file is not None:
+                self._file.close()
+        except (OSError, RuntimeError):
+            pass  # what could not be written before cannot be flushed now; the file goes anyway
+        self._temporary.unlink(missing_ok=True)
+        self._file, self._pending, self._num_bytes = None, [], 0
+        return disk_error(self.path / shard_name(self._next), wanted, error)
