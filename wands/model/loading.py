@@ -1,0 +1,260 @@
+"""Weights into a `PackedWanTransformer`, one tensor at a time: no second copy of the model ever exists.
+
+The model is built without memory (on the meta device, or partitioned by ZeRO-3) and then filled, parameter by
+parameter, from safetensors files or by Wan's own initialisation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers.models.modeling_utils import no_init_weights
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from wands.errors import CheckpointError, ConfigError
+from wands.model.transformer import PackedWanTransformer
+
+logger = logging.getLogger(__name__)
+WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
+MODEL_CLASS = "WanTransformer3DModel"
+
+
+def load_config(path: str | Path, subfolder: str = "transformer") -> dict[str, Any]:
+    """Read the DiT's config.
+
+    Args:
+        path: diffusers pipeline folder or Hub id.
+        subfolder: where in it the DiT lies; "" when `path` is the DiT itself.
+
+    Raises:
+        ConfigError: there is no such model, or it is not a Wan DiT.
+    """
+    return _read_config(path, _find_folder(path, subfolder, ["config.json"]))
+
+
+def load_transformer(
+    path: str | Path,
+    *,
+    subfolder: str = "transformer",
+    init: str = "pretrained",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    zero_init_context: AbstractContextManager[Any] | None = None,
+) -> PackedWanTransformer:
+    """Build the DiT and fill it.
+
+    Args:
+        path: diffusers pipeline folder or Hub id.
+        subfolder: where in it the DiT lies; "" when `path` is the DiT itself.
+        init: `pretrained` reads the weights; `random` takes only the config, and starts as official Wan does.
+        seed: of the random weights, which are the same at any world size.
+        dtype: of the parameters, whatever the file has; a ZeRO-3 context decides itself.
+        zero_init_context: `deepspeed.zero.Init(...)` to partition each parameter when it is made; every rank
+            must then call this function, and rank 0 reads.
+
+    Returns:
+        The model in training mode, on the CPU or where the context puts it.
+
+    Raises:
+        ConfigError: there is no such model, or it is not a Wan DiT.
+        CheckpointError: the weights are missing, damaged, or do not fit the config.
+    """
+    assert init in ("pretrained", "random"), init
+    patterns = (
+        ["config.json"] if init == "random" else ["config.json", "*.safetensors", "*.safetensors.index.json"]
+    )
+    folder = _find_folder(path, subfolder, patterns)
+    model = _build_empty(_read_config(path, folder), zero_init_context)
+    if init == "random":
+        _fill(model, lambda name, shape: _initial_value(name, shape, seed), dtype)
+    else:
+        with _Weights(path, folder) as weights:
+            weights.check_fit(model)
+            _fill(model, lambda name, _: weights.read(name), dtype)
+    num_params = sum(torch.Size(_shape(p)).numel() for p in model.parameters())
+    logger.info("model.path=%s: %.1f M parameters, %s", path, num_params / 1e6, init)
+    return model
+
+
+def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str]) -> Path:
+    """The folder of the DiT; from the Hub, only the files that match are fetched."""
+    name = str(path)
+    if name and Path(name).is_dir():
+        folder = Path(name)
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
+        try:
+            folder = Path(
+                snapshot_download(name, allow_patterns=[f"{subfolder}/{p}".lstrip("/") for p in patterns])
+            )
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            raise ConfigError(
+                f"model.path={name} is no folder here and could not be fetched from the Hub "
+                f"({' '.join(str(error).split())[:200]}); check the name, the network and your access."
+            ) from None
+    else:
+        raise ConfigError(f"model.path={name!r} is neither a folder nor a Hub id; give one of them.")
+    folder = folder / subfolder
+    if not (folder / "config.json").is_file():
+        missing = Path(subfolder) / "config.json"
+        raise ConfigError(f"model.path={name} has no {missing}; give a Wan pipeline in diffusers layout.")
+    return folder
+
+
+def _read_config(path: str | Path, folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            f"model.path={path}: {folder / 'config.json'} is not JSON ({error}); mend it."
+        ) from None
+    found = config.get("_class_name") if isinstance(config, dict) else None
+    if found != MODEL_CLASS:
+        raise ConfigError(f"model.path={path} holds a {found}, not a {MODEL_CLASS}; give a Wan pipeline.")
+    return config
+
+
+def _build_empty(
+    config: dict[str, Any], zero_init_context: AbstractContextManager[Any] | None
+) -> PackedWanTransformer:
+    with zero_init_context or torch.device("meta"), no_init_weights():
+        model: PackedWanTransformer = PackedWanTransformer.from_config(config)
+    # The table of angles has no values on meta, and inside zero.Init its fp64 steps are rounded to fp32.
+    c = model.config
+    rope = WanRotaryPosEmbed(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)
+    model.rope = rope.to(model.proj_out.weight.device if zero_init_context else "cpu")
+    return model.train()
+
+
+def _fill(
+    model: PackedWanTransformer, make: Callable[[str, tuple[int, ...]], Tensor], dtype: torch.dtype
+) -> None:
+    is_reader = not dist.is_initialized() or dist.get_rank() == 0
+    for name, param in list(model.named_parameters()):
+        shape = _shape(param)
+        if hasattr(param, "ds_id"):
+            with _gathered(param), torch.no_grad():
+                if is_reader:
+                    param.copy_(make(name, shape))
+        else:
+            owner, _, leaf = name.rpartition(".")
+            value = make(name, shape).to(dtype, copy=True)  # a copy: what is read is the mapped file itself
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+
+
+def _gathered(param: nn.Parameter) -> AbstractContextManager[Any]:
+    """The whole of a parameter that ZeRO-3 has partitioned; what rank 0 writes is kept."""
+    from deepspeed import zero
+
+    return zero.GatheredParameters([param], modifier_rank=0)
+
+
+def _shape(param: nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+class _Weights:
+    """The safetensors files of one DiT, mapped into memory: a tensor is read when it is asked for."""
+
+    def __init__(self, path: str | Path, folder: Path) -> None:
+        self.path = path
+        self.folder = folder
+        self._stack = ExitStack()
+        self._file_of: dict[str, Any] = {}
+
+    def __enter__(self) -> _Weights:
+        for file in self._list_files():
+            try:
+                opened = self._stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"model.path={self.path}: {file} cannot be read ({error}); fetch it again."
+                ) from None
+            self._file_of |= dict.fromkeys(opened.keys(), opened)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.__exit__(*exc)
+
+    def _list_files(self) -> list[Path]:
+        index = self.folder / f"{WEIGHTS_NAME}.index.json"
+        if (self.folder / WEIGHTS_NAME).is_file():
+            return [self.folder / WEIGHTS_NAME]
+        if index.is_file():
+            return sorted(
+                {self.folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+            )
+        raise CheckpointError(
+            f"model.path={self.path} has no weights (neither {WEIGHTS_NAME} nor its index); "
+            "give a complete pipeline, or set model.init=random."
+        )
+
+    def check_fit(self, model: PackedWanTransformer) -> None:
+        """Compare names and shapes with the model's, reading only headers.
+
+        Raises:
+            CheckpointError: naming what is missing, unexpected or of another shape.
+        """
+        wanted = {name: _shape(param) for name, param in model.named_parameters()}
+        found = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
+        ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
+        problems = {
+            "missing": [name for name in wanted if name not in found],
+            "unexpected": [
+                name for name in found if name not in wanted and not any(i in name for i in ignored)
+            ],
+            "of another shape": [
+                f"{name} {list(found[name])} instead of {list(shape)}"
+                for name, shape in wanted.items()
+                if found.get(name, shape) != shape
+            ],
+        }
+        report = "; ".join(
+            f"{len(names)} {what}: {_shorten(names)}" for what, names in problems.items() if names
+        )
+        if report:
+            raise CheckpointError(
+                f"model.path={self.path} has weights that do not fit its config.json ({report}); "
+                "use weights and config of the same model."
+            )
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, as it is in the file."""
+        return self._file_of[name].get_tensor(name)
+
+
+def _shorten(names: list[str], most: int = 8) -> str:
+    return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Official Wan's initial value of a parameter, a function of (seed, name) alone; the head starts at zero.
+
+    Source: `init_weights` of the official Wan 2.1 model.
+    """
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    owner, _, leaf = name.rpartition(".")
+    if leaf == "scale_shift_table":
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+    if owner.rpartition(".")[2].startswith("norm"):
+        return torch.ones(shape) if leaf == "weight" else torch.zeros(shape)
+    if leaf == "bias" or owner == "proj_out":
+        return torch.zeros(shape)
+    if "text_embedder" in owner or "time_embedder" in owner:
+        return torch.randn(shape, generator=generator) * 0.02
+    fan_out, fan_in = shape[0], torch.Size(shape[1:]).numel()
+    bound = (6 / (fan_in + fan_out)) ** 0.5  # Xavier
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
