@@ -1,0 +1,282 @@
+"""`wands infer`: prompts in; one mp4 each, a contact sheet and a record of what made them out.
+
+Sampling is diffusers' own `WanPipeline`, wherever the transformer's weights come from: what is seen here is
+what every user of an exported folder gets.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from diffusers import WanPipeline
+
+from wands.commands.contact_sheet import SheetRow, pick_frames, save_contact_sheet
+from wands.commands.output import atomic_path
+from wands.commands.pipeline import find_pipeline, load_pipeline
+from wands.commands.prompts import SampleRequest, SizeRule, build_requests, raise_problems
+from wands.data.video import save_video
+from wands.errors import WandsError
+from wands.variants import TEXT_LEN
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Several: TypeAlias = T | Sequence[T] | None
+"""Not given, once for all prompts, or as many times as there are prompts."""
+RECORD_FILE = "samples.jsonl"
+SHEET_FRAMES = 4
+
+
+@dataclass(frozen=True)
+class InferResult:
+    """One sample on disk.
+
+    Attributes:
+        request: what was asked for, every option spelled out.
+        video: the mp4.
+        latents: safetensors with `latents` fp32 [C, f, h, w], normalised as in a cache; None when not kept.
+        contact_sheet: the PNG that shows all samples of the run.
+        fps: frames per second of the mp4.
+        flow_shift: the shift that the scheduler used.
+        seconds: wall time of sampling and decoding.
+    """
+
+    request: SampleRequest
+    video: Path
+    latents: Path | None
+    contact_sheet: Path
+    fps: int
+    flow_shift: float
+    seconds: float
+
+
+def infer(
+    model: str | Path,
+    prompts: Sequence[str | SampleRequest],
+    *,
+    out_dir: Path,
+    height: Several[int] = None,
+    width: Several[int] = None,
+    num_frames: Several[int] = None,
+    num_inference_steps: Several[int] = None,
+    guidance_scale: Several[float] = None,
+    flow_shift: Several[float] = None,
+    seed: Several[int] = None,
+    negative_prompt: Several[str] = None,
+    transformer: Path | None = None,
+    checkpoint: Path | None = None,
+    offload: Literal["none", "model", "sequential"] = "none",
+    dtype: Literal["auto", "bf16", "fp32"] = "auto",
+    device: str | None = None,
+    fps: int | None = None,
+    save_latents: bool = False,
+) -> list[InferResult]:
+    """Sample every prompt and write the videos, one contact sheet and `samples.jsonl` into `out_dir`.
+
+    Files are numbered on from those already there; no video or sheet of an earlier run is touched. The same
+    request gives the same video, bit for bit on one machine, whatever stands before it.
+
+    Args:
+        model: diffusers pipeline folder or Hub id.
+        prompts: texts, or requests (`read_prompts`) whose explicitly set fields win over the options below.
+        out_dir: made when missing.
+        height: pixels, default 480. This and the next seven: once for all prompts, or once per prompt.
+        width: pixels, default 832.
+        num_frames: 4k+1, default 81.
+        num_inference_steps: default 50.
+        guidance_scale: default 5; up to 1 runs without guidance.
+        flow_shift: default: that of the pipeline's scheduler.
+        seed: default 0; given once, prompt i gets seed + i.
+        negative_prompt: default "".
+        transformer: diffusers folder whose transformer takes the place of the pipeline's.
+        checkpoint: the transformer straight from `wands train`: a run folder (newest step) or a step folder.
+        offload: "model" and "sequential" keep weights on the host and bring a model, or a layer, at a time.
+        dtype: of transformer and text encoder, the VAE is fp32; "auto": bf16 on CUDA, fp32 on the CPU.
+        device: default: CUDA when there is one.
+        fps: of the mp4; default: the variant's.
+        save_latents: keep the final latents beside each mp4.
+
+    Returns:
+        One result per prompt, in order.
+
+    Raises:
+        ConfigError: the model cannot be used, or options are wrong: all at once, before weights are read.
+        CheckpointError: the checkpoint is missing, incomplete, or of another model.
+        WandsError: a file cannot be written.
+    """
+    source = find_pipeline(model, transformer=transformer, checkpoint=checkpoint)
+    options = {
+        "height": height,
+        "width": width,
+        "num_frames": num_frames,
+        "num_inference_steps": num_inference_steps,
+        "guidance_scale": guidance_scale,
+        "flow_shift": flow_shift,
+        "seed": seed,
+        "negative_prompt": negative_prompt,
+    }
+    rule = SizeRule(source.vae_stride, source.variant.dit.patch_size)
+    requests, problems = build_requests(prompts, options, rule)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    raise_problems([*problems, *_run_problems(out_dir, offload, device, fps)])
+    log.info(
+        "sampling %d videos on %s with %s", len(requests), device, source.checkpoint or transformer or model
+    )
+    low = dtype == "bf16" or (dtype == "auto" and device != "cpu")
+    pipeline = load_pipeline(
+        source, dtype=torch.bfloat16 if low else torch.float32, device=device, offload=offload
+    )
+    origin = {"model": source.model, "dtype": "bf16" if low else "fp32"}
+    if transformer or source.checkpoint:
+        origin["transformer"] = str(transformer or source.checkpoint)
+    return _run(pipeline, requests, out_dir, fps or source.variant.fps, save_latents, origin)
+
+
+def _run(
+    pipeline: WanPipeline,
+    requests: Sequence[SampleRequest],
+    out_dir: Path,
+    fps: int,
+    save_latents: bool,
+    origin: Mapping[str, str],
+) -> list[InferResult]:
+    pipeline.set_progress_bar_config(disable=not sys.stderr.isatty(), leave=False)
+    scheduler = pipeline.scheduler
+    first = _next_number(out_dir)
+    sheet = out_dir / f"contact_sheet_{first:03d}.png"
+    results, rows = [], []
+    for i, request in enumerate(requests):
+        pipeline.scheduler = _with_shift(scheduler, request.flow_shift)
+        frames, latents, seconds = _sample(pipeline, request)
+        stem = f"{first + i:03d}_{_slug(request.prompt)}"
+        result = InferResult(
+            request=request,
+            video=out_dir / f"{stem}.mp4",
+            latents=out_dir / f"{stem}.safetensors" if save_latents else None,
+            contact_sheet=sheet,
+            fps=fps,
+            flow_shift=float(pipeline.scheduler.config[_shift_key(scheduler)]),
+            seconds=seconds,
+        )
+        _write(result, frames, latents, origin)
+        log.info("sample %d of %d in %.1f s: %s", i + 1, len(requests), seconds, result.video)
+        results.append(result)
+        rows.append(SheetRow(_label(request), pick_frames(frames, SHEET_FRAMES)))
+    save_contact_sheet(sheet, rows, frames_per_row=SHEET_FRAMES)
+    return results
+
+
+def _run_problems(out_dir: Path, offload: str, device: str, fps: int | None) -> list[str]:
+    problems = []
+    if out_dir.exists() and not out_dir.is_dir():
+        problems.append(f"infer.out={out_dir} is a file; give a folder.")
+    present = {"cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))}
+    if device not in present | ({"cuda"} if len(present) > 1 else set()):
+        problems.append(
+            f"infer.device={device} is not on this machine; use one of {', '.join(sorted(present))}."
+        )
+    if offload != "none" and device == "cpu":
+        problems.append(
+            f"infer.offload={offload} brings weights to an accelerator, and infer.device={device} is none; "
+            "use infer.offload=none."
+        )
+    if fps is not None and fps <= 0:
+        problems.append(f"infer.fps={fps} must be above 0; leave it out for the model's own.")
+    return problems
+
+
+def _sample(pipeline: WanPipeline, request: SampleRequest) -> tuple[np.ndarray, torch.Tensor, float]:
+    """Run the pipeline once: uint8 [F, H, W, 3], final normalised latents fp32 [C, f, h, w] and seconds."""
+    last: dict[str, torch.Tensor] = {}
+
+    def keep(
+        _: WanPipeline, step: int, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        last.update(tensors)
+        return {}
+
+    started = time.perf_counter()
+    video = pipeline(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        height=request.height,
+        width=request.width,
+        num_frames=request.num_frames,
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=request.guidance_scale,
+        max_sequence_length=TEXT_LEN,
+        # Drawn on the CPU: CUDA's random numbers are others, and differ between devices.
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+        output_type="np",
+        callback_on_step_end=keep,  # the latents that the pipeline decodes: no second decoder to keep equal
+    ).frames[0]
+    latents = last["latents"][0].float().cpu()
+    if not torch.isfinite(latents).all():
+        raise WandsError(
+            f"infer.prompt={request.prompt!r}: the sample has values that are not finite; "
+            "use infer.dtype=fp32, or other weights if that does not help."
+        )
+    return (video * 255).round().astype(np.uint8), latents, time.perf_counter() - started
+
+
+def _with_shift(scheduler: Any, flow_shift: float | None) -> Any:
+    """Give a fresh scheduler of the same kind: solvers remember the sample before."""
+    change = {} if flow_shift is None else {_shift_key(scheduler): flow_shift}
+    return type(scheduler).from_config(scheduler.config, **change)
+
+
+def _shift_key(scheduler: Any) -> str:
+    # Solvers such as UniPC heed flow_shift only with flow sigmas; FlowMatchEuler calls it shift.
+    return "flow_shift" if "use_flow_sigmas" in scheduler.config else "shift"
+
+
+def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origin: Mapping[str, str]) -> None:
+    if result.latents:
+        from safetensors.torch import save
+
+        with atomic_path(
+            result.latents
+        ) as temporary:  # save_file would leave a file that only its owner may read
+            temporary.write_bytes(save({"latents": latents.contiguous()}))
+    with atomic_path(result.video) as temporary:
+        save_video(temporary, frames, result.fps)
+    record = result.request.model_dump() | {
+        "flow_shift": result.flow_shift,
+        "fps": result.fps,
+        "file": result.video.name,
+        "latents": result.latents.name if result.latents else None,
+        "seconds": round(result.seconds, 3),
+        **origin,
+    }
+    path = result.video.parent / RECORD_FILE
+    earlier = path.read_text(encoding="utf-8") if path.is_file() else ""
+    with atomic_path(path) as temporary:
+        temporary.write_text(earlier + json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _next_number(out_dir: Path) -> int:
+    """Return the first number that no file of an earlier run carries."""
+    names = [path.name for path in out_dir.iterdir()] if out_dir.is_dir() else []
+    taken = [int(match[1]) for name in names if (match := re.match(r"(?:contact_sheet_)?(\d{3,})[_.]", name))]
+    return max(taken, default=-1) + 1
+
+
+def _slug(prompt: str) -> str:
+    words = re.sub(r"[\W_]+", "-", unicodedata.normalize("NFKC", prompt).lower())
+    return words[:40].strip("-") or "sample"
+
+
+def _label(request: SampleRequest) -> str:
+    size = f"{request.width}x{request.height}, {request.num_frames} frames, seed {request.seed}"
+    return f"{request.prompt or '(no prompt)'}  ({size})"

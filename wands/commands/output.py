@@ -1,0 +1,37 @@
+"""Files appear whole or not at all: written under a temporary name beside the target, then renamed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from wands.errors import WandsError
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Give a temporary name beside `path`; leaving the block renames it to `path`, an exception removes it.
+
+    The suffix is kept, because writers choose their format by it. The folder is made when it is missing.
+
+    Args:
+        path: the file to create or replace.
+
+    Raises:
+        WandsError: the file cannot be written (no space, no permission, a file where a folder should be).
+    """
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise WandsError(
+            f"{path} cannot be written ({reason}); free space or choose another folder."
+        ) from error
