@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-from torch import Tensor
+import numpy as np
 
 from wands.data.cache_format import (
     INDEX_NAME,
@@ -45,6 +45,12 @@ class LatentCache:
 
     Shards are opened at the first read, once per process, and never pickled: a cache may be handed to worker
     processes of any start method. Reading is safe from several threads; HDF5 lets them read one at a time.
+
+    Attributes:
+        keys: sample ids, sorted; `read(i)` gives the sample called `keys[i]`.
+        null_text_embeds: embedding of the empty caption, bf16 [L, D].
+        index: shapes, lengths and places of all samples.
+        manifest: variant and fingerprint.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:
@@ -66,6 +72,8 @@ class LatentCache:
                 "it goes on where it stopped."
             )
         self.index = CacheIndex.from_file(self.path / INDEX_NAME)
+        self.keys = list(self.index.keys)
+        self.null_text_embeds = from_bits(self.index.null_text)
         self._check_shards()
         self._forget_handles()
 
@@ -83,14 +91,13 @@ class LatentCache:
         return self.manifest["fingerprint"]
 
     @property
-    def null_text_embeds(self) -> Tensor:
-        """Embedding of the empty caption, bf16 [L, D]."""
-        return from_bits(self.index.null_text.copy())
-
-    @property
     def num_bytes(self) -> int:
         """Size of all shards on disk."""
         return int(self.index.shard_bytes.sum())
+
+    def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
+        """Video tokens of every sample, int64 [N]."""
+        return self.index.num_tokens(patch_size)
 
     def find(self, key: str) -> int:
         """Position of the sample called `key`.
