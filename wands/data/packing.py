@@ -10,11 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from operator import itemgetter
 
 import numpy as np
 
 from wands.errors import DataError
-from wands.flow.keys import permutation, philox
+from wands.flow.keys import permutation
 
 Bin = tuple[int, ...]
 """Sample indices that are packed into one forward; () is an empty bin that pads the last step."""
@@ -23,11 +25,11 @@ Cost = Callable[[Sequence[int]], float] | tuple[float, float]
 """Cost of a pack from its samples' lengths, additive over samples, such as ``DiTShape.forward_flops``; or its
 coefficients (a, b) in a * sum(L) + b * sum(L^2)."""
 
-SORT_WINDOW_STEPS = 32
-"""Bins of this many steps are sorted by cost before they are cut into steps.
+LEVEL = 0.98
+"""Mean over slowest bin of a step that the plan aims at, by sorting bins over as few steps as will do."""
 
-More steps level the ranks better and make the lengths inside a step more alike; past 64 little is gained.
-"""
+TAIL_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6)
+"""Shares of the tokens, in the shortest samples, placed for fill instead of level cost; tried in turn."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +89,15 @@ def plan_epoch(
     epoch: int,
     cost: Cost,
     keys: Sequence[str] | None = None,
-    sort_window_steps: int = SORT_WINDOW_STEPS,
 ) -> EpochPlan:
-    """Fill bins to `max_tokens`, and put bins of like cost into the same step.
+    """Fill bins to `max_tokens`, level their cost, and put bins of like cost into the same step.
 
-    Bins come from best-fit decreasing over the whole epoch. Equal token counts are very unequal time, for
-    attention grows with the square of each sample, so bins are sorted by cost inside random windows, cut
-    into steps, and the steps are shuffled: every epoch's gradient is unbiased, a single step's lengths are
-    more alike than the data's. The bins that are left over form the last step; they are split until every
-    rank has work, and only then padded with ().
+    Equal token counts are very unequal time, for attention grows with the square of each sample. So bins are
+    packed level, as far as that needs no more bins than best-fit decreasing does. What is still uneven is
+    evened out inside steps: bins are sorted by cost over windows of as few random steps as reach LEVEL, cut
+    into steps, and the steps are shuffled. Every epoch's gradient is unbiased; the lengths inside one step
+    are somewhat more alike than the data's. The bins that are left over form the last step; they are split
+    until every rank has work, and only then padded with ().
 
     The number of steps depends on the lengths alone, never on the epoch.
 
@@ -107,7 +109,6 @@ def plan_epoch(
         epoch: other epochs are packed and ordered differently.
         cost: of a pack.
         keys: names of the samples, for the error message.
-        sort_window_steps: see SORT_WINDOW_STEPS.
 
     Returns:
         A plan with every sample exactly once.
@@ -118,15 +119,11 @@ def plan_epoch(
     seq_lens = np.asarray(seq_lens, dtype=np.int64)
     _check_lengths(seq_lens, max_tokens, keys)
     bin_cost = bin_costs(seq_lens, cost)
-    bins = _pack(seq_lens, max_tokens, seed, epoch)
+    bins = _pack(seq_lens, max_tokens, seed, epoch, bin_cost)
     bins = [bins[i] for i in permutation(len(bins), seed, epoch, "bins")]
 
     num_full = len(bins) // bins_per_step
-    steps: list[Step] = []
-    for start in range(0, num_full, sort_window_steps):
-        end = min(start + sort_window_steps, num_full)
-        window = sorted(bins[start * bins_per_step : end * bins_per_step], key=bin_cost)
-        steps += [tuple(window[i : i + bins_per_step]) for i in range(0, len(window), bins_per_step)]
+    steps = _level_steps(bins[: num_full * bins_per_step], bins_per_step, bin_cost)
     steps = [steps[i] for i in permutation(num_full, seed, epoch, "steps")]
     if rest := bins[num_full * bins_per_step :]:
         steps.append(_spread(rest, bins_per_step, bin_cost))
@@ -179,47 +176,102 @@ def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | 
         )
 
 
-def _pack(seq_lens: np.ndarray, max_tokens: int, seed: int, epoch: int) -> list[Bin]:
-    """Best-fit decreasing with ties, and where it costs no bin also the order, broken at random.
+def _pack(
+    seq_lens: np.ndarray, max_tokens: int, seed: int, epoch: int, bin_cost: Callable[[Bin], float]
+) -> list[Bin]:
+    """As many bins as best-fit decreasing needs, which follows from the lengths alone, but level.
 
-    The number of bins of the plain order follows from the lengths alone; an order jittered by up to a
-    quarter, which lets even samples of unlike length meet different neighbours each epoch, is taken only if
-    it needs as many.
+    Samples of about the same length change places from epoch to epoch.
     """
-    generator = philox(seed, epoch, "pack")
-    words = np.asarray(generator.bit_generator.random_raw(2 * len(seq_lens)), dtype=np.uint64)
-    ties, jitter = words[: len(seq_lens)], words[len(seq_lens) :]
-    plain = _best_fit(seq_lens, np.lexsort((ties, -seq_lens)), max_tokens)
-    jittered_lens = seq_lens * (1.0 + 0.25 * (jitter / 2.0**64))
-    jittered = _best_fit(seq_lens, np.argsort(-jittered_lens, kind="stable"), max_tokens)
-    return jittered if len(jittered) == len(plain) else plain
+    lengths, costs = seq_lens.tolist(), [bin_cost((i,)) for i in range(len(seq_lens))]
+    shuffled = permutation(len(seq_lens), seed, epoch, "samples")
+    longest_first = shuffled[np.argsort(-seq_lens[shuffled], kind="stable")]
+    fullest = _Bins(lengths, max_tokens)
+    fullest.fill(longest_first.tolist(), may_open=True)
+
+    coarse = seq_lens[shuffled] // (max_tokens // 64 + 1)
+    order = shuffled[np.argsort(-coarse, kind="stable")]
+    tokens_before = seq_lens[order].cumsum() - seq_lens[order]
+    for share in TAIL_SHARES:
+        num_level = int(np.searchsorted(tokens_before, (1.0 - share) * seq_lens.sum()))
+        level = _Bins(lengths, max_tokens, len(fullest.samples))
+        head, tail = order[:num_level].tolist(), order[num_level:].tolist()
+        if level.level(head, costs) and level.fill(tail, may_open=False) and all(level.samples):
+            return [tuple(bin) for bin in level.samples]
+    return [tuple(bin) for bin in fullest.samples]
 
 
-def _best_fit(seq_lens: np.ndarray, order: np.ndarray, max_tokens: int) -> list[Bin]:
-    """Put each sample, in `order`, into the fullest bin that still has room for it."""
-    lengths = seq_lens.tolist()
-    bins: list[list[int]] = []
-    room_left: list[int] = []  # distinct amounts of room, ascending: few, for clips come in few lengths
-    with_room: dict[int, list[int]] = {}
-    for sample in order.tolist():
-        length = lengths[sample]
-        place = bisect_left(room_left, length)
-        if place < len(room_left):
-            room = room_left[place]
-            number = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], room_left[place]
-            bins[number].append(sample)
-        else:
-            room, number = max_tokens, len(bins)
-            bins.append([sample])
-        room -= length
-        if room in with_room:
-            with_room[room].append(number)
-        elif room > 0:
-            with_room[room] = [number]
-            insort(room_left, room)
-    return [tuple(bin) for bin in bins]
+class _Bins:
+    """Bins being packed: their samples and the room they have left."""
+
+    def __init__(self, lengths: list[int], max_tokens: int, num_bins: int = 0) -> None:
+        self.lengths = lengths
+        self.max_tokens = max_tokens
+        self.samples: list[list[int]] = [[] for _ in range(num_bins)]
+        self.room = [max_tokens] * num_bins
+
+    def level(self, order: list[int], costs: list[float]) -> bool:
+        """Put each sample, in `order`, into the bin of least cost that has room; False if there is none."""
+        by_cost: list[tuple[float, int]] = [(0, number) for number in range(len(self.room))]
+        by_room: list[
+            tuple[int, int, float]
+        ] = []  # (-room, number, cost) of bins too full for an earlier sample
+        for sample in order:
+            length = self.lengths[sample]
+            while by_room and -by_room[0][0] >= length:
+                _, number, cost = heappop(by_room)
+                heappush(by_cost, (cost, number))
+            while by_cost and self.room[by_cost[0][1]] < length:
+                cost, number = heappop(by_cost)
+                heappush(by_room, (-self.room[number], number, cost))
+            if not by_cost:
+                return False
+            cost, number = by_cost[0]
+            self.samples[number].append(sample)
+            self.room[number] -= length
+            heapreplace(by_cost, (cost + costs[sample], number))
+        return True
+
+    def fill(self, order: list[int], may_open: bool) -> bool:
+        """Put each sample, in `order`, into the fullest bin with room, else a new one; False if barred."""
+        with_room: dict[int, list[int]] = {}
+        for number, room in enumerate(self.room):
+            with_room.setdefault(room, []).append(number)
+        rooms = sorted(with_room)  # distinct amounts of room: few, for clips come in few lengths
+        for sample in order:
+            place = bisect_left(rooms, self.lengths[sample])
+            if place < len(rooms):
+                numbers = with_room[rooms[place]]
+                number = numbers.pop()
+                if not numbers:
+                    del with_room[rooms.pop(place)]
+            elif may_open:
+                number = len(self.samples)
+                self.samples.append([])
+                self.room.append(self.max_tokens)
+            else:
+                return False
+            self.samples[number].append(sample)
+            self.room[number] -= self.lengths[sample]
+            if self.room[number] not in with_room:
+                insort(rooms, self.room[number])
+            with_room.setdefault(self.room[number], []).append(number)
+        return True
+
+
+def _level_steps(bins: list[Bin], bins_per_step: int, bin_cost: Callable[[Bin], float]) -> list[Step]:
+    """Cut bins into full steps, sorted by cost over windows of as few steps as reach LEVEL."""
+    costed = [(bin_cost(bin), bin) for bin in bins]
+    num_steps, window = len(bins) // bins_per_step, 1
+    while True:
+        width = window * bins_per_step
+        chunks = [sorted(costed[i : i + width], key=itemgetter(0)) for i in range(0, len(costed), width)]
+        ordered = [pair for chunk in chunks for pair in chunk]
+        slowest = sum(ordered[i][0] for i in range(bins_per_step - 1, len(ordered), bins_per_step))
+        if window >= num_steps or sum(cost for cost, _ in ordered) >= LEVEL * slowest * bins_per_step:
+            steps = (ordered[i : i + bins_per_step] for i in range(0, len(ordered), bins_per_step))
+            return [tuple(bin for _, bin in step) for step in steps]
+        window *= 2
 
 
 def _spread(bins: Sequence[Bin], bins_per_step: int, bin_cost: Callable[[Bin], float]) -> Step:
