@@ -20,8 +20,8 @@ import av
 import numpy as np
 import torch
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanRMS_norm
 from PIL import Image
+from whole_clip_vae import channels_last, for_whole_clips, start_linear
 
 CONFIG = {
     "base_dim": 16,
@@ -118,53 +118,7 @@ def draw_batches(
         yield torch.stack([b for b in batch if b.shape == batch[0].shape])
 
 
-# ----------------------------------------------------------------------------------------------- model
-
-
-def whole_clip_resample(self: WanResample, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """WanResample for a whole clip in one go: what the stock class computes chunk by chunk through its cache.
-
-    The stock forward without a cache leaves the temporal convolutions out. Their rule: the first frame passes
-    by; downwards the rest is a stride 2 convolution over all frames; upwards it starts from zeros, not from
-    frame 0.
-    """
-    if self.mode == "upsample3d" and x.shape[2] > 1:
-        b, c, t, h, w = x.shape
-        doubled = self.time_conv(x[:, :, 1:]).reshape(b, 2, c, t - 1, h, w)
-        doubled = doubled.permute(0, 2, 3, 1, 4, 5).reshape(b, c, 2 * (t - 1), h, w)
-        x = torch.cat([x[:, :, :1], doubled], dim=2)
-    b, c, t, h, w = x.shape
-    x = self.resample(x.transpose(1, 2).reshape(b * t, c, h, w))
-    x = x.view(b, t, *x.shape[1:]).transpose(1, 2)
-    if self.mode == "downsample3d" and t > 1:
-        x = torch.cat([x[:, :, :1], self.time_conv(x)], dim=2)
-    return x
-
-
-def fast_rms_norm(self: WanRMS_norm, x: torch.Tensor) -> torch.Tensor:
-    """WanRMS_norm in the dtype of x: same value up to rounding, without the float32 copies."""
-    scale = torch.rsqrt(
-        torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32).square() + 1e-12
-    )
-    return x * (scale * self.scale).to(x.dtype) * self.gamma.to(x.dtype)
-
-
-def channels_last(vae: AutoencoderKLWan) -> AutoencoderKLWan:
-    """Store the 3D convolutions' weights channels last: they run two to three times faster on a CPU."""
-    for module in vae.modules():
-        if isinstance(module, torch.nn.Conv3d):
-            module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last_3d)
-    return vae
-
-
-def for_whole_clips(vae: AutoencoderKLWan) -> AutoencoderKLWan:
-    """Make vae.encoder and vae.decoder callable on whole clips; its encode() and decode() break."""
-    for module in vae.modules():
-        if isinstance(module, WanResample):
-            module.forward = whole_clip_resample.__get__(module)
-        if isinstance(module, WanRMS_norm):
-            module.forward = fast_rms_norm.__get__(module)
-    return channels_last(vae)
+# ------------------------------------------------------------------------------------------------- loss
 
 
 def forward_loss(vae: AutoencoderKLWan, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,9 +238,10 @@ def train(clips: list[list[torch.Tensor]], out: Path, minutes: float, seed: int,
     """Train from scratch for `minutes` of wall time; the result goes to `out`, also every 5 minutes."""
     torch.manual_seed(seed)
     vae = for_whole_clips(AutoencoderKLWan(**CONFIG)).train()
+    largest = [sizes[-1] for sizes in clips]
+    start_linear(vae, [to_pixels(w)[None] for clip in largest for w in windows_of(clip, 17, 2)])
     averaged = {k: v.clone() for k, v in vae.state_dict().items()}
     optimizer = torch.optim.AdamW(vae.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=1e-3)
-    largest = [sizes[-1] for sizes in clips]
     begin = last_save = time.monotonic()
 
     def progress() -> float:

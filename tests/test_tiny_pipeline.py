@@ -13,6 +13,7 @@ import make_tiny_pipeline as tiny
 import pytest
 import torch
 import train_tiny_vae
+import whole_clip_vae
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from transformers import UMT5EncoderModel
 
@@ -37,7 +38,7 @@ def pipeline(demo_dir: Path) -> WanPipeline:
 @pytest.fixture(scope="module")
 def shipped_vae() -> AutoencoderKLWan:
     vae = AutoencoderKLWan.from_pretrained(tiny.SHIPPED_VAE, torch_dtype=torch.float32).eval()
-    return train_tiny_vae.channels_last(vae)
+    return whole_clip_vae.channels_last(vae)
 
 
 def states(pipeline: WanPipeline) -> dict[str, torch.Tensor]:
@@ -230,10 +231,34 @@ def test_shipped_vae_on_real_clips(shipped_vae, clips_dir, clip):
 def test_whole_clip_training_forward_equals_the_stock_chunked_one():
     torch.manual_seed(0)
     stock = AutoencoderKLWan(**{**train_tiny_vae.CONFIG, "base_dim": 4}).eval()
-    whole = train_tiny_vae.for_whole_clips(copy.deepcopy(stock))
+    whole = whole_clip_vae.for_whole_clips(copy.deepcopy(stock))
     pixels = torch.rand(1, 3, 13, 32, 32) * 2 - 1
     with torch.no_grad():
         latents = stock.encode(pixels).latent_dist.mode()
         assert torch.allclose(whole.quant_conv(whole.encoder(pixels))[:, :16], latents, atol=1e-5)
         decoded = whole.decoder(whole.post_quant_conv(latents)).clamp(-1, 1)
         assert torch.allclose(decoded, stock.decode(latents).sample, atol=1e-5)
+
+
+def test_linear_start_gives_whitened_latents_that_tell_the_clip(clips_dir):
+    frames = train_tiny_vae.load_clip(clips_dir / "carphone_pristine.mp4", 64 * 96, max_seconds=1.2)
+    windows = [train_tiny_vae.to_pixels(w)[None] for w in train_tiny_vae.windows_of(frames, 9, 2)]
+    torch.manual_seed(0)
+    vae = whole_clip_vae.for_whole_clips(AutoencoderKLWan(**train_tiny_vae.CONFIG))
+
+    def latents_and_share_told() -> tuple[torch.Tensor, float]:
+        """Latents [N, 16], and the share of the variance of 8x8 pixel means that they give linearly."""
+        with torch.no_grad():
+            latents = torch.cat([vae.quant_conv(vae.encoder(w))[0, :16].flatten(1).T for w in windows])
+        means = [torch.nn.functional.avg_pool3d(w[:, :, ::4], (1, 8, 8))[0].flatten(1).T for w in windows]
+        wanted, inputs = (x - x.mean(0) for x in (torch.cat(means), latents))
+        residual = wanted - inputs @ torch.linalg.lstsq(inputs, wanted).solution
+        return latents, 1 - (residual.var() / wanted.var()).item()
+
+    random_share = latents_and_share_told()[1]
+    whole_clip_vae.start_linear(vae, windows)
+    latents, share = latents_and_share_told()
+    assert random_share < 0.6
+    assert share > 0.97
+    assert 0.5 < latents.std(0).min() < latents.std(0).max() < 1.5
+    assert (torch.corrcoef(latents.T) - torch.eye(16)).abs().max() < 0.35
