@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed", "numpy", "deepspeed", "diffusers.models.transformers.transformer_wan"]
+_PRELOAD = ["torch", "torch.distributed", "numpy", "deepspeed", "wands.train.loop", "torch.utils.tensorboard", "deepspeed.utils.zero_to_fp32", "deepspeed.runtime.zero.muon.original_muon"]
 
 
 def _free_port() -> int:

@@ -101,6 +101,69 @@ def train(recipe: str | None, ds_config: Path | None, overrides: tuple[str, ...]
     run_train(recipe, deepspeed=ds_config, overrides=overrides, resume=resume, dry_run=dry_run, show_timesteps=show_timesteps, say=_say)
 
 
+@main.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Pipeline folder to write.")
+@click.option("--base", help="Pipeline whose other parts are taken [default: the model that the run started from].")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Of the stored weights.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Largest weights file.")
+@click.option("--copy", "link", flag_value=False, default=True, help="Copy the base's files instead of hard-linking them.")
+def export(checkpoint: Path, out: Path, **options: Any) -> None:
+    """Turn CHECKPOINT, a run folder or one of its steps, into a diffusers pipeline folder."""
+    from wands.commands.export import export as run
+
+    click.echo(run(checkpoint, out, **options))
+
+
+@main.command()
+@click.option("--model", required=True, help="Diffusers pipeline folder or Hub id.")
+@click.option("--prompt", "prompts", multiple=True, help="What to show; repeatable.")
+@click.option("--prompts-file", type=click.Path(path_type=Path), help=".txt with a prompt a line, or .jsonl with options per line.")
+@click.option("--out", "out_dir", required=True, type=click.Path(path_type=Path), help="Folder for mp4s, contact sheet and record.")
+@click.option("--height", type=int, multiple=True, help="Pixels; this and the next options once for all prompts or once each [default: 480].")
+@click.option("--width", type=int, multiple=True, help="Pixels [default: 832].")
+@click.option("--frames", "num_frames", type=int, multiple=True, help="4k+1 frames [default: 81].")
+@click.option("--steps", "num_inference_steps", type=int, multiple=True, help="Denoising steps [default: 50].")
+@click.option("--guidance", "guidance_scale", type=float, multiple=True, help="Classifier-free guidance; up to 1 is none [default: 5].")
+@click.option("--shift", "flow_shift", type=float, multiple=True, help="Flow shift [default: the scheduler's].")
+@click.option("--seed", type=int, multiple=True, help="Given once, prompt i gets seed + i [default: 0].")
+@click.option("--negative-prompt", multiple=True, help="What not to show.")
+@click.option("--transformer", type=click.Path(path_type=Path), help="Diffusers transformer that replaces the pipeline's.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="Run or step folder of wands train whose weights are used.")
+@click.option("--offload", type=click.Choice(["none", "model", "sequential"]), default="none", show_default=True,
+              help="Keep weights on the host and bring a model, or a layer, at a time.")
+@click.option("--dtype", type=click.Choice(["auto", "bf16", "fp32"]), default="auto", show_default=True, help="Of DiT and text encoder.")
+@click.option("--device", help="Where to sample [default: cuda if there is one].")
+@click.option("--fps", type=int, help="Of the mp4 [default: the variant's].")
+@click.option("--save-latents", is_flag=True, help="Keep each sample's latents beside its mp4.")
+def infer(model: str, prompts: tuple[str, ...], prompts_file: Path | None, **options: Any) -> None:
+    """Sample videos from prompts with a pipeline, or with the weights of a training checkpoint."""
+    from wands.commands.infer import infer as run
+    from wands.commands.prompts import read_prompts
+
+    for result in run(model, [*prompts, *(read_prompts(prompts_file) if prompts_file else [])], **options):
+        click.echo(f"{result.video}  seed {result.request.seed}  {result.seconds:.1f} s")
+    click.echo(f"contact sheet {result.contact_sheet}")
+
+
+@main.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("repo_id")
+@click.option("--public", is_flag=True, help="Make a new repository public [default: private].")
+@click.option("--revision", help="Branch to commit to [default: main].")
+@click.option("--message", help="Commit message.")
+@click.option("--endpoint", help="Address of the Hub [default: HF_ENDPOINT].")
+@click.option("--training", type=click.Path(path_type=Path), help="Run that the card takes from what DIRECTORY's record lacks.")
+def push(directory: Path, repo_id: str, **options: Any) -> None:
+    """Upload DIRECTORY, written by wands export, to REPO_ID (owner/name) with a model card.
+
+    The token comes from HF_TOKEN or `hf auth login`. An upload that was cut off goes on.
+    """
+    from wands.commands.push import push as run
+
+    click.echo(run(directory, repo_id, **options))
+
+
 def _say(text: str) -> None:
     click.echo(text)
     sys.stdout.flush()

@@ -135,12 +135,17 @@ class Variant:
     conditions: tuple[str, ...] = ("text",)
 
 
-_T2V = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "head_dim": 128}
+
+
+def _t2v(num_heads: int, num_layers: int, ffn_dim: int) -> DiTShape:
+    return DiTShape(num_heads, 128, num_layers, ffn_dim, in_channels=16, out_channels=16, text_dim=4096)
+
+
 VARIANTS: dict[str, Variant] = {
     row.name: row
     for row in (
-        Variant("wan2.1-t2v-1.3b", DiTShape(num_heads=12, num_layers=30, ffn_dim=8960, **_T2V)),
-        Variant("wan2.1-t2v-14b", DiTShape(num_heads=40, num_layers=40, ffn_dim=13824, **_T2V)),
+        Variant("wan2.1-t2v-1.3b", _t2v(num_heads=12, num_layers=30, ffn_dim=8960)),
+        Variant("wan2.1-t2v-14b", _t2v(num_heads=40, num_layers=40, ffn_dim=13824)),
     )
 }
 TINY = "wan2.1-t2v-tiny"

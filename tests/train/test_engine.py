@@ -75,7 +75,7 @@ def test_scheduler_of_the_json_against_the_recipe():
 def test_precision_belongs_to_the_recipe():
     assert "bf16.enabled would cast the fp32 parts" in refusal({"bf16": {"enabled": True}})
     assert build({"bf16": {"enabled": False}})["torch_autocast"]["lower_precision_safe_modules"] == []
-    assert build({}, "precision.reduce=bf16")["torch_autocast"]["lower_precision_safe_modules"] == ["torch.nn.Linear", "torch.nn.Conv3d"]
+    assert build({}, "precision.reduce=bf16")["torch_autocast"]["lower_precision_safe_modules"] == ["torch.nn.Linear"]
     assert "torch_autocast" not in build({}, "precision.compute=fp32")
     assert "contradicts" in refusal({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "precision.compute=fp32")
 

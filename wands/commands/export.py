@@ -13,7 +13,7 @@ import torch
 
 from wands import __version__
 from wands.errors import CheckpointError, ConfigError
-from wands.model.hub import resolve_model_dir
+from wands.model.hub import fetch_model
 from wands.train.checkpoint import find_checkpoint, load_exported_state, write_atomic
 from wands.train.state import TrainState
 
@@ -44,7 +44,7 @@ def export(checkpoint: Path, out: Path, *, base: str | None = None, dtype: str =
     step_dir, state = find_checkpoint(checkpoint)
     if out.exists() and any(out.iterdir()) and not (out / EXPORT_FILE).is_file():
         raise ConfigError(f"--out {out} holds files that are no export of wands; choose an empty folder.")
-    base_dir = resolve_model_dir(base or state.base)
+    base_dir = fetch_model(base or state.base, key="--base", ignore=["transformer/*.safetensors"])
     _check_base(base_dir, state)
     partial = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
@@ -62,7 +62,7 @@ def export(checkpoint: Path, out: Path, *, base: str | None = None, dtype: str =
 def _skip_transformer(folder: str, names: list[str]) -> set[str]:
     """The base's own weights, repository card and hidden files stay behind."""
     top = (Path(folder) / "model_index.json").is_file()
-    return {name for name in names if name.startswith(".") or (top and name in ("transformer", "README.md", EXPORT_FILE, "samples"))}
+    return {name for name in names if name.startswith(".") or (top and name in ("transformer", "README.md", EXPORT_FILE, "loss.png", "samples"))}
 
 
 def _link_or_copy(source: str, target: str) -> str:
@@ -107,7 +107,7 @@ def _verify(weights: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) 
     """Load what was written with stock diffusers, compare every tensor, and run one forward."""
     from diffusers import WanTransformer3DModel
 
-    model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
+    model = WanTransformer3DModel.from_pretrained(folder, dtype=dtype)
     for name, parameter in model.named_parameters():
         if not torch.equal(parameter.detach(), weights[name].to(parameter.dtype)):
             raise CheckpointError(f"export: {name} read back from {folder} differs from the checkpoint; write to another disk.")
@@ -126,7 +126,7 @@ def _verify(weights: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) 
 def _record(step_dir: Path, state: TrainState, base: str, dtype: str) -> dict[str, Any]:
     return {
         "wands_version": __version__,
-        "base": base,
+        "base": str(Path(base).resolve()) if Path(base).is_dir() else base,
         "step": state.step,
         "checkpoint": step_dir.name,
         "variant": state.variant,

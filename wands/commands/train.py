@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wands.config import load_recipe
+from wands.encode.pipeline import fingerprint_pipeline
 from wands.errors import ConfigError
 from wands.train.checkpoint import find_checkpoint, write_atomic
 from wands.train.engine import accelerator_type, init_process_group, load_ds_config
@@ -49,7 +50,14 @@ def run_train(
         tell(timestep_histogram(recipe.flow, recipe.train.seed))
         return
     names = (str(deepspeed or "the built-in DeepSpeed config"), str(recipe_path or "the recipe"))
-    job = prepare_job(recipe, load_ds_config(deepspeed), world_size=world_size, device_type=accelerator_type(), names=names)
+    job = prepare_job(
+        recipe,
+        load_ds_config(deepspeed),
+        world_size=world_size,
+        device_type=accelerator_type(),
+        names=names,
+        encoders=fingerprint_pipeline,
+    )
     found = _resume_from(job, resume)
     tell(start_block(job, found[1].step if found else 0))
     if dry_run:

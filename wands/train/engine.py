@@ -134,7 +134,7 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe, names: tuple[str, st
         problems.append(f"{names[0]}: torch_autocast={theirs} contradicts {names[1]}: precision.compute={precision.compute}; keep one.")
     if autocast:
         # The listed classes are gathered and reduced in bf16; none listed means exact fp32 traffic.
-        modules = ["torch.nn.Linear", "torch.nn.Conv3d"] if precision.reduce == "bf16" else []
+        modules = ["torch.nn.Linear"] if precision.reduce == "bf16" else []
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": modules}
     elif precision.reduce == "bf16":
         config["communication_data_type"] = "bf16"

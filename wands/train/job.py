@@ -83,10 +83,6 @@ class Job:
         """Video tokens of every sample."""
         return self.data.num_tokens(self.shape.patch_size)
 
-    def cost(self, seq_lens: Sequence[int]) -> float:
-        """FLOPs of a forward over these samples: what bins are balanced by."""
-        return float(self.shape.forward_flops(seq_lens))
-
     def data_fingerprint(self) -> str:
         """Changes when a sample, its length or the order changes: the position in the data depends on all three."""
         digest = hashlib.sha256()
@@ -94,25 +90,30 @@ class Job:
             digest.update(f"{key}\0{length}\n".encode())
         return digest.hexdigest()[:16]
 
-    def micro_bins(self, bins: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
-        """The bins of one step as micro steps x dp ranks."""
-        return assign_bins(bins, self.dp_size, self._bin_cost)
+    def step_flops(self, bins: Sequence[Sequence[int]]) -> int:
+        """Matmul FLOPs of one optimizer step: forward once, backward twice that."""
+        lens = self.seq_lens
+        return 3 * sum(self.shape.forward_flops([int(lens[i]) for i in one]) for one in bins)
 
-    def imbalance(self, bins: Sequence[Sequence[int]]) -> float:
-        """Cost of the busiest rank over the mean, summed over the micro steps of one optimizer step."""
+    def imbalance(self, bins: Sequence[tuple[int, ...]]) -> float:
+        """Cost of the slowest rank over the mean, summed over the micro steps of one optimizer step."""
         slowest = mean = 0.0
-        for ranks in self.micro_bins(bins):
-            costs = [self._bin_cost(one) for one in ranks]
+        for ranks in assign_bins(bins, self.dp_size, self.sampler.bin_cost):
+            costs = [self.sampler.bin_cost(one) for one in ranks]
             slowest += max(costs)
             mean += sum(costs) / len(costs)
-        return slowest / mean if mean else 1.0
-
-    def _bin_cost(self, one: Sequence[int]) -> float:
-        lens = self.seq_lens
-        return self.cost([int(lens[i]) for i in one])
+        return slowest / mean
 
 
-def prepare_job(recipe: Recipe, ds_user: Mapping[str, Any], *, world_size: int, device_type: str, names: tuple[str, str]) -> Job:
+def prepare_job(
+    recipe: Recipe,
+    ds_user: Mapping[str, Any],
+    *,
+    world_size: int,
+    device_type: str,
+    names: tuple[str, str],
+    encoders: Callable[[str], Mapping[str, Any]],
+) -> Job:
     """Check a run and work out its plan.
 
     Args:
@@ -121,6 +122,7 @@ def prepare_job(recipe: Recipe, ds_user: Mapping[str, Any], *, world_size: int, 
         world_size: processes that the launcher started.
         device_type: "cuda" or "cpu".
         names: what to call the JSON and the recipe in errors.
+        encoders: model path -> fingerprint of its VAE and text encoder, to hold a cache against.
 
     Raises:
         ConfigError, CacheError, DataError: the run cannot be; each in a sentence with its cure.
@@ -140,7 +142,7 @@ def prepare_job(recipe: Recipe, ds_user: Mapping[str, Any], *, world_size: int, 
     except ValueError as error:
         raise ConfigError(f"model.path={recipe.model.path}: {error}; this version trains Wan 2.1 T2V.") from None
     shape = DiTShape.from_config(config)
-    data = _open_data(recipe, shape, variant)
+    data = _open_data(recipe, shape, variant, encoders)
     check_enough_samples(len(data.keys), grid.dp_size)
     cost = (float(shape.linear_flops_per_token()), float(shape.attention_flops_per_squared_token()))
     sampler = PlanSampler(
@@ -157,7 +159,7 @@ def prepare_job(recipe: Recipe, ds_user: Mapping[str, Any], *, world_size: int, 
     return Job(recipe, ds_config, config, shape, variant, data, sampler, collator, world_size)
 
 
-def _open_data(recipe: Recipe, shape: DiTShape, variant: Variant) -> Dataset:
+def _open_data(recipe: Recipe, shape: DiTShape, variant: Variant, encoders: Callable[[str], Mapping[str, Any]]) -> Dataset:
     if recipe.data.mock is not None:
         return MockDataset(recipe.data.mock, shape, recipe.train.seed)
     if recipe.data.cache is None:
@@ -165,7 +167,7 @@ def _open_data(recipe: Recipe, shape: DiTShape, variant: Variant) -> Dataset:
     cache = LatentCache(recipe.data.cache, verify=recipe.data.verify)
     if not cache.keys:
         raise CacheError(f"data.cache={recipe.data.cache} holds no sample; run wands preprocess on a folder with clips.")
-    cache.check_fits(recipe.model.path, variant=variant.name, shape=shape)
+    cache.check_fits(variant, encoders(recipe.model.path))
     return cache
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from wands.attention.varlen import choose_backend, varlen_attention
 from wands.data.collate import PackedBatch
+from wands.data.packing import assign_bins
 from wands.data.sampler import StepPlan
 from wands.errors import DataError
 from wands.flow.corrupt import corrupt
@@ -92,12 +93,15 @@ def rank_batches(job: Job, plan: StepPlan, dp_rank: int) -> list[PackedBatch]:
     With packing off the same bins go through one sample at a time; ranks with fewer samples add forwards of weight zero, because
     under ZeRO-3 every rank must run the same number.
     """
-    micro_bins = job.micro_bins(plan.bins)
-    batches = [job.collator([job.data.read(i) for i in ranks[dp_rank]], plan.occurrences(ranks[dp_rank]), plan.epoch) for ranks in micro_bins]
+    micro_steps = assign_bins(plan.bins, job.dp_size, job.sampler.bin_cost)
+    ranks = list(zip(*micro_steps, strict=True))  # dp rank -> its bins, in order
+    batches = [
+        job.collator([job.data.read(i) for i in one], plan.occurrences(one), plan.epoch) for one in ranks[dp_rank]
+    ]
     if job.recipe.packing.enabled:
         return batches
-    singles = [one for batch, ranks in zip(batches, micro_bins, strict=True) if ranks[dp_rank] for one in batch.split()]
-    most = max(sum(len(ranks[rank]) for ranks in micro_bins) for rank in range(job.dp_size))
+    singles = [single for batch, one in zip(batches, ranks[dp_rank], strict=True) if one for single in batch.split()]
+    most = max(sum(len(one) for one in bins) for bins in ranks)
     return singles + [job.collator([], [], plan.epoch) for _ in range(most - len(singles))]
 
 
@@ -207,7 +211,7 @@ def train(job: Job, resume: tuple[Path, TrainState] | None, rank: int, device: t
         for plan, mine in batches:
             started = time.perf_counter()
             lr = float(engine.optimizer.param_groups[0]["lr"])  # before the scheduler moves on
-            denominator = plan.num_samples if recipe.loss.reduction == "sample" else plan.num_tokens
+            denominator = plan.denominators[recipe.loss.reduction]
             total, losses = train_step(engine, mine, job, grid, device, denominator)
             step = plan.step + 1
             loss, data_wait, save_now, quit_ = _agree(total / denominator, started - waiting_since, requests.poll(rank), device)
@@ -270,9 +274,7 @@ def _check_finite(loss: float, losses: list[SampleLoss], step: int) -> None:
 
 
 def _report(job: Job, plan: StepPlan, engine: Any, device: torch.device, *, loss: float, lr: float, seconds: float, data_wait: float) -> StepReport:
-    lens = job.seq_lens
-    flops = 3 * sum(job.cost([int(lens[i]) for i in one]) for one in plan.bins)
-    tflops = flops / seconds / job.world_size / 1e12
+    tflops = job.step_flops(plan.bins) / seconds / job.world_size / 1e12
     peak = peak_tflops(device)
     used = sum(1 for one in plan.bins if one)
     grad_norm = engine.get_global_grad_norm()

@@ -31,7 +31,7 @@ def start_block(job: Job, start_step: int) -> str:
         ("data", f"{recipe.data.cache or 'mock'}: {len(job.data.keys)} clips, {int(lens.sum()):,} tokens"),
         ("", f"tokens per clip: min {lens.min():,}, median {int(np.median(lens)):,}, max {lens.max():,}"),
         ("packing", f"{'on' if recipe.packing.enabled else 'off (one clip per forward)'}, bins of {recipe.packing.max_tokens:,} tokens"),
-        ("", f"epoch 0: {sum(1 for s in plan.steps for b in s if b)} bins, fill {plan.fill(recipe.packing.max_tokens):.1%}, imbalance {imbalance:.2f}"),
+        ("", f"epoch 0: {sum(1 for s in plan.steps for b in s if b)} bins, fill {plan.fill:.1%}, imbalance {imbalance:.2f}"),
         ("step", f"{recipe.train.bins_per_step} bins = dp {job.dp_size} x accumulation {accumulation}, loss per {recipe.loss.reduction}"),
         ("steps", f"{sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {start_step:,}"),
         ("flow", f"{flow.preset}: {flow.timestep_sampling}, shift {flow.flow_shift}, uniform share {flow.mix_uniform}, "

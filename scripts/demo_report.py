@@ -1,0 +1,172 @@
+"""What the demo shows: its clips, its prompts, and at the end how close each sample is to its own clip."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+# Window of each clip in seconds: different lengths, one shot each, something moves.
+WINDOWS = {
+    "bikes": (
+        0.0,
+        0.90,
+        "Several street scenes of cyclists and parked bicycles in an old European city, natural daylight.",
+    ),
+    "bigbuckbunny": (
+        2.0,
+        3.40,
+        "A big grey cartoon rabbit crawls out of its burrow under a grassy hill on a sunny morning.",
+    ),
+    "carphone_pristine": (
+        0.0,
+        1.60,
+        "A man in a dark suit and red bow tie sits in a moving car and talks excitedly to the camera.",
+    ),
+    "cityCC0": (1.0, 2.15, "Glass office towers glow green and white at night against a dark blue sky."),
+}
+
+
+def write_clips(source: Path, out: Path) -> None:
+    """Four clips with captions and windows, as a folder with a metadata.csv."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "metadata.csv").open("w", newline="", encoding="utf-8") as handle:
+        rows = csv.writer(handle)
+        rows.writerow(["file_name", "caption", "start", "end"])
+        for stem, (start, end, caption) in WINDOWS.items():
+            (path,) = source.glob(f"{stem}.*")
+            shutil.copy(path, out / path.name)
+            rows.writerow([path.name, caption, start, end])
+
+
+def write_prompts(cache_dir: Path, out: Path) -> None:
+    """One prompt for each sample of the cache, at the sample's own size and length."""
+    from wands.data.cache import LatentCache
+
+    cache = LatentCache(cache_dir)
+    with out.open("w", encoding="utf-8") as handle:
+        for i in range(len(cache)):
+            _, frames, height, width = cache.index.latent_shapes[i].tolist()
+            row = {
+                "prompt": cache.meta(i)["caption"],
+                "height": height * 8,
+                "width": width * 8,
+                "num_frames": 4 * frames - 3,
+            }
+            handle.write(json.dumps({**row, "seed": i}) + "\n")
+
+
+def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Pearson correlation of two latents [C, f, h, w]; the second is resized to the first's shape."""
+    if a.shape != b.shape:
+        b = F.interpolate(b[None], size=a.shape[1:], mode="trilinear", align_corners=False)[0]
+    return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
+
+
+def report(out: Path, seconds: int) -> bool:
+    """Print the closing block and write contact sheet and loss plot; False when a sample is nearer to another clip than its own."""
+    from safetensors.torch import load_file
+
+    from wands.commands.contact_sheet import SheetRow, save_contact_sheet
+    from wands.commands.plots import save_loss_plot
+    from wands.data.cache import LatentCache
+    from wands.train.metrics import read_metrics
+
+    cache = LatentCache(out / "cache")
+    samples = [json.loads(line) for line in (out / "samples" / "samples.jsonl").read_text().splitlines()]
+    clips = [cache.read(i).latents.float() for i in range(len(cache))]
+    latents = [load_file(out / "samples" / sample["latents"])["latents"].float() for sample in samples]
+    table = np.array([[correlation(mine, clip) for clip in clips] for mine in latents])
+
+    rows = []
+    for i, sample in enumerate(samples):
+        left, right = source_frames(cache, i), video_frames(out / "samples" / sample["video"])
+        rows.append(SheetRow(f"{cache.index.keys[i]}: {sample['prompt']}", left, right))
+    save_contact_sheet(out / "contact_sheet.png", rows)
+    metrics = read_metrics(out / "run")
+    steps, losses = [int(row["step"]) for row in metrics], [row["loss"] for row in metrics]
+    save_loss_plot(out / "loss.png", {"training loss": (steps, losses)})
+
+    edge = max(len(losses) // 10, 1)
+    names = [key[:14] for key in cache.index.keys]
+    print(f"\nlatent correlation of each sample (row) with each clip (column), {len(names)} clips")
+    print(" " * 16 + "".join(f"{name:>16}" for name in names))
+    for name, row in zip(names, table, strict=True):
+        print(f"{name:<16}" + "".join(f"{value:>16.3f}" for value in row))
+    nearest = table.argmax(axis=1) == np.arange(len(names))
+    verdict = (
+        "each sample is closest to its own clip"
+        if nearest.all()
+        else f"{int((~nearest).sum())} samples are closer to another clip"
+    )
+    print(f"\nwands demo: {verdict}")
+    first, last = np.mean(losses[:edge]), np.mean(losses[-edge:])
+    print(
+        f"  loss          {first:.4f} -> {last:.4f} (means of the first and last {edge} of {len(losses)} steps)"
+    )
+    print(f"  time          {seconds // 60} min {seconds % 60} s, package set-up aside")
+    for what, where in (
+        ("contact sheet", "contact_sheet.png"), ("loss plot", "loss.png"), ("samples", "samples/*.mp4"), ("pipeline", "exported"),
+        ("checkpoints", "run/checkpoints"), ("tensorboard", "run/tensorboard"), ("latent cache", "cache"), ("clips", "clips"),
+    ):  # fmt: skip
+        if list(out.glob(where)):
+            print(f"  {what:<13} {out / where}")
+    print(
+        f'  next          wands infer --model {out / "exported"} --prompt "..."    wands push {out / "exported"} you/your-model'
+    )
+    return bool(nearest.all()) and last < 0.7 * first
+
+
+def source_frames(cache: object, i: int) -> np.ndarray:
+    """The pixels that sample i was encoded from, uint8 [F, H, W, 3]."""
+    from wands.data.clip import ClipSpec
+    from wands.data.video import decode_clip
+
+    meta = cache.meta(i)  # type: ignore[attr-defined]
+    _, frames, height, width = cache.index.latent_shapes[i].tolist()  # type: ignore[attr-defined]
+    spec = ClipSpec(
+        fps=meta["fps"], height=height * 8, width=width * 8, center_crop=True, max_frames=4 * frames - 3
+    )
+    return next(iter(decode_clip(Path(meta["source"]), spec, start=meta["start"]))).frames
+
+
+def video_frames(path: Path) -> np.ndarray:
+    """All frames of an mp4, uint8 [F, H, W, 3]."""
+    import av
+
+    with av.open(str(path)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def main() -> int:
+    """Parse and dispatch."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    actions = parser.add_subparsers(dest="action", required=True)
+    clips = actions.add_parser("clips", help="the demo's clips with captions")
+    clips.add_argument("source", type=Path)
+    clips.add_argument("out", type=Path)
+    prompts = actions.add_parser("prompts", help="a prompt file from a cache")
+    prompts.add_argument("cache", type=Path)
+    prompts.add_argument("out", type=Path)
+    closing = actions.add_parser("report", help="the closing block")
+    closing.add_argument("out", type=Path)
+    closing.add_argument("--seconds", type=int, required=True)
+    args = parser.parse_args()
+    if args.action == "clips":
+        write_clips(args.source, args.out)
+    elif args.action == "prompts":
+        write_prompts(args.cache, args.out)
+    else:
+        return 0 if report(args.out, args.seconds) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Whole training runs inside one test world: what a launcher would start, without the launcher."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wands.config import load_recipe
+from wands.train.checkpoint import find_checkpoint
+from wands.train.engine import init_process_group
+from wands.train.job import Job, prepare_job
+from wands.train.loop import train
+from wands.train.metrics import read_metrics
+
+# Seven clips of unequal length: 8, 12, 2, 24, 6, 16 and 9 tokens.
+MOCK = "data.mock={num_samples: 7, shapes: [[2,4,4],[3,4,4],[2,2,2],[4,4,6],[1,4,6],[2,4,8],[1,6,6]], text_lens: [5,9,3]}"
+BASE = (MOCK, "packing.max_tokens=24", "train.bins_per_step=2", "precision.compute=fp32", "optim.lr=1e-3", "checkpoint.every=0")
+
+
+def make_job(model: Path, output_dir: Path, overrides: tuple[str, ...] = (), ds: dict[str, Any] | None = None, world_size: int | None = None) -> Job:
+    """A job on mock data for the world that the environment describes."""
+    recipe = load_recipe(None, [*BASE, f"model.path={model}", f"output_dir={output_dir}", *overrides])
+    return prepare_job(
+        recipe,
+        ds if ds is not None else {"zero_optimization": {"stage": 2}},
+        world_size=world_size or int(os.environ.get("WORLD_SIZE", "1")),
+        device_type="cpu",
+        names=("zero.json", "recipe.yaml"),
+        encoders=lambda path: {},
+    )
+
+
+def run_job(model: Path, output_dir: Path, overrides: tuple[str, ...] = (), ds: dict[str, Any] | None = None, resume: bool = False) -> list[dict[str, Any]]:
+    """Train, and return the rows of metrics.jsonl (on rank 0; other ranks return nothing)."""
+    job = make_job(model, output_dir, overrides, ds)
+    found = find_checkpoint(output_dir) if resume else None
+    rank, _, device = init_process_group()
+    train(job, found, rank, device, say=lambda text: None)
+    return read_metrics(output_dir) if rank == 0 else []
+
+
+def losses(rows: list[dict[str, Any]]) -> list[float]:
+    """The loss series of a run."""
+    return [row["loss"] for row in rows]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    """The full fp32 weights of a run's newest checkpoint."""
+    from wands.train.checkpoint import load_exported_state
+
+    return load_exported_state(run_dir)

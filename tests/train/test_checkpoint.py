@@ -1,0 +1,174 @@
+"""Checkpoints: complete or not there, `latest` last, older ones pruned, and never resumed where that would be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.runs import make_job, run_job
+from wands.errors import CheckpointError
+from wands.train.checkpoint import STATE_FILE, find_checkpoint, load_state, save_checkpoint
+from wands.train.engine import init_process_group
+from wands.train.metrics import read_metrics
+
+ZERO2 = {"zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps saved at every second, of which two checkpoints are kept."""
+    from tests.world import run_world
+
+    out = tmp_path_factory.mktemp("run")
+    overrides = ("train.max_steps=6", "checkpoint.every=2", "checkpoint.keep=2")
+    run_world(2, run_job, tiny_pipeline, out, overrides, ZERO2)
+    return out
+
+
+def copy_of(run: Path, to: Path) -> Path:
+    import shutil
+
+    shutil.copytree(run, to)
+    return to
+
+
+def test_layout_latest_and_pruning(finished: Path):
+    folder = finished / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir() if p.suffix != ".py") == ["latest", "step_00000004", "step_00000006"]
+    assert (folder / "latest").read_text() == "step_00000006"
+    state = load_state(folder / "step_00000006")
+    assert (state.step, state.world_size, state.zero_stage) == (6, 2, 2)
+    assert set(state.files) == {p.name for p in (folder / "step_00000006").iterdir()} - {STATE_FILE}
+    assert [step for step, _ in state.loss] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/step_00000006"])
+def test_found_from_run_folder_or_step(finished: Path, where: str):
+    assert find_checkpoint(finished / where)[1].step == 6
+
+
+@pytest.mark.parametrize("text", [None, "", "step_00000099", "nonsense"])
+def test_a_damaged_latest_costs_nothing(finished: Path, tmp_path: Path, text: str | None):
+    run = copy_of(finished, tmp_path / "run")
+    latest = run / "checkpoints" / "latest"
+    latest.unlink() if text is None else latest.write_text(text)
+    assert find_checkpoint(run)[1].step == 6
+
+
+def test_an_incomplete_checkpoint_is_passed_over(finished: Path, tmp_path: Path):
+    run = copy_of(finished, tmp_path / "run")
+    shard = next((run / "checkpoints" / "step_00000006").glob("*optim_states.pt"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert find_checkpoint(run)[1].step == 4
+    with pytest.raises(CheckpointError, match=r"should have \d+ bytes and has \d+; use an older step"):
+        load_state(run / "checkpoints" / "step_00000006")
+    for step in (run / "checkpoints").glob("step_*"):
+        (step / STATE_FILE).unlink()
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        find_checkpoint(run)
+
+
+def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeline: Path):
+    _, state = find_checkpoint(finished)
+    recipe = state.recipe
+    good: dict[str, Any] = {
+        "where": "x", "world_size": 2, "zero_stage": 2, "recipe": recipe, "data_fingerprint": state.data_fingerprint
+    }  # fmt: skip
+    state.check_resumable(**good)
+    for change, said in (
+        ({"world_size": 4}, "world_size=4 must equal the 2 that wrote the checkpoint"),
+        ({"zero_stage": 3}, "zero_optimization.stage=3 must equal the 2"),
+        ({"recipe": {**recipe, "train": {**recipe["train"], "seed": 9}}}, "train.seed=9 must equal the checkpoint's 0"),
+        ({"recipe": {**recipe, "packing": {**recipe["packing"], "max_tokens": 99}}}, "packing.max_tokens=99"),
+        ({"data_fingerprint": "other"}, "the data has changed"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            state.check_resumable(**{**good, **change})
+
+
+def test_data_fingerprint_sees_order_and_lengths(tiny_pipeline: Path, tmp_path: Path):
+    one = make_job(tiny_pipeline, tmp_path, world_size=1)
+    same = make_job(tiny_pipeline, tmp_path, world_size=1)
+    other = make_job(tiny_pipeline, tmp_path, ("data.mock.shapes=[[2,4,4],[1,2,2]]",), world_size=1)
+    assert one.data_fingerprint() == same.data_fingerprint() != other.data_fingerprint()
+
+
+def test_a_kill_during_saving_leaves_the_previous_one(finished: Path, tmp_path: Path):
+    run = copy_of(finished, tmp_path / "run")
+    partial = run / "checkpoints" / "step_00000008.tmp"
+    partial.mkdir()
+    (partial / "mp_rank_00_model_states.pt").write_bytes(b"half")
+    assert find_checkpoint(run)[1].step == 6
+
+
+def _send_term_after(run: Path, steps: int) -> None:
+    """In rank 1 only: SIGTERM to itself once the run has made some steps."""
+
+    def wait() -> None:
+        for _ in range(2000):
+            if len(read_metrics(run)) >= steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            time.sleep(0.01)
+
+    if os.environ["RANK"] == "1":
+        threading.Thread(target=wait, daemon=True).start()
+
+
+def run_until_term(model: Path, out: Path, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
+    _send_term_after(out, 2)
+    return run_job(model, out, overrides, ZERO2)
+
+
+def test_sigterm_to_one_worker_saves_and_stops_all(tiny_pipeline: Path, tmp_path: Path, run_world):
+    rows = run_world(2, run_until_term, tiny_pipeline, tmp_path, ("train.max_steps=500",))[0]
+    assert 2 <= len(rows) < 500
+    assert find_checkpoint(tmp_path)[1].step == len(rows)
+
+
+@pytest.mark.parametrize(("name", "stops"), [("save", False), ("save_quit", True)])
+def test_files_ask_for_a_checkpoint(name: str, stops: bool, tiny_pipeline: Path, tmp_path: Path, run_world):
+    (tmp_path / name).touch()
+    rows = run_world(2, run_job, tiny_pipeline, tmp_path, ("train.max_steps=3", "checkpoint.keep=5"), ZERO2)[0]
+    assert not (tmp_path / name).exists()
+    assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
+    assert len(rows) == (1 if stops else 3)
+
+
+def save_without_space(model: Path, out: Path) -> str:
+    """Save once more under a file size limit that the shards exceed."""
+    import resource
+
+    from wands.train.engine import build_engine
+    from wands.train.loop import _build_model, _state
+
+    job = make_job(model, out, ("train.max_steps=1",), ZERO2)
+    _, _, device = init_process_group()
+    engine = build_engine(_build_model(job, device), job.ds_config, job.recipe, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        save_checkpoint(engine, out / "checkpoints", _state(job, 1, 0, []), keep=1)
+    except CheckpointError as error:
+        assert error.agreed
+        return str(error)
+    return "saved"
+
+
+def test_no_disk_space_is_one_sentence_and_nothing_half_written(tiny_pipeline: Path, tmp_path: Path, run_world):
+    said = run_world(2, save_without_space, tiny_pipeline, tmp_path)
+    assert said[0] == said[1]
+    assert "the file size limit (ulimit -f) is 100000; raise the limit" in said[0]
+    assert not list(tmp_path.rglob("step_*"))
+
+
+def test_state_file_is_plain_json(finished: Path):
+    values = json.loads((finished / "checkpoints" / "step_00000006" / STATE_FILE).read_text())
+    assert values["recipe"]["train"]["max_steps"] == 6
+    assert values["transformer_config"]["_class_name"] == "WanTransformer3DModel"
