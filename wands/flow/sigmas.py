@@ -148,14 +148,17 @@ def _mode_inverse(value: float, scale: float) -> float:
 
 
 def _to_fp32_inside(sigma: float, low: float, high: float) -> float:
-    """Round to fp32 without leaving the range: a sigma rounded onto a boundary would belong to the other
-    expert.
+    """Round to fp32 so that neither sigma nor its fp32 timestep leaves the range.
+
+    A sample rounded onto a boundary would belong to the other expert, which is chosen by timestep.
     """
-    value = np.float32(min(max(sigma, low), high))
-    if float(value) < low:
-        value = np.nextafter(value, np.float32(1.0))
-    if high < 1.0 and float(value) >= high:
-        value = np.nextafter(np.float32(high), np.float32(0.0))
-        if float(value) >= high:
-            value = np.nextafter(value, np.float32(0.0))
+    value, up, down = np.float32(min(max(sigma, low), high)), np.float32(2.0), np.float32(-1.0)
+    while min(float(value) - low, _timestep(value) - NUM_TRAIN_TIMESTEPS * low) < 0.0:
+        value = np.nextafter(value, up)
+    while high < 1.0 and max(float(value) - high, _timestep(value) - NUM_TRAIN_TIMESTEPS * high) >= 0.0:
+        value = np.nextafter(value, down)
     return float(value)
+
+
+def _timestep(sigma: np.float32) -> float:
+    return float(sigma * np.float32(NUM_TRAIN_TIMESTEPS))
