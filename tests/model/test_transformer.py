@@ -237,7 +237,7 @@ def one_timestep_per_pack(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def positions_continue_across_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     def rotation(rope, positions):
-        # The pack as one long video of the first sample's size. (To move a whole sample would change nothing.)
+        # The pack as one long video of the first sample's size (moving a whole sample would change nothing).
         _, height, width = (positions[:12].amax(0) + 1).tolist()
         index = torch.arange(len(positions))
         return rotation_of(
