@@ -11,7 +11,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -149,17 +149,20 @@ class CacheWriter:
         if row + 1 >= self.max_samples or self._num_bytes >= self.max_bytes:
             self._finish_shard()
 
-    def commit(self, null_text_embeds: Tensor) -> None:
+    def commit(self, null_text_embeds: Tensor, keys: Collection[str] | None = None) -> None:
         """Finish the last shard and write the index: from here on the cache can be read.
 
         Args:
             null_text_embeds: embedding of "", bf16 [L, D].
+            keys: what the index shall hold; default: everything. The rest stays in the shards, and a later
+                run that wants it back does not encode it again.
 
         Raises:
             CacheError: the disk is full.
         """
         self._finish_shard()
-        index = CacheIndex.build(self.path, list(self._entries.values()), to_bits(null_text_embeds))
+        entries = [entry for key, entry in self._entries.items() if keys is None or key in keys]
+        index = CacheIndex.build(self.path, entries, to_bits(null_text_embeds))
         write_whole(self.path / INDEX_NAME, index.to_bytes())
 
     def __enter__(self) -> CacheWriter:

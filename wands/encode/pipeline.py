@@ -7,8 +7,10 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,21 @@ def _file_sha256(model: str, folder: Path, name: str) -> str:
             f"model={model}: the Hub does not tell of {folder.name}/{name} ({_brief(error)})."
         ) from None
     return str(etag)
+
+
+@contextmanager
+def quiet_without_terminal() -> Iterator[None]:
+    """Loading bars are for people: into a log file they write a line for each step."""
+    from transformers.utils import logging as transformers_logging
+
+    hide = not sys.stderr.isatty() and transformers_logging.is_progress_bar_enabled()
+    if hide:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            transformers_logging.enable_progress_bar()
 
 
 def read_json(path: Path) -> dict[str, Any]:

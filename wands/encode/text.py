@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from wands.encode.pipeline import find_part
+from wands.encode.pipeline import find_part, quiet_without_terminal
 from wands.errors import ConfigError
 from wands.variants import TEXT_LEN
 
@@ -63,7 +63,9 @@ class TextEncoder:
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer"))
-            encoder = UMT5EncoderModel.from_pretrained(find_part(model, "text_encoder"), dtype=dtype)
+            folder = find_part(model, "text_encoder")
+            with quiet_without_terminal():
+                encoder = UMT5EncoderModel.from_pretrained(folder, dtype=dtype)
         except (OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"model={model}: its text encoder cannot be loaded ({reason}).") from None
