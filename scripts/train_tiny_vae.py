@@ -228,9 +228,9 @@ def save(
 
 
 def learning_rate(progress: float, peak: float) -> float:
-    """Linear warm-up over 1 % of the time, cosine to 2 % of the peak."""
-    if progress < 0.01:
-        return peak * (0.05 + 0.95 * progress / 0.01)
+    """Linear warm-up over 3 % of the time, cosine to 2 % of the peak."""
+    if progress < 0.03:
+        return peak * (0.05 + 0.95 * progress / 0.03)
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
@@ -303,7 +303,7 @@ def main() -> None:
         "--minutes", type=float, default=60, help="wall time of the training; 0 only measures --out"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--sheet", type=Path, help="write a PNG: frames above their reconstruction")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -132,39 +132,144 @@ def start_latents(vae: AutoencoderKLWan, features: Sequence[torch.Tensor]) -> No
         conv.weight.copy_(torch.eye(conv.weight.shape[0])[:, :, None, None, None])
 
 
-@torch.no_grad()
-def start_linear(vae: AutoencoderKLWan, clips: Sequence[torch.Tensor]) -> None:
-    """Set initial weights: the encoder is a principal component analysis, the decoder keeps scales.
+def neighbourhoods(x: torch.Tensor, kernel: Sequence[int]) -> torch.Tensor:
+    """What a causal, zero-padded convolution sees: [1, C, T, H, W] -> [T, H, W, C, kernel]."""
+    t, h, w = (k // 2 for k in kernel)
+    x = nn.functional.pad(x, (w, w, h, h, 2 * t, 0))[0]
+    return (
+        x.unfold(1, kernel[0], 1).unfold(2, kernel[1], 1).unfold(3, kernel[2], 1).permute(1, 2, 3, 0, 4, 5, 6)
+    )
 
-    A random encoder needs thousands of steps until its latents tell anything; this one starts with 16 numbers
-    that hold most of the variance of 4x8x8 pixels, and learns the rest.
+
+def fit(
+    conv: nn.Conv2d | nn.Conv3d,
+    inputs: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    first: int = 0,
+) -> None:
+    """Set outputs first, first + 1, ... of a convolution to the least-squares map from inputs to targets.
 
     Args:
-        vae: prepared by `for_whole_clips`, with at least 2 x 16 + 1 channels before the encoder's end.
+        conv: stride 1; its other outputs stay as they are.
+        inputs: [1, C, T, H, W], one a clip.
+        targets: [1, K, T, H, W] of the same T, H, W.
+        first: index of the first output that is set.
+    """
+    kernel = (1, *conv.kernel_size) if len(conv.kernel_size) == 2 else conv.kernel_size
+    rows, wanted = [], []
+    for x, y in zip(inputs, targets, strict=True):
+        flat = neighbourhoods(x, kernel).reshape(x[0, 0].numel(), -1)
+        pick = torch.randperm(len(flat))[:20_000]
+        rows.append(torch.cat([flat[pick], torch.ones(len(pick), 1)], dim=1))
+        wanted.append(y[0].flatten(1).T[pick])
+    a, b = torch.cat(rows).double(), torch.cat(wanted).double()
+    gram = a.T @ a / len(a)
+    ridge = 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=a.dtype)
+    solution = torch.linalg.solve(gram + ridge, a.T @ b / len(a)).float().T
+    outputs = slice(first, first + solution.shape[0])
+    conv.weight[outputs] = solution[:, :-1].reshape(-1, *conv.weight.shape[1:])
+    conv.bias[outputs] = solution[:, -1]
+
+
+def start_upsample(
+    module: WanResample,
+    features: list[torch.Tensor],
+    doubled: list[torch.Tensor],
+    enlarged: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Fit an upsampling to what the encoder had there; returns its outputs.
+
+    Args:
+        module: upsample2d or upsample3d.
+        features: its inputs [1, C, T, H, W].
+        doubled: what its time convolution should make of them [1, <= C, 2T-1, H, W]; unused by upsample2d.
+        enlarged: what should leave it [1, K, 2T-1 or T, 2H, 2W].
+    """
+    conv = module.resample[1]
+    if module.mode == "upsample3d":
+        channels = module.dim
+        for half in range(2):  # outputs of either half become every other frame, the first frame excepted
+            inputs = [x[:, :, 1:] for x in features]
+            fit(module.time_conv, inputs, [y[:, :, 1 + half :: 2] for y in doubled], half * channels)
+    module.resample[1] = nn.Identity()
+    raised = [module(x) for x in features]
+    module.resample[1] = conv
+    fit(conv, raised, enlarged)
+    return [module(x) for x in features]
+
+
+def start_encoder(
+    vae: AutoencoderKLWan, clips: Sequence[torch.Tensor]
+) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+    """A principal component analysis, one downsampling after the other.
+
+    Returns:
+        For every downsampling, features [1, C, T, H, W] of each clip before and after its time convolution.
+    """
+    conv_in = vae.encoder.conv_in
+    conv_in.weight.mul_(0.1)
+    conv_in.weight[:3] = 0
+    nn.init.zeros_(conv_in.bias)
+    for colour in range(3):
+        conv_in.weight[colour, colour, 2, 1, 1] = 1
+    features = [conv_in(clip) for clip in clips]
+    spatial, temporal = [], []
+    for block in vae.encoder.down_blocks:
+        if not isinstance(block, WanResample):
+            features = [block(x) for x in features]
+            continue
+        start_downsample(block, features)
+        mode, block.mode = block.mode, "downsample2d"
+        spatial.append([block(x) for x in features])
+        block.mode = mode
+        features = [block(x) for x in features]
+        temporal.append(features)
+    start_latents(vae, features)
+    return spatial, temporal
+
+
+def start_decoder(
+    vae: AutoencoderKLWan,
+    clips: Sequence[torch.Tensor],
+    spatial: list[list[torch.Tensor]],
+    temporal: list[list[torch.Tensor]],
+) -> None:
+    """Least squares, one layer after the other: each is fitted to what the encoder had at that place."""
+    decoder = vae.decoder
+    latents = [vae.quant_conv(vae.encoder(clip))[:, : vae.config.z_dim] for clip in clips]
+    fit(decoder.conv_in, latents, temporal[2])
+    features = [decoder.mid_block(decoder.conv_in(z)) for z in latents]
+    # A first frame passes a time convolution by, so its channels must mean the same before and after: the
+    # order puts first what fits into 24 channels, differences (24 to 31, see start_downsample) among it.
+    order = [*range(18), *range(24, 30), *range(18, 24), 30, 31]
+    targets = [
+        (spatial[2], [x[:, order[:24]] for x in temporal[1]]),
+        ([x[:, order] for x in spatial[1]], spatial[0]),
+        ([], [torch.cat([clip, -clip], dim=1) for clip in clips]),
+    ]
+    last = decoder.up_blocks[2].upsamplers[0].resample[1]
+    last.weight.mul_(0.1)
+    last.weight[-1] = 0
+    last.bias[-1] = 4.0  # the constant against the RMS norm, as in start_latents
+    for block, (doubled, enlarged) in zip(decoder.up_blocks[:3], targets, strict=True):
+        for resnet in block.resnets:
+            features = [resnet(x) for x in features]
+        features = start_upsample(block.upsamplers[0], features, doubled, enlarged)
+    fit(decoder.conv_out, [decoder.nonlinearity(decoder.norm_out(x)) for x in features], clips)
+
+
+@torch.no_grad()
+def start_linear(vae: AutoencoderKLWan, clips: Sequence[torch.Tensor]) -> None:
+    """Set initial weights: a principal component analysis encodes, least squares decode.
+
+    A random VAE needs thousands of steps until its latents tell anything. This one starts with 16 numbers
+    that hold most of the variance of 4x8x8 pixels, and with the best linear way back, layer by layer.
+
+    Args:
+        vae: prepared by `for_whole_clips`, with the widths of train_tiny_vae's CONFIG.
         clips: float32 [1, 3, T, H, W] in [-1, 1], T = 4k+1.
     """
     silence_branches(vae)
-    encoder, decoder = vae.encoder, vae.decoder
-    encoder.conv_in.weight.mul_(0.1)
-    encoder.conv_in.weight[:3] = 0
-    nn.init.zeros_(encoder.conv_in.bias)
-    for colour in range(3):
-        encoder.conv_in.weight[colour, colour, 2, 1, 1] = 1
-    features = [encoder.conv_in(clip) for clip in clips]
-    for block in encoder.down_blocks:
-        if isinstance(block, WanResample):
-            start_downsample(block, features)
-        features = [block(x) for x in features]
-    start_latents(vae, features)
-    # PyTorch's default halves a signal at every linear convolution (gain 1/sqrt(3)).
-    decoder.conv_in.weight.mul_(3**0.5)
-    for module in decoder.modules():
-        if isinstance(module, WanResample):
-            module.resample[1].weight.mul_(3**0.5)
-            if module.mode == "upsample3d":  # both frames start as a copy
-                weight = module.time_conv.weight.mul_(0.1)
-                channels = weight.shape[1]
-                for i in range(channels):
-                    weight[i, i, 2] += 1
-                    weight[channels + i, i, 2] += 1
+    spatial, temporal = start_encoder(vae, clips)
+    start_decoder(vae, clips, spatial, temporal)
     channels_last(vae)
