@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import traceback
 from collections.abc import Callable
@@ -28,7 +29,8 @@ def _rank_main(rank: int, world_size: int, port: int, fn: Callable[..., Any], ar
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        pipe.send(("ok", fn(*args)))
+        # Plain pickle: the pipe's own would pass tensors as file handles of a process that is about to end.
+        pipe.send(("ok", pickle.dumps(fn(*args))))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
     pipe.close()
@@ -71,7 +73,10 @@ def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         except EOFError:
             errors.append(f"rank {rank} died")
             continue
-        (results if status == "ok" else errors).append(value)
+        if status == "ok":
+            results.append(pickle.loads(value))
+        else:
+            errors.append(value)
     for process, _ in ranks:
         process.join(5)
         if process.is_alive():
