@@ -185,7 +185,7 @@ class TorchBackend:
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             *(x.contiguous() for x in (dout, q, k, v, out, lse)),
             *(s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k, 0.0, False),
-            *(rng_state, rng_state.new_empty(0)),
+            *(rng_state, torch.empty(0, device=q.device)),
             scale=scale,
         )
         _clear_idle_grads(dq, dk, dv, segments)
