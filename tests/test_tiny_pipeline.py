@@ -157,13 +157,21 @@ def test_test_size_keeps_a_random_head(tmp_path):
 def test_build_mistakes_are_one_sentence(tmp_path):
     with pytest.raises(tiny.BuildError, match=r"holds no AutoencoderKLWan .* train one"):
         tiny.build_tiny_pipeline(tmp_path / "p", size="test", vae_dir=tmp_path)
+    (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(tiny.BuildError, match="holds no caption"):
-        tiny.read_captions(tmp_path)
+        tiny.read_captions(tmp_path / "empty.txt")
+    with pytest.raises(tiny.BuildError):
+        tiny.read_captions(tmp_path / "nowhere")
+
+
+def test_captions_come_from_a_text_file_or_a_folder_of_clips(clips_dir, tmp_path):
     (tmp_path / "b.txt").write_text("one\n\n two \n")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "c.txt").write_text("three")
-    assert sorted(tiny.read_captions(tmp_path)) == ["one", "three", "two"]
     assert tiny.read_captions(tmp_path / "b.txt") == ["one", "two"]
+    nested = tmp_path / "clips" / "nested"
+    nested.mkdir(parents=True)
+    (nested / "man.mp4").symlink_to(clips_dir / "carphone_pristine.mp4")
+    (nested / "man.txt").write_text("a man in a car\n")
+    assert tiny.read_captions(tmp_path / "clips") == ["a man in a car"]
 
 
 def test_fetch_writes_captions_and_fetches_nothing_twice(clips_dir, tmp_path, monkeypatch):
@@ -210,7 +218,7 @@ def test_shipped_vae_is_small_enough_to_ship():
 
 @pytest.mark.parametrize("clip", ["bikes.mp4", "bigbuckbunny.mp4", "carphone_pristine.mp4", "cityCC0.mpg"])
 def test_shipped_vae_on_real_clips(shipped_vae, clips_dir, clip):
-    window = train_tiny_vae.load_clip(clips_dir / clip, 128 * 208, max_seconds=1)[4:13]
+    window = train_tiny_vae.load_clip(clips_dir / clip, 96 * 144, max_seconds=1)[4:13]
     decoded, latents = train_tiny_vae.reconstruct(shipped_vae, window)
     pixels = train_tiny_vae.to_pixels(window)
     mse = (decoded - pixels).square().mean().item()
@@ -242,7 +250,7 @@ def test_whole_clip_training_forward_equals_the_stock_chunked_one():
 
 def test_linear_start_is_a_working_autoencoder(clips_dir):
     """Principal components and least squares beat a random start by far: latents whitened, pixels back."""
-    frames = train_tiny_vae.load_clip(clips_dir / "carphone_pristine.mp4", 64 * 96, max_seconds=1.2)
+    frames = train_tiny_vae.load_clip(clips_dir / "carphone_pristine.mp4", 48 * 64, max_seconds=0.8)
     windows = [train_tiny_vae.to_pixels(w)[None] for w in train_tiny_vae.windows_of(frames, 9, 2)]
     vae = whole_clip_vae.for_whole_clips(AutoencoderKLWan(**train_tiny_vae.CONFIG))
 
