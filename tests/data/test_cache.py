@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import textwrap
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import h5py
@@ -34,6 +36,7 @@ FINGERPRINT = {
     "text_encoder": {"weights": "bb"},
     "settings": {"fps": 16, "max_frames": 81},
 }
+FORK = multiprocessing.get_context("fork")
 NULL = torch.full((1, 8), 0.5, dtype=torch.bfloat16)
 
 
@@ -474,7 +477,7 @@ def test_ctrl_c_keeps_finished_samples(tmp_path: Path, monkeypatch: pytest.Monke
 PREAMBLE = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})\n"
     + textwrap.dedent("""
-    import os, resource, signal
+    import resource
     from pathlib import Path
     from tests.data.test_cache import *
     folder = Path(sys.argv[1])
@@ -522,42 +525,44 @@ def test_full_disk_is_one_sentence_and_leaves_no_litter(tmp_path: Path) -> None:
     assert len(LatentCache(tmp_path / "c", verify=True)) == 4
 
 
+def _commit_with_little_disk(folder: Path, pipe: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+    with CacheWriter(folder, VARIANT, FINGERPRINT) as writer:
+        try:
+            writer.commit(NULL)
+        except CacheError as error:
+            pipe.send(str(error))
+
+
 def test_full_disk_at_the_index(tmp_path: Path) -> None:
-    """The index of many samples is larger than any one shard of them here."""
     folder = write(tmp_path / "c", map(make_sample, range(3)), max_samples=1)
     before = (folder / "index.npz").read_bytes()
-    result = run_script(
-        """
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
-        with CacheWriter(folder, VARIANT, FINGERPRINT) as writer:
-            try:
-                writer.commit(NULL)
-            except CacheError as error:
-                print(error)
-        """,
-        folder,
-    )
-    assert "cannot take index.npz (File too large" in result.stdout, result.stderr
+    ours, theirs = FORK.Pipe()
+    child = FORK.Process(target=_commit_with_little_disk, args=(folder, theirs))
+    child.start()
+    child.join(60)
+    assert ours.poll(), "no CacheError"
+    assert "cannot take index.npz (File too large" in ours.recv()
     assert (folder / "index.npz").read_bytes() == before
     assert not list(folder.glob(".*"))
+
+
+def _write_and_die(folder: Path, survivors: int) -> None:
+    with CacheWriter(folder, VARIANT, FINGERPRINT, max_samples=3) as writer:
+        for sample in map(make_sample, range(survivors)):
+            writer.add(sample.sample_id, sample.latents, sample.text_embeds, meta_of(sample))
+        if writer._file is not None:
+            writer._file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("survivors", [0, 3, 5])
 def test_kill_9_never_leaves_a_cache_that_reads_wrongly(tmp_path: Path, survivors: int) -> None:
     samples = [make_sample(number) for number in range(7)]
-    result = run_script(
-        """
-        with CacheWriter(folder, VARIANT, FINGERPRINT, max_samples=3) as writer:
-            for number in range(int(sys.argv[2])):
-                sample = make_sample(number)
-                writer.add(sample.sample_id, sample.latents, sample.text_embeds, meta_of(sample))
-            writer._file and writer._file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        """,
-        tmp_path / "c",
-        survivors,
-    )
-    assert result.returncode == -signal.SIGKILL, result.stderr
+    child = FORK.Process(target=_write_and_die, args=(tmp_path / "c", survivors))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
     with pytest.raises(CacheError, match="unfinished"):
         LatentCache(tmp_path / "c")
     with CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT) as writer:
@@ -569,3 +574,14 @@ def test_kill_9_never_leaves_a_cache_that_reads_wrongly(tmp_path: Path, survivor
         writer.commit(NULL)
     assert_same(LatentCache(tmp_path / "c", verify=True), samples)
     assert not list((tmp_path / "c").glob(".*"))
+
+
+def test_index_holds_the_keys_asked_for(tmp_path: Path) -> None:
+    """The rest stays in its shard: it can come back without being encoded."""
+    samples = [make_sample(number) for number in range(4)]
+    folder = write(tmp_path / "c", samples, max_samples=2)
+    with CacheWriter(folder, VARIANT, FINGERPRINT) as writer:
+        writer.commit(NULL, {"clip/000", "clip/003"})
+    assert_same(LatentCache(folder), [samples[0], samples[3]])
+    write(folder, [])
+    assert_same(LatentCache(folder), samples)

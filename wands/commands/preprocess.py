@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -316,7 +316,8 @@ class _TextSpool:
         return self
 
     def __exit__(self, *unused: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # closing flushes what a full disk has refused, and fails once more
+            self._file.close()
         self._path.unlink(missing_ok=True)
 
     def add(self, caption: str, embeds: Tensor) -> None:
