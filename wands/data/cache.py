@@ -38,6 +38,7 @@ from wands.variants import Variant
 __all__ = ["CacheIndex", "CacheWriter", "LatentCache"]
 
 MAX_HANDLES = 32
+CURE = "encode again with wands preprocess --model of the model you train, into another --out."
 
 
 class LatentCache:
@@ -150,7 +151,6 @@ class LatentCache:
         Raises:
             CacheError: naming what the cache has and what the model has.
         """
-        cure = "encode again with wands preprocess --model of the model you train, into another --out."
         ours, theirs = self.manifest["variant"], variant_contract(variant)
         differing = [name for name in theirs if name != "name" and ours.get(name) != theirs[name]]
         if differing:
@@ -159,14 +159,26 @@ class LatentCache:
             )
             raise CacheError(
                 f"cache={self.path} was made for {ours['name']} ({cached}) but the model is {theirs['name']} "
-                f"({model}); {cure}"
+                f"({model}); {CURE}"
             )
+        self.check_encoders(fingerprint, theirs["name"])
+
+    def check_encoders(self, fingerprint: Mapping[str, Any], model: str) -> None:
+        """Refuse encoders other than those that made the cache.
+
+        Args:
+            fingerprint: of the parts to compare, see `check_fits`.
+            model: how the message calls the model that they belong to.
+
+        Raises:
+            CacheError: naming what the cache has and what the model has.
+        """
         known = {part: self.fingerprint.get(part) for part in fingerprint}
         if difference := first_difference(known, plain(fingerprint)):
-            name, cached, model = difference
+            name, cached, found = difference
             raise CacheError(
-                f"cache={self.path} was encoded for {ours['name']} with {name}={cached} but the model, "
-                f"{theirs['name']}, has {name}={model}; {cure}"
+                f"cache={self.path} was encoded for {self.manifest['variant']['name']} with {name}={cached} "
+                f"but the model, {model}, has {name}={found}; {CURE}"
             )
 
     def _check_shards(self) -> None:

@@ -75,6 +75,7 @@ def variant_contract(variant: Variant) -> dict[str, Any]:
     return {
         "name": variant.name,
         "vae_stride": list(variant.vae_stride),
+        "patch_size": list(variant.dit.patch_size),
         "conditions": list(variant.conditions),
         "latent_channels": variant.dit.in_channels,
         "text_dim": variant.dit.text_dim,

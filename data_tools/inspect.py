@@ -1,0 +1,148 @@
+"""Print what is in a latent cache, and look at one of its samples.
+
+python -m data_tools.inspect CACHE [--rows N]
+python -m data_tools.inspect CACHE --decode KEY --model DIR_OR_HUB_ID --out FILE.mp4|FILE.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wands.data.cache import LatentCache
+from wands.data.histogram import token_histogram
+from wands.errors import ConfigError, WandsError
+
+STRIP_FRAMES = 8
+
+
+def describe(cache: LatentCache, num_rows: int) -> str:
+    """All that is known of a cache without decoding it.
+
+    Args:
+        cache: to describe.
+        num_rows: samples whose captions are shown.
+    """
+    index, variant = cache.index, cache.manifest["variant"]
+    tokens = cache.num_tokens(tuple(variant["patch_size"]))
+    text = index.text_lens
+    lines = [
+        f"{cache.path}: {len(cache):,} samples in {len(index.shard_names):,} shard(s), "
+        f"{cache.num_bytes:,} bytes",
+        f"variant       {variant['name']}: VAE stride {_times(variant['vae_stride'])}, patch "
+        f"{_times(variant['patch_size'])}, {variant['latent_channels']} latent channels, text width "
+        f"{variant['text_dim']}, from {' and '.join(variant['conditions'])}",
+        *(f"{part:<13} {_short(values)}" for part, values in cache.fingerprint.items()),
+        f"null text     {len(cache.null_text_embeds)} token(s)",
+    ]
+    if len(cache):
+        lines += [
+            f"frames        {index.num_frames.min()} to {index.num_frames.max()}, at "
+            f"{', '.join(f'{fps:g}' for fps in np.unique(index.fps))} per second",
+            f"text          {text.min()} to {text.max()} tokens, {text.mean():.0f} on average",
+            token_histogram(tokens),
+            "",
+            *(_row(cache, i, int(tokens[i])) for i in range(min(num_rows, len(cache)))),
+        ]
+    if len(cache) > num_rows:
+        lines.append(f"... and {len(cache) - num_rows:,} more (--rows N shows them)")
+    return "\n".join(lines)
+
+
+def decode(cache: LatentCache, key: str, model: str, out: Path) -> tuple[int, ...]:
+    """Decode one sample to a video or a strip of frames.
+
+    Args:
+        cache: where it lies; its checksum is verified.
+        key: its name.
+        model: diffusers pipeline folder or Hub id with the VAE that made the cache.
+        out: an .mp4, or a .png with up to eight frames side by side.
+
+    Returns:
+        Shape (frames, height, width, 3) of the decoded video.
+
+    Raises:
+        CacheError: no such sample, a damaged one, or another VAE.
+        ConfigError: `out` is neither, or `model` is no pipeline.
+    """
+    if out.suffix.lower() not in (".mp4", ".png"):
+        raise ConfigError(f"--out={out} must end in .mp4 or .png.")
+    i = cache.find(key)
+    sample = cache.read(i)
+
+    from wands.data.video import save_video, to_frames
+    from wands.encode.pipeline import fingerprint_pipeline
+    from wands.encode.vae import WanVideoEncoder
+
+    cache.check_encoders({"vae": fingerprint_pipeline(model).get("vae")}, model)
+    frames = to_frames(WanVideoEncoder.load(model).decode(sample.latents))
+    if out.suffix.lower() == ".mp4":
+        save_video(out, frames, float(cache.index.fps[i]))
+    else:
+        from PIL import Image
+
+        count = min(STRIP_FRAMES, len(frames))
+        chosen = frames[np.linspace(0, len(frames) - 1, count).round().astype(int)]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.concatenate(list(chosen), axis=1)).save(out)
+    return frames.shape
+
+
+def _row(cache: LatentCache, i: int, tokens: int) -> str:
+    meta = cache.meta(i)
+    channels, frames, rows, columns = cache.index.latent_shapes[i]
+    return (
+        f"{cache.keys[i]}: {meta['num_frames']} frames of {meta.get('width')}x{meta.get('height')} at "
+        f"{meta['fps']:g}/s, latents {channels}x{frames}x{rows}x{columns}, {tokens:,} tokens, "
+        f"{cache.index.text_lens[i]} of text\n  {meta.get('caption')}"
+    )
+
+
+def _short(values: Any) -> str:
+    """`name value` pairs of a fingerprint, hashes cut to eight digits, what is not set left out."""
+    return ", ".join(f"{name} {value}" for name, value in _flat(values))
+
+
+def _flat(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value)
+        elif value not in (None, False):
+            yield name, str(value)[:8] if name.endswith("_sha256") else str(value)
+
+
+def _times(numbers: Sequence[int]) -> str:
+    return "x".join(map(str, numbers))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 2 for a mistake of the user's."""
+    parser = argparse.ArgumentParser(prog="python -m data_tools.inspect", description=__doc__.splitlines()[0])
+    parser.add_argument("cache", type=Path, help="folder written by wands preprocess")
+    parser.add_argument("--rows", type=int, default=5, help="samples to list (default 5)")
+    parser.add_argument("--decode", metavar="KEY", help="decode this sample instead of printing the cache")
+    parser.add_argument("--model", help="pipeline folder or Hub id with the VAE, for --decode")
+    parser.add_argument("--out", type=Path, help="FILE.mp4 or FILE.png, for --decode")
+    options = parser.parse_args(arguments)
+    if options.decode is not None and not (options.model and options.out):
+        parser.error("--decode needs --model and --out")
+    try:
+        cache = LatentCache(options.cache, verify=True)
+        if options.decode is None:
+            print(describe(cache, options.rows))
+        else:
+            frames, height, width, _ = decode(cache, options.decode, options.model, options.out)
+            print(f"{options.out}: {frames} frames of {width}x{height}")
+    except WandsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
