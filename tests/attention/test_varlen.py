@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wands.attention import backends
-from wands.attention.varlen import Backend, Segments, choose_backend, padded_attention, varlen_attention
+from wands.attention.varlen import (
+    Backend,
+    PaddedSegments,
+    Segments,
+    choose_backend,
+    padded_attention,
+    varlen_attention,
+)
 from wands.errors import ConfigError
 
 HEADS, DIM = 3, 16
@@ -164,14 +171,16 @@ def test_varlen_attention_is_sdpa_per_segment(name: str):
 
 
 @pytest.mark.parametrize(("name", "dtype"), CPU_DTYPES)
-@pytest.mark.parametrize("num_pads", [(3, 1, 500), (0, 0, 0), (0, 512, 7)])
-def test_padded_attention_is_attention_to_the_long_rows(name: str, dtype: torch.dtype, num_pads):
-    lens_q, lens_k = (5, 4, 3), (4, 0 if num_pads[1] == 512 else 2, 1)
+@pytest.mark.parametrize(("lens_k", "padded_len"), [((4, 2, 1), 512), ((4, 4, 4), 4), ((4, 0, 9), 9)])
+def test_padded_attention_is_attention_to_the_long_rows(
+    name: str, dtype: torch.dtype, lens_k, padded_len: int
+):
+    lens_q, num_pads = (5, 4, 3), [padded_len - length for length in lens_k]
     q, k, v, dout = make_inputs(lens_q, lens_k, dtype)
     pad_k, pad_v = make_inputs((1,), (1,), dtype)[:2]
     leaves = [x.requires_grad_() for x in (q, k, v, pad_k[0], pad_v[0])]
     backend = choose_backend(name, "cpu", dtype)
-    out = padded_attention(*leaves, num_pads, Segments.build(lens_q, lens_k), backend)
+    out = padded_attention(*leaves, PaddedSegments.build(lens_q, lens_k, padded_len), backend)
     found = torch.autograd.grad(out, leaves, dout)
 
     wide = [x.detach().double().requires_grad_() for x in leaves]
@@ -181,8 +190,8 @@ def test_padded_attention_is_attention_to_the_long_rows(name: str, dtype: torch.
         )
         for rows, pad in ((wide[1], wide[3]), (wide[2], wide[4]))
     )
-    lens = [a + b for a, b in zip(lens_k, num_pads, strict=True)]
-    expected_out, _ = plain_attention(wide[0], long_k, long_v, Segments.build(lens_q, lens), DIM**-0.5)
+    segments = Segments.build(lens_q, [padded_len] * 3)
+    expected_out, _ = plain_attention(wide[0], long_k, long_v, segments, DIM**-0.5)
     expected = torch.autograd.grad(expected_out, wide, dout.double())
     tolerance = 10 * TOLERANCE[dtype] if dtype != torch.bfloat16 else TOLERANCE[dtype]
     torch.testing.assert_close(out.double(), expected_out, rtol=tolerance, atol=tolerance)
@@ -205,11 +214,10 @@ def test_a_segment_sees_nothing_of_the_others():
 def test_segments_must_match_and_fit():
     with pytest.raises(AssertionError, match="2 segments of q, 1 of k"):
         Segments.build((1, 2), (3,))
-    q, k, v, _ = make_inputs((3,), (3,), torch.float32)
     with pytest.raises(AssertionError, match="segments cover 4 rows of a tensor of 3"):
-        list(Segments.build((4,)).idle_q(len(q)))
-    with pytest.raises(AssertionError, match="no number of pads"):
-        padded_attention(q, k, v, k[0], v[0], [1], Segments.build((2,), (3,)), backends.CpuBackend())
+        list(Segments.build((4,)).idle_q(3))
+    with pytest.raises(AssertionError, match="5 keys is longer than 4"):
+        PaddedSegments.build((3, 1), (4, 5), 4)
 
 
 @pytest.mark.parametrize(

@@ -212,8 +212,8 @@ def pads_not_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pads_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(q, k, v, pad_k, pad_v, num_pads, segments, backend):
-        return varlen_attention(q, k, v, segments, backend)
+    def attend(q, k, v, pad_k, pad_v, padded, backend):
+        return varlen_attention(q, k, v, padded.segments, backend)
 
     monkeypatch.setattr(transformer, "padded_attention", attend)
 

@@ -6,15 +6,23 @@ Letters: T rows, H heads, D head dim, S segments.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wands.attention.backends import Backend, Triple, choose_backend
+from wands.attention.backends import Backend, choose_backend
 from wands.attention.segments import Segments
 
-__all__ = ["Backend", "Segments", "choose_backend", "padded_attention", "varlen_attention"]
+__all__ = [
+    "Backend",
+    "PaddedSegments",
+    "Segments",
+    "choose_backend",
+    "padded_attention",
+    "varlen_attention",
+]
 
 
 def varlen_attention(
@@ -36,42 +44,70 @@ def varlen_attention(
     return _VarlenAttention.apply(q, k, v, segments, backend, _scale(q, scale))
 
 
+@dataclass(frozen=True)
+class PaddedSegments:
+    """Segments whose keys end with copies of one more row, the same for all, up to a common length.
+
+    Attributes:
+        segments: the pairs without the copies.
+        everyone: all rows of q against the one row.
+        log_pads: fp64 [Tq], log of the number of copies that each row of q sees; -inf where there are none.
+    """
+
+    segments: Segments
+    everyone: Segments
+    log_pads: Tensor
+
+    @classmethod
+    def build(
+        cls, lens_q: Sequence[int], lens_k: Sequence[int], padded_len: int, device: torch.device | str = "cpu"
+    ) -> PaddedSegments:
+        """Make them from lengths.
+
+        Args:
+            lens_q: rows of q in each segment.
+            lens_k: rows of k in each segment, without the copies.
+            padded_len: rows of k in each segment, with the copies.
+            device: where q, k and v live.
+        """
+        assert max(lens_k) <= padded_len, f"a segment of {max(lens_k)} keys is longer than {padded_len}"
+        num_rows = sum(lens_q)
+        log_pads = torch.tensor([padded_len - length for length in lens_k], dtype=torch.float64).log()
+        repeats = torch.tensor(lens_q).to(device, non_blocking=True)
+        log_pads = log_pads.to(device, non_blocking=True).repeat_interleave(repeats, output_size=num_rows)
+        everyone = Segments.build([num_rows], [1], device)
+        return cls(Segments.build(lens_q, lens_k, device), everyone, log_pads)
+
+
 def padded_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     pad_k: Tensor,
     pad_v: Tensor,
-    num_pads: Sequence[int],
-    segments: Segments,
+    padded: PaddedSegments,
     backend: Backend,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend inside segments as if each segment of k ended with `num_pads` copies of one more row.
+    """Attend inside segments as if each segment of k ended with its copies of `pad_k`.
 
-    n equal keys weigh n*exp(score) in the softmax, so they are merged through the log-sum-exp as one key with
-    score + log(n): the result is that of the long rows, and key and value are computed once per pack.
+    n equal keys weigh n*exp(score) in the softmax, so they are one block of one key whose log-sum-exp is
+    score + log(n), merged with the other keys: the result of the long rows at the price of the short.
 
     Args:
         q: [Tq, H, D].
         k: [Tk, H, D], without the copies.
         v: [Tk, H, D].
-        pad_k: [H, D], the row that is repeated, the same for all segments.
+        pad_k: [H, D].
         pad_v: [H, D].
-        num_pads: how often it is repeated in each segment; zero is legal.
-        segments: who attends to whom; q must be covered entirely.
+        padded: who attends to whom, and to how many copies.
         backend: the kernel.
         scale: factor on the scores; 1/sqrt(D) when None.
 
     Returns:
         [Tq, H, D] in q's dtype.
     """
-    assert sum(segments.lens_q) == q.shape[0], "rows of q behind the last segment have no number of pads"
-    score_dtype = torch.promote_types(q.dtype, torch.float32)
-    log_pads = torch.tensor(num_pads, dtype=score_dtype).log()  # -inf where there are none
-    lens_q = torch.tensor(segments.lens_q)
-    log_pads = log_pads.repeat_interleave(lens_q).to(q.device, non_blocking=True)
-    return _PaddedAttention.apply(q, k, v, pad_k, pad_v, log_pads, segments, backend, _scale(q, scale))
+    return _PaddedAttention.apply(q, k, v, pad_k, pad_v, padded, backend, _scale(q, scale))
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -103,44 +139,26 @@ class _PaddedAttention(torch.autograd.Function):
         v: Tensor,
         pad_k: Tensor,
         pad_v: Tensor,
-        log_pads: Tensor,
-        segments: Segments,
+        padded: PaddedSegments,
         backend: Backend,
         scale: float,
     ) -> Tensor:
-        out, lse = backend.forward(q, k, v, segments, scale)
-        pad_scores = _pad_scores(q, pad_k, log_pads, scale)
-        total = torch.logaddexp(lse, pad_scores)
-        keep, take = ((x - total).exp().mT[..., None] for x in (lse, pad_scores))
-        out = (out * keep).addcmul_(take, pad_v).to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, total, pad_k, pad_v, log_pads)
-        ctx.segments, ctx.backend, ctx.scale = segments, backend, scale
+        out, lse = backend.forward(q, k, v, padded.segments, scale)
+        _, pad_lse = backend.forward(q, pad_k[None], pad_v[None], padded.everyone, scale)
+        pad_lse = pad_lse + padded.log_pads.to(lse.dtype)
+        share = torch.sigmoid(pad_lse - lse).mT[..., None]  # of the softmax that the copies take
+        out = torch.lerp(out, pad_v.expand_as(out), share.to(out.dtype))
+        ctx.save_for_backward(q, k, v, pad_k, pad_v, out, torch.logaddexp(lse, pad_lse))
+        ctx.padded, ctx.backend, ctx.scale = padded, backend, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, pad_k, pad_v, log_pads = ctx.saved_tensors
-        grads: Triple = ctx.backend.backward(dout, q, k, v, out, lse, ctx.segments, ctx.scale)
-        dq, dk, dv = grads
-        # The pads' share of a flash backward, written out: the kernel above knows nothing of them.
-        probs = (_pad_scores(q, pad_k, log_pads, ctx.scale) - lse).exp()  # [H, T]
-        dscores = probs * (_dot(dout, pad_v) - _dot(dout, out)) * ctx.scale
-        dq = torch.addcmul(dq, dscores.mT[..., None], pad_k).to(q.dtype)
-        dpad_k = _weighted_sum(dscores.to(q.dtype), q)
-        dpad_v = _weighted_sum(probs.to(q.dtype), dout)
-        return dq, dk, dv, dpad_k, dpad_v, None, None, None, None
-
-
-def _pad_scores(q: Tensor, pad_k: Tensor, log_pads: Tensor, scale: float) -> Tensor:
-    return _dot(q, pad_k) * scale + log_pads
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Product over D of [T, H, D] with [T, H, D] or [H, D] -> [H, T], in the dtype of scores."""
-    score_dtype = torch.promote_types(a.dtype, torch.float32)
-    return torch.linalg.vecdot(a.to(score_dtype), b.to(score_dtype)).mT
-
-
-def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
-    """[H, T] with [T, H, D] -> [H, D]."""
-    return torch.bmm(weights[:, None], rows.transpose(0, 1))[:, 0]
+        q, k, v, pad_k, pad_v, out, lse = ctx.saved_tensors
+        padded, backward = ctx.padded, ctx.backend.backward
+        dq, dk, dv = backward(dout, q, k, v, out, lse, padded.segments, ctx.scale)
+        # exp(score - (lse - log n)) is the probability of all n copies together.
+        pad_lse = lse - padded.log_pads.to(lse.dtype)
+        pad_block = (q, pad_k[None], pad_v[None], out, pad_lse, padded.everyone, ctx.scale)
+        pad_dq, dpad_k, dpad_v = backward(dout, *pad_block)
+        return dq + pad_dq, dk, dv, dpad_k[0], dpad_v[0], None, None, None

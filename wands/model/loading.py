@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -19,12 +18,11 @@ import torch
 import torch.distributed as dist
 from diffusers.models.modeling_utils import no_init_weights
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from wands.errors import CheckpointError, ConfigError
+from wands.model.hub import fetch_model
 from wands.model.transformer import PackedWanTransformer
 
 logger = logging.getLogger(__name__)
@@ -91,25 +89,11 @@ def load_transformer(
 
 def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str]) -> Path:
     """The folder of the DiT; from the Hub, only the files that match are fetched."""
-    name = str(path)
-    if name and Path(name).is_dir():
-        folder = Path(name)
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
-        try:
-            folder = Path(
-                snapshot_download(name, allow_patterns=[f"{subfolder}/{p}".lstrip("/") for p in patterns])
-            )
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise ConfigError(
-                f"model.path={name} is no folder here and could not be fetched from the Hub "
-                f"({' '.join(str(error).split())[:200]}); check the name, the network and your access."
-            ) from None
-    else:
-        raise ConfigError(f"model.path={name!r} is neither a folder nor a Hub id; give one of them.")
-    folder = folder / subfolder
+    allow = [f"{subfolder}/{pattern}".lstrip("/") for pattern in patterns]
+    folder = fetch_model(path, allow=allow) / subfolder
     if not (folder / "config.json").is_file():
         missing = Path(subfolder) / "config.json"
-        raise ConfigError(f"model.path={name} has no {missing}; give a Wan pipeline in diffusers layout.")
+        raise ConfigError(f"model.path={path} has no {missing}; give a Wan pipeline in diffusers layout.")
     return folder
 
 

@@ -20,7 +20,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 from torch import Tensor, nn
 
-from wands.attention.varlen import Backend, Segments, padded_attention
+from wands.attention.varlen import Backend, PaddedSegments, padded_attention
 from wands.model.modulation import gated_add, modulate
 from wands.model.rope import rotate, rotation_of
 from wands.parallel.layout import PackedMeta
@@ -84,7 +84,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         temb, table = self._embed_timesteps(timesteps)
         text = self._embed_text(text_embeds.to(compute_dtype))
         rotation = rotation_of(self.rope, meta.positions)
-        text_segments = Segments.build(meta.row_lens, meta.text_lens, device=tokens.device)
+        text_segments = PaddedSegments.build(meta.row_lens, meta.text_lens, TEXT_LEN, tokens.device)
         for block in self.blocks:
             args = (hidden, text, table, rotation, meta, text_segments, compute_dtype)
             if torch.is_grad_enabled() and self.gradient_checkpointing:
@@ -94,10 +94,8 @@ class PackedWanTransformer(WanTransformer3DModel):
         shift, scale = (self.scale_shift_table + temb[:, None]).unbind(1)
         normed = self.norm_out(_stock_float(hidden))
         prediction = self.proj_out(modulate(normed, 1 + scale, shift, meta.row_lens).to(hidden.dtype))
-        # The head's channels are (pt, ph, pw, C).
-        return prediction.unflatten(1, (-1, self.config.out_channels or self.config.in_channels)).mT.flatten(
-            1
-        )
+        channels = self.config.out_channels or self.config.in_channels
+        return prediction.unflatten(1, (-1, channels)).mT.flatten(1)  # the head's order is (pt, ph, pw, C)
 
     def _embed_timesteps(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
         """[S] -> embedding [S, D] and its projection to the modulation of the blocks [S, 6, D]."""
@@ -125,7 +123,7 @@ class PackedWanBlock(WanTransformerBlock):
         table: Tensor,
         rotation: Tensor,
         meta: PackedMeta,
-        text_segments: Segments,
+        text_segments: PaddedSegments,
         compute_dtype: torch.dtype,
     ) -> Tensor:
         """Attend inside samples, to the text, and feed forward.
@@ -146,7 +144,7 @@ class PackedWanBlock(WanTransformerBlock):
         hidden = gated_add(_stock_float(hidden), x, gate, lens)
 
         x = self.norm2(_stock_float(hidden)).to(compute_dtype)
-        hidden = hidden + self.attn2(x, text, segments=text_segments)
+        hidden = hidden + self.attn2(x, text, padded=text_segments)
 
         x = modulate(self.norm3(_stock_float(hidden)), 1 + ff_scale, ff_shift, lens).to(compute_dtype)
         return gated_add(_stock_float(hidden), _stock_float(self.ffn(x)), ff_gate, lens)
@@ -169,13 +167,10 @@ class SelfAttentionProcessor:
         meta: PackedMeta,
     ) -> Tensor:
         """[L, D] -> [L, D]."""
-        q, k = (
-            rotate(_heads(attn, norm(_at_least_fp32(linear(hidden_states)))), rotation).to(
-                hidden_states.dtype
-            )
-            for linear, norm in ((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k))
-        )
+        q = rotate(_heads(attn, _normed(attn.to_q, attn.norm_q, hidden_states)), rotation)
+        k = rotate(_heads(attn, _normed(attn.to_k, attn.norm_k, hidden_states)), rotation)
         v = _heads(attn, attn.to_v(hidden_states))
+        q, k = q.to(v.dtype), k.to(v.dtype)
         return _project_out(attn, self.self_attention(q, k, v, meta))
 
 
@@ -192,17 +187,14 @@ class TextAttentionProcessor:
         encoder_hidden_states: Tensor,
         _attention_mask: None,
         _rotary_emb: None,
-        segments: Segments,
+        padded: PaddedSegments,
     ) -> Tensor:
         """[L, D], [T + 1, D] -> [L, D]."""
-        q = _heads(attn, attn.norm_q(_at_least_fp32(attn.to_q(hidden_states))).to(hidden_states.dtype))
-        k = _heads(
-            attn, attn.norm_k(_at_least_fp32(attn.to_k(encoder_hidden_states))).to(hidden_states.dtype)
-        )
+        q = _heads(attn, _normed(attn.to_q, attn.norm_q, hidden_states))
+        k = _heads(attn, _normed(attn.to_k, attn.norm_k, encoder_hidden_states))
         v = _heads(attn, attn.to_v(encoder_hidden_states))
-        num_pads = [TEXT_LEN - length for length in segments.lens_k]
-        assert min(num_pads) >= 0, f"a text of {max(segments.lens_k)} tokens is longer than {TEXT_LEN}"
-        out = padded_attention(q, k[:-1], v[:-1], k[-1], v[-1], num_pads, segments, self.backend)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        out = padded_attention(q, k[:-1], v[:-1], k[-1], v[-1], padded, self.backend)
         return _project_out(attn, out)
 
 
@@ -231,8 +223,10 @@ def _stock_float(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float64 else x
 
 
-def _at_least_fp32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _normed(linear: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
+    """A projection with the norm over all its heads, which is computed and returned in fp32 at least."""
+    projected = linear(x)
+    return norm(projected.to(torch.promote_types(projected.dtype, torch.float32)))
 
 
 def _heads(attn: WanAttention, x: Tensor) -> Tensor:
