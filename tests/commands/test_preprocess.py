@@ -22,6 +22,7 @@ from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
 from wands.commands import preprocess as module
+from wands.commands import progress as progress_module
 from wands.commands.preprocess import PreprocessReport, preprocess
 from wands.data.cache import LatentCache
 from wands.data.clip import ClipSpec
@@ -551,8 +552,8 @@ def test_progress_without_a_terminal_is_a_line_with_the_time_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    with caplog.at_level("INFO"), module._progress("clips", 4) as advance:
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+    with caplog.at_level("INFO"), progress_module.progress("clips", 4) as advance:
         for _ in range(4):
             now[0] += 6
             advance()
@@ -565,9 +566,9 @@ def test_progress_without_a_terminal_is_a_line_with_the_time_left(
 def test_progress_on_a_terminal_is_a_bar_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress_module.sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with module._progress("clips", 3) as advance:
+    with progress_module.progress("clips", 3) as advance:
         for _ in range(3):
             advance()
             time.sleep(0.05)

@@ -9,11 +9,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import logging
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,25 +19,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wands.commands.progress import progress
 from wands.data.cache import CacheWriter, LatentCache
-from wands.data.cache_format import disk_error, from_bits, to_bits, write_whole
+from wands.data.cache_format import write_whole
 from wands.data.clip import ClipSpec
 from wands.data.histogram import token_histogram
 from wands.data.source import ManifestRow, Rejection, load_source
 from wands.data.video import decode_clip, to_pixels
 from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json
+from wands.encode.spool import TextSpool
 from wands.encode.text import CLEANING_VERSION, TextEncoder, clean_caption
 from wands.encode.vae import WanVideoEncoder
 from wands.errors import CacheError, ConfigError, DataError
 from wands.variants import TEXT_LEN, Variant, variant_of
 
-log = logging.getLogger(__name__)
-
 MAX_PIXELS = 480 * 832
 """Default bound of a frame's area: Wan's 480p class, whatever the aspect."""
 REJECTS_NAME = "rejects.jsonl"
 SHOWN_REJECTIONS = 50
-LOG_SECONDS = 10.0
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -184,7 +180,7 @@ def preprocess(
     with CacheWriter(out, variant, fingerprint, max_samples=max_samples) as writer:
         run = _Run(spec, writer, rows, rejected)
         null_text = _known_null_text(writer.path)
-        with _TextSpool(writer.path / ".text.tmp") as spool:
+        with TextSpool(writer.path / ".text.tmp") as spool:
             if run.pending or null_text is None:
                 encoder = TextEncoder.load(model, text_place, DTYPES[text_dtype])
                 null_text = encoder.encode("")
@@ -254,17 +250,17 @@ class _Run:
     def reject(self, row: ManifestRow, reason: str) -> None:
         self.rejected.append(Rejection(row.key, str(row.path), reason))
 
-    def encode_captions(self, encoder: TextEncoder, spool: _TextSpool) -> None:
+    def encode_captions(self, encoder: TextEncoder, spool: TextSpool) -> None:
         """Equal captions once."""
         captions = sorted({caption for _, caption, _ in self.pending})
-        with _progress("captions", len(captions)) as advance:
+        with progress("captions", len(captions)) as advance:
             for caption in captions:
                 spool.add(caption, encoder.encode(caption))
                 advance()
 
-    def encode_clips(self, encoder: WanVideoEncoder, spool: _TextSpool) -> None:
+    def encode_clips(self, encoder: WanVideoEncoder, spool: TextSpool) -> None:
         """Decode, encode and store; a clip that cannot be used is rejected and the next one taken."""
-        with _progress("clips", len(self.pending)) as advance:
+        with progress("clips", len(self.pending)) as advance:
             for row, caption, content in self.pending:
                 try:
                     self._encode_clip(encoder, row, caption, content, spool.read(caption))
@@ -302,38 +298,6 @@ class _Run:
     def write_rejects(self) -> None:
         lines = [json.dumps(asdict(item)) + "\n" for item in self.rejected]
         write_whole(self.writer.path / REJECTS_NAME, "".join(lines).encode())
-
-
-class _TextSpool:
-    """Embeddings on their way from the first pass to the second: on disk, a million captions are 800 GB."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._places: dict[str, tuple[int, tuple[int, int]]] = {}
-
-    def __enter__(self) -> _TextSpool:
-        self._file = self._path.open("w+b")
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        with suppress(OSError):  # closing flushes what a full disk has refused, and fails once more
-            self._file.close()
-        self._path.unlink(missing_ok=True)
-
-    def add(self, caption: str, embeds: Tensor) -> None:
-        bits = to_bits(embeds)
-        try:
-            self._places[caption] = (self._file.tell(), bits.shape)
-            self._file.write(bits.tobytes())
-            self._file.flush()
-        except OSError as error:
-            raise disk_error(self._path, bits.nbytes, error) from None
-
-    def read(self, caption: str) -> Tensor:
-        offset, shape = self._places[caption]
-        self._file.seek(offset)
-        bits = np.frombuffer(self._file.read(2 * shape[0] * shape[1]), np.uint16).copy()
-        return from_bits(bits.reshape(shape))
 
 
 def _content(row: ManifestRow, caption: str) -> str:
@@ -398,30 +362,3 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar with the time left on a terminal's stderr; otherwise a line in the log now and then."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda: bar.advance(task)
-        return
-    started = last = time.monotonic()
-    done = 0
-
-    def advance() -> None:
-        nonlocal done, last
-        done += 1
-        now = time.monotonic()
-        if done == total or now - last >= LOG_SECONDS:
-            last = now
-            left = (now - started) / done * (total - done)
-            log.info("%s: %d of %d, %.0f s passed, %.0f s left", what, done, total, now - started, left)
-
-    yield advance
