@@ -114,19 +114,23 @@ def init_wan_weights(model: WanTransformer3DModel, seed: int) -> None:
 
 
 def read_captions(source: Path) -> list[str]:
-    """Captions from a text file (one a line) or from every .txt below a folder.
+    """Captions from a text file (one a line), or from any source of clips that `wands preprocess` reads.
 
     Raises:
         BuildError: nothing to read at `source`.
     """
-    if source.is_dir():
-        files = sorted(source.rglob("*.txt"))
+    if source.suffix == ".txt" and source.is_file():
+        captions = [line.strip() for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
     else:
-        files = [source] if source.is_file() else []
-    lines = [line.strip() for path in files for line in path.read_text(encoding="utf-8").splitlines()]
-    captions = [line for line in lines if line]
+        from wands.data.source import load_source
+        from wands.errors import WandsError
+
+        try:
+            captions = [row.caption for row in load_source(str(source))[0]]
+        except WandsError as error:
+            raise BuildError(str(error)) from None
     if not captions:
-        raise BuildError(f"captions={source} holds no caption; name a text file or a folder with .txt files.")
+        raise BuildError(f"captions={source} holds no caption; name a text file or a folder of captioned clips.")
     return captions
 
 
@@ -249,7 +253,7 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="folder of the pipeline")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--captions", type=Path, help="text file (one caption a line) or folder with .txt files"
+        "--captions", type=Path, help="text file (one caption a line) or a source of captioned clips"
     )
     parser.add_argument("--vae", default=None, help='folder of a VAE, or "random"; default: the shipped one')
     parser.add_argument("--size", choices=("demo", "test"), default="demo")

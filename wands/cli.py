@@ -24,24 +24,22 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except WandsError as error:
-            if _should_print(error):
+            formed = _process_group_formed()
+            # Before the process group forms every rank finds the same mistake; afterwards one may be alone with it.
+            if os.environ.get("RANK", "0") == "0" or (formed and not error.agreed):
                 rank = os.environ.get("RANK")
                 where = f" [rank {rank}]" if rank not in (None, "0") else ""
                 click.echo(f"wands{where}: {error}", err=True)
             sys.stdout.flush()
             sys.stderr.flush()
-            if os.environ.get("WORLD_SIZE", "1") != "1":
+            if formed:
                 os._exit(2)  # the other ranks may wait in a collective: leave without their goodbye
             sys.exit(2)
 
 
-def _should_print(error: WandsError) -> bool:
-    if os.environ.get("RANK", "0") == "0":
-        return True
+def _process_group_formed() -> bool:
     torch = sys.modules.get("torch")
-    formed = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-    # Before the process group forms every rank finds the same mistake; afterwards one may be alone with it.
-    return formed and not error.agreed
+    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -221,6 +221,9 @@ def init_process_group() -> tuple[int, int, torch.device]:
     device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", "0"))) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        # Ranks that each start a thread per core spin against each other and slow down a hundredfold.
+        torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])), 1))
     deepspeed.init_distributed(dist_backend="nccl" if device_type == "cuda" else "gloo", verbose=False)
     return torch.distributed.get_rank(), torch.distributed.get_world_size(), device
 

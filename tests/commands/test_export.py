@@ -1,0 +1,101 @@
+"""Export: a folder that stock diffusers loads, equal to the trained weights at every ZeRO stage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanPipeline, WanTransformer3DModel
+from safetensors import safe_open
+
+from tests.train.runs import run_job, weights
+from wands.commands.export import EXPORT_FILE, export
+from wands.errors import CheckpointError, ConfigError
+
+
+def train_once(model: Path, out: Path, stage: int) -> Path:
+    from tests.world import run_world
+
+    zero: dict[str, Any] = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    run_world(2, run_job, model, out, ("train.max_steps=2",), zero)
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_once(tiny_pipeline, tmp_path_factory.mktemp("run"), 3)
+
+
+def test_every_stage_exports_the_same_weights(run: Path, tiny_pipeline: Path, tmp_path: Path):
+    reference = weights(run)
+    for stage in (0, 1, 2):
+        other = weights(train_once(tiny_pipeline, tmp_path / str(stage), stage))
+        assert other.keys() == reference.keys()
+        for name, value in reference.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_stock_diffusers_loads_the_folder(run: Path, tiny_pipeline: Path, tmp_path: Path):
+    out = export(run, tmp_path / "out")
+    pipeline = WanPipeline.from_pretrained(out)
+    assert type(pipeline.transformer) is WanTransformer3DModel
+    trained = weights(run)
+    for name, value in pipeline.transformer.state_dict().items():
+        assert torch.equal(value, trained[name]), name
+    ours, base = (json.loads((folder / "transformer" / "config.json").read_text()) for folder in (out, tiny_pipeline))
+    assert {k: v for k, v in ours.items() if k[0] != "_"} == {k: v for k, v in base.items() if k[0] != "_"}
+    assert ours["_class_name"] == "WanTransformer3DModel"
+    for part in ("vae", "text_encoder", "tokenizer", "scheduler", "model_index.json"):
+        assert (out / part).exists()
+    record = json.loads((out / EXPORT_FILE).read_text())
+    assert (record["step"], record["base"], len(record["loss"])) == (2, str(tiny_pipeline), 2)
+
+
+def test_bf16_keeps_what_diffusers_keeps_in_fp32(run: Path, tmp_path: Path):
+    out = export(run, tmp_path / "out", dtype="bf16")
+    with safe_open(out / "transformer" / "diffusion_pytorch_model.safetensors", "pt") as file:
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+    assert dtypes["blocks.0.ffn.net.0.proj.weight"] == "BF16"
+    assert dtypes["blocks.0.scale_shift_table"] == "F32"
+    assert dtypes["condition_embedder.time_embedder.linear_1.weight"] == "F32"
+
+
+def test_sharded_export(run: Path, tmp_path: Path):
+    out = export(run, tmp_path / "out", max_shard_size="100KB")
+    assert len(list((out / "transformer").glob("*.safetensors"))) > 1
+    assert WanTransformer3DModel.from_pretrained(out / "transformer").config.num_layers
+
+
+def test_an_older_step_and_a_second_export(run: Path, tmp_path: Path):
+    step = next((run / "checkpoints").glob("step_*"))
+    out = export(step, tmp_path / "out")
+    again = export(step, tmp_path / "out")  # replaces its own
+    assert out == again
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious.txt").write_text("keep me")
+    with pytest.raises(ConfigError, match="holds files that are no export of wands"):
+        export(step, tmp_path / "full")
+    assert (tmp_path / "full" / "precious.txt").read_text() == "keep me"
+
+
+def test_another_base_is_refused(run: Path, tiny_pipeline: Path, tmp_path: Path):
+    base = tmp_path / "base"
+    shutil.copytree(tiny_pipeline, base)
+    path = base / "transformer" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_layers": 9}))
+    with pytest.raises(ConfigError, match=r"is another model: num_layers=9"):
+        export(run, tmp_path / "out", base=str(base))
+
+
+def test_a_diverged_model_is_not_exported(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from wands.commands import export as module
+
+    broken = {name: torch.full_like(value, float("nan")) for name, value in weights(run).items()}
+    monkeypatch.setattr(module, "load_exported_state", lambda path: broken)
+    with pytest.raises(CheckpointError):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

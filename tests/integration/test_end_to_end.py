@@ -1,0 +1,106 @@
+"""The whole job through the real commands and launchers: clips, cache, ZeRO-3 on two processes, resume, export, sampling."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
+
+
+def call(*command: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=env, cwd=ROOT, timeout=400)
+    assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def deepspeed(*args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return call("deepspeed", "--num_gpus", 2, "--master_port", free_port(), "--module", "wands", "train", *args, check=check)
+
+
+def torchrun(*args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return call("torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "-m", "wands", "train", *args, check=check)
+
+
+@pytest.fixture(scope="module")
+def job(tiny_pipeline: Path, clips_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three real clips of different size and length in a cache, and the arguments of a short run."""
+    root = tmp_path_factory.mktemp("job")
+    source = root / "clips"
+    source.mkdir()
+    rows = []
+    for name, end in (("bikes.mp4", 0.6), ("carphone_pristine.mp4", 0.9), ("cityCC0.mpg", 0.4)):
+        shutil.copy(clips_dir / name, source)
+        rows.append(json.dumps({"file_name": name, "caption": f"a clip of {name}", "start": 0, "end": end}))
+    (source / "metadata.jsonl").write_text("\n".join(rows))
+    done = call("wands", "preprocess", source, "--out", root / "cache", "--model", tiny_pipeline, "--max-pixels", 64 * 96)
+    assert "3 samples" in done.stdout
+    return {"root": root, "model": tiny_pipeline, "cache": root / "cache"}
+
+
+def settings(job: dict[str, Path], run: str, *more: str) -> list[str]:
+    values = (
+        f"model.path={job['model']}", f"data.cache={job['cache']}", f"output_dir={job['root'] / run}", "packing.max_tokens=96",
+        "train.bins_per_step=2", "precision.compute=fp32", *more,
+    )  # fmt: skip
+    return [part for value in values for part in ("--set", value)]
+
+
+def rows_of(job: dict[str, Path], run: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (job["root"] / run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_clips_to_samples(job: dict[str, Path]):
+    root = job["root"]
+    cache = np.load(job["cache"] / "index.npz", allow_pickle=False)
+    assert len({tuple(shape) for shape in cache["latent_shapes"].tolist()}) == 3  # different size and length
+
+    zero3 = ("--deepspeed", "ds_configs/zero3.json")
+    first = deepspeed(*zero3, *settings(job, "run", "train.max_steps=4"))
+    assert "2 ranks = dp 2" in first.stdout
+    assert first.stdout.count("step 4/4") == 1  # one rank speaks
+    deepspeed(*zero3, *settings(job, "run", "train.max_steps=6"), "--resume")
+    assert [row["step"] for row in rows_of(job, "run")] == [1, 2, 3, 4, 5, 6]
+
+    # torchrun is the same run
+    torchrun(*zero3, *settings(job, "again", "train.max_steps=6"))
+    assert [row["loss"] for row in rows_of(job, "again")] == [row["loss"] for row in rows_of(job, "run")]
+
+    # another world size is refused in one sentence, before anything is loaded
+    alone = call("wands", "train", *zero3, *settings(job, "run", "train.max_steps=8"), "--resume", check=False)
+    assert alone.returncode == 2
+    assert "world_size=1 must equal the 2 that wrote the checkpoint" in alone.stderr
+    assert "Traceback" not in alone.stderr
+
+    call("wands", "export", root / "run", "--out", root / "exported")
+    sampled = ("--height", 64, "--width", 96, "--frames", 5, "--steps", 2, "--prompt", "a clip of bikes.mp4", "--save-latents")
+    call("wands", "infer", "--model", root / "exported", "--out", root / "a", *sampled)
+    call("wands", "infer", "--model", job["model"], "--checkpoint", root / "run", "--out", root / "b", *sampled)
+    call("wands", "infer", "--model", job["model"], "--out", root / "c", *sampled)
+    latents = {name: next((root / name).glob("*.safetensors")).read_bytes() for name in "abc"}
+    assert latents["a"] == latents["b"]  # export and checkpoint are the same weights
+    assert latents["a"] != latents["c"]  # and not the ones training started from
+
+
+@pytest.mark.parametrize("launch", [deepspeed, torchrun])
+def test_a_mistake_under_a_launcher_is_said_once(job: dict[str, Path], launch):
+    done = launch(*settings(job, "mistake", "packing.max_tokens=8"), check=False)
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count("packing.max_tokens=8 is less than sample") == 1
+    assert not (job["root"] / "mistake").exists()

@@ -1,0 +1,191 @@
+"""The command line: quick to answer, and a mistake is one clear sentence, printed once, with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import wands
+from wands.cli import main
+
+MOCK = "data.mock={num_samples: 6, shapes: [[2,4,4],[3,4,4]], text_lens: [5, 9]}"
+
+
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(main, [str(arg) for arg in args])
+
+
+def refused(*args: object) -> str:
+    """The one message of a refused command."""
+    result = invoke(*args)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    message = result.stderr.strip()
+    assert message.count("wands: ") == 1, message
+    return message.removeprefix("wands: ")
+
+
+@pytest.fixture(scope="module")
+def cache(tiny_pipeline: Path, clips_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of two short real clips made by the command itself."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("bikes", "carphone_pristine"):
+        shutil.copy(clips_dir / f"{name}.mp4", source)
+        (source / f"{name}.txt").write_text(f"a clip called {name}")
+    out = tmp_path_factory.mktemp("caches") / "cache"
+    result = invoke("preprocess", source, "--out", out, "--model", tiny_pipeline, "--max-pixels", 64 * 96, "--max-frames", 9)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.mark.parametrize("args", [["--version"], ["--help"], ["train", "--help"], ["infer", "--help"]])
+def test_answers_without_heavy_packages(args: list[str]):
+    """What takes seconds is importing torch and friends; asking for help must import none of them."""
+    code = (
+        "import sys; from wands.cli import main\n"
+        f"try: main({args!r})\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'deepspeed', 'diffusers', 'transformers', 'numpy', 'av', 'h5py'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_version():
+    assert invoke("--version").output.strip() == f"wands, version {wands.__version__}"
+
+
+@pytest.mark.parametrize("flag", ["--local_rank=1", "--local-rank=1"])
+def test_launchers_may_put_local_rank_first(flag: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert invoke(flag, "train", "--show-timesteps").exit_code == 0
+    assert os.environ.pop("LOCAL_RANK") == "1"
+
+
+def test_show_timesteps_follows_the_recipe():
+    low = invoke("train", "--show-timesteps", "--set", "flow.flow_shift=1").output
+    high = invoke("train", "--show-timesteps", "--set", "flow.flow_shift=12").output
+    assert low != high
+    assert len(low.splitlines()) >= 10
+
+
+def test_dry_run_prints_the_block_and_trains_nothing(tiny_pipeline: Path, tmp_path: Path):
+    result = invoke("train", "--dry-run", "--set", MOCK, "--set", f"model.path={tiny_pipeline}", "--set", f"output_dir={tmp_path / 'run'}")
+    assert result.exit_code == 0, result.output
+    for part in ("model", "grid", "1 ranks = dp 1", "packing", "fill", "steps", "per epoch", "attention", "memory", "6 clips"):
+        assert part in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_key_wrong_value_and_recipe(tiny_pipeline: Path):
+    assert "did you mean train.max_steps?" in refused("train", "--set", "train.max_step=3")
+    assert "neither a file nor a recipe" in refused("train", "no-such-recipe")
+    assert "data.cache is not set" in refused("train", "--set", f"model.path={tiny_pipeline}")
+
+
+def test_missing_model():
+    text = refused("train", "--set", "model.path=/no/such/model", "--set", MOCK)
+    assert "model.path" in text
+    assert "neither a folder nor a Hub id" in text
+
+
+def test_missing_cache(tiny_pipeline: Path, tmp_path: Path):
+    assert "is not a folder" in refused("train", "--set", f"model.path={tiny_pipeline}", "--set", f"data.cache={tmp_path / 'no'}")
+
+
+def test_cache_of_another_model(cache: Path, tmp_path: Path):
+    from make_tiny_pipeline import build_tiny_pipeline
+
+    other = tmp_path / "other"
+    build_tiny_pipeline(other, seed=1, size="test", vae_dir="random")
+    text = refused("train", "--set", f"model.path={other}", "--set", f"data.cache={cache}")
+    assert "was encoded for" in text
+    assert "but the model" in text
+
+
+def test_cache_of_another_variant(cache: Path, tiny_pipeline: Path, tmp_path: Path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_pipeline, model)
+    config = json.loads((model / "transformer" / "config.json").read_text())
+    (model / "transformer" / "config.json").write_text(json.dumps({**config, "in_channels": 36, "image_dim": 1280}))
+    assert "is not a Wan 2.1 text-to-video model" in refused("train", "--set", f"model.path={model}", "--set", f"data.cache={cache}")
+    (model / "transformer" / "config.json").write_text(json.dumps({**config, "in_channels": 48, "out_channels": 48}))
+    text = refused("train", "--set", f"model.path={model}", "--set", f"data.cache={cache}")
+    assert "latent_channels=16" in text
+    assert "latent_channels=48" in text
+
+
+def test_heads_and_context_parallelism(tiny_pipeline: Path):
+    text = refused("train", "--set", f"model.path={tiny_pipeline}", "--set", MOCK, "--set", "parallel.ulysses_degree=8")
+    assert "parallel.ulysses_degree=8" in text
+
+
+def test_bin_smaller_than_a_sample(cache: Path, tiny_pipeline: Path):
+    text = refused("train", "--set", f"model.path={tiny_pipeline}", "--set", f"data.cache={cache}", "--set", "packing.max_tokens=8")
+    assert "packing.max_tokens=8 is less than sample" in text
+    assert "bikes" in text or "carphone" in text
+
+
+def test_micro_batch_other_than_one(tiny_pipeline: Path, tmp_path: Path):
+    ds = tmp_path / "ds.json"
+    ds.write_text('{"train_micro_batch_size_per_gpu": 2}')
+    text = refused("train", "--deepspeed", ds, "--set", f"model.path={tiny_pipeline}", "--set", MOCK)
+    assert f"{ds}: train_micro_batch_size_per_gpu=2 contradicts" in text
+
+
+def test_fewer_samples_than_ranks(tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "0")
+    text = refused("train", "--set", f"model.path={tiny_pipeline}", "--set", MOCK, "--set", "train.bins_per_step=8")
+    assert "data has 6 samples, fewer than the 8 data-parallel ranks" in text
+
+
+def test_bins_per_step_and_ranks(tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    text = refused("train", "--set", f"model.path={tiny_pipeline}", "--set", MOCK, "--set", "train.bins_per_step=6")
+    assert "train.bins_per_step=6 must be a multiple of dp_size=4" in text
+
+
+def test_only_rank_zero_speaks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    result = invoke("train", "--set", "train.max_step=3")
+    assert result.exit_code == 2
+    assert result.output == ""
+
+
+def test_preprocess_mistakes(tiny_pipeline: Path, clips_dir: Path, tmp_path: Path):
+    rest = ("--out", tmp_path / "cache", "--model", tiny_pipeline)
+    assert "does not exist" in refused("preprocess", tmp_path / "nowhere", *rest)
+    (tmp_path / "empty").mkdir()
+    refused("preprocess", tmp_path / "empty", *rest)
+    source = tmp_path / "no_caption"
+    source.mkdir()
+    shutil.copy(clips_dir / "carphone_pristine.mp4", source)
+    text = refused("preprocess", source, *rest)
+    assert "carphone_pristine" in text
+    assert "caption" in text
+
+
+def test_an_output_dir_with_checkpoints_is_not_overwritten(tiny_pipeline: Path, tmp_path: Path):
+    (tmp_path / "run" / "checkpoints" / "step_00000003").mkdir(parents=True)
+    common = ("--set", f"model.path={tiny_pipeline}", "--set", MOCK, "--set", f"output_dir={tmp_path / 'run'}")
+    assert "holds checkpoints of an earlier run; add --resume" in refused("train", *common)
+    assert "holds no complete checkpoint" in refused("train", *common, "--resume")
+
+
+def test_export_and_infer_mistakes(tmp_path: Path, tiny_pipeline: Path):
+    assert "holds no complete checkpoint" in refused("export", tmp_path, "--out", tmp_path / "out")
+    assert "infer.model=/no/model does not exist" in refused("infer", "--model", "/no/model", "--prompt", "x", "--out", tmp_path / "o")
+    text = refused("infer", "--model", tiny_pipeline, "--prompt", "x", "--out", tmp_path / "o", "--height", 100, "--frames", 8)
+    assert "height=100" in text
+    assert "8" in text
