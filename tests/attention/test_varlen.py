@@ -170,33 +170,51 @@ def test_varlen_attention_is_sdpa_per_segment(name: str):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize(("name", "dtype"), CPU_DTYPES)
-@pytest.mark.parametrize(("lens_k", "padded_len"), [((4, 2, 1), 512), ((4, 4, 4), 4), ((4, 0, 9), 9)])
-def test_padded_attention_is_attention_to_the_long_rows(
-    name: str, dtype: torch.dtype, lens_k, padded_len: int
-):
+PADDED = pytest.mark.parametrize(("lens_k", "padded_len"), [((4, 2, 1), 512), ((4, 4, 4), 4), ((4, 0, 9), 9)])
+
+
+def check_padded(
+    backend: Backend, lens_k, padded_len: int, dtype, device: str = "cpu", dim: int = DIM
+) -> None:
+    """Merged copies against copies that are really there."""
     lens_q, num_pads = (5, 4, 3), [padded_len - length for length in lens_k]
-    q, k, v, dout = make_inputs(lens_q, lens_k, dtype)
-    pad_k, pad_v = make_inputs((1,), (1,), dtype)[:2]
+    q, k, v, dout = make_inputs(lens_q, lens_k, dtype, device, dim)
+    pad_k, pad_v = make_inputs((1,), (1,), dtype, device, dim)[:2]
     leaves = [x.requires_grad_() for x in (q, k, v, pad_k[0], pad_v[0])]
-    backend = choose_backend(name, "cpu", dtype)
-    out = padded_attention(*leaves, PaddedSegments.build(lens_q, lens_k, padded_len), backend)
+    out = padded_attention(*leaves, PaddedSegments.build(lens_q, lens_k, padded_len, device), backend)
     found = torch.autograd.grad(out, leaves, dout)
 
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    long_k, long_v = (
-        torch.cat(
-            [y for x, n in zip(rows.split(lens_k), num_pads, strict=True) for y in (x, pad.expand(n, -1, -1))]
-        )
+    pairs = [
+        list(zip(rows.split(lens_k), (pad.expand(n, -1, -1) for n in num_pads), strict=True))
         for rows, pad in ((wide[1], wide[3]), (wide[2], wide[4]))
-    )
-    segments = Segments.build(lens_q, [padded_len] * 3)
-    expected_out, _ = plain_attention(wide[0], long_k, long_v, segments, DIM**-0.5)
+    ]
+    long_k, long_v = (torch.cat([part for pair in rows for part in pair]) for rows in pairs)
+    segments = Segments.build(lens_q, [padded_len] * 3, device)
+    expected_out, _ = plain_attention(wide[0], long_k, long_v, segments, dim**-0.5)
     expected = torch.autograd.grad(expected_out, wide, dout.double())
     tolerance = 10 * TOLERANCE[dtype] if dtype != torch.bfloat16 else TOLERANCE[dtype]
     torch.testing.assert_close(out.double(), expected_out, rtol=tolerance, atol=tolerance)
     for grad, right in zip(found, expected, strict=True):
         assert (grad.double() - right).abs().max() <= tolerance * max(1.0, right.abs().max().item())
+
+
+@pytest.mark.parametrize(("name", "dtype"), CPU_DTYPES)
+@PADDED
+def test_padded_attention_is_attention_to_the_long_rows(
+    name: str, dtype: torch.dtype, lens_k, padded_len: int
+):
+    check_padded(choose_backend(name, "cpu", dtype), lens_k, padded_len, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["torch", "flash2"])
+@PADDED
+def test_cuda_padded_attention_is_attention_to_the_long_rows(name: str, lens_k, padded_len: int):
+    if name == "flash2":
+        pytest.importorskip("flash_attn")
+    backend = choose_backend(name, "cuda", torch.bfloat16)
+    check_padded(backend, lens_k, padded_len, torch.bfloat16, "cuda", dim=128)
 
 
 def test_a_segment_sees_nothing_of_the_others():
