@@ -71,7 +71,7 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def report(out: Path, seconds: int) -> bool:
-    """Print the closing block and write contact sheet and loss plot; False when a sample is nearer to another clip than its own."""
+    """Print the closing block, write contact sheet and loss plot; False when a sample is nearer to another clip."""
     from safetensors.torch import load_file
 
     from wands.commands.contact_sheet import SheetRow, save_contact_sheet

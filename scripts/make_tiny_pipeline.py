@@ -130,7 +130,9 @@ def read_captions(source: Path) -> list[str]:
         except WandsError as error:
             raise BuildError(str(error)) from None
     if not captions:
-        raise BuildError(f"captions={source} holds no caption; name a text file or a folder of captioned clips.")
+        raise BuildError(
+            f"captions={source} holds no caption; name a text file or a folder of captioned clips."
+        )
     return captions
 
 

@@ -40,7 +40,18 @@ def cache(tiny_pipeline: Path, clips_dir: Path, tmp_path_factory: pytest.TempPat
         shutil.copy(clips_dir / f"{name}.mp4", source)
         (source / f"{name}.txt").write_text(f"a clip called {name}")
     out = tmp_path_factory.mktemp("caches") / "cache"
-    result = invoke("preprocess", source, "--out", out, "--model", tiny_pipeline, "--max-pixels", 64 * 96, "--max-frames", 9)
+    result = invoke(
+        "preprocess",
+        source,
+        "--out",
+        out,
+        "--model",
+        tiny_pipeline,
+        "--max-pixels",
+        64 * 96,
+        "--max-frames",
+        9,
+    )
     assert result.exit_code == 0, result.output
     return out
 
@@ -78,9 +89,29 @@ def test_show_timesteps_follows_the_recipe():
 
 
 def test_dry_run_prints_the_block_and_trains_nothing(tiny_pipeline: Path, tmp_path: Path):
-    result = invoke("train", "--dry-run", "--set", MOCK, "--set", f"model.path={tiny_pipeline}", "--set", f"output_dir={tmp_path / 'run'}")
+    result = invoke(
+        "train",
+        "--dry-run",
+        "--set",
+        MOCK,
+        "--set",
+        f"model.path={tiny_pipeline}",
+        "--set",
+        f"output_dir={tmp_path / 'run'}",
+    )
     assert result.exit_code == 0, result.output
-    for part in ("model", "grid", "1 ranks = dp 1", "packing", "fill", "steps", "per epoch", "attention", "memory", "6 clips"):
+    for part in (
+        "model",
+        "grid",
+        "1 ranks = dp 1",
+        "packing",
+        "fill",
+        "steps",
+        "per epoch",
+        "attention",
+        "memory",
+        "6 clips",
+    ):
         assert part in result.output
     assert not (tmp_path / "run").exists()
 
@@ -98,7 +129,9 @@ def test_missing_model():
 
 
 def test_missing_cache(tiny_pipeline: Path, tmp_path: Path):
-    assert "is not a folder" in refused("train", "--set", f"model.path={tiny_pipeline}", "--set", f"data.cache={tmp_path / 'no'}")
+    assert "is not a folder" in refused(
+        "train", "--set", f"model.path={tiny_pipeline}", "--set", f"data.cache={tmp_path / 'no'}"
+    )
 
 
 def test_cache_of_another_model(cache: Path, tmp_path: Path):
@@ -115,21 +148,48 @@ def test_cache_of_another_variant(cache: Path, tiny_pipeline: Path, tmp_path: Pa
     model = tmp_path / "model"
     shutil.copytree(tiny_pipeline, model)
     config = json.loads((model / "transformer" / "config.json").read_text())
-    (model / "transformer" / "config.json").write_text(json.dumps({**config, "in_channels": 36, "image_dim": 1280}))
-    assert "is not a Wan 2.1 text-to-video model" in refused("train", "--set", f"model.path={model}", "--set", f"data.cache={cache}")
-    (model / "transformer" / "config.json").write_text(json.dumps({**config, "in_channels": 48, "out_channels": 48}))
+    (model / "transformer" / "config.json").write_text(
+        json.dumps({**config, "in_channels": 36, "image_dim": 1280})
+    )
+    assert "is not a Wan 2.1 text-to-video model" in refused(
+        "train", "--set", f"model.path={model}", "--set", f"data.cache={cache}"
+    )
+    (model / "transformer" / "config.json").write_text(
+        json.dumps({**config, "in_channels": 48, "out_channels": 48})
+    )
     text = refused("train", "--set", f"model.path={model}", "--set", f"data.cache={cache}")
     assert "latent_channels=16" in text
     assert "latent_channels=48" in text
 
 
-def test_heads_and_context_parallelism(tiny_pipeline: Path):
-    text = refused("train", "--set", f"model.path={tiny_pipeline}", "--set", MOCK, "--set", "parallel.ulysses_degree=8")
-    assert "parallel.ulysses_degree=8" in text
+def test_heads_and_context_parallelism(tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "15")
+    monkeypatch.setenv("RANK", "0")
+    common = (
+        "train",
+        "--set",
+        f"model.path={tiny_pipeline}",
+        "--set",
+        MOCK,
+        "--set",
+        "train.bins_per_step=15",
+    )
+    text = refused(*common, "--set", "parallel.ulysses_degree=5")
+    assert "parallel.ulysses_degree=5 must divide num_heads=4 of wan2.1-t2v-tiny; use one of 1, 2, 4." in text
+    assert "which this version does not have" in refused(*common, "--set", "parallel.ring_degree=3")
+    assert "must divide world_size=15" in refused(*common, "--set", "parallel.ring_degree=2")
 
 
 def test_bin_smaller_than_a_sample(cache: Path, tiny_pipeline: Path):
-    text = refused("train", "--set", f"model.path={tiny_pipeline}", "--set", f"data.cache={cache}", "--set", "packing.max_tokens=8")
+    text = refused(
+        "train",
+        "--set",
+        f"model.path={tiny_pipeline}",
+        "--set",
+        f"data.cache={cache}",
+        "--set",
+        "packing.max_tokens=8",
+    )
     assert "packing.max_tokens=8 is less than sample" in text
     assert "bikes" in text or "carphone" in text
 
@@ -144,14 +204,18 @@ def test_micro_batch_other_than_one(tiny_pipeline: Path, tmp_path: Path):
 def test_fewer_samples_than_ranks(tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "0")
-    text = refused("train", "--set", f"model.path={tiny_pipeline}", "--set", MOCK, "--set", "train.bins_per_step=8")
+    text = refused(
+        "train", "--set", f"model.path={tiny_pipeline}", "--set", MOCK, "--set", "train.bins_per_step=8"
+    )
     assert "data has 6 samples, fewer than the 8 data-parallel ranks" in text
 
 
 def test_bins_per_step_and_ranks(tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
-    text = refused("train", "--set", f"model.path={tiny_pipeline}", "--set", MOCK, "--set", "train.bins_per_step=6")
+    text = refused(
+        "train", "--set", f"model.path={tiny_pipeline}", "--set", MOCK, "--set", "train.bins_per_step=6"
+    )
     assert "train.bins_per_step=6 must be a multiple of dp_size=4" in text
 
 
@@ -178,14 +242,35 @@ def test_preprocess_mistakes(tiny_pipeline: Path, clips_dir: Path, tmp_path: Pat
 
 def test_an_output_dir_with_checkpoints_is_not_overwritten(tiny_pipeline: Path, tmp_path: Path):
     (tmp_path / "run" / "checkpoints" / "step_00000003").mkdir(parents=True)
-    common = ("--set", f"model.path={tiny_pipeline}", "--set", MOCK, "--set", f"output_dir={tmp_path / 'run'}")
+    common = (
+        "--set",
+        f"model.path={tiny_pipeline}",
+        "--set",
+        MOCK,
+        "--set",
+        f"output_dir={tmp_path / 'run'}",
+    )
     assert "holds checkpoints of an earlier run; add --resume" in refused("train", *common)
     assert "holds no complete checkpoint" in refused("train", *common, "--resume")
 
 
 def test_export_and_infer_mistakes(tmp_path: Path, tiny_pipeline: Path):
     assert "holds no complete checkpoint" in refused("export", tmp_path, "--out", tmp_path / "out")
-    assert "infer.model=/no/model does not exist" in refused("infer", "--model", "/no/model", "--prompt", "x", "--out", tmp_path / "o")
-    text = refused("infer", "--model", tiny_pipeline, "--prompt", "x", "--out", tmp_path / "o", "--height", 100, "--frames", 8)
+    assert "infer.model=/no/model does not exist" in refused(
+        "infer", "--model", "/no/model", "--prompt", "x", "--out", tmp_path / "o"
+    )
+    text = refused(
+        "infer",
+        "--model",
+        tiny_pipeline,
+        "--prompt",
+        "x",
+        "--out",
+        tmp_path / "o",
+        "--height",
+        100,
+        "--frames",
+        8,
+    )
     assert "height=100" in text
     assert "8" in text

@@ -30,7 +30,9 @@ def test_scientific_notation_without_a_dot_is_a_number():
 
 
 def test_unknown_key_names_the_nearest():
-    assert "train.max_step is not a key of the recipe; did you mean train.max_steps?" in problems("train.max_step=3")
+    assert "train.max_step is not a key of the recipe; did you mean train.max_steps?" in problems(
+        "train.max_step=3"
+    )
     assert "did you mean optim?" in problems("optm.lr=3")
 
 
@@ -50,7 +52,9 @@ def test_not_yaml_and_not_a_mapping(tmp_path: Path):
 
 
 def test_missing_recipe_lists_the_shipped_ones():
-    with pytest.raises(ConfigError, match=r"neither a file nor a recipe of wands; use a path or one of .*tiny"):
+    with pytest.raises(
+        ConfigError, match=r"neither a file nor a recipe of wands; use a path or one of .*tiny"
+    ):
         load_recipe("no-such-recipe")
 
 
@@ -65,7 +69,11 @@ def test_shipped_recipes_load_and_round_trip(name: str, tmp_path: Path):
 def test_presets_fill_only_what_is_not_set():
     assert load_recipe(None, ["flow.preset=pretrain"]).flow.flow_shift == 2.5
     recipe = load_recipe(None, ["flow.preset=pretrain", "flow.flow_shift=8"])
-    assert (recipe.flow.flow_shift, recipe.flow.timestep_sampling, recipe.flow.mix_uniform) == (8, "logit_normal", 0.2)
+    assert (recipe.flow.flow_shift, recipe.flow.timestep_sampling, recipe.flow.mix_uniform) == (
+        8,
+        "logit_normal",
+        0.2,
+    )
     recipe = load_recipe(None, [])
     assert (recipe.flow.timestep_sampling, recipe.flow.flow_shift) == ("uniform", 3.0)
 
@@ -73,7 +81,9 @@ def test_presets_fill_only_what_is_not_set():
 def test_contradictions_inside_the_recipe():
     both = problems("data.cache=x", "data.mock={num_samples: 2, shapes: [[1, 2, 2]]}")
     assert "data.cache=x and data.mock are both set" in both
-    assert "parallel.ulysses_degree=2" in problems("parallel.ulysses_degree=2")
+    assert "data.mock.text_lens=[600] must be between 1 and 512" in problems(
+        "data.mock={num_samples: 2, shapes: [[1, 2, 2]], text_lens: [5, 600]}"
+    )
 
 
 def test_recipe_is_immutable():

@@ -42,7 +42,8 @@ def test_forward_flops_are_what_torch_counts(grid: tuple[int, int, int]):
 def test_variant_is_read_from_the_config():
     shape = VARIANTS["wan2.1-t2v-1.3b"].dit
     config = {
-        **CONFIG, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960, "text_dim": 4096, "freq_dim": 256,
+        **CONFIG, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960,
+        "text_dim": 4096, "freq_dim": 256,
     }  # fmt: skip
     assert variant_of(config).name == "wan2.1-t2v-1.3b"
     assert variant_of(config).dit == shape

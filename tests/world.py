@@ -11,7 +11,16 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed", "numpy", "deepspeed", "wands.train.loop", "torch.utils.tensorboard", "deepspeed.utils.zero_to_fp32", "deepspeed.runtime.zero.muon.original_muon"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "deepspeed",
+    "wands.train.loop",
+    "torch.utils.tensorboard",
+    "deepspeed.utils.zero_to_fp32",
+    "deepspeed.runtime.zero.muon.original_muon",
+]
 
 
 def _free_port() -> int:
@@ -20,9 +29,15 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _rank_main(rank: int, world_size: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
+def _rank_main(
+    rank: int, world_size: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], pipe: Connection
+) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     import torch
 
@@ -57,7 +72,9 @@ def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     ranks = []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(rank, world_size, port, fn, args, sender), daemon=True)
+        process = context.Process(
+            target=_rank_main, args=(rank, world_size, port, fn, args, sender), daemon=True
+        )
         process.start()
         sender.close()
         ranks.append((process, receiver))

@@ -52,26 +52,59 @@ def main(local_rank: int | None, verbose: bool) -> None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     rank = os.environ.get("RANK", "0")
     level = logging.DEBUG if verbose else logging.INFO if rank == "0" else logging.ERROR
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     logging.getLogger("wands").setLevel(level)
 
 
 @main.command()
 @click.argument("source")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Cache folder; a run that was cut off goes on.")
-@click.option("--model", required=True, help="Diffusers pipeline folder or Hub id whose VAE and text encoder are used.")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Cache folder; a run that was cut off goes on.",
+)
+@click.option(
+    "--model", required=True, help="Diffusers pipeline folder or Hub id whose VAE and text encoder are used."
+)
 @click.option("--height", type=int, help="Exact height in pixels; needs --width.")
 @click.option("--width", type=int, help="Exact width in pixels; needs --height.")
 @click.option("--center-crop", is_flag=True, help="Fill --height x --width by cutting, not by stretching.")
-@click.option("--max-pixels", type=int, help="Scale larger clips down to this area; each keeps its aspect [default: 399360].")
-@click.option("--max-frames", type=int, default=81, show_default=True, help="Longest sample, in frames (4k+1 is kept).")
-@click.option("--clip-mode", type=click.Choice(["head", "middle", "slide"]), default="head", show_default=True,
-              help="Which part of a longer clip: its start, its middle, or all of it as several samples.")
+@click.option(
+    "--max-pixels",
+    type=int,
+    help="Scale larger clips down to this area; each keeps its aspect [default: 399360].",
+)
+@click.option(
+    "--max-frames",
+    type=int,
+    default=81,
+    show_default=True,
+    help="Longest sample, in frames (4k+1 is kept); 0 keeps whole clips.",
+)
+@click.option(
+    "--clip-mode",
+    type=click.Choice(["head", "middle", "slide"]),
+    default="head",
+    show_default=True,
+    help="Which part of a longer clip: its start, its middle, or all of it as several samples.",
+)
 @click.option("--split", default="train", show_default=True, help="Split of a datasets source.")
 @click.option("--video-column", help="Column with the video of a datasets source.")
 @click.option("--caption-column", help="Column with the caption of a datasets source.")
+@click.option("--fps", type=float, help="Frame rate to resample to [default: the variant's].")
 @click.option("--device", help="Where the encoders run [default: cuda if there is one].")
-def preprocess(source: str, out: Path, model: str, **options: Any) -> None:
+@click.option("--text-device", help="Where the text encoder runs [default: --device].")
+@click.option(
+    "--text-dtype",
+    type=click.Choice(["bf16", "fp32"]),
+    default="bf16",
+    show_default=True,
+    help="Of the text encoder.",
+)
+def preprocess(source: str, out: Path, model: str, max_frames: int, **options: Any) -> None:
     """Encode SOURCE into a latent cache.
 
     SOURCE is a folder of clips with .txt or .json captions of the same name, a metadata.csv / .jsonl / .json (or a folder that
@@ -79,33 +112,80 @@ def preprocess(source: str, out: Path, model: str, **options: Any) -> None:
     """
     from wands.commands.preprocess import preprocess as run
 
-    click.echo(run(source, out, model, **options).render())
+    click.echo(run(source, out, model, max_frames=max_frames or None, **options).render())
 
 
 @main.command()
 @click.argument("recipe", required=False)
-@click.option("--deepspeed", "ds_config", type=click.Path(path_type=Path), help="DeepSpeed JSON [default: ZeRO-2].")
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a key of the recipe; repeatable.")
-@click.option("--resume", is_flag=False, flag_value="auto", metavar="[PATH]", help="Go on from the newest checkpoint, or from PATH.")
+@click.option(
+    "--deepspeed", "ds_config", type=click.Path(path_type=Path), help="DeepSpeed JSON [default: ZeRO-2]."
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change a key of the recipe; repeatable.",
+)
+@click.option(
+    "--resume",
+    is_flag=False,
+    flag_value="auto",
+    metavar="[PATH]",
+    help="Go on from the newest checkpoint, or from PATH.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would happen and stop.")
-@click.option("--show-timesteps", is_flag=True, help="Print a histogram of the timesteps that training will draw and stop.")
-def train(recipe: str | None, ds_config: Path | None, overrides: tuple[str, ...], resume: str | None, dry_run: bool, show_timesteps: bool) -> None:
+@click.option(
+    "--show-timesteps",
+    is_flag=True,
+    help="Print a histogram of the timesteps that training will draw and stop.",
+)
+def train(
+    recipe: str | None,
+    ds_config: Path | None,
+    overrides: tuple[str, ...],
+    resume: str | None,
+    dry_run: bool,
+    show_timesteps: bool,
+) -> None:
     """Train as RECIPE says: a YAML file or the name of a shipped recipe.
 
     One process: wands train. Several: deepspeed --num_gpus N --module wands train ..., or torchrun -m wands train ...
     """
     from wands.commands.train import run_train
 
-    run_train(recipe, deepspeed=ds_config, overrides=overrides, resume=resume, dry_run=dry_run, show_timesteps=show_timesteps, say=_say)
+    run_train(
+        recipe,
+        deepspeed=ds_config,
+        overrides=overrides,
+        resume=resume,
+        dry_run=dry_run,
+        show_timesteps=show_timesteps,
+        say=_say,
+    )
 
 
 @main.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Pipeline folder to write.")
-@click.option("--base", help="Pipeline whose other parts are taken [default: the model that the run started from].")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Of the stored weights.")
+@click.option(
+    "--base", help="Pipeline whose other parts are taken [default: the model that the run started from]."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="Of the stored weights.",
+)
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Largest weights file.")
-@click.option("--copy", "link", flag_value=False, default=True, help="Copy the base's files instead of hard-linking them.")
+@click.option(
+    "--copy",
+    "link",
+    flag_value=False,
+    default=True,
+    help="Copy the base's files instead of hard-linking them.",
+)
 def export(checkpoint: Path, out: Path, **options: Any) -> None:
     """Turn CHECKPOINT, a run folder or one of its steps, into a diffusers pipeline folder."""
     from wands.commands.export import export as run
@@ -116,21 +196,65 @@ def export(checkpoint: Path, out: Path, **options: Any) -> None:
 @main.command()
 @click.option("--model", required=True, help="Diffusers pipeline folder or Hub id.")
 @click.option("--prompt", "prompts", multiple=True, help="What to show; repeatable.")
-@click.option("--prompts-file", type=click.Path(path_type=Path), help=".txt with a prompt a line, or .jsonl with options per line.")
-@click.option("--out", "out_dir", required=True, type=click.Path(path_type=Path), help="Folder for mp4s, contact sheet and record.")
-@click.option("--height", type=int, multiple=True, help="Pixels; this and the next options once for all prompts or once each [default: 480].")
+@click.option(
+    "--prompts-file",
+    type=click.Path(path_type=Path),
+    help=".txt with a prompt a line, or .jsonl with options per line.",
+)
+@click.option(
+    "--out",
+    "out_dir",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder for mp4s, contact sheet and record.",
+)
+@click.option(
+    "--height",
+    type=int,
+    multiple=True,
+    help="Pixels; this and the next options once for all prompts or once each [default: 480].",
+)
 @click.option("--width", type=int, multiple=True, help="Pixels [default: 832].")
 @click.option("--frames", "num_frames", type=int, multiple=True, help="4k+1 frames [default: 81].")
-@click.option("--steps", "num_inference_steps", type=int, multiple=True, help="Denoising steps [default: 50].")
-@click.option("--guidance", "guidance_scale", type=float, multiple=True, help="Classifier-free guidance; up to 1 is none [default: 5].")
-@click.option("--shift", "flow_shift", type=float, multiple=True, help="Flow shift [default: the scheduler's].")
+@click.option(
+    "--steps", "num_inference_steps", type=int, multiple=True, help="Denoising steps [default: 50]."
+)
+@click.option(
+    "--guidance",
+    "guidance_scale",
+    type=float,
+    multiple=True,
+    help="Classifier-free guidance; up to 1 is none [default: 5].",
+)
+@click.option(
+    "--shift", "flow_shift", type=float, multiple=True, help="Flow shift [default: the scheduler's]."
+)
 @click.option("--seed", type=int, multiple=True, help="Given once, prompt i gets seed + i [default: 0].")
 @click.option("--negative-prompt", multiple=True, help="What not to show.")
-@click.option("--transformer", type=click.Path(path_type=Path), help="Diffusers transformer that replaces the pipeline's.")
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="Run or step folder of wands train whose weights are used.")
-@click.option("--offload", type=click.Choice(["none", "model", "sequential"]), default="none", show_default=True,
-              help="Keep weights on the host and bring a model, or a layer, at a time.")
-@click.option("--dtype", type=click.Choice(["auto", "bf16", "fp32"]), default="auto", show_default=True, help="Of DiT and text encoder.")
+@click.option(
+    "--transformer",
+    type=click.Path(path_type=Path),
+    help="Diffusers transformer that replaces the pipeline's.",
+)
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="Run or step folder of wands train whose weights are used.",
+)
+@click.option(
+    "--offload",
+    type=click.Choice(["none", "model", "sequential"]),
+    default="none",
+    show_default=True,
+    help="Keep weights on the host and bring a model, or a layer, at a time.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bf16", "fp32"]),
+    default="auto",
+    show_default=True,
+    help="Of DiT and text encoder.",
+)
 @click.option("--device", help="Where to sample [default: cuda if there is one].")
 @click.option("--fps", type=int, help="Of the mp4 [default: the variant's].")
 @click.option("--save-latents", is_flag=True, help="Keep each sample's latents beside its mp4.")
@@ -151,7 +275,11 @@ def infer(model: str, prompts: tuple[str, ...], prompts_file: Path | None, **opt
 @click.option("--revision", help="Branch to commit to [default: main].")
 @click.option("--message", help="Commit message.")
 @click.option("--endpoint", help="Address of the Hub [default: HF_ENDPOINT].")
-@click.option("--training", type=click.Path(path_type=Path), help="Run that the card takes from what DIRECTORY's record lacks.")
+@click.option(
+    "--training",
+    type=click.Path(path_type=Path),
+    help="Run that the card takes from what DIRECTORY's record lacks.",
+)
 def push(directory: Path, repo_id: str, **options: Any) -> None:
     """Upload DIRECTORY, written by wands export, to REPO_ID (owner/name) with a model card.
 
@@ -165,4 +293,3 @@ def push(directory: Path, repo_id: str, **options: Any) -> None:
 def _say(text: str) -> None:
     click.echo(text)
     sys.stdout.flush()
-

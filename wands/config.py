@@ -5,6 +5,7 @@ Nothing here edits what the user asked for: a value is taken, or all problems ar
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -224,11 +225,19 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 def list_recipes() -> list[str]:
     """Names of the recipes that ship with wands."""
-    return sorted(p.name.removesuffix(".yaml") for p in resources.files("wands.recipes").iterdir() if p.name.endswith(".yaml"))
+    return sorted(
+        p.name.removesuffix(".yaml")
+        for p in resources.files("wands.recipes").iterdir()
+        if p.name.endswith(".yaml")
+    )
 
 
 def _report(problems: Sequence[str]) -> str:
-    return problems[0] if len(problems) == 1 else "\n".join([f"{len(problems)} problems:", *(f"  - {p}" for p in problems)])
+    return (
+        problems[0]
+        if len(problems) == 1
+        else "\n".join([f"{len(problems)} problems:", *(f"  - {p}" for p in problems)])
+    )
 
 
 def _find_recipe(path: str | Path) -> Path:
@@ -237,18 +246,24 @@ def _find_recipe(path: str | Path) -> Path:
     shipped = resources.files("wands.recipes") / f"{str(path).removesuffix('.yaml')}.yaml"
     if shipped.is_file():
         return Path(str(shipped))
-    raise ConfigError(f"recipe={path} is neither a file nor a recipe of wands; use a path or one of {', '.join(list_recipes())}.")
+    raise ConfigError(
+        f"recipe={path} is neither a file nor a recipe of wands; use a path or one of {', '.join(list_recipes())}."
+    )
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe={path} is not YAML ({' '.join(str(error).split())}); mend the file.") from None
+        raise ConfigError(
+            f"recipe={path} is not YAML ({' '.join(str(error).split())}); mend the file."
+        ) from None
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"recipe={path} must be a mapping of sections, not {type(values).__name__}; mend the file.")
+        raise ConfigError(
+            f"recipe={path} must be a mapping of sections, not {type(values).__name__}; mend the file."
+        )
     return values
 
 
@@ -261,10 +276,8 @@ def _apply_override(values: dict[str, Any], item: str) -> str | None:
     except yaml.YAMLError:
         return f"--set {item}: the value is not YAML; quote it."
     if isinstance(value, str):  # YAML 1.1 reads 1e-4 as text
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     *sections, key = name.strip().split(".")
     for section in sections:
         inner = values.get(section)
@@ -280,9 +293,17 @@ def _unknown_keys(section: type[BaseModel], values: dict[str, Any], prefix: str)
         field = section.model_fields.get(str(key))
         if field is None:
             near = difflib.get_close_matches(str(key), list(section.model_fields), n=1, cutoff=0.5)
-            cure = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(section.model_fields)}."
+            cure = (
+                f"did you mean {prefix}{near[0]}?"
+                if near
+                else f"known here: {', '.join(section.model_fields)}."
+            )
             problems.append(f"{prefix}{key} is not a key of the recipe; {cure}")
-        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) and isinstance(value, dict):
+        elif (
+            isinstance(field.annotation, type)
+            and issubclass(field.annotation, BaseModel)
+            and isinstance(value, dict)
+        ):
             problems += _unknown_keys(field.annotation, value, f"{prefix}{key}.")
     return problems
 
@@ -302,8 +323,3 @@ def _cross_checks(recipe: Recipe) -> Iterator[str]:
         too_long = [length for length in recipe.data.mock.text_lens if not 0 < length <= 512]
         if too_long:
             yield f"data.mock.text_lens={too_long} must be between 1 and 512 text tokens; shorten them."
-    if recipe.parallel.cp_size != 1:
-        yield (
-            f"parallel.ulysses_degree={recipe.parallel.ulysses_degree}, parallel.ring_degree={recipe.parallel.ring_degree} "
-            "ask for context parallelism, which this version does not have; set both to 1."
-        )

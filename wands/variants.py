@@ -135,8 +135,6 @@ class Variant:
     conditions: tuple[str, ...] = ("text",)
 
 
-
-
 def _t2v(num_heads: int, num_layers: int, ffn_dim: int) -> DiTShape:
     return DiTShape(num_heads, 128, num_layers, ffn_dim, in_channels=16, out_channels=16, text_dim=4096)
 

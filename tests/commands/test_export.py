@@ -46,7 +46,9 @@ def test_stock_diffusers_loads_the_folder(run: Path, tiny_pipeline: Path, tmp_pa
     trained = weights(run)
     for name, value in pipeline.transformer.state_dict().items():
         assert torch.equal(value, trained[name]), name
-    ours, base = (json.loads((folder / "transformer" / "config.json").read_text()) for folder in (out, tiny_pipeline))
+    ours, base = (
+        json.loads((folder / "transformer" / "config.json").read_text()) for folder in (out, tiny_pipeline)
+    )
     assert {k: v for k, v in ours.items() if k[0] != "_"} == {k: v for k, v in base.items() if k[0] != "_"}
     assert ours["_class_name"] == "WanTransformer3DModel"
     for part in ("vae", "text_encoder", "tokenizer", "scheduler", "model_index.json"):
@@ -58,7 +60,8 @@ def test_stock_diffusers_loads_the_folder(run: Path, tiny_pipeline: Path, tmp_pa
 def test_bf16_keeps_what_diffusers_keeps_in_fp32(run: Path, tmp_path: Path):
     out = export(run, tmp_path / "out", dtype="bf16")
     with safe_open(out / "transformer" / "diffusion_pytorch_model.safetensors", "pt") as file:
-        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+        names = file.keys()
+        dtypes = {name: file.get_slice(name).get_dtype() for name in names}
     assert dtypes["blocks.0.ffn.net.0.proj.weight"] == "BF16"
     assert dtypes["blocks.0.scale_shift_table"] == "F32"
     assert dtypes["condition_embedder.time_embedder.linear_1.weight"] == "F32"

@@ -25,17 +25,41 @@ def free_port() -> str:
 
 def call(*command: object, check: bool = True) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=env, cwd=ROOT, timeout=400)
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, env=env, cwd=ROOT, timeout=400
+    )
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
 
 def deepspeed(*args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return call("deepspeed", "--num_gpus", 2, "--master_port", free_port(), "--module", "wands", "train", *args, check=check)
+    return call(
+        "deepspeed",
+        "--num_gpus",
+        2,
+        "--master_port",
+        free_port(),
+        "--module",
+        "wands",
+        "train",
+        *args,
+        check=check,
+    )
 
 
 def torchrun(*args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return call("torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "-m", "wands", "train", *args, check=check)
+    return call(
+        "torchrun",
+        "--nproc-per-node",
+        2,
+        "--master-port",
+        free_port(),
+        "-m",
+        "wands",
+        "train",
+        *args,
+        check=check,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +73,17 @@ def job(tiny_pipeline: Path, clips_dir: Path, tmp_path_factory: pytest.TempPathF
         shutil.copy(clips_dir / name, source)
         rows.append(json.dumps({"file_name": name, "caption": f"a clip of {name}", "start": 0, "end": end}))
     (source / "metadata.jsonl").write_text("\n".join(rows))
-    done = call("wands", "preprocess", source, "--out", root / "cache", "--model", tiny_pipeline, "--max-pixels", 64 * 96)
+    done = call(
+        "wands",
+        "preprocess",
+        source,
+        "--out",
+        root / "cache",
+        "--model",
+        tiny_pipeline,
+        "--max-pixels",
+        64 * 96,
+    )
     assert "3 samples" in done.stdout
     return {"root": root, "model": tiny_pipeline, "cache": root / "cache"}
 
@@ -83,15 +117,31 @@ def test_clips_to_samples(job: dict[str, Path]):
     assert [row["loss"] for row in rows_of(job, "again")] == [row["loss"] for row in rows_of(job, "run")]
 
     # another world size is refused in one sentence, before anything is loaded
-    alone = call("wands", "train", *zero3, *settings(job, "run", "train.max_steps=8"), "--resume", check=False)
+    alone = call(
+        "wands", "train", *zero3, *settings(job, "run", "train.max_steps=8"), "--resume", check=False
+    )
     assert alone.returncode == 2
     assert "world_size=1 must equal the 2 that wrote the checkpoint" in alone.stderr
     assert "Traceback" not in alone.stderr
 
     call("wands", "export", root / "run", "--out", root / "exported")
-    sampled = ("--height", 64, "--width", 96, "--frames", 5, "--steps", 2, "--prompt", "a clip of bikes.mp4", "--save-latents")
+    sampled = (
+        "--height",
+        64,
+        "--width",
+        96,
+        "--frames",
+        5,
+        "--steps",
+        2,
+        "--prompt",
+        "a clip of bikes.mp4",
+        "--save-latents",
+    )
     call("wands", "infer", "--model", root / "exported", "--out", root / "a", *sampled)
-    call("wands", "infer", "--model", job["model"], "--checkpoint", root / "run", "--out", root / "b", *sampled)
+    call(
+        "wands", "infer", "--model", job["model"], "--checkpoint", root / "run", "--out", root / "b", *sampled
+    )
     call("wands", "infer", "--model", job["model"], "--out", root / "c", *sampled)
     latents = {name: next((root / name).glob("*.safetensors")).read_bytes() for name in "abc"}
     assert latents["a"] == latents["b"]  # export and checkpoint are the same weights

@@ -17,10 +17,23 @@ from wands.train.metrics import read_metrics
 
 # Seven clips of unequal length: 8, 12, 2, 24, 6, 16 and 9 tokens.
 MOCK = "data.mock={num_samples: 7, shapes: [[2,4,4],[3,4,4],[2,2,2],[4,4,6],[1,4,6],[2,4,8],[1,6,6]], text_lens: [5,9,3]}"
-BASE = (MOCK, "packing.max_tokens=24", "train.bins_per_step=2", "precision.compute=fp32", "optim.lr=1e-3", "checkpoint.every=0")
+BASE = (
+    MOCK,
+    "packing.max_tokens=24",
+    "train.bins_per_step=2",
+    "precision.compute=fp32",
+    "optim.lr=1e-3",
+    "checkpoint.every=0",
+)
 
 
-def make_job(model: Path, output_dir: Path, overrides: tuple[str, ...] = (), ds: dict[str, Any] | None = None, world_size: int | None = None) -> Job:
+def make_job(
+    model: Path,
+    output_dir: Path,
+    overrides: tuple[str, ...] = (),
+    ds: dict[str, Any] | None = None,
+    world_size: int | None = None,
+) -> Job:
     """A job on mock data for the world that the environment describes."""
     recipe = load_recipe(None, [*BASE, f"model.path={model}", f"output_dir={output_dir}", *overrides])
     return prepare_job(
@@ -33,7 +46,13 @@ def make_job(model: Path, output_dir: Path, overrides: tuple[str, ...] = (), ds:
     )
 
 
-def run_job(model: Path, output_dir: Path, overrides: tuple[str, ...] = (), ds: dict[str, Any] | None = None, resume: bool = False) -> list[dict[str, Any]]:
+def run_job(
+    model: Path,
+    output_dir: Path,
+    overrides: tuple[str, ...] = (),
+    ds: dict[str, Any] | None = None,
+    resume: bool = False,
+) -> list[dict[str, Any]]:
     """Train, and return the rows of metrics.jsonl (on rank 0; other ranks return nothing)."""
     job = make_job(model, output_dir, overrides, ds)
     found = find_checkpoint(output_dir) if resume else None

@@ -41,7 +41,11 @@ def copy_of(run: Path, to: Path) -> Path:
 
 def test_layout_latest_and_pruning(finished: Path):
     folder = finished / "checkpoints"
-    assert sorted(p.name for p in folder.iterdir() if p.suffix != ".py") == ["latest", "step_00000004", "step_00000006"]
+    assert sorted(p.name for p in folder.iterdir() if p.suffix != ".py") == [
+        "latest",
+        "step_00000004",
+        "step_00000006",
+    ]
     assert (folder / "latest").read_text() == "step_00000006"
     state = load_state(folder / "step_00000006")
     assert (state.step, state.world_size, state.zero_stage) == (6, 2, 2)
@@ -85,7 +89,10 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
     for change, said in (
         ({"world_size": 4}, "world_size=4 must equal the 2 that wrote the checkpoint"),
         ({"zero_stage": 3}, "zero_optimization.stage=3 must equal the 2"),
-        ({"recipe": {**recipe, "train": {**recipe["train"], "seed": 9}}}, "train.seed=9 must equal the checkpoint's 0"),
+        (
+            {"recipe": {**recipe, "train": {**recipe["train"], "seed": 9}}},
+            "train.seed=9 must equal the checkpoint's 0",
+        ),
         ({"recipe": {**recipe, "packing": {**recipe["packing"], "max_tokens": 99}}}, "packing.max_tokens=99"),
         ({"data_fingerprint": "other"}, "the data has changed"),
     ):
@@ -136,7 +143,9 @@ def test_sigterm_to_one_worker_saves_and_stops_all(tiny_pipeline: Path, tmp_path
 @pytest.mark.parametrize(("name", "stops"), [("save", False), ("save_quit", True)])
 def test_files_ask_for_a_checkpoint(name: str, stops: bool, tiny_pipeline: Path, tmp_path: Path, run_world):
     (tmp_path / name).touch()
-    rows = run_world(2, run_job, tiny_pipeline, tmp_path, ("train.max_steps=3", "checkpoint.keep=5"), ZERO2)[0]
+    rows = run_world(2, run_job, tiny_pipeline, tmp_path, ("train.max_steps=3", "checkpoint.keep=5"), ZERO2)[
+        0
+    ]
     assert not (tmp_path / name).exists()
     assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
     assert len(rows) == (1 if stops else 3)
@@ -147,21 +156,21 @@ def save_without_space(model: Path, out: Path) -> str:
     import resource
 
     from wands.train.engine import build_engine
-    from wands.train.loop import _build_model, _state
+    from wands.train.loop import build_model, build_state
 
     job = make_job(model, out, ("train.max_steps=1",), ZERO2)
     _, _, device = init_process_group()
-    engine = build_engine(_build_model(job, device), job.ds_config, job.recipe, 1)
+    engine = build_engine(build_model(job, device), job.ds_config, job.recipe, 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    try:
-        save_checkpoint(engine, out / "checkpoints", _state(job, 1, 0, []), keep=1)
-    except CheckpointError as error:
-        assert error.agreed
-        return str(error)
-    return "saved"
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(engine, out / "checkpoints", build_state(job, 1, 0, []), keep=1)
+    assert caught.value.agreed
+    return str(caught.value)
 
 
-def test_no_disk_space_is_one_sentence_and_nothing_half_written(tiny_pipeline: Path, tmp_path: Path, run_world):
+def test_no_disk_space_is_one_sentence_and_nothing_half_written(
+    tiny_pipeline: Path, tmp_path: Path, run_world
+):
     said = run_world(2, save_without_space, tiny_pipeline, tmp_path)
     assert said[0] == said[1]
     assert "the file size limit (ulimit -f) is 100000; raise the limit" in said[0]

@@ -16,8 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("zero.json", "recipe.yaml")
 
 
-def build(user: dict[str, Any], *overrides: str, world_size: int = 2, device_type: str = "cuda") -> dict[str, Any]:
-    return build_ds_config(user, load_recipe(None, overrides), world_size=world_size, device_type=device_type, names=NAMES)
+def build(
+    user: dict[str, Any], *overrides: str, world_size: int = 2, device_type: str = "cuda"
+) -> dict[str, Any]:
+    return build_ds_config(
+        user, load_recipe(None, overrides), world_size=world_size, device_type=device_type, names=NAMES
+    )
 
 
 def refusal(user: dict[str, Any], *overrides: str) -> str:
@@ -36,22 +40,35 @@ def test_shipped_jsons_are_complete_with_any_recipe(path: Path):
 
 
 def test_batch_arithmetic_must_agree():
-    assert build({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3, "train_batch_size": 6}, "train.bins_per_step=6")
+    assert build(
+        {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3, "train_batch_size": 6},
+        "train.bins_per_step=6",
+    )
     text = refusal({"train_micro_batch_size_per_gpu": 4}, "train.bins_per_step=2")
     assert "zero.json: train_micro_batch_size_per_gpu=4 contradicts recipe.yaml, which makes it 1" in text
-    assert "gradient_accumulation_steps=5 contradicts" in refusal({"gradient_accumulation_steps": 5}, "train.bins_per_step=2")
-    assert build({"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}, "train.bins_per_step=2")
+    assert "gradient_accumulation_steps=5 contradicts" in refusal(
+        {"gradient_accumulation_steps": 5}, "train.bins_per_step=2"
+    )
+    assert build(
+        {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}, "train.bins_per_step=2"
+    )
 
 
 def test_keys_without_effect_are_refused_with_their_cure():
     text = refusal({"activation_checkpointing": {}, "communication_data_type": "fp32", "mesh_param": [1, 2]})
-    assert "zero.json: activation_checkpointing would do nothing here; use model.checkpointing of the recipe." in text
+    assert (
+        "zero.json: activation_checkpointing would do nothing here; use model.checkpointing of the recipe."
+        in text
+    )
     assert "precision.reduce" in text
     assert "mesh_param" in text
 
 
 def test_the_json_owns_what_the_recipe_does_not_set():
-    user = {"gradient_clipping": 0.5, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.2}}}
+    user = {
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.2}},
+    }
     config = build(user)
     assert config["gradient_clipping"] == 0.5
     assert config["optimizer"]["params"]["lr"] == 3e-4
@@ -62,7 +79,9 @@ def test_the_json_owns_what_the_recipe_does_not_set():
 
 
 def test_other_optimizers_get_only_what_was_asked_for():
-    params = build({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, "optim.lr=0.1")["optimizer"]["params"]
+    params = build({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, "optim.lr=0.1")["optimizer"][
+        "params"
+    ]
     assert params == {"momentum": 0.9, "lr": 0.1}
 
 
@@ -75,9 +94,13 @@ def test_scheduler_of_the_json_against_the_recipe():
 def test_precision_belongs_to_the_recipe():
     assert "bf16.enabled would cast the fp32 parts" in refusal({"bf16": {"enabled": True}})
     assert build({"bf16": {"enabled": False}})["torch_autocast"]["lower_precision_safe_modules"] == []
-    assert build({}, "precision.reduce=bf16")["torch_autocast"]["lower_precision_safe_modules"] == ["torch.nn.Linear"]
+    assert build({}, "precision.reduce=bf16")["torch_autocast"]["lower_precision_safe_modules"] == [
+        "torch.nn.Linear"
+    ]
     assert "torch_autocast" not in build({}, "precision.compute=fp32")
-    assert "contradicts" in refusal({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "precision.compute=fp32")
+    assert "contradicts" in refusal(
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "precision.compute=fp32"
+    )
 
 
 def test_on_a_cpu_nothing_is_compiled_for_adam():
@@ -114,7 +137,9 @@ def test_schedules():
 
 def test_learning_rate_scaling_with_the_batch():
     def scaled(*overrides: str) -> float:
-        recipe = load_recipe(None, ["optim.lr=1e-4", "train.bins_per_step=8", "optim.scale_lr_base=2", *overrides])
+        recipe = load_recipe(
+            None, ["optim.lr=1e-4", "train.bins_per_step=8", "optim.scale_lr_base=2", *overrides]
+        )
         config = build_ds_config({}, recipe, world_size=1, device_type="cpu", names=NAMES)
         return learning_rate(config, recipe)
 

@@ -20,9 +20,10 @@ from wands.flow.corrupt import corrupt
 from wands.flow.sigmas import sigma_weight
 from wands.parallel.layout import ContextLayout
 from wands.parallel.mesh import RankGrid
+from wands.train.batches import rank_batches
 from wands.train.engine import build_engine, init_process_group
 from wands.train.job import Job
-from wands.train.loop import _build_model, rank_batches, train_step
+from wands.train.loop import build_model, train_step
 from wands.variants import TEXT_LEN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,14 +34,24 @@ TOLERANCE = 1e-5
 
 
 def engine_gradients(
-    model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any], dtype: torch.dtype = torch.float64, scale: float = 1.0
+    model: Path,
+    out: Path,
+    overrides: tuple[str, ...],
+    ds: dict[str, Any],
+    dtype: torch.dtype = torch.float64,
+    scale: float = 1.0,
 ) -> dict[str, torch.Tensor]:
     """Gradients of the first optimizer step as DeepSpeed holds them just before its update (on rank 0)."""
     from deepspeed.utils import safe_get_full_grad
 
     job = make_job(model, out, overrides, ds)
     rank, _, device = init_process_group()
-    engine = build_engine(_build_model(job, device) if dtype == torch.float32 else _double(job, device), job.ds_config, job.recipe, 1)
+    engine = build_engine(
+        build_model(job, device) if dtype == torch.float32 else _double(job, device),
+        job.ds_config,
+        job.recipe,
+        1,
+    )
     found: dict[str, torch.Tensor] = {}
 
     def capture() -> None:
@@ -50,16 +61,30 @@ def engine_gradients(
     engine.step = capture
     plan = job.sampler.step_plan(0)
     grid = RankGrid.build(job.world_size, rank, job.recipe.parallel)
-    train_step(engine, rank_batches(job, plan, grid.dp_rank), job, grid, device, plan.denominators[job.recipe.loss.reduction])
+    train_step(
+        engine,
+        rank_batches(job, plan, grid.dp_rank),
+        job,
+        grid,
+        device,
+        plan.denominators[job.recipe.loss.reduction],
+    )
     names = [None] * job.world_size
-    dist.all_gather_object(names, sorted({key for one in rank_batches(job, plan, grid.dp_rank) for key in [k.sample_id for k in one.keys]}))
+    dist.all_gather_object(
+        names,
+        sorted(
+            {key for one in rank_batches(job, plan, grid.dp_rank) for key in [k.sample_id for k in one.keys]}
+        ),
+    )
     assert len({tuple(one) for one in names}) == job.world_size, "ranks must hold different samples"
     return found if rank == 0 else {}
 
 
 def _double(job: Job, device: torch.device) -> torch.nn.Module:
     """The same model in float64; under ZeRO-3 DeepSpeed shards it when the engine is made."""
-    return _build_model(replace(job, ds_config={**job.ds_config, "zero_optimization": {"stage": 2}}), device).double()
+    return build_model(
+        replace(job, ds_config={**job.ds_config, "zero_optimization": {"stage": 2}}), device
+    ).double()
 
 
 def stock_gradients(model: Path, job: Job, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
@@ -73,8 +98,13 @@ def stock_gradients(model: Path, job: Job, dtype: torch.dtype = torch.float64) -
         layout = ContextLayout.build(batch.seq_lens)
         noisy = corrupt(batch.tokens, layout, batch.keys, job.recipe.flow, job.recipe.train.seed)
         grid = tuple(batch.grid_sizes[0].tolist())
-        volume = [unpatchify(x, grid, 16, job.shape.patch_size)[None].to(dtype) for x in (noisy.tokens, noisy.target)]
-        text = torch.nn.functional.pad(batch.text_embeds.to(dtype), (0, 0, 0, TEXT_LEN - len(batch.text_embeds)))[None]
+        volume = [
+            unpatchify(x, grid, 16, job.shape.patch_size)[None].to(dtype)
+            for x in (noisy.tokens, noisy.target)
+        ]
+        text = torch.nn.functional.pad(
+            batch.text_embeds.to(dtype), (0, 0, 0, TEXT_LEN - len(batch.text_embeds))
+        )[None]
         pred = stock(volume[0], noisy.timesteps, text, return_dict=False)[0]
         weight = sigma_weight(noisy.sigmas, job.recipe.flow)[0]
         error = (pred - volume[1]).square().mean()  # over the sample's own tokens and channels
@@ -89,7 +119,8 @@ def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> flo
     assert ours.keys() == theirs.keys()
     largest = max(float(grad.abs().max()) for grad in theirs.values())
     return max(
-        float((ours[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-3 * largest) for name, grad in theirs.items()
+        float((ours[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-3 * largest)
+        for name, grad in theirs.items()
     )
 
 
@@ -99,10 +130,14 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_stage_gives_the_stock_gradient(stage: int, world_size: int, tiny_pipeline: Path, tmp_path: Path, run_world):
+def test_every_stage_gives_the_stock_gradient(
+    stage: int, world_size: int, tiny_pipeline: Path, tmp_path: Path, run_world
+):
     overrides = ("train.bins_per_step=4", "flow.weighting=linear")  # world 2: two micro steps
     ours = run_world(world_size, engine_gradients, tiny_pipeline, tmp_path, overrides, zero(stage))[0]
-    theirs = stock_gradients(tiny_pipeline, make_job(tiny_pipeline, tmp_path, overrides, world_size=world_size))
+    theirs = stock_gradients(
+        tiny_pipeline, make_job(tiny_pipeline, tmp_path, overrides, world_size=world_size)
+    )
     error = worst(ours, theirs)
     assert error <= TOLERANCE
     assert all(float(grad.abs().max()) > 0 for grad in theirs.values())
@@ -118,24 +153,38 @@ def test_stage_zero_in_float32(tiny_pipeline: Path, tmp_path: Path, run_world):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
-def test_every_shipped_json_gives_the_stock_gradient(path: Path, tiny_pipeline: Path, tmp_path: Path, run_world):
+def test_every_shipped_json_gives_the_stock_gradient(
+    path: Path, tiny_pipeline: Path, tmp_path: Path, run_world
+):
     ds = json.loads(path.read_text())
     overrides = ("train.bins_per_step=4",)
     theirs = stock_gradients(tiny_pipeline, make_job(tiny_pipeline, tmp_path, overrides, world_size=4))
     exact = worst(run_world(4, engine_gradients, tiny_pipeline, tmp_path, overrides, ds)[0], theirs)
     assert exact <= TOLERANCE
     # In float32, as it trains: no further from the truth than stock float32 is.
-    fp32 = worst(run_world(4, engine_gradients, tiny_pipeline, tmp_path, overrides, ds, torch.float32)[0], theirs)
+    fp32 = worst(
+        run_world(4, engine_gradients, tiny_pipeline, tmp_path, overrides, ds, torch.float32)[0], theirs
+    )
     job = make_job(tiny_pipeline, tmp_path, overrides, world_size=4)
     stock = worst(stock_gradients(tiny_pipeline, job, torch.float32), theirs)
     assert fp32 <= stock
-    bf16 = run_world(4, engine_gradients, tiny_pipeline, tmp_path, (*overrides, "precision.compute=bf16"), ds, torch.float32)[0]
+    bf16 = run_world(
+        4,
+        engine_gradients,
+        tiny_pipeline,
+        tmp_path,
+        (*overrides, "precision.compute=bf16"),
+        ds,
+        torch.float32,
+    )[0]
     flat = [torch.cat([grads[name].double().flatten() for name in theirs]) for grads in (bf16, theirs)]
     error = float((flat[0] - flat[1]).norm() / flat[1].norm())
     assert 0 < error <= 2e-2
 
 
-@pytest.mark.parametrize("change", ["loss.reduction=token", "packing.enabled=false", "model.checkpointing=full"])
+@pytest.mark.parametrize(
+    "change", ["loss.reduction=token", "packing.enabled=false", "model.checkpointing=full"]
+)
 def test_other_ways_through_the_same_step(change: str, tiny_pipeline: Path, tmp_path: Path, run_world):
     ours = run_world(2, engine_gradients, tiny_pipeline, tmp_path, (change,), zero(3))[0]
     theirs = stock_gradients(tiny_pipeline, make_job(tiny_pipeline, tmp_path, (change,), world_size=2))

@@ -41,27 +41,40 @@ def test_loss_series_is_the_same_at_every_stage_and_world(
     assert len(set(reference)) == 5  # a model that does not move would agree with anything
 
 
-def test_accumulation_is_the_same_step(reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world):
+def test_accumulation_is_the_same_step(
+    reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world
+):
     """bins_per_step=4 on 2 ranks is two micro steps; on 4 ranks one. Both are the step of one process."""
     overrides = ("train.max_steps=3", "train.bins_per_step=4")
-    series = [losses(run_world(n, run_job, tiny_pipeline, tmp_path / str(n), overrides, zero(2))[0]) for n in (1, 2, 4)]
+    series = [
+        losses(run_world(n, run_job, tiny_pipeline, tmp_path / str(n), overrides, zero(2))[0])
+        for n in (1, 2, 4)
+    ]
     assert series[1] == pytest.approx(series[0], rel=SERIES_TOLERANCE)
     assert series[2] == pytest.approx(series[0], rel=SERIES_TOLERANCE)
 
 
 def sample_losses(out: Path) -> dict[tuple[Any, ...], float]:
-    rows = [json.loads(line) for path in sorted(out.glob("samples-rank*.jsonl")) for line in path.read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for path in sorted(out.glob("samples-rank*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
     return {(row["step"], row["sample_id"], row["epoch"], row["sigma"]): row["loss"] for row in rows}
 
 
 @pytest.mark.parametrize("reduction", ["sample", "token"])
-def test_packing_off_gives_the_same_loss_per_sample(reduction: str, tiny_pipeline: Path, tmp_path: Path, run_world):
+def test_packing_off_gives_the_same_loss_per_sample(
+    reduction: str, tiny_pipeline: Path, tmp_path: Path, run_world
+):
     """Ranks hold unequal numbers of samples here, so the ones with fewer run forwards of weight zero."""
     common = ("train.max_steps=4", "train.log_samples=true", f"loss.reduction={reduction}")
     runs = {}
     for enabled in ("true", "false"):
         out = tmp_path / enabled
-        runs[enabled] = losses(run_world(2, run_job, tiny_pipeline, out, (*common, f"packing.enabled={enabled}"), zero(3))[0])
+        runs[enabled] = losses(
+            run_world(2, run_job, tiny_pipeline, out, (*common, f"packing.enabled={enabled}"), zero(3))[0]
+        )
     packed, single = sample_losses(tmp_path / "true"), sample_losses(tmp_path / "false")
     assert packed.keys() == single.keys()
     assert len(packed) >= 8
@@ -74,7 +87,9 @@ def test_packing_off_gives_the_same_loss_per_sample(reduction: str, tiny_pipelin
 def test_k_plus_k_is_2k_bitwise(stage: int, world_size: int, tiny_pipeline: Path, tmp_path: Path, run_world):
     """Stopping and resuming in the middle of an epoch changes no bit of losses, gradient norms or weights."""
     schedule = ("optim.schedule=cosine", "optim.warmup=2", "flow.cfg_dropout=0.3")
-    straight = run_world(world_size, run_job, tiny_pipeline, tmp_path / "a", ("train.max_steps=6", *schedule), zero(stage))[0]
+    straight = run_world(
+        world_size, run_job, tiny_pipeline, tmp_path / "a", ("train.max_steps=6", *schedule), zero(stage)
+    )[0]
     every = ("train.max_steps=6", "checkpoint.every=3", "checkpoint.keep=5", *schedule)
     run_world(world_size, run_job, tiny_pipeline, tmp_path / "b", every, zero(stage))
     for path in (tmp_path / "b" / "checkpoints").glob("step_00000006"):
@@ -112,14 +127,18 @@ def test_bf16_follows_fp32(reference: list[float], tiny_pipeline: Path, tmp_path
         assert series != reference
 
 
-def test_checkpointed_activations_change_nothing(reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world):
+def test_checkpointed_activations_change_nothing(
+    reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world
+):
     overrides = ("train.max_steps=5", "model.checkpointing=full")
     series = losses(run_world(2, run_job, tiny_pipeline, tmp_path, overrides, zero(3))[0])
     assert series == pytest.approx(reference, rel=SERIES_TOLERANCE)
 
 
 def test_prefetching_changes_nothing(reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world):
-    series = losses(run_world(1, run_job, tiny_pipeline, tmp_path, ("train.max_steps=5", "data.prefetch=0"), zero(0))[0])
+    series = losses(
+        run_world(1, run_job, tiny_pipeline, tmp_path, ("train.max_steps=5", "data.prefetch=0"), zero(0))[0]
+    )
     assert series == reference
 
 

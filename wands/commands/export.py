@@ -23,7 +23,15 @@ EXPORT_FILE = "wands_export.json"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def export(checkpoint: Path, out: Path, *, base: str | None = None, dtype: str = "fp32", max_shard_size: str = "5GB", link: bool = True) -> Path:
+def export(
+    checkpoint: Path,
+    out: Path,
+    *,
+    base: str | None = None,
+    dtype: str = "fp32",
+    max_shard_size: str = "5GB",
+    link: bool = True,
+) -> Path:
     """Write the pipeline folder of a checkpoint.
 
     Args:
@@ -48,11 +56,17 @@ def export(checkpoint: Path, out: Path, *, base: str | None = None, dtype: str =
     _check_base(base_dir, state)
     partial = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(base_dir, partial, ignore=_skip_transformer, copy_function=_link_or_copy if link else shutil.copy2)
+    shutil.copytree(
+        base_dir, partial, ignore=_skip_transformer, copy_function=_link_or_copy if link else shutil.copy2
+    )
     weights = load_exported_state(step_dir)
-    _save_transformer(weights, state.transformer_config, partial / "transformer", _DTYPES[dtype], max_shard_size)
+    _save_transformer(
+        weights, state.transformer_config, partial / "transformer", _DTYPES[dtype], max_shard_size
+    )
     _verify(weights, partial / "transformer", _DTYPES[dtype])
-    write_atomic(partial / EXPORT_FILE, json.dumps(_record(step_dir, state, base or state.base, dtype), indent=2))
+    write_atomic(
+        partial / EXPORT_FILE, json.dumps(_record(step_dir, state, base or state.base, dtype), indent=2)
+    )
     if out.exists():
         shutil.rmtree(out)
     os.replace(partial, out)
@@ -62,7 +76,12 @@ def export(checkpoint: Path, out: Path, *, base: str | None = None, dtype: str =
 def _skip_transformer(folder: str, names: list[str]) -> set[str]:
     """The base's own weights, repository card and hidden files stay behind."""
     top = (Path(folder) / "model_index.json").is_file()
-    return {name for name in names if name.startswith(".") or (top and name in ("transformer", "README.md", EXPORT_FILE, "loss.png", "samples"))}
+    return {
+        name
+        for name in names
+        if name.startswith(".")
+        or (top and name in ("transformer", "README.md", EXPORT_FILE, "loss.png", "samples"))
+    }
 
 
 def _link_or_copy(source: str, target: str) -> str:
@@ -76,16 +95,26 @@ def _link_or_copy(source: str, target: str) -> str:
 
 def _check_base(base_dir: Path, state: TrainState) -> None:
     if not (base_dir / "model_index.json").is_file():
-        raise ConfigError(f"--base {base_dir} has no model_index.json; give a diffusers pipeline folder or Hub id.")
+        raise ConfigError(
+            f"--base {base_dir} has no model_index.json; give a diffusers pipeline folder or Hub id."
+        )
     config = json.loads((base_dir / "transformer" / "config.json").read_text(encoding="utf-8"))
     ours = {k: v for k, v in state.transformer_config.items() if not k.startswith("_")}
     differing = [key for key, value in ours.items() if key in config and config[key] != value]
     if differing:
         what = ", ".join(f"{key}={config[key]} (checkpoint {ours[key]})" for key in differing)
-        raise ConfigError(f"--base {base_dir} is another model: {what}; give the pipeline that the run started from.")
+        raise ConfigError(
+            f"--base {base_dir} is another model: {what}; give the pipeline that the run started from."
+        )
 
 
-def _save_transformer(weights: dict[str, torch.Tensor], config: dict[str, Any], folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+def _save_transformer(
+    weights: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    folder: Path,
+    dtype: torch.dtype,
+    max_shard_size: str,
+) -> None:
     from diffusers import WanTransformer3DModel
 
     with torch.device("meta"):
@@ -93,11 +122,14 @@ def _save_transformer(weights: dict[str, torch.Tensor], config: dict[str, Any], 
     expected = set(dict(model.named_parameters()))
     if expected != set(weights):
         missing, extra = sorted(expected - set(weights)), sorted(set(weights) - expected)
-        raise CheckpointError(f"checkpoint: parameters missing {missing[:3]}, unexpected {extra[:3]}; it belongs to another model.")
+        raise CheckpointError(
+            f"checkpoint: parameters missing {missing[:3]}, unexpected {extra[:3]}; it belongs to another model."
+        )
     # diffusers keeps these in fp32 when it loads bf16 weights; storing them so loses nothing.
     keep = tuple(model._keep_in_fp32_modules)
     cast = {
-        name: (tensor if any(part in name.split(".") for part in keep) else tensor.to(dtype)).contiguous() for name, tensor in weights.items()
+        name: (tensor if any(part in name.split(".") for part in keep) else tensor.to(dtype)).contiguous()
+        for name, tensor in weights.items()
     }
     model.load_state_dict(cast, assign=True, strict=True)
     model.save_pretrained(folder, max_shard_size=max_shard_size, safe_serialization=True)
@@ -110,7 +142,9 @@ def _verify(weights: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) 
     model = WanTransformer3DModel.from_pretrained(folder, dtype=dtype)
     for name, parameter in model.named_parameters():
         if not torch.equal(parameter.detach(), weights[name].to(parameter.dtype)):
-            raise CheckpointError(f"export: {name} read back from {folder} differs from the checkpoint; write to another disk.")
+            raise CheckpointError(
+                f"export: {name} read back from {folder} differs from the checkpoint; write to another disk."
+            )
     config = model.config
     with torch.no_grad():
         output = model(
@@ -120,7 +154,9 @@ def _verify(weights: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) 
             return_dict=False,
         )[0]
     if not torch.isfinite(output).all():
-        raise CheckpointError("export: a forward of the exported model is not finite; the run has diverged, export an older step.")
+        raise CheckpointError(
+            "export: a forward of the exported model is not finite; the run has diverged, export an older step."
+        )
 
 
 def _record(step_dir: Path, state: TrainState, base: str, dtype: str) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def run_train(
         world_size=world_size,
         device_type=accelerator_type(),
         names=names,
-        encoders=fingerprint_pipeline,
+        # Hashing a UMT5 takes seconds: one rank does it for all, and its refusal ends the launcher's whole job.
+        encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
     )
     found = _resume_from(job, resume)
     tell(start_block(job, found[1].step if found else 0))

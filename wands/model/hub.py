@@ -12,7 +12,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from wands.errors import ConfigError
 
 
-def fetch_model(path: str | Path, *, key: str = "model.path", allow: Sequence[str] | None = None, ignore: Sequence[str] | None = None) -> Path:
+def fetch_model(
+    path: str | Path,
+    *,
+    key: str = "model.path",
+    allow: Sequence[str] | None = None,
+    ignore: Sequence[str] | None = None,
+) -> Path:
     """Turn a folder or a Hub id into a folder.
 
     Args:

@@ -68,13 +68,17 @@ def save_checkpoint(engine: Any, folder: Path, state: TrainState, keep: int) -> 
     except (OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _is_write_error(error):
             raise
-        raise CheckpointError(f"checkpoint {target} could not be written ({error}); free disk space and resume.") from error
+        raise CheckpointError(
+            f"checkpoint {target} could not be written ({error}); free disk space and resume."
+        ) from error
     dist.barrier()
     return target
 
 
 def _is_write_error(error: RuntimeError) -> bool:
-    return any(word in str(error) for word in ("PytorchStreamWriter", "unexpected pos", "No space", "File too large"))
+    return any(
+        word in str(error) for word in ("PytorchStreamWriter", "unexpected pos", "No space", "File too large")
+    )
 
 
 def _check_space(engine: Any, folder: Path) -> None:
@@ -137,16 +141,20 @@ def load_state(checkpoint: Path) -> TrainState:
         values = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         state = TrainState(**values)
     except OSError:
-        raise CheckpointError(f"checkpoint={checkpoint} has no {STATE_FILE}; give a folder that wands train saved.") from None
+        raise CheckpointError(
+            f"checkpoint={checkpoint} has no {STATE_FILE}; give a folder that wands train saved."
+        ) from None
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"checkpoint={checkpoint}: {STATE_FILE} is damaged ({error}); use an older step.") from None
+        raise CheckpointError(
+            f"checkpoint={checkpoint}: {STATE_FILE} is damaged ({error}); use an older step."
+        ) from None
     for name, size in state.files.items():
         path = checkpoint / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
+            what = "is missing" if found is None else f"has {found}"
             raise CheckpointError(
-                f"checkpoint={checkpoint}: {name} should have {size} bytes and {'has ' + str(found) if found is not None else 'is missing'}; "
-                "use an older step."
+                f"checkpoint={checkpoint}: {name} should have {size} bytes and {what}; use an older step."
             )
     return state
 
@@ -175,7 +183,9 @@ def find_checkpoint(where: Path) -> tuple[Path, TrainState]:
             return step, load_state(step)
         except CheckpointError as error:
             log.warning("%s", error)
-    raise CheckpointError(f"checkpoint={where} holds no complete checkpoint; give the output_dir of a run or a step_* folder in it.")
+    raise CheckpointError(
+        f"checkpoint={where} holds no complete checkpoint; give the output_dir of a run or a step_* folder in it."
+    )
 
 
 def load_checkpoint(engine: Any, checkpoint: Path) -> None:
@@ -186,7 +196,9 @@ def load_checkpoint(engine: Any, checkpoint: Path) -> None:
     """
     path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
-        raise CheckpointError(f"checkpoint={checkpoint}: DeepSpeed found no shards for this world; use the DeepSpeed JSON of the run.")
+        raise CheckpointError(
+            f"checkpoint={checkpoint}: DeepSpeed found no shards for this world; use the DeepSpeed JSON of the run."
+        )
 
 
 def load_exported_state(where: Path) -> dict[str, torch.Tensor]:
@@ -207,5 +219,7 @@ def load_exported_state(where: Path) -> dict[str, torch.Tensor]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        lazy = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name, lazy_mode=True)
+        lazy = get_fp32_state_dict_from_zero_checkpoint(
+            str(checkpoint.parent), tag=checkpoint.name, lazy_mode=True
+        )
         return {name: tensor.contiguous().clone() for name, tensor in lazy.items()}

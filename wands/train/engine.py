@@ -52,11 +52,15 @@ def load_ds_config(path: str | Path | None) -> dict[str, Any]:
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--deepspeed {path} cannot be read ({error.strerror}); give the path of a JSON file.") from None
+        raise ConfigError(
+            f"--deepspeed {path} cannot be read ({error.strerror}); give the path of a JSON file."
+        ) from None
     except ValueError as error:
         raise ConfigError(f"--deepspeed {path} is not JSON ({error}); mend the file.") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"--deepspeed {path} must hold a JSON object, not {type(config).__name__}; mend the file.")
+        raise ConfigError(
+            f"--deepspeed {path} must hold a JSON object, not {type(config).__name__}; mend the file."
+        )
     return config
 
 
@@ -84,13 +88,20 @@ def build_ds_config(
         ConfigError: every contradiction and every key without effect, in one report.
     """
     config = {key: value for key, value in copy.deepcopy(dict(user)).items() if value != "auto"}
-    problems = [f"{names[0]}: {key} would do nothing here; {cure}." for key, cure in _NOT_HERE.items() if key in config]
+    problems = [
+        f"{names[0]}: {key} would do nothing here; {cure}."
+        for key, cure in _NOT_HERE.items()
+        if key in config
+    ]
     problems += _fill_batch(config, recipe, world_size, names)
     problems += _fill_precision(config, recipe, names)
     problems += _fill_optimizer(config, recipe.optim, names)
     if "scheduler" in config:
         asked = recipe.optim.model_fields_set & {"schedule", "warmup", "min_lr_ratio"}
-        problems += [f"{names[0]}: scheduler and {names[1]}: optim.{key} are both set; keep one." for key in sorted(asked)]
+        problems += [
+            f"{names[0]}: scheduler and {names[1]}: optim.{key} are both set; keep one."
+            for key in sorted(asked)
+        ]
     if problems:
         raise ConfigError("\n".join(problems))
     if device_type == "cpu":
@@ -105,7 +116,10 @@ def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: 
     accumulation = max(recipe.train.bins_per_step // dp_size, 1) if recipe.packing.enabled else 1
     wanted = {
         "train_micro_batch_size_per_gpu": (1, "a micro batch is one bin"),
-        "gradient_accumulation_steps": (accumulation, f"train.bins_per_step={recipe.train.bins_per_step} / dp_size={dp_size}"),
+        "gradient_accumulation_steps": (
+            accumulation,
+            f"train.bins_per_step={recipe.train.bins_per_step} / dp_size={dp_size}",
+        ),
         # DeepSpeed counts every rank as data parallel: it is told nothing of context parallelism.
         "train_batch_size": (accumulation * world_size, "micro batch x accumulation x ranks"),
     }
@@ -126,16 +140,25 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe, names: tuple[str, st
     for key in ("bf16", "fp16"):
         if config.pop(key, {}).get("enabled"):
             problems.append(
-                f"{names[0]}: {key}.enabled would cast the fp32 parts of Wan too; remove it and use precision.compute of {names[1]}."
+                f"{names[0]}: {key}.enabled would cast the fp32 parts of Wan too; remove it and use "
+                f"precision.compute of {names[1]}."
             )
     autocast = precision.compute == "bf16"
     theirs = config.pop("torch_autocast", None)
-    if theirs is not None and (bool(theirs.get("enabled")) != autocast or (autocast and theirs.get("dtype") != "bfloat16")):
-        problems.append(f"{names[0]}: torch_autocast={theirs} contradicts {names[1]}: precision.compute={precision.compute}; keep one.")
+    if theirs is not None and (
+        bool(theirs.get("enabled")) != autocast or (autocast and theirs.get("dtype") != "bfloat16")
+    ):
+        problems.append(
+            f"{names[0]}: torch_autocast={theirs} contradicts {names[1]}: precision.compute={precision.compute}; keep one."
+        )
     if autocast:
         # The listed classes are gathered and reduced in bf16; none listed means exact fp32 traffic.
         modules = ["torch.nn.Linear"] if precision.reduce == "bf16" else []
-        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": modules}
+        config["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": modules,
+        }
     elif precision.reduce == "bf16":
         config["communication_data_type"] = "bf16"
     return problems
@@ -153,10 +176,14 @@ def _fill_optimizer(config: dict[str, Any], optim: OptimSection, names: tuple[st
             if key == "lr" or section["type"].lower() in ("adam", "adamw") or field in asked:
                 params[key] = ours
         elif field in asked and theirs != ours:
-            problems.append(f"{names[0]}: optimizer.params.{key}={theirs} contradicts {names[1]}: optim.{field}={ours}; keep one.")
+            problems.append(
+                f"{names[0]}: optimizer.params.{key}={theirs} contradicts {names[1]}: optim.{field}={ours}; keep one."
+            )
     clip = config.setdefault("gradient_clipping", optim.grad_clip)
     if "grad_clip" in asked and clip != optim.grad_clip:
-        problems.append(f"{names[0]}: gradient_clipping={clip} contradicts {names[1]}: optim.grad_clip={optim.grad_clip}; keep one.")
+        problems.append(
+            f"{names[0]}: gradient_clipping={clip} contradicts {names[1]}: optim.grad_clip={optim.grad_clip}; keep one."
+        )
     return problems
 
 
@@ -198,7 +225,7 @@ def build_schedule(optim: OptimSection, total_steps: int) -> Callable[[int], flo
 
 
 def accelerator_type() -> str:
-    """"cuda" or "cpu", as DeepSpeed sees this machine (DS_ACCELERATOR overrides)."""
+    """What DeepSpeed sees on this machine, "cuda" or "cpu" (DS_ACCELERATOR overrides)."""
     from deepspeed.accelerator import get_accelerator
 
     return "cuda" if get_accelerator().device_name() == "cuda" else "cpu"
@@ -218,12 +245,18 @@ def init_process_group() -> tuple[int, int, torch.device]:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
     device_type = accelerator_type()
-    device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", "0"))) if device_type == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(device_type, int(os.environ.get("LOCAL_RANK", "0")))
+        if device_type == "cuda"
+        else torch.device("cpu")
+    )
     if device_type == "cuda":
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:
         # Ranks that each start a thread per core spin against each other and slow down a hundredfold.
-        torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])), 1))
+        torch.set_num_threads(
+            max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])), 1)
+        )
     deepspeed.init_distributed(dist_backend="nccl" if device_type == "cuda" else "gloo", verbose=False)
     return torch.distributed.get_rank(), torch.distributed.get_world_size(), device
 
@@ -236,7 +269,9 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def build_engine(model: torch.nn.Module, ds_config: Mapping[str, Any], recipe: Recipe, total_steps: int) -> Any:
+def build_engine(
+    model: torch.nn.Module, ds_config: Mapping[str, Any], recipe: Recipe, total_steps: int
+) -> Any:
     """Wrap the model in a DeepSpeed engine with the recipe's learning rate schedule, unless the JSON has its own.
 
     Args:

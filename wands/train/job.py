@@ -135,13 +135,18 @@ def prepare_job(
             f"({world_size} processes); use {grid.dp_size} or a multiple of it."
         )
     if not recipe.model.path:
-        raise ConfigError("model.path is not set; give a diffusers pipeline folder or a Hub id, for example --set model.path=DIR.")
+        raise ConfigError(
+            "model.path is not set; give a diffusers pipeline folder or a Hub id, for example --set model.path=DIR."
+        )
     config = load_config(recipe.model.path)
     try:
         variant = variant_of(config)
     except ValueError as error:
-        raise ConfigError(f"model.path={recipe.model.path}: {error}; this version trains Wan 2.1 T2V.") from None
+        raise ConfigError(
+            f"model.path={recipe.model.path}: {error}; this version trains Wan 2.1 T2V."
+        ) from None
     shape = DiTShape.from_config(config)
+    _check_degrees(recipe, shape, variant)
     data = _open_data(recipe, shape, variant, encoders)
     check_enough_samples(len(data.keys), grid.dp_size)
     cost = (float(shape.linear_flops_per_token()), float(shape.attention_flops_per_squared_token()))
@@ -159,14 +164,35 @@ def prepare_job(
     return Job(recipe, ds_config, config, shape, variant, data, sampler, collator, world_size)
 
 
-def _open_data(recipe: Recipe, shape: DiTShape, variant: Variant, encoders: Callable[[str], Mapping[str, Any]]) -> Dataset:
+def _check_degrees(recipe: Recipe, shape: DiTShape, variant: Variant) -> None:
+    parallel = recipe.parallel
+    if shape.num_heads % parallel.ulysses_degree:
+        legal = ", ".join(str(n) for n in range(1, shape.num_heads + 1) if shape.num_heads % n == 0)
+        raise ConfigError(
+            f"parallel.ulysses_degree={parallel.ulysses_degree} must divide num_heads={shape.num_heads} of "
+            f"{variant.name}; use one of {legal}."
+        )
+    if parallel.cp_size != 1:
+        raise ConfigError(
+            f"parallel.ulysses_degree={parallel.ulysses_degree}, parallel.ring_degree={parallel.ring_degree} ask for context "
+            "parallelism, which this version does not have; set both to 1."
+        )
+
+
+def _open_data(
+    recipe: Recipe, shape: DiTShape, variant: Variant, encoders: Callable[[str], Mapping[str, Any]]
+) -> Dataset:
     if recipe.data.mock is not None:
         return MockDataset(recipe.data.mock, shape, recipe.train.seed)
     if recipe.data.cache is None:
-        raise ConfigError("data.cache is not set; give a folder written by wands preprocess, for example --set data.cache=DIR.")
+        raise ConfigError(
+            "data.cache is not set; give a folder written by wands preprocess, for example --set data.cache=DIR."
+        )
     cache = LatentCache(recipe.data.cache, verify=recipe.data.verify)
     if not cache.keys:
-        raise CacheError(f"data.cache={recipe.data.cache} holds no sample; run wands preprocess on a folder with clips.")
+        raise CacheError(
+            f"data.cache={recipe.data.cache} holds no sample; run wands preprocess on a folder with clips."
+        )
     cache.check_fits(variant, encoders(recipe.model.path))
     return cache
 

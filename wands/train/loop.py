@@ -1,15 +1,10 @@
-"""The training loop: plan, packed batches, one step on one screen, and what is written down about it."""
+"""The training loop: one step on one screen, and what is written down about it."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import queue
-import signal
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,21 +13,22 @@ import torch
 import torch.distributed as dist
 
 from wands.attention.varlen import choose_backend, varlen_attention
-from wands.data.collate import PackedBatch
-from wands.data.packing import assign_bins
+from wands.data.collate import PackedBatch, Shard
 from wands.data.sampler import StepPlan
 from wands.errors import DataError
-from wands.flow.corrupt import corrupt
+from wands.flow.corrupt import Noisy, corrupt
 from wands.flow.loss import flow_matching_loss, loss_weights
 from wands.flow.sigmas import sigma_weight
 from wands.model.loading import load_transformer
 from wands.parallel.layout import ContextLayout
 from wands.parallel.mesh import RankGrid
+from wands.train.batches import prefetched
 from wands.train.checkpoint import load_checkpoint, save_checkpoint
 from wands.train.engine import build_engine
 from wands.train.job import Job, Report
 from wands.train.metrics import MetricsWriter, StepReport, peak_tflops, thin
 from wands.train.state import TrainState
+from wands.train.stop import StopRequests
 
 log = logging.getLogger(__name__)
 
@@ -68,113 +64,38 @@ def train_step(
     for number, batch in enumerate(batches, start=1):
         layout = ContextLayout.build(batch.seq_lens, cp_rank=grid.cp_rank)
         shard = batch.shard(layout).to(device)
-        noisy = corrupt(shard.tokens, layout, shard.keys, recipe.flow, recipe.train.seed)  # x_t, target, sigmas
-        weights = loss_weights(batch.seq_lens, shard.weights, sigma_weight(noisy.sigmas, recipe.flow), recipe.loss.reduction)
+        # x_t, target and sigmas: a function of (seed, sample, epoch), whatever the rank and the pack
+        noisy = corrupt(shard.tokens, layout, shard.keys, recipe.flow, recipe.train.seed)
 
         engine.set_gradient_accumulation_boundary(number == len(batches))
         pred = engine(noisy.tokens, shard.meta, noisy.timesteps, shard.text_embeds)
-        loss, errors = flow_matching_loss(pred, noisy.target, shard.meta.segment_ids, weights)  # SUM over this rank's tokens
-        # ZeRO averages over the world whatever its stage: world_size / denominator makes the gradient that of the whole step.
+
+        sigma_weights = sigma_weight(noisy.sigmas, recipe.flow)
+        weights = loss_weights(batch.seq_lens, shard.weights, sigma_weights, recipe.loss.reduction)
+        # a SUM over this rank's tokens
+        loss, errors = flow_matching_loss(pred, noisy.target, shard.meta.segment_ids, weights)
+        # ZeRO averages over the world at every stage, so this factor makes the gradient that of the whole step.
         engine.backward(loss * (job.world_size / denominator), scale_wrt_gas=False)
 
         total += loss.detach()
-        losses += [
-            SampleLoss(key.sample_id, key.occurrence, key.epoch, sigma, error)
-            for key, sigma, error, weight in zip(shard.keys, noisy.sigmas.tolist(), errors.tolist(), batch.weights.tolist(), strict=True)
-            if weight > 0
-        ]
+        losses += list_losses(shard, noisy, errors)
     engine.step()
     return total, losses
 
 
-def rank_batches(job: Job, plan: StepPlan, dp_rank: int) -> list[PackedBatch]:
-    """Read and pack what one dp rank forwards in one step.
-
-    With packing off the same bins go through one sample at a time; ranks with fewer samples add forwards of weight zero, because
-    under ZeRO-3 every rank must run the same number.
-    """
-    micro_steps = assign_bins(plan.bins, job.dp_size, job.sampler.bin_cost)
-    ranks = list(zip(*micro_steps, strict=True))  # dp rank -> its bins, in order
-    batches = [
-        job.collator([job.data.read(i) for i in one], plan.occurrences(one), plan.epoch) for one in ranks[dp_rank]
+def list_losses(shard: Shard, noisy: Noisy, errors: torch.Tensor) -> list[SampleLoss]:
+    """Name the errors of a micro batch; the sample that stands for an empty bin is left out."""
+    values = zip(shard.keys, noisy.sigmas.tolist(), errors.tolist(), shard.weights.tolist(), strict=True)
+    return [
+        SampleLoss(key.sample_id, key.occurrence, key.epoch, sigma, error)
+        for key, sigma, error, weight in values
+        if weight > 0
     ]
-    if job.recipe.packing.enabled:
-        return batches
-    singles = [single for batch, one in zip(batches, ranks[dp_rank], strict=True) if one for single in batch.split()]
-    most = max(sum(len(one) for one in bins) for bins in ranks)
-    return singles + [job.collator([], [], plan.epoch) for _ in range(most - len(singles))]
 
 
-def prefetched(job: Job, dp_rank: int, start_step: int) -> Iterator[tuple[StepPlan, list[PackedBatch]]]:
-    """Batches of the coming steps, read ahead in a thread so that the device does not wait for the disk."""
-    plans = job.sampler.iterate(start_step)
-    if job.recipe.data.prefetch == 0:
-        for plan in plans:
-            yield plan, rank_batches(job, plan, dp_rank)
-        return
-    ready: queue.Queue[Any] = queue.Queue(maxsize=job.recipe.data.prefetch)
-    stop = threading.Event()
-
-    def put(item: Any) -> None:
-        while not stop.is_set():
-            with contextlib.suppress(queue.Full):
-                ready.put(item, timeout=0.1)
-                return
-
-    def read_ahead() -> None:
-        try:
-            for plan in plans:
-                put((plan, rank_batches(job, plan, dp_rank)))
-                if stop.is_set():
-                    return
-            put(None)
-        except BaseException as error:  # raised again where the loop waits for data
-            put(error)
-
-    thread = threading.Thread(target=read_ahead, name="wands-prefetch", daemon=True)
-    thread.start()
-    try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stop.set()
-        thread.join()
-
-
-class StopRequests:
-    """Ways to ask a running job to save: SIGTERM to a worker, or a file `save` / `save_quit` in the run folder."""
-
-    def __init__(self, output_dir: Path) -> None:
-        self._dir = output_dir
-        self._terminated = False
-        self._previous: Any = None
-
-    def __enter__(self) -> StopRequests:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._on_term)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-
-    def _on_term(self, signum: int, frame: object) -> None:
-        self._terminated = True
-
-    def poll(self, rank: int) -> tuple[bool, bool]:
-        """(save, quit) as this rank sees it; only rank 0 looks at the files and takes them away."""
-        save = quit_ = self._terminated
-        if rank == 0:
-            for name, quits in (("save", False), ("save_quit", True)):
-                if (self._dir / name).exists():
-                    (self._dir / name).unlink(missing_ok=True)
-                    save, quit_ = True, quit_ or quits
-        return save, quit_
-
-
-def train(job: Job, resume: tuple[Path, TrainState] | None, rank: int, device: torch.device, say: Report) -> Path | None:
+def train(
+    job: Job, resume: tuple[Path, TrainState] | None, rank: int, device: torch.device, say: Report
+) -> Path | None:
     """Run a job to its end, or to the next step boundary after someone asked it to stop.
 
     Args:
@@ -189,7 +110,7 @@ def train(job: Job, resume: tuple[Path, TrainState] | None, rank: int, device: t
     """
     recipe, sampler = job.recipe, job.sampler
     grid = RankGrid.build(job.world_size, rank, recipe.parallel)
-    engine = build_engine(_build_model(job, device), job.ds_config, recipe, sampler.total_steps)
+    engine = build_engine(build_model(job, device), job.ds_config, recipe, sampler.total_steps)
     step = 0
     if resume is not None:
         load_checkpoint(engine, resume[0])
@@ -199,7 +120,7 @@ def train(job: Job, resume: tuple[Path, TrainState] | None, rank: int, device: t
     saved: Path | None = resume[0] if resume else None
 
     def save() -> Path:
-        state = _state(job, step, plan.epoch, writer.history if writer else [])
+        state = build_state(job, step, plan.epoch, writer.history if writer else [])
         path = save_checkpoint(engine, job.output_dir / "checkpoints", state, recipe.checkpoint.keep)
         say(f"saved {path}")
         return path
@@ -214,12 +135,16 @@ def train(job: Job, resume: tuple[Path, TrainState] | None, rank: int, device: t
             denominator = plan.denominators[recipe.loss.reduction]
             total, losses = train_step(engine, mine, job, grid, device, denominator)
             step = plan.step + 1
-            loss, data_wait, save_now, quit_ = _agree(total / denominator, started - waiting_since, requests.poll(rank), device)
+            loss, data_wait, save_now, quit_ = _agree(
+                total / denominator, started - waiting_since, requests.poll(rank), device
+            )
             _check_finite(loss, losses, step)
             sample_log.write(step, losses)
             seconds, waiting_since = time.perf_counter() - waiting_since, time.perf_counter()
             if writer is not None:
-                report = _report(job, plan, engine, device, loss=loss, lr=lr, seconds=seconds, data_wait=data_wait)
+                report = _report(
+                    job, plan, engine, device, loss=loss, lr=lr, seconds=seconds, data_wait=data_wait
+                )
                 writer.write(report)
                 if step % recipe.train.log_every == 0 or step == sampler.total_steps:
                     say(report.line(sampler.total_steps))
@@ -236,21 +161,25 @@ def train(job: Job, resume: tuple[Path, TrainState] | None, rank: int, device: t
     return saved
 
 
-def _build_model(job: Job, device: torch.device) -> torch.nn.Module:
+def build_model(job: Job, device: torch.device) -> torch.nn.Module:
     import deepspeed
 
     recipe = job.recipe
     dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
     backend = choose_backend(recipe.attention.backend, device, dtype)
     sharded = deepspeed.zero.Init(config_dict_or_path=job.ds_config) if job.zero_stage == 3 else None
-    model = load_transformer(recipe.model.path, init=recipe.model.init, seed=recipe.train.seed, zero_init_context=sharded)
+    model = load_transformer(
+        recipe.model.path, init=recipe.model.init, seed=recipe.train.seed, zero_init_context=sharded
+    )
     model.set_attention(lambda q, k, v, meta: varlen_attention(q, k, v, meta.segments, backend), backend)
     if recipe.model.checkpointing == "full":
         model.enable_gradient_checkpointing()
     return model.train()
 
 
-def _agree(loss: torch.Tensor, data_wait: float, wishes: tuple[bool, bool], device: torch.device) -> tuple[float, float, bool, bool]:
+def _agree(
+    loss: torch.Tensor, data_wait: float, wishes: tuple[bool, bool], device: torch.device
+) -> tuple[float, float, bool, bool]:
     """One small all-reduce a step: the loss of all ranks, the longest wait, and whether any rank was asked to save or quit."""
     summed = loss.detach().to(torch.float64).reshape(1)
     most = torch.tensor([data_wait, float(wishes[0]), float(wishes[1])], dtype=torch.float64, device=device)
@@ -263,17 +192,32 @@ def _agree(loss: torch.Tensor, data_wait: float, wishes: tuple[bool, bool], devi
 def _check_finite(loss: float, losses: list[SampleLoss], step: int) -> None:
     if torch.isfinite(torch.tensor(loss)):
         return
-    bad = [f"{item.sample_id} (sigma {item.sigma:.4f})" for item in losses if not torch.isfinite(torch.tensor(item.loss))]
+    bad = [
+        f"{item.sample_id} (sigma {item.sigma:.4f})"
+        for item in losses
+        if not torch.isfinite(torch.tensor(item.loss))
+    ]
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, bad)
     names = ", ".join(name for part in found for name in part) or "no single clip"
     raise DataError(
-        f"step {step}: the loss is {loss}, from {names}; look at these clips or lower optim.lr, and --resume from the last checkpoint.",
+        f"step {step}: the loss is {loss}, from {names}; look at these clips or lower optim.lr, and "
+        "--resume from the last checkpoint.",
         agreed=True,
     )
 
 
-def _report(job: Job, plan: StepPlan, engine: Any, device: torch.device, *, loss: float, lr: float, seconds: float, data_wait: float) -> StepReport:
+def _report(
+    job: Job,
+    plan: StepPlan,
+    engine: Any,
+    device: torch.device,
+    *,
+    loss: float,
+    lr: float,
+    seconds: float,
+    data_wait: float,
+) -> StepReport:
     tflops = job.step_flops(plan.bins) / seconds / job.world_size / 1e12
     peak = peak_tflops(device)
     used = sum(1 for one in plan.bins if one)
@@ -295,7 +239,7 @@ def _report(job: Job, plan: StepPlan, engine: Any, device: torch.device, *, loss
     )
 
 
-def _state(job: Job, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
+def build_state(job: Job, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
     return TrainState(
         step=step,
         epoch=epoch,

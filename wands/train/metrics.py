@@ -104,7 +104,9 @@ class MetricsWriter:
         kept = [row for row in read_metrics(output_dir) if row["step"] <= start_step]
         path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         self._rows = path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(output_dir / "tensorboard"), purge_step=start_step + 1 if start_step else None)
+        self._board = SummaryWriter(
+            str(output_dir / "tensorboard"), purge_step=start_step + 1 if start_step else None
+        )
         self.history: list[tuple[int, float]] = [(int(row["step"]), float(row["loss"])) for row in kept]
 
     def write(self, report: StepReport) -> None:

@@ -47,7 +47,9 @@ class TrainState:
         """Plain data for json.dump."""
         return asdict(self)
 
-    def check_resumable(self, *, where: str, world_size: int, zero_stage: int, recipe: dict[str, Any], data_fingerprint: str) -> None:
+    def check_resumable(
+        self, *, where: str, world_size: int, zero_stage: int, recipe: dict[str, Any], data_fingerprint: str
+    ) -> None:
         """Refuse a run that could not go on exactly where this state stopped.
 
         Raises:

@@ -23,19 +23,48 @@ def start_block(job: Job, start_step: int) -> str:
     imbalance = float(np.mean([job.imbalance(bins) for bins in plan.steps[:64]]))
     flow = recipe.flow
     rows = [
-        ("model", f"{job.variant.name}  {recipe.model.path} ({recipe.model.init}), {job.shape.num_params / 1e6:,.1f} M parameters"),
-        ("", f"{job.shape.num_layers} layers, {job.shape.num_heads} heads x {job.shape.head_dim}, ffn {job.shape.ffn_dim}"),
-        ("grid", f"{job.world_size} ranks = dp {job.dp_size} x ring {recipe.parallel.ring_degree} x ulysses {recipe.parallel.ulysses_degree}"),
-        ("engine", f"ZeRO-{job.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, {_optimizer(job)}"),
+        (
+            "model",
+            f"{job.variant.name}  {recipe.model.path} ({recipe.model.init}), {job.shape.num_params / 1e6:,.1f} M parameters",
+        ),
+        (
+            "",
+            f"{job.shape.num_layers} layers, {job.shape.num_heads} heads x {job.shape.head_dim}, ffn {job.shape.ffn_dim}",
+        ),
+        (
+            "grid",
+            f"{job.world_size} ranks = dp {job.dp_size} x ring {recipe.parallel.ring_degree} "
+            f"x ulysses {recipe.parallel.ulysses_degree}",
+        ),
+        (
+            "engine",
+            f"ZeRO-{job.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, {_optimizer(job)}",
+        ),
         ("attention", f"{_attention(recipe)}, checkpointing {recipe.model.checkpointing}"),
         ("data", f"{recipe.data.cache or 'mock'}: {len(job.data.keys)} clips, {int(lens.sum()):,} tokens"),
         ("", f"tokens per clip: min {lens.min():,}, median {int(np.median(lens)):,}, max {lens.max():,}"),
-        ("packing", f"{'on' if recipe.packing.enabled else 'off (one clip per forward)'}, bins of {recipe.packing.max_tokens:,} tokens"),
-        ("", f"epoch 0: {sum(1 for s in plan.steps for b in s if b)} bins, fill {plan.fill:.1%}, imbalance {imbalance:.2f}"),
-        ("step", f"{recipe.train.bins_per_step} bins = dp {job.dp_size} x accumulation {accumulation}, loss per {recipe.loss.reduction}"),
-        ("steps", f"{sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {start_step:,}"),
-        ("flow", f"{flow.preset}: {flow.timestep_sampling}, shift {flow.flow_shift}, uniform share {flow.mix_uniform}, "
-                 f"weighting {flow.weighting}, caption dropout {flow.cfg_dropout}"),
+        (
+            "packing",
+            f"{'on' if recipe.packing.enabled else 'off (one clip per forward)'}, bins of {recipe.packing.max_tokens:,} tokens",
+        ),
+        (
+            "",
+            f"epoch 0: {sum(1 for s in plan.steps for b in s if b)} bins, fill {plan.fill:.1%}, imbalance {imbalance:.2f}",
+        ),
+        (
+            "step",
+            f"{recipe.train.bins_per_step} bins = dp {job.dp_size} x accumulation {accumulation}, "
+            f"loss per {recipe.loss.reduction}",
+        ),
+        (
+            "steps",
+            f"{sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {start_step:,}",
+        ),
+        (
+            "flow",
+            f"{flow.preset}: {flow.timestep_sampling}, shift {flow.flow_shift}, uniform share {flow.mix_uniform}, "
+            f"weighting {flow.weighting}, caption dropout {flow.cfg_dropout}",
+        ),
         ("memory", _memory_line(job)),
         ("output", str(job.output_dir)),
     ]
@@ -45,8 +74,13 @@ def start_block(job: Job, start_step: int) -> str:
 
 def _optimizer(job: Job) -> str:
     section, optim = job.ds_config["optimizer"], job.recipe.optim
-    schedule = job.ds_config["scheduler"]["type"] if "scheduler" in job.ds_config else f"{optim.schedule}, warm-up {optim.warmup:g}"
-    return f"{section['type']} lr {learning_rate(job.ds_config, job.recipe):.2e} ({schedule}), clip {job.ds_config['gradient_clipping']}"
+    schedule = (
+        job.ds_config["scheduler"]["type"]
+        if "scheduler" in job.ds_config
+        else f"{optim.schedule}, warm-up {optim.warmup:g}"
+    )
+    lr, clip = learning_rate(job.ds_config, job.recipe), job.ds_config["gradient_clipping"]
+    return f"{section['type']} lr {lr:.2e} ({schedule}), clip {clip}"
 
 
 def _attention(recipe: Recipe) -> str:
@@ -60,7 +94,13 @@ def _attention(recipe: Recipe) -> str:
 
 
 def _memory_line(job: Job) -> str:
-    parts = estimate_memory(job.shape, job.recipe, zero_stage=job.zero_stage, world_size=job.world_size, zero=job.ds_config["zero_optimization"])
+    parts = estimate_memory(
+        job.shape,
+        job.recipe,
+        zero_stage=job.zero_stage,
+        world_size=job.world_size,
+        zero=job.ds_config["zero_optimization"],
+    )
     total = sum(parts.values())
     inner = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
     return f"about {_gb(total)} per rank: {inner}"
@@ -70,7 +110,9 @@ def _gb(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
-def estimate_memory(shape: DiTShape, recipe: Recipe, *, zero_stage: int, world_size: int, zero: dict[str, object]) -> dict[str, float]:
+def estimate_memory(
+    shape: DiTShape, recipe: Recipe, *, zero_stage: int, world_size: int, zero: dict[str, object]
+) -> dict[str, float]:
     """Bytes that one rank holds at the peak of a step, by component.
 
     DeepSpeed keeps the module's fp32 weights, fp32 master weights with two AdamW moments, and fp32 gradients; a stage divides the
@@ -106,5 +148,9 @@ def _activation_bytes(shape: DiTShape, recipe: Recipe, tokens: int) -> float:
     # inputs and outputs of the linears and of both attentions (about 14 d), and the feed-forward's two hidden states.
     block = tokens * (12 * 4 * shape.dim + 14 * narrow * shape.dim + 2 * narrow * shape.ffn_dim)
     text = TEXT_LEN * 4 * narrow * shape.dim
-    kept = tokens * 4 * shape.dim * shape.num_layers + block if recipe.model.checkpointing == "full" else block * shape.num_layers
+    kept = (
+        tokens * 4 * shape.dim * shape.num_layers + block
+        if recipe.model.checkpointing == "full"
+        else block * shape.num_layers
+    )
     return float(kept + text)

@@ -1,0 +1,456 @@
+"""Scanning a source. Nothing is decoded there, so clips are files of a few bytes."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wands.data.source import VIDEO_EXTENSIONS, ManifestRow, load_source
+from wands.errors import DataError
+
+
+def lay(folder: Path, files: dict[str, str | bytes]) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+def keys(rows: list[ManifestRow]) -> list[str]:
+    return [row.key for row in rows]
+
+
+def reasons(source: Path, **options: Any) -> dict[str, str]:
+    return {rejection.key: rejection.reason for rejection in load_source(str(source), **options)[1]}
+
+
+# ---------------------------------------------------------------- folders
+
+
+def test_folder_with_captions_beside_the_clips(tmp_path: Path) -> None:
+    lay(
+        tmp_path,
+        {
+            "b.mp4": "x",
+            "b.txt": "\ufeff A dog.\n",
+            "a/deep/c.MOV": "x",
+            "a/deep/c.json": '{"cap": ["A cat.", "another"]}',
+            "日本/été.webm": "x",
+            "日本/été.txt": "桜",
+            "both.mkv": "x",
+            "both.txt": "from txt",
+            "both.json": '{"caption": "from json"}',
+            "readme.txt": "no clip belongs to me",
+            ".hidden.mp4": "x",
+            ".trash/d.mp4": "x",
+        },
+    )
+    rows, rejections = load_source(str(tmp_path))
+    assert rejections == []
+    assert rows == [
+        ManifestRow("a/deep/c", tmp_path / "a/deep/c.MOV", "A cat."),
+        ManifestRow("b", tmp_path / "b.mp4", "A dog."),
+        ManifestRow("both", tmp_path / "both.mkv", "from txt"),
+        ManifestRow("日本/été", tmp_path / "日本/été.webm", "桜"),
+    ]
+
+
+@pytest.mark.parametrize("column", ["caption", "prompt", "text", "cap"])
+def test_json_caption_names(tmp_path: Path, column: str) -> None:
+    lay(tmp_path, {"a.mp4": "x", "a.json": json.dumps({column: "yes", "fps": 3})})
+    assert load_source(str(tmp_path))[0][0].caption == "yes"
+
+
+def test_every_unusable_clip_says_why(tmp_path: Path) -> None:
+    lay(
+        tmp_path,
+        {
+            "none.mp4": "x",
+            "empty.mp4": "x",
+            "empty.txt": " \n\t",
+            "latin.mp4": "x",
+            "latin.txt": "caf\xe9".encode("latin-1"),
+            "bad.mp4": "x",
+            "bad.json": "{",
+            "list.mp4": "x",
+            "list.json": "[]",
+            "nokey.mp4": "x",
+            "nokey.json": '{"title": "x"}',
+            "number.mp4": "x",
+            "number.json": '{"caption": 7}',
+            "half.mp4": "x",
+            "half.json": '{"caption": "\\ud800"}',
+            "good.mp4": "x",
+            "good.txt": "good",
+        },
+    )
+    (tmp_path / "broken.mp4").symlink_to(tmp_path / "gone.mp4")
+    rows, rejections = load_source(str(tmp_path))
+    assert keys(rows) == ["good"]
+    found = {rejection.key: rejection.reason for rejection in rejections}
+    assert len(found) == len(rejections) == 9
+    for key, part in {
+        "none": "missing caption; write one in none.txt or none.json",
+        "empty": "empty caption; write one in empty.txt",
+        "latin": "latin.txt cannot be read",
+        "bad": "bad.json cannot be read",
+        "list": "list.json holds a list; write an object",
+        "nokey": "missing caption; write one in nokey.json",
+        "number": "caption is a int, not text",
+        "half": "caption is not valid Unicode",
+        "broken": "no such file",
+    }.items():
+        assert part in found[key]
+        assert "; " in found[key]
+    assert [rejection.key for rejection in rejections] == sorted(found)
+
+
+def test_names_that_are_not_utf8_are_rejected_printably(tmp_path: Path) -> None:
+    raw = os.fsencode(tmp_path) + b"/caf\xe9"
+    for ending in (b".mp4", b".txt"):
+        with open(raw + ending, "w") as file:
+            file.write("x")
+    rows, rejections = load_source(str(tmp_path))
+    assert rows == []
+    assert "not valid UTF-8; rename it" in rejections[0].reason
+    assert (rejections[0].key + rejections[0].path).encode("utf-8")
+
+
+def test_links_are_followed_but_never_round(tmp_path: Path) -> None:
+    lay(tmp_path / "src", {"a/clip.mp4": "x", "a/clip.txt": "one"})
+    lay(tmp_path / "elsewhere", {"far.mp4": "x", "far.txt": "two"})
+    (tmp_path / "src/a/loop").symlink_to(tmp_path / "src")
+    (tmp_path / "src/z").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "src/a")
+    rows, rejections = load_source(str(tmp_path / "src"))
+    assert keys(rows) == ["a/clip", "z/far"]
+    assert rejections == []
+
+
+def test_keys_are_unique_and_leave_hash_to_the_decoder(tmp_path: Path) -> None:
+    names = ["a.mp4", "a.mov", "a.mp4.avi", "d/a.mp4", "take#1.mp4", "take%231.mov"]
+    lay(tmp_path, {name: "x" for name in names} | {f"{name.rsplit('.', 1)[0]}.txt": "t" for name in names})
+    rows, rejections = load_source(str(tmp_path))
+    assert keys(rows) == ["a.mov", "a.mp4", "a.mp4.avi", "d/a", "take%231.mov", "take%231.mp4"]
+    assert rejections == []
+    assert load_source(str(tmp_path)) == (rows, rejections)
+    lay(tmp_path, {"take#1.mov": "x"})  # would get the key of take%231.mov
+    rows, rejections = load_source(str(tmp_path))
+    assert len(set(keys(rows))) == len(rows) == 5
+    assert [rejection.reason for rejection in rejections] == [
+        "another clip has the same key; rename one of them"
+    ] * 2
+
+
+# ---------------------------------------------------------------- tables
+
+CLIPS = {"clips/a.mp4": "x", "clips/b.mp4": "x", "c.mp4": "x"}
+ROWS = [
+    ("clips/a.mp4", 'A "dog", running'),
+    ("clips/b.mp4", "Ein Hund läuft"),
+    ("c.mp4", "line one\nline two"),
+]
+
+
+def table_text(kind: str, video: str, caption: str, rows: list[tuple[str, str]] = ROWS) -> str:
+    if kind == "csv":
+        cells = [['"' + cell.replace('"', '""') + '"' for cell in row] for row in [(video, caption), *rows]]
+        return "\r\n".join(",".join(row) for row in cells) + "\r\n"
+    items = [{video: path, caption: text} for path, text in rows]
+    return json.dumps(items) if kind == "json" else "\n".join(map(json.dumps, items)) + "\n\n"
+
+
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("video", ["video", "video_path", "file_name", "file_path", "path", "Video"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "json"])
+def test_tables_of_every_kind_and_column(tmp_path: Path, kind: str, video: str, bom: bytes) -> None:
+    caption = {"csv": "caption", "jsonl": "prompt", "json": "text"}[kind]
+    lay(tmp_path, CLIPS | {f"metadata.{kind}": bom + table_text(kind, video, caption).encode()})
+    for source in (tmp_path, tmp_path / f"metadata.{kind}"):
+        rows, rejections = load_source(str(source))
+        assert rejections == []
+        assert rows == [
+            ManifestRow("c", tmp_path / "c.mp4", "line one\nline two"),
+            ManifestRow("clips/a", tmp_path / "clips/a.mp4", 'A "dog", running'),
+            ManifestRow("clips/b", tmp_path / "clips/b.mp4", "Ein Hund läuft"),
+        ]
+
+
+def test_relative_source_gives_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay(tmp_path, CLIPS | {"list.jsonl": table_text("jsonl", "path", "cap")})
+    monkeypatch.chdir(tmp_path)
+    assert {row.path for row in load_source("list.jsonl")[0]} == {tmp_path / name for name in CLIPS}
+
+
+def test_paths_may_be_absolute_or_climb(tmp_path: Path) -> None:
+    lay(tmp_path, {"far/x.mp4": "x", "y.mp4": "x"})
+    text = table_text("csv", "video", "caption", [(str(tmp_path / "far/x.mp4"), "x"), ("../y.mp4", "y")])
+    lay(tmp_path / "in", {"metadata.csv": text})
+    rows, rejections = load_source(str(tmp_path / "in"))
+    assert rejections == []
+    assert [row.path for row in rows] == [tmp_path / "far/x.mp4", tmp_path / "y.mp4"]
+    assert keys(rows) == [str(tmp_path / "far/x")[1:], str(tmp_path / "y")[1:]]
+
+
+def test_named_columns_win(tmp_path: Path) -> None:
+    row = {"video": "no.mp4", "clip": "c.mp4", "caption": "no", "long_text": "yes"}
+    lay(tmp_path, CLIPS | {"metadata.json": json.dumps([row])})
+    rows, rejections = load_source(str(tmp_path), video_column="CLIP", caption_column="Long_Text")
+    assert (keys(rows), rows[0].caption, rejections) == (["c"], "yes", [])
+    with pytest.raises(
+        DataError, match=r"no video column: looked for film among caption, clip, long_text, video;"
+    ):
+        load_source(str(tmp_path), video_column="film")
+    with pytest.raises(
+        DataError, match=r"no caption column: looked for poem among .*; name it with caption_column"
+    ):
+        load_source(str(tmp_path), caption_column="poem")
+
+
+def test_windows_cut_one_clip_into_several(tmp_path: Path) -> None:
+    text = "video,caption,start,end\nc.mp4,one,0,2.5\nc.mp4,two,2.5,\nc.mp4,three,,\nc.mp4,four,,1\n"
+    lay(tmp_path, CLIPS | {"metadata.csv": text})
+    rows, rejections = load_source(str(tmp_path))
+    assert rejections == []
+    assert [(row.key, row.caption, row.start, row.end) for row in rows] == [
+        ("c", "three", None, None),
+        ("c@0.000-1.000", "four", None, 1.0),
+        ("c@0.000-2.500", "one", 0.0, 2.5),
+        ("c@2.500", "two", 2.5, None),
+    ]
+
+
+def test_every_unusable_row_says_why(tmp_path: Path) -> None:
+    lines = [
+        '{"video": "c.mp4", "caption": "good"}',
+        '{"video": "c.mp4", "caption": "again"}',
+        '{"video": "clips/../c.mp4", "caption": "again"}',
+        '{"video": "gone.mp4", "caption": "x"}',
+        '{"video": "clips", "caption": "x"}',
+        '{"video": "https://a.b/c.mp4", "caption": "x"}',
+        '{"caption": "x"}',
+        '{"video": 3, "caption": "x"}',
+        '{"video": "clips/a.mp4"}',
+        '{"video": "clips/a.mp4", "caption": "  "}',
+        '{"video": "clips/a.mp4", "caption": null}',
+        '{"video": "clips/a.mp4", "caption": "x", "start": "a"}',
+        '{"video": "clips/a.mp4", "caption": "x", "start": 3, "end": 2}',
+        '{"video": "clips/a.mp4", "caption": "x", "start": -1}',
+        '{"video": "clips/a.mp4", "caption": "x", "end": NaN}',
+        "{broken",
+        '["clips/a.mp4", "x"]',
+        '{"video": "clips/b.mp4", "caption": []}',
+        '{"video": "a\\u0000.mp4", "caption": "x"}',
+    ]
+    lay(tmp_path, CLIPS | {"metadata.jsonl": "\n".join(lines).encode() + b"\n\xff\xfe\n"})
+    rows, rejections = load_source(str(tmp_path))
+    assert keys(rows) == ["c"]
+    assert rows[0].caption == "good"
+    assert len(rejections) == len(lines)  # one row is good, and one more line is not UTF-8
+    assert [r.key for r in rejections] == sorted(r.key for r in rejections)
+    assert [r.reason for r in rejections if r.key == "c"] == [
+        "duplicate of an earlier row; keep one of them"
+    ] * 2
+    found = {r.key: r.reason for r in rejections if r.key != "c"}
+    for line, part in {
+        4: f"no such file (looked for {tmp_path / 'gone.mp4'})",
+        5: "no such file",
+        6: "a URL is no file",
+        7: "no video in this row",
+        8: "no video in this row",
+        9: "missing caption; write one in metadata.jsonl:9",
+        10: "empty caption",
+        11: "missing caption",
+        12: "start=a is no number of seconds",
+        13: "start=3.0 end=2.0 must be 0 <= start < end",
+        14: "start=-1.0 end=None must be",
+        15: "end=nan is no number",
+        16: "unreadable line",
+        17: "not an object",
+        18: "missing caption",
+        19: "no such file",
+        20: "unreadable line",
+    }.items():
+        assert part in found.pop(f"metadata.jsonl:{line}")
+    assert found == {}
+
+
+def test_csv_mistakes(tmp_path: Path) -> None:
+    text = "video,caption\nc.mp4,a dog, running\nclips/a.mp4\nclips/b.mp4,fine\n"
+    lay(tmp_path, CLIPS | {"metadata.csv": text})
+    assert keys(load_source(str(tmp_path))[0]) == ["clips/b"]
+    found = reasons(tmp_path)
+    assert "more cells than the header; put a caption with commas in double quotes" in found["metadata.csv:2"]
+    assert "missing caption" in found["metadata.csv:3"]
+    lay(tmp_path, {"metadata.csv": "video;caption\nc.mp4;a dog\n"})
+    with pytest.raises(DataError, match="no video column"):
+        load_source(str(tmp_path))
+
+
+# ---------------------------------------------------------------- sources that cannot be used at all
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "message"),
+    [
+        ({}, "gone", r"source=.*gone does not exist .*; correct the path"),
+        ({}, "gone.csv", "does not exist"),
+        ({"notes.txt": "x"}, "", r"holds no clip; looked for .*\.mp4"),
+        ({"a.mp4": "x"}, "a.mp4", r"a\.mp4 is no table; give a \.csv, \.jsonl or \.json file, or a folder"),
+        ({"metadata.csv": "video,caption\n"}, "", "lists no clip"),
+        ({"metadata.csv": ""}, "", "lists no clip"),
+        ({"metadata.json": "[]"}, "", "lists no clip"),
+        ({"metadata.json": "{"}, "", r"cannot be read .*; save it as UTF-8 json"),
+        ({"metadata.json": '{"a.mp4": "x"}'}, "", "a list of objects is wanted, found dict"),
+        ({"metadata.csv": "video,caption\na,b".encode("utf-16")}, "", "save it as UTF-8 csv"),
+        (
+            {"metadata.csv": "a", "metadata.json": "[]"},
+            "",
+            "holds metadata.csv and metadata.json; name the one",
+        ),
+    ],
+)
+def test_unusable_sources_end_in_one_sentence(
+    tmp_path: Path, files: dict[str, str | bytes], source: str, message: str
+) -> None:
+    lay(tmp_path, files)
+    with pytest.raises(DataError, match=message) as caught:
+        load_source(str(tmp_path / source))
+    assert "\n" not in str(caught.value)
+
+
+def test_mistyped_paths_are_not_sought_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
+    lay(tmp_path, {"data/clips/a.mp4": "x"})
+    for source in ("clips", "data/clip", "./owner/name", "a/b/c", "~/nothing/here"):
+        with pytest.raises(DataError, match="does not exist"):
+            load_source(source)
+    with pytest.raises(DataError, match="source= is empty"):
+        load_source(" ")
+
+
+def test_every_extension_is_found(tmp_path: Path) -> None:
+    names = [f"c{index}{extension}" for index, extension in enumerate(VIDEO_EXTENSIONS)]
+    lay(tmp_path, {name: "x" for name in names} | {f"{Path(name).stem}.txt": "t" for name in names})
+    assert len(load_source(str(tmp_path))[0]) == len(VIDEO_EXTENSIONS) > 10
+
+
+# ---------------------------------------------------------------- Hugging Face datasets
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two usable rows (one as bytes, one as a path) and three that are not."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    lay(tmp_path, {"real.mp4": "real"})
+    videos = [
+        {"bytes": b"bytes", "path": "deep/in.mp4"},
+        {"bytes": None, "path": str(tmp_path / "real.mp4")},
+        {"bytes": b"other", "path": None},
+        {"bytes": None, "path": "gone.mp4"},
+        {"bytes": None, "path": None},
+    ]
+    captions = ["one", "two", "  ", "x", "x"]
+    return datasets.Dataset.from_dict({"video": videos, "text": captions, "unused": [0] * 5})
+
+
+def check_dataset(source: Path, tmp_path: Path, split: str) -> None:
+    rows, rejections = load_source(str(source), split=split, cache_dir=tmp_path / "clips")
+    by_caption = {row.caption: row for row in rows}
+    assert set(by_caption) == {"one", "two"}
+    assert by_caption["one"].key == "in-277089d91c0b"  # sha256 of the bytes: the same in any order of rows
+    assert by_caption["one"].path.parent == tmp_path / "clips"
+    assert by_caption["one"].path.suffix == ".mp4"
+    assert by_caption["one"].path.read_bytes() == b"bytes"
+    assert by_caption["two"].path.read_bytes() == b"real"
+    assert [(r.key, r.reason.split(";")[0].split(" (")[0]) for r in rejections] == [
+        (f"{split}:2", "empty caption"),
+        (f"{split}:3", "no such file"),
+        (f"{split}:4", "no video in this row"),
+    ]
+
+
+def test_folder_of_parquet_files(dataset: Any, tmp_path: Path) -> None:
+    (tmp_path / "pq").mkdir()
+    dataset.to_parquet(tmp_path / "pq/train-0.parquet")
+    check_dataset(tmp_path / "pq", tmp_path, "train")
+    stamp = next((tmp_path / "clips").iterdir()).stat().st_mtime_ns
+    check_dataset(tmp_path / "pq", tmp_path, "train")
+    assert next((tmp_path / "clips").iterdir()).stat().st_mtime_ns == stamp  # written once
+    with pytest.raises(
+        DataError, match=r"could not be loaded as a Hugging Face dataset \(Unknown split .dev"
+    ):
+        load_source(str(tmp_path / "pq"), split="dev")
+    with pytest.raises(DataError, match="no caption column"):
+        load_source(str(tmp_path / "pq"), caption_column="poem")
+
+
+def test_folder_of_save_to_disk(dataset: Any, tmp_path: Path) -> None:
+    import datasets
+
+    dataset.save_to_disk(tmp_path / "one")
+    check_dataset(tmp_path / "one", tmp_path, "train")
+    datasets.DatasetDict(dev=dataset).save_to_disk(tmp_path / "many")
+    check_dataset(tmp_path / "many", tmp_path, "dev")
+    with pytest.raises(DataError, match="has no split train; use one of dev"):
+        load_source(str(tmp_path / "many"))
+
+
+def test_video_feature_is_never_decoded(dataset: Any, tmp_path: Path) -> None:
+    import datasets
+
+    usable = dataset.select([0, 1]).cast_column("video", datasets.Video())  # decoding would need torchcodec
+    usable.save_to_disk(tmp_path / "video")
+    rows, rejections = load_source(str(tmp_path / "video"), cache_dir=tmp_path / "clips")
+    assert sorted(row.path.read_bytes() for row in rows) == [b"bytes", b"real"]
+    assert rejections == []
+
+
+def test_hub_dataset_by_name(dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    snapshot = lay(tmp_path / "hub/snapshots" / ("0" * 40), {"videos/a.mp4": "x"})
+    rows = {"Video": [str(snapshot / "videos/a.mp4")], "CAPTION": ["one"], "start": [0.5]}
+    asked = []
+
+    def load_dataset(name: str, split: str) -> Any:
+        asked.append((name, split))
+        return datasets.Dataset.from_dict(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found, rejections = load_source("owner/name", split="test")
+    assert asked == [("owner/name", "test")]
+    assert found == [ManifestRow("videos/a@0.500", snapshot / "videos/a.mp4", "one", 0.5)]
+    assert rejections == []
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match=r"\(first line\)"):
+        load_source("owner/name")
+
+
+def test_no_network_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError) as caught:
+        load_source("nobody/nothing-of-this-name")
+    message = str(caught.value)
+    assert message.startswith(
+        "source=nobody/nothing-of-this-name could not be loaded as a Hugging Face dataset ("
+    )
+    assert message.endswith("the network, or give a folder of clips")
+    assert "\n" not in message
