@@ -162,6 +162,7 @@ def train(
 
 
 def build_model(job: Job, device: torch.device) -> torch.nn.Module:
+    """Load the DiT, sharded from the first tensor on under ZeRO-3, with its attention kernels chosen for `device`."""
     import deepspeed
 
     recipe = job.recipe
@@ -240,6 +241,7 @@ def _report(
 
 
 def build_state(job: Job, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
+    """What a checkpoint after `step` remembers; `history` is the loss series so far."""
     return TrainState(
         step=step,
         epoch=epoch,
