@@ -87,7 +87,7 @@ def report(out: Path, seconds: int) -> bool:
 
     rows = []
     for i, sample in enumerate(samples):
-        left, right = source_frames(cache, i), video_frames(out / "samples" / sample["video"])
+        left, right = source_frames(cache, i), video_frames(out / "samples" / sample["file"])
         rows.append(SheetRow(f"{cache.index.keys[i]}: {sample['prompt']}", left, right))
     save_contact_sheet(out / "contact_sheet.png", rows)
     metrics = read_metrics(out / "run")
@@ -134,7 +134,7 @@ def source_frames(cache: object, i: int) -> np.ndarray:
     spec = ClipSpec(
         fps=meta["fps"], height=height * 8, width=width * 8, center_crop=True, max_frames=4 * frames - 3
     )
-    return next(iter(decode_clip(Path(meta["source"]), spec, start=meta["start"]))).frames
+    return next(iter(decode_clip(Path(meta["source"]), spec, start=meta["start_seconds"]))).frames
 
 
 def video_frames(path: Path) -> np.ndarray:

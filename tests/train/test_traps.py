@@ -1,0 +1,147 @@
+"""Mistakes that other trainers made in the loop. Each test also puts the mistake in and shows that its check then fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.runs import losses, make_job, run_job
+from wands.errors import CheckpointError
+from wands.parallel.mesh import RankGrid
+from wands.train import checkpoint as checkpoint_module
+from wands.train.batches import rank_batches
+from wands.train.checkpoint import find_checkpoint
+from wands.train.engine import build_engine, init_process_group
+from wands.train.loop import build_model, train_step
+
+ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+
+
+# ---- resume restarts the step, the learning rate or the data
+
+
+def run_with_a_resume_bug(
+    model: Path, out: Path, overrides: tuple[str, ...], bug: str
+) -> list[dict[str, Any]]:
+    """Resume with one thing forgotten."""
+    from wands.train import loop
+
+    if bug == "data":
+        right = loop.prefetched
+        loop.prefetched = lambda job, rank, step: right(job, rank, 0)
+    elif bug == "optimizer":
+
+        def weights_only(engine: Any, path: Path) -> None:
+            engine.load_checkpoint(str(path.parent), tag=path.name, load_optimizer_states=False)
+
+        loop.load_checkpoint = weights_only
+    elif bug == "schedule":
+
+        def no_schedule(engine: Any, path: Path) -> None:
+            engine.load_checkpoint(str(path.parent), tag=path.name, load_lr_scheduler_states=False)
+
+        loop.load_checkpoint = no_schedule
+    return run_job(model, out, overrides, ZERO2, resume=True)
+
+
+@pytest.mark.parametrize("bug", ["none", "data", "optimizer", "schedule"])
+def test_resume_restarts_nothing(bug: str, tiny_pipeline: Path, tmp_path: Path, run_world):
+    settings = (
+        "train.max_steps=6",
+        "checkpoint.every=3",
+        "checkpoint.keep=5",
+        "optim.schedule=linear",
+        "optim.warmup=4",
+    )
+    straight = run_world(2, run_job, tiny_pipeline, tmp_path, settings, ZERO2)[0]
+    newest = tmp_path / "checkpoints" / "step_00000006"
+    newest.rename(tmp_path / "set_aside")
+    resumed = run_world(2, run_with_a_resume_bug, tiny_pipeline, tmp_path, settings, bug)[0]
+
+    same = [row["loss"] for row in resumed] == losses(straight) and [row["lr"] for row in resumed] == [
+        row["lr"] for row in straight
+    ]
+    assert same == (bug == "none")
+
+
+# ---- `latest` missing or of zero bytes
+
+
+def test_a_latest_of_zero_bytes(
+    tiny_pipeline: Path, tmp_path: Path, run_world, monkeypatch: pytest.MonkeyPatch
+):
+    run_world(
+        1,
+        run_job,
+        tiny_pipeline,
+        tmp_path,
+        ("train.max_steps=2", "checkpoint.every=1", "checkpoint.keep=2"),
+        ZERO2,
+    )
+    latest = tmp_path / "checkpoints" / "latest"
+
+    def check() -> None:
+        latest.write_text("")
+        assert find_checkpoint(tmp_path)[1].step == 2
+        latest.unlink()
+        assert find_checkpoint(tmp_path)[1].step == 2
+
+    check()
+
+    def believing(where: Path) -> Any:  # what trusts the file
+        folder = where / "checkpoints"
+        return folder, checkpoint_module.load_state(folder / (folder / "latest").read_text())
+
+    monkeypatch.setitem(globals(), "find_checkpoint", believing)
+    with pytest.raises((CheckpointError, OSError)):
+        check()
+
+
+# ---- gradients clipped in every micro step, or not at all
+
+
+def clipped_update(model: Path, out: Path, bug: str) -> tuple[float, float]:
+    """One SGD step of rate 1 over three micro steps: the norm of the update, and the norm that DeepSpeed reports."""
+    clip = 0.01
+    overrides = (
+        "train.bins_per_step=3",
+        "train.max_steps=1",
+        "optim.lr=1.0",
+        f"optim.grad_clip={0 if bug == 'none at all' else clip}",
+    )
+    ds = {**ZERO2, "optimizer": {"type": "SGD", "params": {}}, "zero_allow_untested_optimizer": True}
+    job = make_job(model, out, overrides, ds)
+    _, _, device = init_process_group()
+    module = build_model(job, device)
+    before = {name: value.detach().clone() for name, value in module.named_parameters()}
+    engine = build_engine(module, job.ds_config, job.recipe, 1)
+    if bug == "every micro step":  # the update comes from micro steps that were each cut to the limit
+        engine.set_gradient_accumulation_boundary = lambda last: type(
+            engine
+        ).set_gradient_accumulation_boundary(engine, True)
+        right = engine.backward
+
+        def backward_and_step(loss: torch.Tensor, **kwargs: Any) -> None:
+            right(loss, **kwargs)
+            type(engine).step(engine)
+
+        engine.backward, engine.step = backward_and_step, lambda: None
+    plan = job.sampler.step_plan(0)
+    assert all(plan.bins)
+    grid = RankGrid.build(1, 0, job.recipe.parallel)
+    train_step(engine, rank_batches(job, plan, 0), job, grid, device, plan.denominators["sample"])
+    moved = sum(
+        float((value.detach() - before[name]).square().sum())
+        for name, value in engine.module.named_parameters()
+    )
+    return moved**0.5 / clip, float(engine.get_global_grad_norm()) / clip
+
+
+@pytest.mark.parametrize("bug", ["no bug", "every micro step", "none at all"])
+def test_the_whole_gradient_is_clipped_once(bug: str, tiny_pipeline: Path, tmp_path: Path, run_world):
+    moved, norm = run_world(1, clipped_update, tiny_pipeline, tmp_path, bug)[0]
+    assert norm > 2  # there is something to clip
+    assert (moved == pytest.approx(1.0, rel=1e-3)) == (bug == "no bug")
