@@ -2,6 +2,7 @@
 
 import os
 import random
+import socket
 import subprocess
 import sys
 from fractions import Fraction
@@ -56,10 +57,12 @@ def write_clip(
     sar: Fraction | None = None,
     stamps_ms: list[int] | None = None,
     first_stamp: int = 0,
+    title: str = "",
 ) -> Path:
     """Encode pictures (default: numbered ones)."""
     pictures = pictures if pictures is not None else [numbered(i) for i in range(num_frames)]
     with av.open(str(path), "w", format=fmt, container_options=container or {}) as output:
+        output.metadata["title"] = title
         stream = output.add_stream(codec, rate=fps, options=options)
         stream.height, stream.width = pictures[0].shape[:2]
         stream.pix_fmt = {"mjpeg": "yuvj420p", "gif": "rgb8"}.get(codec, "yuv420p")
@@ -282,6 +285,8 @@ def test_sizes_of_known_cases() -> None:
         832,
         480,
     )
+    square = plan_size(ClipSpec(fps=16, max_pixels=960 * 960), Fraction(1184), Fraction(1184))
+    assert square.target == (960, 960)  # whose float root is just below 960
     assert plan_size(ClipSpec(fps=16), Fraction(720), Fraction(405)).target == (720, 400)
     stretched = plan_size(ClipSpec(fps=16, height=480, width=480), *hd)
     assert stretched.scaled == stretched.target == (480, 480)
@@ -458,6 +463,71 @@ def test_broken_files_say_what_is_wrong(kind: str, tmp_path: Path) -> None:
         assert "; " in str(caught.value)  # a cure
 
 
+def test_a_frame_that_the_decoder_flags_is_not_used(tmp_path: Path) -> None:
+    path = half(write_clip(tmp_path / "a.avi", codec="mpeg4", options={"g": "20", "b": "2000000"}))
+    with av.open(str(path)) as container:
+        flagged = [frame.is_corrupt for frame in container.decode(video=0)]
+    last = len(flagged) - 1
+    assert flagged == [False] * last + [True]  # the one that the cut went through: decoded, with grey blocks
+    spec = ClipSpec(fps=25, max_frames=5)
+    assert numbers(decode_one(path, spec, (last - 5) / 25).frames) == list(range(last - 5, last))
+    with pytest.raises(DataError, match="is corrupt at"):
+        list(decode_clip(path, spec, (last - 4) / 25))
+
+
+def test_odd_angles_are_refused(tmp_path: Path) -> None:
+    path = write_clip(tmp_path / "a.mp4", num_frames=5, rotation=45)
+    with pytest.raises(DataError, match=r"is rotated by -?45 degrees"):
+        list(decode_clip(path, ClipSpec(fps=16)))
+
+
+def test_a_playlist_reaches_no_server(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        lines = [
+            "#EXTM3U",
+            "#EXT-X-TARGETDURATION:9",
+            "#EXTINF:9,",
+            f"http://127.0.0.1:{port}/a.ts",
+            "#EXT-X-ENDLIST",
+        ]
+        with pytest.raises(DataError):
+            list(decode_clip(write_text(tmp_path / "a.m3u8", "\n".join(lines)), ClipSpec(fps=16)))
+        server.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_a_header_that_says_a_little_too_much_is_forgiven(tmp_path: Path) -> None:
+    path = write_clip(tmp_path / "a.mkv")
+    data = path.read_bytes()
+    assert data.count(b"00:00:03.000000000") == 1
+    path.write_bytes(data.replace(b"00:00:03.000000000", b"00:00:03.060000000"))
+    assert probe(path).duration == pytest.approx(3.06)
+    spec = ClipSpec(fps=25, max_frames=21, clip_mode="slide")
+    clips = list(decode_clip(path, spec))
+    assert [len(clip.frames) for clip in clips] == [21, 21, 21, 9]
+    assert numbers(clips[-1].frames) == list(range(63, 72))
+    with pytest.raises(DataError, match=r"no frame at or after 3\.020 s"):
+        list(decode_clip(path, spec, 3.02))
+    path.write_bytes(data.replace(b"00:00:03.000000000", b"00:09:03.000000000"))
+    assert probe(path).duration == pytest.approx(3.0)  # more than the whole file: not believed
+
+
+def test_names_inside_the_file_need_not_be_utf8(tmp_path: Path) -> None:
+    path = write_clip(tmp_path / "a.mkv", title="caption")
+    data = path.read_bytes()
+    assert b"caption" in data
+    path.write_bytes(data.replace(b"caption", b"\xff\xfe\xff\xfe\xff\xfe\xff"))
+    assert len(decode_one(path, ClipSpec(fps=16)).frames) == 45
+
+
+def test_a_colon_in_a_name_is_no_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_clip(tmp_path / "plain.mp4").rename(tmp_path / "http:clip.mp4")
+    monkeypatch.chdir(tmp_path)
+    assert len(decode_one(Path("http:clip.mp4"), ClipSpec(fps=16)).frames) == 45
+
+
 def test_a_pipe_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.mp4")
     with pytest.raises(DataError, match="not a regular file"):
@@ -598,20 +668,21 @@ def test_a_leap_in_time_is_refused_not_filled(tmp_path: Path) -> None:
         list(decode_clip(path, ClipSpec(fps=25)))
 
 
-def test_sound_that_outlasts_the_picture_is_no_truncation(tmp_path: Path) -> None:
-    path = tmp_path / "a.mkv"
+@pytest.mark.parametrize("name", ["a.mkv", "a.flv"])  # a header for each stream; one for the whole file
+def test_sound_that_outlasts_the_picture_is_no_truncation(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
     with av.open(str(path), "w") as output:
         stream = output.add_stream("libx264", rate=25, options=H264)
         stream.width, stream.height = SIZE
         stream.pix_fmt = "yuv420p"
-        sound = output.add_stream("aac", rate=16000)
+        sound = output.add_stream("aac", rate=44100)
         for index in range(50):
             picture = av.VideoFrame.from_ndarray(numbered(index), format="rgb24")
             picture.pts, picture.time_base = index, Fraction(1, 25)
             output.mux(stream.encode(picture))
         output.mux(stream.encode(None))
-        noise = av.AudioFrame.from_ndarray(np.zeros((1, 16000 * 5), np.float32), format="fltp", layout="mono")
-        noise.sample_rate, noise.pts = 16000, 0
+        noise = av.AudioFrame.from_ndarray(np.zeros((1, 44100 * 5), np.float32), format="fltp", layout="mono")
+        noise.sample_rate, noise.pts = 44100, 0
         output.mux(sound.encode(noise))
         output.mux(sound.encode(None))
     whole = probe(path).duration

@@ -1,0 +1,138 @@
+"""What a clip is turned into: which size, which windows of time. Pure arithmetic: no file, no PyAV."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from wands.errors import ConfigError, DataError
+
+# Matroska and FLV round timestamps to 1 ms: a frame due at 62.5 ms may carry 63 ms and must still be chosen.
+TIME_SLACK = 1e-3
+
+
+@dataclass(frozen=True)
+class ClipSpec:
+    """What every clip is turned into: rate, size, length.
+
+    Size: with ``height`` and ``width`` the picture is resized to exactly that, or, with ``center_crop``, to
+    cover it and cut centrally. Otherwise it keeps its own aspect, is scaled down (never up) to at most
+    ``max_pixels``, and the few pixels over a multiple of ``size_multiple`` are cut centrally.
+    Length: 1 + k * ``frame_stride`` frames.
+
+    Attributes:
+        fps: frames per second of the result.
+        height: pixels; with ``width`` or not at all.
+        width: pixels.
+        center_crop: cut to ``height`` x ``width`` rather than distort.
+        max_pixels: upper bound of height * width; not together with ``height``.
+        max_frames: upper bound of a window's frames; None takes the whole clip.
+        clip_mode: ``head`` the first frames, ``middle`` the central ones, ``slide`` consecutive windows that
+            do not overlap. The last window may be shorter; unless it is the only one, it is dropped when it
+            would be a still (at most ``frame_stride`` frames left).
+        size_multiple: VAE stride x patch, 16 for Wan2.1.
+        frame_stride: temporal stride of the VAE.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+
+    fps: float
+    height: int | None = None
+    width: int | None = None
+    center_crop: bool = False
+    max_pixels: int | None = None
+    max_frames: int | None = None
+    clip_mode: Literal["head", "middle", "slide"] = "head"
+    size_multiple: int = 16
+    frame_stride: int = 4
+
+    def __post_init__(self) -> None:
+        multiple = self.size_multiple
+        if not (math.isfinite(self.fps) and self.fps > 0):
+            raise ConfigError(f"fps={self.fps} must be positive; use the variant's own, e.g. 16")
+        if (self.height is None) != (self.width is None):
+            raise ConfigError(f"height={self.height} width={self.width} come together; give both or neither")
+        for name, size in (("height", self.height), ("width", self.width)):
+            if size is not None and (size < multiple or size % multiple):
+                near = max(multiple, round(size / multiple) * multiple)
+                raise ConfigError(f"{name}={size} must be a multiple of {multiple}; use {near}")
+        if self.center_crop and self.height is None:
+            raise ConfigError("center_crop=True needs a size to cut to; give height and width")
+        if self.max_pixels is not None and self.height is not None:
+            raise ConfigError(
+                f"max_pixels={self.max_pixels} and height={self.height} exclude each other; drop one"
+            )
+        if self.max_pixels is not None and self.max_pixels < multiple**2:
+            raise ConfigError(f"max_pixels={self.max_pixels} must be at least {multiple**2}; raise it")
+        if self.max_frames is not None and self.max_frames < 1:
+            raise ConfigError(f"max_frames={self.max_frames} must be at least 1; use 81, for example")
+        if self.clip_mode not in ("head", "middle", "slide"):
+            raise ConfigError(f"clip_mode={self.clip_mode} is unknown; use head, middle or slide")
+        if self.clip_mode == "slide" and self.max_frames is None:
+            raise ConfigError("clip_mode=slide needs a window length; give max_frames")
+        assert multiple >= 2, "yuv420p and the VAE both need even sizes"
+        assert self.frame_stride >= 1
+
+    def legal_frames(self, num_frames: int) -> int:
+        """The largest 1 + k * frame_stride that is <= num_frames (0 for 0)."""
+        return (num_frames - 1) // self.frame_stride * self.frame_stride + 1 if num_frames > 0 else 0
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Resize to ``scaled``, then cut centrally to ``target``; both (width, height) in pixels as displayed."""
+
+    scaled: tuple[int, int]
+    target: tuple[int, int]
+
+
+def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> Geometry:
+    """Choose the size for a picture that is displayed at width x height square pixels.
+
+    Raises:
+        DataError: nothing of at least ``size_multiple`` pixels on each side is left.
+    """
+    multiple = spec.size_multiple
+    if spec.width is not None and spec.height is not None:
+        target = (spec.width, spec.height)
+        if not spec.center_crop:
+            return Geometry(target, target)
+    else:
+        shrink = min(1.0, math.sqrt(spec.max_pixels / (width * height))) if spec.max_pixels else 1.0
+        # 1e-6 px of slack: a root that should be whole must not lose a row to float rounding.
+        target_width, target_height = (
+            int(float(side) * shrink + 1e-6) // multiple * multiple for side in (width, height)
+        )
+        target = (target_width, target_height)
+        if min(target) < multiple:
+            raise DataError(
+                f"size={float(width):.0f}x{float(height):.0f} is below {multiple} px on a side "
+                f"(max_pixels={spec.max_pixels}); use a larger clip or a larger max_pixels"
+            )
+    cover = max(target[0] / width, target[1] / height)
+    scaled = (max(target[0], round(width * cover)), max(target[1], round(height * cover)))
+    return Geometry(scaled, target)
+
+
+def plan_windows(spec: ClipSpec, begin: float, finish: float) -> Iterator[tuple[float, int]]:
+    """Choose the windows inside [begin, finish) seconds, lazily: a damaged header may promise years.
+
+    Yields:
+        (start in seconds, number of frames) of each window, in time order; none when no frame fits.
+    """
+    available = math.ceil((finish - begin - TIME_SLACK) * spec.fps)
+    if available < 1:
+        return
+    length = spec.legal_frames(spec.max_frames or available)
+    frames = min(length, spec.legal_frames(available))
+    if spec.clip_mode == "head":
+        yield begin, frames
+    elif spec.clip_mode == "middle":
+        yield begin + max(0.0, (finish - begin - frames / spec.fps) / 2), frames
+    else:
+        for first in range(0, available, length):
+            frames = min(length, spec.legal_frames(available - first))
+            if first == 0 or frames == length or frames > spec.frame_stride:
+                yield begin + first / spec.fps, frames
