@@ -5,7 +5,7 @@
 #   bash scripts/demo.sh --out DIR       where everything goes (default demo_out, made anew each time)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-clips="" out="demo_out" steps="${DEMO_STEPS:-1800}" more="${DEMO_MORE_STEPS:-200}"
+clips="" out="demo_out" steps="${DEMO_STEPS:-1500}" more="${DEMO_MORE_STEPS:-200}"
 while [ $# -gt 0 ]; do
   case "$1" in
     --clips) clips="$2"; shift 2 ;;
@@ -33,7 +33,7 @@ say "2/8 a tiny Wan 2.1 pipeline: real classes, random DiT, small trained VAE"
 python scripts/make_tiny_pipeline.py "$out/model" --captions "$clips"
 
 say "3/8 clips to a latent cache"
-wands preprocess "$clips" --out "$out/cache" --model "$out/model" --max-pixels 16384 --max-frames 25
+wands preprocess "$clips" --out "$out/cache" --model "$out/model" --max-pixels 12288 --max-frames 21
 python -m data_tools.inspect "$out/cache"
 
 train() {
