@@ -15,6 +15,7 @@ LAYERS = {
     "wands": 0,
     "wands.errors": 0,
     "wands.config": 0,
+    "wands.files": 0,
     "wands.variants": 0,
     "wands.recipes": 0,
     "wands.attention": 1,

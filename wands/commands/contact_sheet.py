@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from wands.commands.output import atomic_path
+from wands.files import atomic_path
 
 CELL = (144, 256)  # pixels: every frame is scaled to the largest size inside this (height, width)
 MARGIN, FRAME_GAP, SIDE_GAP, ROW_GAP = 20, 4, 28, 18

@@ -13,8 +13,9 @@ import torch
 
 from wands import __version__
 from wands.errors import CheckpointError, ConfigError
+from wands.files import write_text
 from wands.model.hub import fetch_model
-from wands.train.checkpoint import find_checkpoint, load_exported_state, write_atomic
+from wands.train.checkpoint import find_checkpoint, load_exported_state
 from wands.train.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def export(
         weights, state.transformer_config, partial / "transformer", _DTYPES[dtype], max_shard_size
     )
     _verify(weights, partial / "transformer", _DTYPES[dtype])
-    write_atomic(
+    write_text(
         partial / EXPORT_FILE, json.dumps(_record(step_dir, state, base or state.base, dtype), indent=2)
     )
     if out.exists():

@@ -22,11 +22,11 @@ import torch
 from diffusers import WanPipeline
 
 from wands.commands.contact_sheet import SheetRow, pick_frames, save_contact_sheet
-from wands.commands.output import atomic_path
 from wands.commands.pipeline import find_pipeline, load_pipeline
 from wands.commands.prompts import SampleRequest, SizeRule, build_requests, raise_problems
 from wands.data.video import save_video
 from wands.errors import WandsError
+from wands.files import atomic_path
 from wands.variants import TEXT_LEN
 
 log = logging.getLogger(__name__)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 
+from wands.encode.pipeline import quiet_without_terminal
 from wands.errors import CheckpointError, ConfigError
 from wands.variants import Variant, variant_of
 
@@ -118,7 +117,7 @@ def load_pipeline(
         ConfigError: files are missing or damaged, or tensors do not fit the configs.
         CheckpointError: the checkpoint's tensors do not fit its own config.
     """
-    with _quiet_without_terminal():
+    with quiet_without_terminal():
         transformer = (
             _transformer_from_checkpoint(source, dtype)
             if source.checkpoint
@@ -235,21 +234,3 @@ def _read(reader: Any, folder: str, subfolder: str | None) -> Any:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-@contextmanager
-def _quiet_without_terminal() -> Iterator[None]:
-    """Loading bars are for people: into a log file they write a line per step."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    loggers = [part for part in (diffusers_logging, transformers_logging) if part.is_progress_bar_enabled()]
-    if sys.stderr.isatty():
-        loggers = []
-    for part in loggers:
-        part.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for part in loggers:
-            part.enable_progress_bar()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wands.commands.output import atomic_path
+from wands.files import atomic_path
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:

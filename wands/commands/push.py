@@ -21,9 +21,9 @@ import yaml
 from wands import __version__
 from wands.commands import model_card
 from wands.commands.hub_repo import RETRY_WAITS, Hub, connect, open_repository
-from wands.commands.output import atomic_path
 from wands.commands.plots import save_loss_plot
 from wands.errors import WandsError
+from wands.files import atomic_path
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from wands.config import load_recipe
 from wands.encode.pipeline import fingerprint_pipeline
 from wands.errors import ConfigError
-from wands.train.checkpoint import find_checkpoint, write_atomic
+from wands.files import write_text
+from wands.train.checkpoint import find_checkpoint
 from wands.train.engine import accelerator_type, init_process_group, load_ds_config
 from wands.train.job import Job, Report, prepare_job
 from wands.train.state import TrainState
@@ -104,5 +105,5 @@ def _resume_from(job: Job, resume: str | None) -> tuple[Path, TrainState] | None
 
 def _write_run_files(job: Job) -> None:
     job.output_dir.mkdir(parents=True, exist_ok=True)
-    write_atomic(job.output_dir / "recipe.yaml", job.recipe.to_yaml())
-    write_atomic(job.output_dir / "deepspeed.json", json.dumps(job.ds_config, indent=2))
+    write_text(job.output_dir / "recipe.yaml", job.recipe.to_yaml())
+    write_text(job.output_dir / "deepspeed.json", json.dumps(job.ds_config, indent=2))

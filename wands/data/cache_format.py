@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from wands.errors import CacheError
+from wands.files import publish
 from wands.variants import Variant
 
 FORMAT = "wands latent cache"
@@ -347,18 +348,6 @@ def write_whole(path: Path, content: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise disk_error(path, len(content), error) from None
-
-
-def publish(temporary: Path, path: Path) -> None:
-    """Sync a finished temporary file and give it its name."""
-    for target in (temporary, path.parent):
-        descriptor = os.open(target, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        if target == temporary:
-            os.replace(temporary, path)
 
 
 def disk_error(path: Path, num_bytes: int, error: Exception) -> CacheError:

@@ -30,7 +30,6 @@ from wands.data.cache_format import (
     digest,
     disk_error,
     first_difference,
-    publish,
     read_entries,
     read_manifest,
     reason,
@@ -42,6 +41,7 @@ from wands.data.cache_format import (
     write_whole,
 )
 from wands.errors import CacheError
+from wands.files import publish
 from wands.variants import Variant
 
 SLACK = 1 << 17

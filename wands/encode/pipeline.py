@@ -168,16 +168,19 @@ def _file_sha256(model: str, folder: Path, name: str) -> str:
 @contextmanager
 def quiet_without_terminal() -> Iterator[None]:
     """Loading bars are for people: into a log file they write a line for each step."""
+    from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    hide = not sys.stderr.isatty() and transformers_logging.is_progress_bar_enabled()
-    if hide:
-        transformers_logging.disable_progress_bar()
+    loggers = [part for part in (diffusers_logging, transformers_logging) if part.is_progress_bar_enabled()]
+    if sys.stderr.isatty():
+        loggers = []
+    for part in loggers:
+        part.disable_progress_bar()
     try:
         yield
     finally:
-        if hide:
-            transformers_logging.enable_progress_bar()
+        for part in loggers:
+            part.enable_progress_bar()
 
 
 def read_json(path: Path) -> dict[str, Any]:

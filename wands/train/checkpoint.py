@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import logging
-import os
 import resource
 import shutil
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from wands.errors import CheckpointError
+from wands.files import publish, sync, write_text
 from wands.train.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -105,24 +105,13 @@ def _check_space(engine: Any, folder: Path) -> None:
 def _finish(partial: Path, target: Path, state: TrainState) -> None:
     files = {}
     for path in sorted(p for p in partial.rglob("*") if p.is_file()):
-        with path.open("rb") as handle:
-            os.fsync(handle.fileno())
+        sync(path)
         files[str(path.relative_to(partial))] = path.stat().st_size
-    write_atomic(partial / STATE_FILE, json.dumps(replace(state, files=files).to_json()))
+    write_text(partial / STATE_FILE, json.dumps(replace(state, files=files).to_json()))
     if target.exists():  # the same step saved again, after a resume from an older checkpoint
         shutil.rmtree(target)
-    os.replace(partial, target)
-    write_atomic(target.parent / "latest", target.name)
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a small file in one step, on disk before the name changes."""
-    partial = path.with_name(f"{path.name}.tmp")
-    with partial.open("w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(partial, path)
+    publish(partial, target)
+    write_text(target.parent / "latest", target.name)
 
 
 def _prune(folder: Path, keep: int) -> None:

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all: written under a temporary name beside the target, then renamed."""
+"""Files appear whole or not at all: written under a temporary name beside the target, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
-            os.replace(temporary, path)
+            publish(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
@@ -35,3 +35,29 @@ def atomic_path(path: Path) -> Iterator[Path]:
         raise WandsError(
             f"{path} cannot be written ({reason}); free space or choose another folder."
         ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Create or replace a text file.
+
+    Raises:
+        WandsError: it cannot be written.
+    """
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a finished file or folder its name so that it survives a power cut."""
+    sync(temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, from the system's memory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
