@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def main(local_rank: int | None, verbose: bool) -> None:
     """Train the Wan 2.1 / 2.2 video diffusion transformer: raw clips in, a model on the Hub out."""
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    # DeepSpeed calls collectives by names that torch 2.13 renamed; each would be told once per call site and rank.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     rank = os.environ.get("RANK", "0")
     level = logging.DEBUG if verbose else logging.INFO if rank == "0" else logging.ERROR
     logging.basicConfig(

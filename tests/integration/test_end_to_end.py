@@ -154,3 +154,21 @@ def test_a_mistake_under_a_launcher_is_said_once(job: dict[str, Path], launch):
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count("packing.max_tokens=8 is less than sample") == 1
     assert not (job["root"] / "mistake").exists()
+
+
+def test_one_process_without_a_launcher(job: dict[str, Path]):
+    done = call("wands", "train", *settings(job, "single", "train.max_steps=2"))
+    assert "1 ranks = dp 1 x" in done.stdout
+    assert "accumulation 2" in done.stdout
+    assert [row["step"] for row in rows_of(job, "single")] == [1, 2]
+    assert (job["root"] / "single" / "recipe.yaml").is_file()
+
+
+def test_a_full_disk_ends_a_run_in_one_sentence(job: dict[str, Path]):
+    """A file size limit of 100 KiB: the run trains, cannot save, says so once and leaves nothing half written."""
+    command = ["wands", "train", *settings(job, "full", "train.max_steps=1")]
+    done = call("bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("the file size limit (ulimit -f) is") == 1
+    assert "Traceback" not in done.stderr
+    assert not list((job["root"] / "full").rglob("step_*"))
