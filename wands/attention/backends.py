@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -22,6 +23,9 @@ from wands.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 Triple = tuple[Tensor, Tensor, Tensor]
+
+FLASH_CAPABILITY = (8, 0)
+"""CUDA compute capability that the flash kernels need: Ampere."""
 
 
 class Backend(Protocol):
@@ -73,10 +77,11 @@ class ReferenceBackend:
         """See Backend."""
         out = torch.zeros_like(q)
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_score_dtype(q))
-        for rows_q, rows_k in segments.pairs():
-            scores = _heads_first(q[rows_q]) @ _heads_first(k[rows_k]).mT * scale
-            lse[:, rows_q] = scores.logsumexp(-1)
-            out[rows_q] = (scores.softmax(-1) @ _heads_first(v[rows_k])).transpose(0, 1).to(q.dtype)
+        with torch.autocast(q.device.type, enabled=False):  # it would take the matrix products back to bf16
+            for rows_q, rows_k in segments.pairs():
+                scores = _heads_first(q[rows_q]) @ _heads_first(k[rows_k]).mT * scale
+                lse[:, rows_q] = scores.logsumexp(-1)
+                out[rows_q] = (scores.softmax(-1) @ _heads_first(v[rows_k])).transpose(0, 1).to(q.dtype)
         return out, lse
 
     def backward(
@@ -92,17 +97,18 @@ class ReferenceBackend:
     ) -> Triple:
         """See Backend."""
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for rows_q, rows_k in segments.pairs():
-            qs, ks, vs = _heads_first(q[rows_q]), _heads_first(k[rows_k]), _heads_first(v[rows_k])
-            douts, outs = _heads_first(dout[rows_q]), _heads_first(out[rows_q])
-            probs = (qs @ ks.mT * scale - lse[:, rows_q, None]).exp()
-            dscores = probs * (douts @ vs.mT - (douts * outs).sum(-1, keepdim=True)) * scale
-            for grad, rows, value in (
-                (dq, rows_q, dscores @ ks),
-                (dk, rows_k, dscores.mT @ qs),
-                (dv, rows_k, probs.mT @ douts),
-            ):
-                grad[rows] = value.transpose(0, 1).to(grad.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            for rows_q, rows_k in segments.pairs():
+                qs, ks, vs = _heads_first(q[rows_q]), _heads_first(k[rows_k]), _heads_first(v[rows_k])
+                douts, outs = _heads_first(dout[rows_q]), _heads_first(out[rows_q])
+                probs = (qs @ ks.mT * scale - lse[:, rows_q, None]).exp()
+                dscores = probs * (douts @ vs.mT - (douts * outs).sum(-1, keepdim=True)) * scale
+                for grad, rows, value in (
+                    (dq, rows_q, dscores @ ks),
+                    (dk, rows_k, dscores.mT @ qs),
+                    (dv, rows_k, probs.mT @ douts),
+                ):
+                    grad[rows] = value.transpose(0, 1).to(grad.dtype)
         return dq, dk, dv
 
 
@@ -260,29 +266,35 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype) ->
     kind = torch.device(device).type
     flash_dtype = dtype in (torch.bfloat16, torch.float16)
     has_flash2 = importlib.util.find_spec("flash_attn") is not None
+    capability = torch.cuda.get_device_capability(device) if kind == "cuda" else (0, 0)
+    asked = name
     if name == "auto":
-        if kind == "cuda" and flash_dtype:
+        if kind == "cuda" and flash_dtype and capability >= FLASH_CAPABILITY:
             name = "flash2" if has_flash2 else "torch"
         else:
             name = "cpu" if kind == "cpu" else "reference"
-        logger.info("attention.backend=auto: %s (%s, %s)", name, kind, dtype)
-    else:
-        logger.info("attention.backend=%s (%s, %s)", name, kind, dtype)
     where = f"attention.backend={name} cannot run on {kind} in {str(dtype).removeprefix('torch.')}"
-    if name == "reference":
-        return ReferenceBackend()
-    if name == "cpu":
-        if kind != "cpu":
-            raise ConfigError(f"{where} (its kernel is for CPUs); use auto.")
-        return CpuBackend()
-    if kind != "cuda" or not flash_dtype:
-        raise ConfigError(f"{where} (its kernel needs CUDA and bf16 or fp16); use auto.")
-    if name == "torch":
-        return TorchBackend()
-    assert name == "flash2", name
-    if not has_flash2:
+    if name in ("torch", "flash2"):
+        if kind != "cuda" or not flash_dtype:
+            raise ConfigError(f"{where} (its kernel needs CUDA and bf16 or fp16); use auto.")
+        if capability < FLASH_CAPABILITY:
+            have, need = (".".join(map(str, numbers)) for numbers in (capability, FLASH_CAPABILITY))
+            raise ConfigError(f"{where} (compute capability {have}, its kernel needs {need}); use auto.")
+    if name == "flash2" and not has_flash2:
         raise ConfigError(f"{where} (flash-attn is not installed); pip install 'wands[flash]', or use auto.")
-    return Flash2Backend()
+    if name == "cpu" and kind != "cpu":
+        raise ConfigError(f"{where} (its kernel is for CPUs); use auto.")
+    _log_choice(f"auto: {name}" if asked == "auto" else name, kind, dtype)
+    kernels: dict[str, type[Backend]] = {
+        "reference": ReferenceBackend, "cpu": CpuBackend, "torch": TorchBackend, "flash2": Flash2Backend
+    }  # fmt: skip
+    return kernels[name]()
+
+
+@cache
+def _log_choice(choice: str, kind: str, dtype: torch.dtype) -> None:
+    """Say it once in a process: the start block asks for the kernel too, not only the model."""
+    logger.info("attention.backend=%s (%s, %s)", choice, kind, dtype)
 
 
 def _score_dtype(x: Tensor) -> torch.dtype:
