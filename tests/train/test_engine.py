@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from wands.config import load_recipe
 from wands.errors import ConfigError
-from wands.train.engine import build_ds_config, build_schedule, learning_rate, load_ds_config
+from wands.train.ds_config import _KNOWN, _NOT_HERE, build_ds_config, learning_rate, load_ds_config
+from wands.train.engine import build_schedule, check_offload
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("zero.json", "recipe.yaml")
@@ -73,9 +75,9 @@ def test_the_json_owns_what_the_recipe_does_not_set():
     assert config["gradient_clipping"] == 0.5
     assert config["optimizer"]["params"]["lr"] == 3e-4
     assert config["optimizer"]["params"]["betas"] == [0.9, 0.95]
-    text = refusal(user, "optim.lr=1e-4", "optim.grad_clip=1.0")
+    text = refusal(user, "optim.lr=1e-4", "optim.grad_clip=2.0")
     assert "zero.json: optimizer.params.lr=0.0003 contradicts recipe.yaml: optim.lr=0.0001" in text
-    assert "gradient_clipping=0.5 contradicts recipe.yaml: optim.grad_clip=1.0" in text
+    assert "gradient_clipping=0.5 contradicts recipe.yaml: optim.grad_clip=2.0" in text
 
 
 def test_other_optimizers_get_only_what_was_asked_for():
@@ -88,7 +90,12 @@ def test_other_optimizers_get_only_what_was_asked_for():
 def test_scheduler_of_the_json_against_the_recipe():
     user = {"scheduler": {"type": "WarmupLR", "params": {}}}
     assert build(user)["scheduler"] == user["scheduler"]
-    assert "scheduler and recipe.yaml: optim.warmup are both set" in refusal(user, "optim.warmup=5")
+    for key in ("warmup=5", "lr=1e-4", "scale_lr=linear", "scale_lr_base=4"):
+        said = f"scheduler and recipe.yaml: optim.{key.partition('=')[0]} are both set"
+        assert said in refusal(user, f"optim.{key}")
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 2e-4}}, **user}
+    recipe = load_recipe(None, ["optim.scale_lr=linear", "train.bins_per_step=8"])
+    assert learning_rate(config, recipe) == 2e-4
 
 
 def test_precision_belongs_to_the_recipe():
@@ -103,12 +110,161 @@ def test_precision_belongs_to_the_recipe():
     )
 
 
-def test_on_a_cpu_nothing_is_compiled_for_adam():
-    user = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-    config = build(user, device_type="cpu")
-    assert config["optimizer"]["params"]["torch_adam"] is True
-    assert config["zero_force_ds_cpu_optimizer"] is False
-    assert "torch_adam" not in build(user, device_type="cuda")["optimizer"]["params"]
+OFFLOAD = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+
+
+def test_nothing_is_compiled_for_adam():
+    def params(user: dict[str, Any], device_type: str) -> dict[str, Any]:
+        return build(user, device_type=device_type)["optimizer"]["params"]
+
+    assert params(OFFLOAD, "cpu")["torch_adam"] is True
+    assert "fused" not in params(OFFLOAD, "cpu")
+    assert build(OFFLOAD, device_type="cpu")["zero_force_ds_cpu_optimizer"] is False
+    gpu = params({}, "cuda")
+    assert (gpu.pop("torch_adam"), gpu["fused"]) == (True, True)
+    # DeepSpeed hands the rest to torch together with foreach=None.
+    assert torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], **gpu, foreach=None).defaults["fused"]
+    host = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}}}
+    assert params(host, "cuda")["torch_adam"] is True
+    assert "torch_adam" not in params(OFFLOAD, "cuda")
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"torch_adam": False}, {"torch_adam": True, "fused": False}, {"torch_adam": True, "foreach": True}],
+)
+def test_the_users_choice_of_adam_stands(own: dict[str, Any]):
+    params = build({"optimizer": {"type": "Adam", "params": own}})["optimizer"]["params"]
+    assert {key: params[key] for key in ("torch_adam", "fused", "foreach") if key in params} == own
+
+
+def test_bias_correction_is_a_switch_of_deepspeeds_adam():
+    params = build({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}})["optimizer"][
+        "params"
+    ]
+    assert "torch_adam" not in params
+
+
+def test_an_adam_that_does_not_build_is_refused_early(monkeypatch: pytest.MonkeyPatch):
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    def load(self: Any, verbose: bool = True) -> None:
+        raise RuntimeError("no\n  nvcc")
+
+    monkeypatch.setattr(CPUAdamBuilder, "load", load)
+    with pytest.raises(ConfigError, match=r"does not build here \(no nvcc\); install ninja"):
+        check_offload(build(OFFLOAD))
+    check_offload(build({}))
+    check_offload(build(OFFLOAD, device_type="cpu"))
+    torch_adam = {**OFFLOAD, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    check_offload(build(torch_adam))
+    assert build(torch_adam)["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_misspelt_keys_are_refused():
+    text = refusal({"zero_optimisation": {"stage": 3}, "gradient_cliping": 1.0, "quux": 1})
+    assert (
+        "zero.json: zero_optimisation is no key of a DeepSpeed config; did you mean zero_optimization?"
+        in text
+    )
+    assert "gradient_cliping is no key of a DeepSpeed config; did you mean gradient_clipping?" in text
+    assert "quux is no key of a DeepSpeed config; remove it." in text
+
+
+@pytest.mark.parametrize("key", sorted(_NOT_HERE))
+def test_each_idle_key_is_refused(key: str):
+    assert f"zero.json: {key} would do nothing here; {_NOT_HERE[key]}." in refusal({key: {}})
+
+
+def test_deepspeed_reads_every_key_that_is_let_through():
+    import inspect
+
+    import deepspeed.monitor.config
+    from deepspeed.comm import constants as comm
+    from deepspeed.profiling import constants as profiling
+    from deepspeed.runtime import constants
+    from deepspeed.runtime.swap_tensor import constants as swap
+    from deepspeed.runtime.zero import config as zero
+    from deepspeed.utils import config as timers
+
+    modules = (constants, comm, profiling, swap, zero, timers, deepspeed.monitor.config)
+    source = "".join(map(inspect.getsource, modules)).replace("'", '"')
+    assert [key for key in _KNOWN if f'"{key}"' not in source] == []
+
+
+@pytest.mark.parametrize(
+    ("user", "said"),
+    [
+        ({"optimizer": {"params": {}}}, "optimizer.type must name one, for example AdamW"),
+        ({"optimizer": {"type": "AdamW", "params": 3}}, "optimizer.params=3 must be an object"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}},
+            'optimizer.params.lr="fast" must be a number',
+        ),
+        ({"optimizer": None}, "optimizer=null must be an object"),
+        ({"scheduler": {"params": {}}}, "scheduler.type must name one"),
+        ({"bf16": True}, "bf16=true must be an object"),
+        ({"gradient_clipping": True}, "gradient_clipping=true must be a number"),
+        ({"train_batch_size": "2"}, 'train_batch_size="2" must be a whole number'),
+        ({"wall_clock_breakdown": 1}, "wall_clock_breakdown=1 must be true or false"),
+        ({"zero_optimization": 3}, "zero_optimization=3 must be an object"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: Input should be 0, 1, 2"),
+        ({"zero_optimization": {"stag": 2}}, "zero_optimization.stag: is no key of a DeepSpeed config"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "disk"}}},
+            "zero_optimization.offload_optimizer.device: Input should be 'none', 'cpu' or 'nvme'",
+        ),
+    ],
+)
+def test_wrong_types_join_the_one_report(user: dict[str, Any], said: str):
+    text = refusal({**user, "amp": {}, "gradient_accumulation_steps": 7})
+    assert f"zero.json: {said}" in text
+    assert "amp would do nothing here" in text
+    assert "gradient_accumulation_steps=7 contradicts" in text
+    assert len(text.splitlines()) == 3
+
+
+def test_auto_is_as_good_as_no_key():
+    user = {
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "scheduler": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    config = build(user)
+    assert config["zero_optimization"] == {"stage": 3}
+    assert config["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    assert "scheduler" not in config
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("precision.compute=fp32", "precision.reduce=bf16", "optim.lr=3e-4")]
+)
+def test_a_run_repeats_from_its_own_files(tmp_path: Path, overrides: tuple[str, ...]):
+    user = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.9]}},
+        "gradient_clipping": 0.5,
+    }
+    recipe = load_recipe(None, ("train.bins_per_step=8", *overrides))
+    first = build_ds_config(user, recipe, world_size=2, device_type="cuda", names=NAMES)
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    (tmp_path / "deepspeed.json").write_text(json.dumps(first))
+    again = load_recipe(str(tmp_path / "recipe.yaml"), [])
+    loaded = load_ds_config(tmp_path / "deepspeed.json")
+    for theirs in (user, loaded):
+        assert build_ds_config(theirs, again, world_size=2, device_type="cuda", names=NAMES) == first
+
+
+def test_accumulation_without_packing():
+    recipe = ("packing.enabled=false", "train.bins_per_step=8")
+    for legal in (
+        {"gradient_accumulation_steps": 4},
+        {"train_batch_size": 8},
+        {"gradient_accumulation_steps": 1},
+    ):
+        assert build(legal, *recipe)["gradient_accumulation_steps"] == 1
+    text = refusal({"gradient_accumulation_steps": 3}, *recipe)
+    assert "=3 contradicts recipe.yaml, which makes it 4 (train.bins_per_step=8 / dp_size=2)" in text
 
 
 def test_unreadable_json(tmp_path: Path):

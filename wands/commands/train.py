@@ -12,7 +12,8 @@ from wands.encode.pipeline import fingerprint_pipeline
 from wands.errors import ConfigError
 from wands.files import write_text
 from wands.train.checkpoint import find_checkpoint
-from wands.train.engine import accelerator_type, init_process_group, load_ds_config
+from wands.train.ds_config import load_ds_config
+from wands.train.engine import accelerator_type, check_offload, init_process_group
 from wands.train.job import Job, Report, prepare_job
 from wands.train.state import TrainState
 from wands.train.summary import start_block
@@ -64,6 +65,7 @@ def run_train(
     tell(start_block(job, found[1].step if found else 0))
     if dry_run:
         return
+    check_offload(job.ds_config)
 
     from wands.train.loop import train
 

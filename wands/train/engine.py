@@ -1,206 +1,17 @@
-"""The DeepSpeed engine: whose key is whose, and one engine that knows nothing of context parallelism.
-
-The JSON is the user's: ZeRO stage, offload, optimizer, scheduler, buckets, profiler are honoured as they stand. wands fills in
-the batch arithmetic, the precision and whatever of optimizer, scheduler and clipping the JSON leaves out. A key that
-contradicts the recipe, or that would do nothing here, is an error naming both files.
-"""
+"""The process group, the learning rate schedule, and one DeepSpeed engine that knows nothing of context parallelism."""
 
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from wands.config import OptimSection, Recipe
 from wands.errors import ConfigError
-
-# Keys that DeepSpeed would accept and that change nothing, or the wrong thing, in this trainer.
-_NOT_HERE = {
-    "activation_checkpointing": "use model.checkpointing of the recipe",
-    "amp": "use precision.compute of the recipe",
-    "communication_data_type": "use precision.reduce of the recipe",
-    "seq_parallel_communication_data_type": "use precision.reduce of the recipe",
-    "sequence_parallel_size": "use parallel.ulysses_degree and parallel.ring_degree of the recipe",
-    "data_parallel_size": "it follows from the world size and the recipe's parallel section",
-    "mesh_param": "use the recipe's parallel section",
-    "tensor_parallel": "wands shards sequences, not tensors",
-    "dataloader_drop_last": "wands plans the data itself",
-    "data_efficiency": "wands plans the data itself",
-    "curriculum_learning": "wands plans the data itself",
-    "pipeline": "wands has no pipeline stages",
-    "sparse_attention": "Wan attends to everything",
-    "progressive_layer_drop": "Wan has no such layers",
-    "compression_training": "wands does not compress",
-    "managed_gradient_accumulation": "wands sets the accumulation boundary itself",
-}
-_ADAM_DEFAULTS = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
-
-
-def load_ds_config(path: str | Path | None) -> dict[str, Any]:
-    """Read a DeepSpeed JSON; None is ZeRO-2 with everything left to wands.
-
-    Raises:
-        ConfigError: the file is missing or not a JSON object.
-    """
-    if path is None:
-        return {"zero_optimization": {"stage": 2}}
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"--deepspeed {path} cannot be read ({error.strerror}); give the path of a JSON file."
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"--deepspeed {path} is not JSON ({error}); mend the file.") from None
-    if not isinstance(config, dict):
-        raise ConfigError(
-            f"--deepspeed {path} must hold a JSON object, not {type(config).__name__}; mend the file."
-        )
-    return config
-
-
-def build_ds_config(
-    user: Mapping[str, Any],
-    recipe: Recipe,
-    *,
-    world_size: int,
-    device_type: str,
-    names: tuple[str, str] = ("the DeepSpeed JSON", "the recipe"),
-) -> dict[str, Any]:
-    """Complete the user's JSON with what wands owns.
-
-    Args:
-        user: the JSON as read.
-        recipe: the resolved recipe; a key counts as asked for when its file or ``--set`` names it.
-        world_size: all ranks.
-        device_type: "cuda" or "cpu".
-        names: what to call the two files in an error.
-
-    Returns:
-        A config for `deepspeed.initialize`, optimizer and clipping included, scheduler as the user wrote it.
-
-    Raises:
-        ConfigError: every contradiction and every key without effect, in one report.
-    """
-    config = {key: value for key, value in copy.deepcopy(dict(user)).items() if value != "auto"}
-    problems = [
-        f"{names[0]}: {key} would do nothing here; {cure}."
-        for key, cure in _NOT_HERE.items()
-        if key in config
-    ]
-    problems += _fill_batch(config, recipe, world_size, names)
-    problems += _fill_precision(config, recipe, names)
-    problems += _fill_optimizer(config, recipe.optim, names)
-    if "scheduler" in config:
-        asked = recipe.optim.model_fields_set & {"schedule", "warmup", "min_lr_ratio"}
-        problems += [
-            f"{names[0]}: scheduler and {names[1]}: optim.{key} are both set; keep one."
-            for key in sorted(asked)
-        ]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    if device_type == "cpu":
-        _use_torch_optimizer(config)
-    config.setdefault("zero_optimization", {"stage": 0})
-    config.setdefault("steps_per_print", 2**31)  # wands prints its own line per step
-    return config
-
-
-def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: tuple[str, str]) -> list[str]:
-    dp_size = world_size // recipe.parallel.cp_size
-    accumulation = max(recipe.train.bins_per_step // dp_size, 1) if recipe.packing.enabled else 1
-    wanted = {
-        "train_micro_batch_size_per_gpu": (1, "a micro batch is one bin"),
-        "gradient_accumulation_steps": (
-            accumulation,
-            f"train.bins_per_step={recipe.train.bins_per_step} / dp_size={dp_size}",
-        ),
-        # DeepSpeed counts every rank as data parallel: it is told nothing of context parallelism.
-        "train_batch_size": (accumulation * world_size, "micro batch x accumulation x ranks"),
-    }
-    problems = [
-        f"{names[0]}: {key}={config[key]} contradicts {names[1]}, which makes it {value} ({why}); leave it out of the JSON."
-        for key, (value, why) in wanted.items()
-        if key in config and config[key] != value
-    ]
-    config.pop("train_batch_size", None)
-    config["train_micro_batch_size_per_gpu"] = 1
-    config["gradient_accumulation_steps"] = accumulation
-    return problems
-
-
-def _fill_precision(config: dict[str, Any], recipe: Recipe, names: tuple[str, str]) -> list[str]:
-    precision = recipe.precision
-    problems = []
-    for key in ("bf16", "fp16"):
-        if config.pop(key, {}).get("enabled"):
-            problems.append(
-                f"{names[0]}: {key}.enabled would cast the fp32 parts of Wan too; remove it and use "
-                f"precision.compute of {names[1]}."
-            )
-    autocast = precision.compute == "bf16"
-    theirs = config.pop("torch_autocast", None)
-    if theirs is not None and (
-        bool(theirs.get("enabled")) != autocast or (autocast and theirs.get("dtype") != "bfloat16")
-    ):
-        problems.append(
-            f"{names[0]}: torch_autocast={theirs} contradicts {names[1]}: precision.compute={precision.compute}; keep one."
-        )
-    if autocast:
-        # The listed classes are gathered and reduced in bf16; none listed means exact fp32 traffic.
-        modules = ["torch.nn.Linear"] if precision.reduce == "bf16" else []
-        config["torch_autocast"] = {
-            "enabled": True,
-            "dtype": "bfloat16",
-            "lower_precision_safe_modules": modules,
-        }
-    elif precision.reduce == "bf16":
-        config["communication_data_type"] = "bf16"
-    return problems
-
-
-def _fill_optimizer(config: dict[str, Any], optim: OptimSection, names: tuple[str, str]) -> list[str]:
-    asked = optim.model_fields_set
-    problems = []
-    section = config.setdefault("optimizer", {"type": "AdamW", "params": {}})
-    params = section.setdefault("params", {})
-    for key, field in _ADAM_DEFAULTS.items():
-        ours, theirs = getattr(optim, field), params.get(key, "auto")
-        ours = list(ours) if isinstance(ours, tuple) else ours
-        if theirs == "auto":
-            if key == "lr" or section["type"].lower() in ("adam", "adamw") or field in asked:
-                params[key] = ours
-        elif field in asked and theirs != ours:
-            problems.append(
-                f"{names[0]}: optimizer.params.{key}={theirs} contradicts {names[1]}: optim.{field}={ours}; keep one."
-            )
-    clip = config.setdefault("gradient_clipping", optim.grad_clip)
-    if "grad_clip" in asked and clip != optim.grad_clip:
-        problems.append(
-            f"{names[0]}: gradient_clipping={clip} contradicts {names[1]}: optim.grad_clip={optim.grad_clip}; keep one."
-        )
-    return problems
-
-
-def _use_torch_optimizer(config: dict[str, Any]) -> None:
-    """On a CPU the fused and the offloaded Adam would be compiled on first use; torch's is exact and there already."""
-    if config["optimizer"]["type"].lower() in ("adam", "adamw"):
-        config["optimizer"]["params"].setdefault("torch_adam", True)
-    if config.get("zero_optimization", {}).get("offload_optimizer"):
-        config.setdefault("zero_force_ds_cpu_optimizer", False)
-
-
-def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
-    """Peak learning rate: the optimizer's own, scaled by the batch as the recipe asks."""
-    optim = recipe.optim
-    ratio = recipe.train.bins_per_step / optim.scale_lr_base
-    scale = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optim.scale_lr]
-    return float(config["optimizer"]["params"]["lr"]) * scale
+from wands.train.ds_config import learning_rate, offloads_optimizer, uses_adam
 
 
 def build_schedule(optim: OptimSection, total_steps: int) -> Callable[[int], float]:
@@ -267,6 +78,33 @@ def _free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
+
+
+def check_offload(ds_config: Mapping[str, Any]) -> None:
+    """Build the Adam that steps on the host now, on every rank, before a failure would leave the other ranks waiting.
+
+    Nothing is built when torch's Adam does the step. A build is kept: it costs a minute once per machine.
+
+    Args:
+        ds_config: what `build_ds_config` returned.
+
+    Raises:
+        ConfigError: DeepSpeedCPUAdam cannot be compiled or loaded here.
+    """
+    if not (uses_adam(ds_config) and offloads_optimizer(ds_config)):
+        return
+    if ds_config["optimizer"]["params"].get("torch_adam"):
+        return
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    try:
+        CPUAdamBuilder().load(verbose=False)
+    except Exception as error:  # compilers, linkers and version checks each have a class of their own
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer needs DeepSpeedCPUAdam, which does not build here ({reason}); install "
+            "ninja, g++ and the CUDA toolkit of this torch, or set optimizer.params.torch_adam to true (slower)."
+        ) from error
 
 
 def build_engine(

@@ -20,7 +20,7 @@ from wands.data.sampler import PlanSampler, check_enough_samples
 from wands.errors import CacheError, ConfigError
 from wands.model.loading import load_config
 from wands.parallel.mesh import RankGrid
-from wands.train.engine import build_ds_config
+from wands.train.ds_config import build_ds_config
 from wands.variants import DiTShape, Variant, variant_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from wands.config import Recipe
-from wands.train.engine import learning_rate
+from wands.train.ds_config import learning_rate
 from wands.train.job import Job
 from wands.variants import TEXT_LEN, DiTShape
 
