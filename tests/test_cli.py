@@ -128,6 +128,50 @@ def test_missing_model():
     assert "neither a folder nor a Hub id" in text
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut", "another shape"])
+def test_weights_that_do_not_fit_are_refused_before_the_start(
+    damage: str, tiny_pipeline: Path, tmp_path: Path
+):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_pipeline, model)
+    weights = next((model / "transformer").glob("*.safetensors"))
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    else:
+        path = model / "transformer" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "ffn_dim": 24}))
+    run = tmp_path / "run"
+    text = refused("train", "--set", f"model.path={model}", "--set", MOCK, "--set", f"output_dir={run}")
+    assert str(model) in text
+    assert not run.exists()
+
+
+def test_an_output_dir_that_cannot_be_made(tiny_pipeline: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    run = tmp_path / "file" / "run"
+    text = refused(
+        "train", "--set", f"model.path={tiny_pipeline}", "--set", MOCK, "--set", f"output_dir={run}"
+    )
+    assert str(run) in text
+    assert "cannot be written" in text
+
+
+def test_resume_from_nowhere(tiny_pipeline: Path, tmp_path: Path):
+    common = (
+        "--set",
+        f"model.path={tiny_pipeline}",
+        "--set",
+        MOCK,
+        "--set",
+        f"output_dir={tmp_path / 'run'}",
+    )
+    assert "--resume tiny does not exist; put --resume behind the recipe" in refused(
+        "train", "--resume", "tiny", *common
+    )
+
+
 def test_missing_cache(tiny_pipeline: Path, tmp_path: Path):
     assert "is not a folder" in refused(
         "train", "--set", f"model.path={tiny_pipeline}", "--set", f"data.cache={tmp_path / 'no'}"
@@ -160,6 +204,46 @@ def test_cache_of_another_variant(cache: Path, tiny_pipeline: Path, tmp_path: Pa
     text = refused("train", "--set", f"model.path={model}", "--set", f"data.cache={cache}")
     assert "latent_channels=16" in text
     assert "latent_channels=48" in text
+
+
+def test_the_checks_of_cache_and_heads_are_what_refuses(
+    cache: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Traps: a 1.3B with Ulysses 8 on its 12 heads, and latents of another VAE. Without the checks both would start."""
+    from make_tiny_pipeline import build_tiny_pipeline
+
+    from wands.data.cache import LatentCache
+    from wands.train import job as module
+
+    twelve = tmp_path / "twelve"
+    build_tiny_pipeline(
+        twelve, size="test", vae_dir="random", dit={"num_attention_heads": 12, "attention_head_dim": 12}
+    )
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "0")
+    heads = (
+        "train",
+        "--dry-run",
+        "--set",
+        f"model.path={twelve}",
+        "--set",
+        MOCK,
+        "--set",
+        "parallel.ulysses_degree=8",
+    )
+    assert "parallel.ulysses_degree=8 must divide num_heads=12 of" in refused(*heads)
+    assert "use one of 1, 2, 3, 4, 6, 12." in refused(*heads)
+    monkeypatch.delenv("WORLD_SIZE")
+    other = tmp_path / "other"
+    build_tiny_pipeline(other, seed=1, size="test", vae_dir="random")
+    vae = ("train", "--dry-run", "--set", f"model.path={other}", "--set", f"data.cache={cache}")
+    assert "was encoded for" in refused(*vae)
+
+    monkeypatch.setattr(module, "_check_degrees", lambda *args: None)
+    monkeypatch.setattr(LatentCache, "check_fits", lambda *args: None)
+    assert invoke(*vae).exit_code == 0
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert invoke(*heads).exit_code == 0
 
 
 def test_heads_and_context_parallelism(tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch):
@@ -220,11 +304,17 @@ def test_bins_per_step_and_ranks(tiny_pipeline: Path, monkeypatch: pytest.Monkey
 
 
 def test_only_rank_zero_speaks(monkeypatch: pytest.MonkeyPatch):
+    """Once per node: a mistake that only another node has, such as a missing folder, must be heard too."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     result = invoke("train", "--set", "train.max_step=3")
     assert result.exit_code == 2
     assert result.output == ""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert (
+        "wands [rank 3]: train.max_step is not a key" in invoke("train", "--set", "train.max_step=3").stderr
+    )
 
 
 def test_preprocess_mistakes(tiny_pipeline: Path, clips_dir: Path, tmp_path: Path):

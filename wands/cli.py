@@ -26,8 +26,13 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except WandsError as error:
             formed = _process_group_formed()
-            # Before the process group forms every rank finds the same mistake; afterwards one may be alone with it.
-            if os.environ.get("RANK", "0") == "0" or (formed and not error.agreed):
+            # Before the process group forms the ranks of a node find the same mistake; afterwards one may be alone with it.
+            speaks = (
+                os.environ.get("RANK", "0")
+                if formed
+                else os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+            )
+            if speaks == "0" or (formed and not error.agreed):
                 rank = os.environ.get("RANK")
                 where = f" [rank {rank}]" if rank not in (None, "0") else ""
                 click.echo(f"wands{where}: {error}", err=True)

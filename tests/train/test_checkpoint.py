@@ -83,7 +83,8 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
     _, state = find_checkpoint(finished)
     recipe = state.recipe
     good: dict[str, Any] = {
-        "where": "x", "world_size": 2, "zero_stage": 2, "recipe": recipe, "data_fingerprint": state.data_fingerprint
+        "where": "x", "world_size": 2, "zero_stage": 2, "recipe": recipe, "data_fingerprint": state.data_fingerprint,
+        "transformer_config": state.transformer_config,
     }  # fmt: skip
     state.check_resumable(**good)
     for change, said in (
@@ -95,9 +96,41 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
         ),
         ({"recipe": {**recipe, "packing": {**recipe["packing"], "max_tokens": 99}}}, "packing.max_tokens=99"),
         ({"data_fingerprint": "other"}, "the data has changed"),
+        ({"transformer_config": {**state.transformer_config, "num_layers": 7}}, "num_layers differ"),
     ):
         with pytest.raises(CheckpointError, match=said):
             state.check_resumable(**{**good, **change})
+
+
+def test_going_on_from_an_older_step_sets_the_newer_aside(
+    finished: Path, tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    run = copy_of(finished, tmp_path / "run")
+    (run / "checkpoints" / "step_00000007.tmp").mkdir()  # a save that was killed
+    overrides = ("train.max_steps=5", "checkpoint.keep=1")
+    run_world(2, resume_from, tiny_pipeline, run, overrides, run / "checkpoints" / "step_00000004")
+    names = sorted(p.name for p in (run / "checkpoints").glob("step_*"))
+    assert names == ["step_00000005", "step_00000006.abandoned"]
+    (run / "checkpoints" / "latest").unlink()
+    assert find_checkpoint(run)[1].step == 5
+
+
+def resume_from(model: Path, out: Path, overrides: tuple[str, ...], checkpoint: Path) -> None:
+    from wands.train.loop import train
+
+    job = make_job(model, out, overrides, ZERO2)
+    rank, _, device = init_process_group()
+    train(job, find_checkpoint(checkpoint), rank, device, say=lambda text: None)
+
+
+def test_todays_optimizer_settings_stay_in_force_on_resume(
+    finished: Path, tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    """DeepSpeed alone would bring the old learning rate back, whatever the recipe says now."""
+    run = copy_of(finished, tmp_path / "run")
+    overrides = ("train.max_steps=8", "optim.lr=1e-5", "optim.weight_decay=0.3")
+    rows = run_world(2, run_job, tiny_pipeline, run, overrides, ZERO2, True)[0]
+    assert [row["lr"] for row in rows] == [1e-3] * 6 + [1e-5] * 2
 
 
 def test_data_fingerprint_sees_order_and_lengths(tiny_pipeline: Path, tmp_path: Path):

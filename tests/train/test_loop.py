@@ -106,6 +106,17 @@ def test_k_plus_k_is_2k_bitwise(stage: int, world_size: int, tiny_pipeline: Path
     assert len({row["loss"] for row in straight}) == 6
 
 
+def test_the_gradient_norm_is_the_same_with_and_without_zero(tiny_pipeline: Path, tmp_path: Path, run_world):
+    norms = []
+    for stage in (0, 1, 2, 3):
+        rows = run_world(
+            2, run_job, tiny_pipeline, tmp_path / str(stage), ("train.max_steps=2",), zero(stage)
+        )[0]
+        norms.append([row["grad_norm"] for row in rows])
+    for other in norms[1:]:
+        assert other == pytest.approx(norms[0], rel=1e-4)
+
+
 def test_every_parameter_learns(tiny_pipeline: Path, tmp_path: Path, run_world):
     """No parameter is left out of the optimizer, and the weights in a checkpoint are the trained ones."""
     from wands.model.loading import load_transformer

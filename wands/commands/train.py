@@ -66,12 +66,12 @@ def run_train(
     if dry_run:
         return
     check_offload(job.ds_config)
+    if rank == 0:
+        _write_run_files(job)
 
     from wands.train.loop import train
 
     rank, _, device = init_process_group()
-    if rank == 0:
-        _write_run_files(job)
     last = train(job, found, rank, device, tell)
     tell(f"done: {last}")
 
@@ -89,12 +89,21 @@ def _resume_from(job: Job, resume: str | None) -> tuple[Path, TrainState] | None
     if resume == "auto" and not exists:
         return None
     where = job.output_dir if resume == "auto" else Path(resume)
+    if not where.exists():
+        raise ConfigError(
+            f"--resume {resume} does not exist; put --resume behind the recipe, or give a run or step folder."
+        )
     checkpoint, state = find_checkpoint(where)
+    if exists and checkpoint.parent.resolve() != folder.resolve():
+        raise ConfigError(
+            f"output_dir={job.output_dir} holds checkpoints of another run than --resume {checkpoint}; choose another output_dir."
+        )
     state.check_resumable(
         where=str(checkpoint),
         world_size=job.world_size,
         zero_stage=job.zero_stage,
         recipe=job.recipe.model_dump(mode="json"),
+        transformer_config=job.transformer_config,
         data_fingerprint=job.data_fingerprint(),
     )
     if state.step >= job.sampler.total_steps:
@@ -106,6 +115,5 @@ def _resume_from(job: Job, resume: str | None) -> tuple[Path, TrainState] | None
 
 
 def _write_run_files(job: Job) -> None:
-    job.output_dir.mkdir(parents=True, exist_ok=True)
     write_text(job.output_dir / "recipe.yaml", job.recipe.to_yaml())
     write_text(job.output_dir / "deepspeed.json", json.dumps(job.ds_config, indent=2))

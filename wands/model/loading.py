@@ -87,6 +87,18 @@ def load_transformer(
     return model
 
 
+def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
+    """Find out, from headers alone, whether `load_transformer` would find every weight in its place.
+
+    Raises:
+        ConfigError: there is no such model, or it is not a Wan DiT.
+        CheckpointError: the weights are missing, damaged, or do not fit the config.
+    """
+    folder = _find_folder(path, subfolder, ["config.json", "*.safetensors", "*.safetensors.index.json"])
+    with _Weights(path, folder) as weights:
+        weights.check_fit(_build_empty(_read_config(path, folder), None))
+
+
 def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str]) -> Path:
     """The folder of the DiT; from the Hub, only the files that match are fetched."""
     allow = [f"{subfolder}/{pattern}".lstrip("/") for pattern in patterns]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import logging
+import re
 import resource
 import shutil
 from collections.abc import Mapping
@@ -27,6 +29,7 @@ from wands.train.state import TrainState
 log = logging.getLogger(__name__)
 
 STATE_FILE = "wands_state.json"
+_SETTINGS = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
 _BYTES_PER_PARAM = 16  # fp32 weights, two AdamW moments, and the module's own copy
 
 
@@ -50,13 +53,14 @@ def save_checkpoint(engine: Any, folder: Path, state: TrainState, keep: int) -> 
     Raises:
         CheckpointError: the disk is full or refuses; the previous checkpoint is untouched.
     """
-    _check_space(engine, folder)
+    _check_space(engine, folder, state.zero_stage)
     rank = dist.get_rank()
     target = folder / step_name(state.step)
     partial = folder / f"{target.name}.tmp"
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
+        for stale in folder.glob("step_*.tmp"):  # left by a save that was killed
+            shutil.rmtree(stale)
     dist.barrier()
     try:
         # save_latest=False: DeepSpeed's own `latest` is neither atomic nor last.
@@ -64,7 +68,7 @@ def save_checkpoint(engine: Any, folder: Path, state: TrainState, keep: int) -> 
         dist.barrier()
         if rank == 0:
             _finish(partial, target, state)
-            _prune(folder, keep)
+            _prune(target, keep)
     except (OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _is_write_error(error):
             raise
@@ -81,7 +85,7 @@ def _is_write_error(error: RuntimeError) -> bool:
     )
 
 
-def _check_space(engine: Any, folder: Path) -> None:
+def _check_space(engine: Any, folder: Path, zero_stage: int) -> None:
     """Refuse before the first byte, on all ranks alike: a write that fails half way hangs the others."""
     num_params = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     world_size = dist.get_world_size()
@@ -89,7 +93,9 @@ def _check_space(engine: Any, folder: Path) -> None:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    largest = num_params * 12 // world_size
+    # One file per rank with its share of masters and moments, and below stage 3 one with the whole module.
+    largest = max(12 * num_params // world_size, 4 * num_params if zero_stage < 3 else 0)
+    largest = needed if zero_stage == 0 else largest
     problem = None
     if needed > free:
         problem = f"needs about {needed / 1e9:.3f} GB, {free / 1e9:.3f} GB are free; free disk space or set another output_dir."
@@ -114,10 +120,30 @@ def _finish(partial: Path, target: Path, state: TrainState) -> None:
     write_text(target.parent / "latest", target.name)
 
 
-def _prune(folder: Path, keep: int) -> None:
-    complete = [path for path in sorted(folder.glob("step_*")) if path.is_dir() and path.suffix != ".tmp"]
-    for path in complete[:-keep]:
+def list_steps(folder: Path) -> list[Path]:
+    """Step folders in a checkpoints folder, oldest first; half-written and abandoned ones are not among them."""
+    return sorted(
+        path for path in folder.glob("step_*") if path.is_dir() and re.fullmatch(r"step_\d{8}", path.name)
+    )
+
+
+def _prune(newest: Path, keep: int) -> None:
+    ours = [path for path in list_steps(newest.parent) if path.name <= newest.name]
+    for path in ours[:-keep]:
         shutil.rmtree(path)
+
+
+def abandon_newer(checkpoint: Path) -> None:
+    """Set later steps aside when a run goes on from an older one: they belong to a past that is no longer this run's."""
+    for path in list_steps(checkpoint.parent):
+        if path.name > checkpoint.name:
+            path.rename(_free_name(path))
+    write_text(checkpoint.parent / "latest", checkpoint.name)
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}.abandoned{number or ''}") for number in itertools.count())
+    return next(name for name in names if not name.exists())
 
 
 def load_state(checkpoint: Path) -> TrainState:
@@ -160,9 +186,11 @@ def find_checkpoint(where: Path) -> tuple[Path, TrainState]:
     if (where / STATE_FILE).is_file():
         return where, load_state(where)
     folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
-    steps = sorted((p for p in folder.glob("step_*") if p.is_dir() and p.suffix != ".tmp"), reverse=True)
+    steps = list_steps(folder)[::-1]
     latest = folder / "latest"
-    named = folder / latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+    named = (
+        folder / latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else None
+    )
     if named is not None and named in steps:
         steps = [named, *(step for step in steps if step != named)]
     elif steps:
@@ -180,14 +208,31 @@ def find_checkpoint(where: Path) -> tuple[Path, TrainState]:
 def load_checkpoint(engine: Any, checkpoint: Path) -> None:
     """Put weights, optimizer and learning rate schedule back into a fresh engine; every rank must call it.
 
+    What the recipe says today about learning rate, betas, eps and weight decay stays in force: DeepSpeed would silently bring
+    back the values of the run that wrote the checkpoint. Unchanged settings leave every bit as it was.
+
     Raises:
         CheckpointError: DeepSpeed could not use the shards.
     """
+    settings = [
+        {key: group[key] for key in _SETTINGS if key in group} for group in engine.optimizer.param_groups
+    ]
+    scheduler = engine.lr_scheduler
+    ours = isinstance(
+        scheduler, torch.optim.lr_scheduler.LambdaLR
+    )  # else the JSON's, which owns the learning rate
+    base_lrs = list(scheduler.base_lrs) if ours else []
     path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
         raise CheckpointError(
-            f"checkpoint={checkpoint}: DeepSpeed found no shards for this world; use the DeepSpeed JSON of the run."
+            f"checkpoint={checkpoint}: DeepSpeed found no shards for this world; use the DeepSpeed JSON of the run.",
+            agreed=True,
         )
+    for number, (group, now) in enumerate(zip(engine.optimizer.param_groups, settings, strict=True)):
+        group.update(now)
+        if ours:
+            scheduler.base_lrs[number] = base_lrs[number]
+            group["lr"] = base_lrs[number] * scheduler.lr_lambdas[number](scheduler.last_epoch)
 
 
 def load_exported_state(where: Path) -> dict[str, torch.Tensor]:

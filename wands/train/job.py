@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from wands.data.mock import MockDataset
 from wands.data.packing import assign_bins
 from wands.data.sampler import PlanSampler, check_enough_samples
 from wands.errors import CacheError, ConfigError
-from wands.model.loading import load_config
+from wands.model.loading import check_weights, load_config
 from wands.parallel.mesh import RankGrid
 from wands.train.ds_config import build_ds_config
 from wands.variants import DiTShape, Variant, variant_of
@@ -78,7 +79,7 @@ class Job:
         """The run folder."""
         return Path(self.recipe.output_dir)
 
-    @property
+    @cached_property
     def seq_lens(self) -> np.ndarray:
         """Video tokens of every sample."""
         return self.data.num_tokens(self.shape.patch_size)
@@ -148,6 +149,8 @@ def prepare_job(
     shape = DiTShape.from_config(config)
     _check_degrees(recipe, shape, variant)
     data = _open_data(recipe, shape, variant, encoders)
+    if recipe.model.init == "pretrained":
+        check_weights(recipe.model.path)
     check_enough_samples(len(data.keys), grid.dp_size)
     cost = (float(shape.linear_flops_per_token()), float(shape.attention_flops_per_squared_token()))
     sampler = PlanSampler(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +15,20 @@ import torch
 import torch.distributed as dist
 
 from wands.attention.varlen import choose_backend, varlen_attention
-from wands.data.collate import PackedBatch, Shard
+from wands.data.collate import PackedBatch
 from wands.data.sampler import StepPlan
 from wands.errors import DataError
-from wands.flow.corrupt import Noisy, corrupt
+from wands.flow.corrupt import corrupt
 from wands.flow.loss import flow_matching_loss, loss_weights
 from wands.flow.sigmas import sigma_weight
 from wands.model.loading import load_transformer
 from wands.parallel.layout import ContextLayout
 from wands.parallel.mesh import RankGrid
 from wands.train.batches import prefetched
-from wands.train.checkpoint import load_checkpoint, save_checkpoint
+from wands.train.checkpoint import abandon_newer, load_checkpoint, save_checkpoint
 from wands.train.engine import build_engine
 from wands.train.job import Job, Report
-from wands.train.metrics import MetricsWriter, StepReport, peak_tflops, thin
+from wands.train.metrics import MetricsWriter, StepReport, peak_tflops, read_rows, thin
 from wands.train.state import TrainState
 from wands.train.stop import StopRequests
 
@@ -44,9 +46,24 @@ class SampleLoss:
     loss: float
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step leaves behind on a rank.
+
+    Attributes:
+        loss: this rank's part of the loss SUM, fp32 scalar.
+        samples: the error of each of this rank's clips.
+        grad_norm: norm of the whole gradient before clipping, the same on every rank.
+    """
+
+    loss: torch.Tensor
+    samples: list[SampleLoss]
+    grad_norm: float
+
+
 def train_step(
     engine: Any, batches: list[PackedBatch], job: Job, grid: RankGrid, device: torch.device, denominator: int
-) -> tuple[torch.Tensor, list[SampleLoss]]:
+) -> StepResult:
     """One optimizer step: every micro batch forward and backward, then the update.
 
     Args:
@@ -56,13 +73,16 @@ def train_step(
         grid: where this rank stands.
         device: of the engine.
         denominator: samples (or tokens) of the step over all ranks.
-
-    Returns:
-        This rank's part of the loss SUM (fp32 scalar), and the error of each of its clips.
     """
-    recipe, total, losses = job.recipe, torch.zeros((), device=device), []
+    recipe, parallel = job.recipe, job.recipe.parallel
+    total, forwarded = torch.zeros((), device=device), []
     for number, batch in enumerate(batches, start=1):
-        layout = ContextLayout.build(batch.seq_lens, cp_rank=grid.cp_rank)
+        layout = ContextLayout.build(
+            batch.seq_lens,
+            ulysses_degree=parallel.ulysses_degree,
+            ring_degree=parallel.ring_degree,
+            cp_rank=grid.cp_rank,
+        )
         shard = batch.shard(layout).to(device)
         # x_t, target and sigmas: a function of (seed, sample, epoch), whatever the rank and the pack
         noisy = corrupt(shard.tokens, layout, shard.keys, recipe.flow, recipe.train.seed)
@@ -78,19 +98,33 @@ def train_step(
         engine.backward(loss * (job.world_size / denominator), scale_wrt_gas=False)
 
         total += loss.detach()
-        losses += list_losses(shard, noisy, errors)
+        forwarded.append((batch, noisy.sigmas, errors))
+    grad_norm = None if job.zero_stage else _unsharded_grad_norm(engine.module)
     engine.step()
-    return total, losses
+    # Read only now: asking for a number earlier would make the host wait for the device between micro batches.
+    samples = [sample for part in forwarded for sample in _name_losses(*part)]
+    return StepResult(
+        total, samples, float(grad_norm if grad_norm is not None else engine.get_global_grad_norm())
+    )
 
 
-def list_losses(shard: Shard, noisy: Noisy, errors: torch.Tensor) -> list[SampleLoss]:
-    """Name the errors of a micro batch; the sample that stands for an empty bin is left out."""
-    values = zip(shard.keys, noisy.sigmas.tolist(), errors.tolist(), shard.weights.tolist(), strict=True)
+def _name_losses(batch: PackedBatch, sigmas: torch.Tensor, errors: torch.Tensor) -> list[SampleLoss]:
+    """The errors of a micro batch with their clips; the sample that stands for an empty bin is left out."""
+    values = zip(batch.keys, sigmas.tolist(), errors.tolist(), batch.weights.tolist(), strict=True)
     return [
         SampleLoss(key.sample_id, key.occurrence, key.epoch, sigma, error)
         for key, sigma, error, weight in values
         if weight > 0
     ]
+
+
+def _unsharded_grad_norm(module: torch.nn.Module) -> torch.Tensor:
+    """DeepSpeed reports the norm only where ZeRO shards something; without, all ranks hold the whole gradient."""
+    return torch.linalg.vector_norm(
+        torch.stack(
+            [torch.linalg.vector_norm(p.grad.float()) for p in module.parameters() if p.grad is not None]
+        )
+    )
 
 
 def train(
@@ -116,7 +150,9 @@ def train(
         load_checkpoint(engine, resume[0])
         step = resume[1].step
         say(f"resumed from {resume[0]} at step {step}")
-    writer = MetricsWriter(job.output_dir, step) if rank == 0 else None
+        if rank == 0 and resume[0].parent.resolve() == (job.output_dir / "checkpoints").resolve():
+            abandon_newer(resume[0])
+    writer = MetricsWriter(job.output_dir, step, resume[1].loss if resume else ()) if rank == 0 else None
     saved: Path | None = resume[0] if resume else None
 
     def save() -> Path:
@@ -126,24 +162,34 @@ def train(
         return path
 
     quit_ = False
-    with StopRequests(job.output_dir) as requests, _SampleLog(job, rank) as sample_log:
-        batches = prefetched(job, grid.dp_rank, step)
+    with (
+        StopRequests(job.output_dir) as requests,
+        _SampleLog(job, rank, step) as sample_log,
+        contextlib.closing(prefetched(job, grid.dp_rank, step)) as batches,
+    ):
         waiting_since = time.perf_counter()
         for plan, mine in batches:
             started = time.perf_counter()
             lr = float(engine.optimizer.param_groups[0]["lr"])  # before the scheduler moves on
             denominator = plan.denominators[recipe.loss.reduction]
-            total, losses = train_step(engine, mine, job, grid, device, denominator)
+            result = train_step(engine, mine, job, grid, device, denominator)
             step = plan.step + 1
             loss, data_wait, save_now, quit_ = _agree(
-                total / denominator, started - waiting_since, requests.poll(rank), device
+                result.loss / denominator, started - waiting_since, requests.poll(rank), device
             )
-            _check_finite(loss, losses, step)
-            sample_log.write(step, losses)
+            _check_finite(loss, result, step)
+            sample_log.write(step, result.samples)
             seconds, waiting_since = time.perf_counter() - waiting_since, time.perf_counter()
             if writer is not None:
                 report = _report(
-                    job, plan, engine, device, loss=loss, lr=lr, seconds=seconds, data_wait=data_wait
+                    job,
+                    plan,
+                    device,
+                    loss=loss,
+                    lr=lr,
+                    grad_norm=result.grad_norm,
+                    seconds=seconds,
+                    data_wait=data_wait,
                 )
                 writer.write(report)
                 if step % recipe.train.log_every == 0 or step == sampler.total_steps:
@@ -155,7 +201,6 @@ def train(
             if quit_:
                 say(f"stopped after step {step} as asked; go on with --resume")
                 break
-        batches.close()
     if writer is not None:
         writer.close()
     return saved
@@ -190,20 +235,20 @@ def _agree(
     return float(summed.item()), wait, bool(save), bool(quit_)
 
 
-def _check_finite(loss: float, losses: list[SampleLoss], step: int) -> None:
-    if torch.isfinite(torch.tensor(loss)):
+def _check_finite(loss: float, result: StepResult, step: int) -> None:
+    if math.isfinite(loss) and math.isfinite(result.grad_norm):
         return
     bad = [
         f"{item.sample_id} (sigma {item.sigma:.4f})"
-        for item in losses
-        if not torch.isfinite(torch.tensor(item.loss))
+        for item in result.samples
+        if not math.isfinite(item.loss)
     ]
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, bad)
     names = ", ".join(name for part in found for name in part) or "no single clip"
     raise DataError(
-        f"step {step}: the loss is {loss}, from {names}; look at these clips or lower optim.lr, and "
-        "--resume from the last checkpoint.",
+        f"step {step}: the loss is {loss} and the gradient's norm {result.grad_norm}, from {names}; look at these "
+        "clips or lower optim.lr, and --resume from the last checkpoint.",
         agreed=True,
     )
 
@@ -211,24 +256,23 @@ def _check_finite(loss: float, losses: list[SampleLoss], step: int) -> None:
 def _report(
     job: Job,
     plan: StepPlan,
-    engine: Any,
     device: torch.device,
     *,
     loss: float,
     lr: float,
+    grad_norm: float,
     seconds: float,
     data_wait: float,
 ) -> StepReport:
     tflops = job.step_flops(plan.bins) / seconds / job.world_size / 1e12
     peak = peak_tflops(device)
     used = sum(1 for one in plan.bins if one)
-    grad_norm = engine.get_global_grad_norm()
     return StepReport(
         step=plan.step + 1,
         epoch=plan.epoch,
         loss=loss,
         lr=lr,
-        grad_norm=float(grad_norm) if grad_norm is not None else float("nan"),
+        grad_norm=grad_norm,
         tokens=plan.num_tokens,
         samples=plan.num_samples,
         seconds=seconds,
@@ -261,13 +305,16 @@ def build_state(job: Job, step: int, epoch: int, history: list[tuple[int, float]
 class _SampleLog:
     """`train.log_samples`: each rank writes the error of each of its clips, so that an odd clip can be found."""
 
-    def __init__(self, job: Job, rank: int) -> None:
+    def __init__(self, job: Job, rank: int, start_step: int) -> None:
         self._path = job.output_dir / f"samples-rank{rank}.jsonl" if job.recipe.train.log_samples else None
+        self._start_step = start_step
         self._file: Any = None
 
     def __enter__(self) -> _SampleLog:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [row for row in read_rows(self._path) if row["step"] <= self._start_step]
+            self._path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
             self._file = self._path.open("a", encoding="utf-8")
         return self
 

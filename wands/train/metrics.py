@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -94,9 +95,10 @@ class MetricsWriter:
     Args:
         output_dir: the run folder.
         start_step: steps already made; rows after it, left by a run that died later than its checkpoint, are dropped.
+        past: loss series of the checkpoint, for a run that goes on in another folder.
     """
 
-    def __init__(self, output_dir: Path, start_step: int) -> None:
+    def __init__(self, output_dir: Path, start_step: int, past: Sequence[tuple[int, float]] = ()) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -108,6 +110,7 @@ class MetricsWriter:
             str(output_dir / "tensorboard"), purge_step=start_step + 1 if start_step else None
         )
         self.history: list[tuple[int, float]] = [(int(row["step"]), float(row["loss"])) for row in kept]
+        self.history = self.history or [(int(step), float(loss)) for step, loss in past]
 
     def write(self, report: StepReport) -> None:
         """Add one step to the file, to TensorBoard and to `history`."""
@@ -127,10 +130,14 @@ class MetricsWriter:
         self._board.close()
 
 
-def read_metrics(output_dir: Path) -> list[dict[str, float]]:
-    """Rows of `metrics.jsonl`; a last line cut off by a kill is left out."""
-    path = output_dir / "metrics.jsonl"
-    rows: list[dict[str, float]] = []
+def read_metrics(output_dir: Path) -> list[dict[str, Any]]:
+    """Rows of a run's `metrics.jsonl`."""
+    return read_rows(output_dir / "metrics.jsonl")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a jsonl file, none when it is missing; a last line cut off by a kill is left out."""
+    rows: list[dict[str, Any]] = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:

@@ -48,7 +48,14 @@ class TrainState:
         return asdict(self)
 
     def check_resumable(
-        self, *, where: str, world_size: int, zero_stage: int, recipe: dict[str, Any], data_fingerprint: str
+        self,
+        *,
+        where: str,
+        world_size: int,
+        zero_stage: int,
+        recipe: dict[str, Any],
+        transformer_config: dict[str, Any],
+        data_fingerprint: str,
     ) -> None:
         """Refuse a run that could not go on exactly where this state stopped.
 
@@ -73,6 +80,16 @@ class TrainState:
                     f"--resume {where}: {name}={ours} must equal the checkpoint's {theirs}, or the position in the data is "
                     "lost; set it back, or export the checkpoint and start a new run from it."
                 )
+        changed = [
+            key
+            for key, value in self.transformer_config.items()
+            if key[0] != "_" and transformer_config.get(key) != value
+        ]
+        if changed:
+            raise CheckpointError(
+                f"--resume {where}: model.path is another model than the checkpoint's ({', '.join(changed)} differ); set it "
+                f"back to {self.base}."
+            )
         if data_fingerprint != self.data_fingerprint:
             raise CheckpointError(
                 f"--resume {where}: the data has changed (fingerprint {data_fingerprint}, checkpoint {self.data_fingerprint}); "
