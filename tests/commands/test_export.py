@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from safetensors import safe_open
 
 from tests.train.runs import run_job, weights
 from wands.commands.export import EXPORT_FILE, export
-from wands.errors import CheckpointError, ConfigError
+from wands.commands.model_card import MARKER
+from wands.errors import CheckpointError, ConfigError, WandsError
 
 
 def train_once(model: Path, out: Path, stage: int) -> Path:
@@ -102,3 +105,90 @@ def test_a_diverged_model_is_not_exported(run: Path, tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointError):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.tmp").exists()
+
+
+@pytest.mark.parametrize("limit", [100, 60_000])  # a base file does not fit; the weights do not fit
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Path, limit: int):
+    """The limit on file sizes makes writes fail as a full disk does, with another errno."""
+    out = tmp_path / "out"
+    earlier = export(run, out)
+    before = (earlier / EXPORT_FILE).read_text()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(WandsError, match=r"--out .*out cannot be written \(.*File too large") as caught:
+            export(run, out, link=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == ["out"]
+    assert (out / EXPORT_FILE).read_text() == before
+
+
+def test_export_into_the_current_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert export(run, Path(".")) == tmp_path / "here"
+    assert (tmp_path / "here" / "transformer" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [(None, "No such file"), ("{", "cannot be read"), ("[]", "no JSON object")]
+)
+def test_a_damaged_base_is_one_sentence(
+    run: Path, tiny_pipeline: Path, tmp_path: Path, text: str | None, says: str
+):
+    base = tmp_path / "base"
+    shutil.copytree(tiny_pipeline, base)
+    path = base / "transformer" / "config.json"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        export(run, tmp_path / "out", base=str(base))
+
+
+def test_a_second_export_keeps_what_people_added(run: Path, tmp_path: Path):
+    out = export(run, tmp_path / "out")
+    (out / "samples" / "more").mkdir(parents=True)
+    (out / "samples" / "more" / "a.mp4").write_bytes(b"video")
+    (out / "README.md").write_text("my own words ![](loss.png)")
+    (out / "loss.png").write_bytes(b"plot")
+    export(run, out, dtype="bf16")
+    assert (out / "samples" / "more" / "a.mp4").read_bytes() == b"video"
+    assert (out / "README.md").read_text() == "my own words ![](loss.png)"
+    assert (out / "loss.png").read_bytes() == b"plot"
+    assert json.loads((out / EXPORT_FILE).read_text())["dtype"] == "bf16"
+    (out / "README.md").write_text(f"{MARKER} step 2")
+    export(run, out)
+    assert not (out / "README.md").exists()  # says the old step; push writes it again
+    assert not (out / "loss.png").exists()
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("dies_at", [1, 2])
+def test_whenever_it_dies_a_whole_export_is_left(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
+):
+    from wands.commands import export as module
+
+    out = export(run, tmp_path / "out")
+
+    def die(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if dies_at == 1:  # between the renames
+            patch.setattr(module, "publish", die)
+        else:  # both are done, the old one is not deleted yet
+            real = shutil.rmtree
+            patch.setattr(
+                module.shutil,
+                "rmtree",
+                lambda path, *a, **k: die() if path.name == "out.old" else real(path, *a, **k),
+            )
+        with pytest.raises(KeyboardInterrupt):
+            export(run, out, dtype="bf16")
+    whole = out if out.exists() else tmp_path / "out.old"
+    assert WanTransformer3DModel.from_pretrained(whole / "transformer").config.num_layers
+    with pytest.raises(ConfigError, match=r"needs the name .*out.old"):  # not ours to delete
+        export(run, out)

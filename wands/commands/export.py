@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from wands import __version__
-from wands.errors import CheckpointError, ConfigError
-from wands.files import write_text
+from wands.commands.model_card import LOSS_FILE, MARKER, RECORD_FILE
+from wands.errors import CheckpointError, ConfigError, WandsError
+from wands.files import publish, write_text
 from wands.model.hub import fetch_model
 from wands.train.checkpoint import find_checkpoint, load_exported_state
 from wands.train.state import TrainState
 
 log = logging.getLogger(__name__)
 
-EXPORT_FILE = "wands_export.json"
+EXPORT_FILE = RECORD_FILE
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -35,6 +37,9 @@ def export(
 ) -> Path:
     """Write the pipeline folder of a checkpoint.
 
+    An earlier export keeps its name until the new one is whole. Its ``samples`` and a ``README.md`` that wands
+    did not write go over into the new one.
+
     Args:
         checkpoint: a step folder, or a run folder (its newest complete checkpoint).
         out: folder to create; an existing one must be empty or an earlier export.
@@ -44,34 +49,83 @@ def export(
         link: hard-link the base's files where the file system can, instead of copying.
 
     Returns:
-        `out`.
+        `out`, absolute.
 
     Raises:
         CheckpointError: incomplete checkpoint, or the reloaded weights differ.
         ConfigError: `out` holds something else, or the base is another architecture.
+        WandsError: `out` cannot be written; nothing is left beside it.
     """
     step_dir, state = find_checkpoint(checkpoint)
-    if out.exists() and any(out.iterdir()) and not (out / EXPORT_FILE).is_file():
-        raise ConfigError(f"--out {out} holds files that are no export of wands; choose an empty folder.")
+    out = out.resolve()
+    partial, old = (out.with_name(f"{out.name}.{suffix}") for suffix in ("tmp", "old"))
+    _check_out(out, old)
     base_dir = fetch_model(base or state.base, key="--base", ignore=["transformer/*.safetensors"])
     _check_base(base_dir, state)
-    partial = out.with_name(f"{out.name}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(
-        base_dir, partial, ignore=_skip_transformer, copy_function=_link_or_copy if link else shutil.copy2
-    )
     weights = load_exported_state(step_dir)
-    _save_transformer(
-        weights, state.transformer_config, partial / "transformer", _DTYPES[dtype], max_shard_size
-    )
-    _verify(weights, partial / "transformer", _DTYPES[dtype])
-    write_text(
-        partial / EXPORT_FILE, json.dumps(_record(step_dir, state, base or state.base, dtype), indent=2)
-    )
-    if out.exists():
-        shutil.rmtree(out)
-    os.replace(partial, out)
+    config, weights_dir = state.transformer_config, partial / "transformer"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        copy = _link_or_copy if link else shutil.copy2
+        shutil.copytree(base_dir, partial, ignore=_skip_transformer, copy_function=copy)
+        _save_transformer(weights, config, weights_dir, _DTYPES[dtype], max_shard_size)
+        _verify(weights, weights_dir, _DTYPES[dtype])
+        record = _record(step_dir, state, base or state.base, dtype)
+        write_text(partial / EXPORT_FILE, json.dumps(record, indent=2))
+        _carry_over(out, partial)
+        _put_in_place(partial, out, old)
+    except (OSError, SafetensorError) as error:
+        raise WandsError(
+            f"--out {out} cannot be written ({_reason(error)}); free space or choose another folder."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def _check_out(out: Path, old: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; choose a folder.")
+    if out.exists() and any(out.iterdir()) and not (out / EXPORT_FILE).is_file():
+        raise ConfigError(f"--out {out} holds files that are no export of wands; choose an empty folder.")
+    if old.exists():
+        raise ConfigError(
+            f"--out {out} needs the name {old}, which an export that was killed may have left; delete that folder, "
+            f"or rename it to {out.name} if that is missing."
+        )
+
+
+def _carry_over(earlier: Path, partial: Path) -> None:
+    """Take along what people added: samples, and a README.md of their own with the plot that it may show."""
+    if (earlier / "samples").is_dir():
+        shutil.copytree(earlier / "samples", partial / "samples", copy_function=_link_or_copy)
+    card = earlier / "README.md"
+    if card.is_file() and MARKER not in card.read_text(encoding="utf-8", errors="replace"):
+        for path in (card, earlier / LOSS_FILE):
+            if path.is_file():
+                _link_or_copy(str(path), str(partial / path.name))
+
+
+def _put_in_place(partial: Path, out: Path, old: Path) -> None:
+    """Swap by two renames: whenever the process dies, a whole export lies under `out` or `old`."""
+    if not out.exists():
+        publish(partial, out)
+        return
+    os.replace(out, old)
+    try:
+        publish(partial, out)
+    except OSError:
+        if not out.exists():
+            os.replace(old, out)
+        raise
+    shutil.rmtree(old)
+
+
+def _reason(error: Exception) -> str:
+    """Why a write failed, on one line; copytree gathers the reasons of all its files."""
+    if isinstance(error, shutil.Error) and isinstance(error.args[0], list) and error.args[0]:
+        return str(error.args[0][0][-1])
+    return " ".join(str(getattr(error, "strerror", None) or error).split())
 
 
 def _skip_transformer(folder: str, names: list[str]) -> set[str]:
@@ -81,7 +135,7 @@ def _skip_transformer(folder: str, names: list[str]) -> set[str]:
         name
         for name in names
         if name.startswith(".")
-        or (top and name in ("transformer", "README.md", EXPORT_FILE, "loss.png", "samples"))
+        or (top and name in ("transformer", "README.md", EXPORT_FILE, LOSS_FILE, "samples"))
     }
 
 
@@ -99,7 +153,16 @@ def _check_base(base_dir: Path, state: TrainState) -> None:
         raise ConfigError(
             f"--base {base_dir} has no model_index.json; give a diffusers pipeline folder or Hub id."
         )
-    config = json.loads((base_dir / "transformer" / "config.json").read_text(encoding="utf-8"))
+    path = base_dir / "transformer" / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"--base {base_dir}: {path} cannot be read ({reason}); give a whole diffusers pipeline."
+        ) from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"--base {base_dir}: {path} holds no JSON object; give a whole diffusers pipeline.")
     ours = {k: v for k, v in state.transformer_config.items() if not k.startswith("_")}
     differing = [key for key, value in ours.items() if key in config and config[key] != value]
     if differing:
