@@ -3,22 +3,36 @@
 #   bash scripts/demo.sh                 four real clips that come with two Python packages
 #   bash scripts/demo.sh --clips DIR     your own folder of clips with captions (anything `wands preprocess` reads)
 #   bash scripts/demo.sh --out DIR       where everything goes (default demo_out, made anew each time)
+# DEMO_STEPS=N trains so many steps; without it 1500 for up to four clips, for more clips up to 4500.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-clips="" out="demo_out" steps="${DEMO_STEPS:-1500}" more="${DEMO_MORE_STEPS:-200}"
+die() { echo "demo.sh: $*" >&2; exit 2; }
+absolute() { case "$1" in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }
+physical() { if [ -d "$1" ]; then (cd "$1" && pwd -P); else echo "$(cd "$(dirname "$1")" && pwd -P)/$(basename "$1")"; fi; }
+
+clips="" out="" more="${DEMO_MORE_STEPS:-200}"
 while [ $# -gt 0 ]; do
   case "$1" in
-    --clips) clips="$2"; shift 2 ;;
-    --out) out="$2"; shift 2 ;;
-    -h | --help) sed -n '2,5p' "$0"; exit 0 ;;
-    *) echo "demo.sh: unknown option $1 (see --help)" >&2; exit 2 ;;
+    --clips | --out)
+      [ -n "${2:-}" ] || die "$1 needs a folder"
+      if [ "$1" = --out ]; then out="$(absolute "$2")"; else clips="$2"; fi
+      shift 2
+      ;;
+    -h | --help) sed -n '2,6p' "$0"; exit 0 ;;
+    *) die "unknown option $1 (see --help)" ;;
   esac
 done
-source scripts/setup.sh demo
-if [ -n "$(ls -A "$out" 2>/dev/null)" ] && [ ! -f "$out/.wands-demo" ]; then
-  echo "demo.sh: --out $out holds files that are not a demo's; choose another folder" >&2
-  exit 2
+if [ -e "$clips" ]; then clips="$(absolute "$clips")"; fi # else the name of a dataset
+cd "$(dirname "$0")/.."
+out="${out:-demo_out}"
+if [ -e "$clips" ] && [ -d "$out" ]; then
+  case "$(physical "$clips")/" in
+    "$(physical "$out")"/*) die "--clips $clips lies inside --out $out, which is made anew; choose another --out" ;;
+  esac
 fi
+if [ -n "$(ls -A "$out" 2>/dev/null)" ] && [ ! -f "$out/.wands-demo" ]; then
+  die "--out $out holds files that are not a demo's; choose another folder"
+fi
+source scripts/setup.sh demo
 rm -rf "$out" && mkdir -p "$out" && touch "$out/.wands-demo"
 began=$(date +%s)
 
@@ -35,6 +49,7 @@ python scripts/make_tiny_pipeline.py "$out/model" --captions "$clips"
 say "3/8 clips to a latent cache"
 wands preprocess "$clips" --out "$out/cache" --model "$out/model" --max-pixels 12288 --max-frames 21
 python -m data_tools.inspect "$out/cache"
+steps="$(python scripts/demo_report.py steps "$out/cache" ${DEMO_STEPS:+"$DEMO_STEPS"})"
 
 train() {
   deepspeed --num_gpus 2 --master_port "$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')" \

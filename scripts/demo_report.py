@@ -7,11 +7,14 @@ import csv
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+
+STEPS, FEW_CLIPS = 1500, 4  # so many steps learn so few clips
 
 # Window of each clip in seconds: different lengths, one shot each, something moves.
 WINDOWS = {
@@ -63,6 +66,41 @@ def write_prompts(cache_dir: Path, out: Path) -> None:
             handle.write(json.dumps({**row, "seed": i}) + "\n")
 
 
+def choose_steps(cache_dir: Path, wanted: int | None) -> tuple[int, str]:
+    """Training steps for a cache, and the sentence that says why.
+
+    `STEPS` is enough while a step sees every clip. More clips take proportionally more, up to three times.
+
+    Args:
+        cache_dir: of `wands preprocess`.
+        wanted: what the user asks for, taken as it is.
+
+    Raises:
+        WandsError: no cache, or too few samples for two processes.
+    """
+    from wands.config import load_recipe
+    from wands.data.cache import LatentCache
+    from wands.data.packing import plan_epoch
+    from wands.errors import DataError
+
+    cache, recipe = LatentCache(cache_dir), load_recipe("tiny", [])
+    if len(cache) < 2:
+        raise DataError(
+            f"the demo trains on two processes and needs two usable clips, not {len(cache)}; add one."
+        )
+    max_tokens, bins = recipe.packing.max_tokens, recipe.train.bins_per_step
+    lens = cache.num_tokens((1, 2, 2))
+    plan = plan_epoch(lens, max_tokens=max_tokens, bins_per_step=bins, seed=0, epoch=0, cost=(1.0, 0.0))
+    epoch = f"{len(cache)} clips, {lens.sum()} tokens, {plan.num_steps} steps of {bins} x {max_tokens} tokens for each pass"
+    if wanted is not None:
+        return wanted, f"{wanted} steps, as asked ({epoch})"
+    factor = 1 if len(cache) <= FEW_CLIPS else min(plan.num_steps, 3)
+    why = "" if factor == 1 else f", {factor} times the usual"
+    capped = len(cache) > FEW_CLIPS and plan.num_steps > factor
+    short = f"; {plan.num_steps} times would be in proportion, set DEMO_STEPS" if capped else ""
+    return factor * STEPS, f"{factor * STEPS} steps{why} ({epoch}{short})"
+
+
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     """Pearson correlation of two latents [C, f, h, w]; the second is resized to the first's shape."""
     if a.shape != b.shape:
@@ -70,8 +108,35 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
 
 
+def judge(table: np.ndarray, captions: Sequence[str]) -> tuple[np.ndarray, str]:
+    """Which samples are nearest to a clip of their own caption, and the verdict in words.
+
+    Args:
+        table: float [N, N], correlation of sample (row) with clip (column). A row that is not finite is wrong.
+        captions: of the clips; a sample sees nothing else of its clip, so equal ones are interchangeable.
+
+    Returns:
+        bool [N] and one sentence.
+    """
+    own = np.array([[mine == other for other in captions] for mine in captions])
+    right = np.isfinite(table).all(axis=1) & own[np.arange(len(captions)), table.argmax(axis=1)]
+    if own.all() and len(captions) > 1:
+        what = "the clips have one and the same caption, so which sample is whose cannot be told"
+        return right, what if right.all() else f"{int((~right).sum())} samples are not finite"
+    shared = int((own.sum(axis=1) > 1).sum())
+    target = "a clip of its own caption" if shared else "its own clip"
+    verdict = f"each sample is closest to {target}"
+    if not right.all():
+        verdict = f"{int((~right).sum())} samples are closer to another clip"
+    return right, verdict + (f" ({shared} clips share a caption and cannot be told apart)" if shared else "")
+
+
 def report(out: Path, seconds: int) -> bool:
-    """Print the closing block, write contact sheet and loss plot; False when a sample is nearer to another clip."""
+    """Print the closing block, write contact sheet and loss plot.
+
+    Returns:
+        False when a sample is nearer to another clip, or the loss has not fallen.
+    """
     from safetensors.torch import load_file
 
     from wands.commands.contact_sheet import SheetRow, save_contact_sheet
@@ -100,17 +165,15 @@ def report(out: Path, seconds: int) -> bool:
     print(" " * 16 + "".join(f"{name:>16}" for name in names))
     for name, row in zip(names, table, strict=True):
         print(f"{name:<16}" + "".join(f"{value:>16.3f}" for value in row))
-    nearest = table.argmax(axis=1) == np.arange(len(names))
-    verdict = (
-        "each sample is closest to its own clip"
-        if nearest.all()
-        else f"{int((~nearest).sum())} samples are closer to another clip"
-    )
+    nearest, verdict = judge(table, [cache.meta(i)["caption"] for i in range(len(cache))])
     print(f"\nwands demo: {verdict}")
     first, last = np.mean(losses[:edge]), np.mean(losses[-edge:])
     print(
         f"  loss          {first:.4f} -> {last:.4f} (means of the first and last {edge} of {len(losses)} steps)"
     )
+    fallen = bool(last < 0.7 * first)
+    if not fallen:
+        print("                the loss was to fall by 30 % at least: train longer, DEMO_STEPS=N")
     print(f"  time          {seconds // 60} min {seconds % 60} s, package set-up aside")
     for what, where in (
         ("contact sheet", "contact_sheet.png"), ("loss plot", "loss.png"), ("samples", "samples/*.mp4"), ("pipeline", "exported"),
@@ -121,7 +184,7 @@ def report(out: Path, seconds: int) -> bool:
     print(
         f'  next          wands infer --model {out / "exported"} --prompt "..."    wands push {out / "exported"} you/your-model'
     )
-    return bool(nearest.all()) and last < 0.7 * first
+    return bool(nearest.all()) and fallen
 
 
 def source_frames(cache: object, i: int) -> np.ndarray:
@@ -155,6 +218,9 @@ def main() -> int:
     prompts = actions.add_parser("prompts", help="a prompt file from a cache")
     prompts.add_argument("cache", type=Path)
     prompts.add_argument("out", type=Path)
+    steps = actions.add_parser("steps", help="how many steps to train; the number alone goes to stdout")
+    steps.add_argument("cache", type=Path)
+    steps.add_argument("wanted", type=int, nargs="?")
     closing = actions.add_parser("report", help="the closing block")
     closing.add_argument("out", type=Path)
     closing.add_argument("--seconds", type=int, required=True)
@@ -163,6 +229,16 @@ def main() -> int:
         write_clips(args.source, args.out)
     elif args.action == "prompts":
         write_prompts(args.cache, args.out)
+    elif args.action == "steps":
+        from wands.errors import WandsError
+
+        try:
+            number, why = choose_steps(args.cache, args.wanted)
+        except WandsError as error:
+            print(f"demo: {error}", file=sys.stderr)
+            return 2
+        print(f"training: {why}", file=sys.stderr)
+        print(number)
     else:
         return 0 if report(args.out, args.seconds) else 1
     return 0
