@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from tests.train.runs import run_job, weights
 from wands.commands.export import EXPORT_FILE, export
@@ -108,19 +108,20 @@ def test_a_diverged_model_is_not_exported(run: Path, tmp_path: Path, monkeypatch
     assert not (tmp_path / "out.tmp").exists()
 
 
-@pytest.mark.parametrize("limit", [100, 60_000])  # a base file does not fit; the weights do not fit
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Path, limit: int):
+@pytest.mark.parametrize("link", [False, True])  # a copied file does not fit; the written weights do not fit
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Path, link: bool):
     """The limit on file sizes makes writes fail as a full disk does, with another errno."""
     out = tmp_path / "out"
     earlier = export(run, out)
     before = (earlier / EXPORT_FILE).read_text()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         with pytest.raises(WandsError, match=r"--out .*out cannot be written \(.*File too large") as caught:
-            export(run, out, link=False)
+            export(run, out, link=link)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert isinstance(caught.value.__cause__, SafetensorError if link else shutil.Error)
     assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == ["out"]
     assert (out / EXPORT_FILE).read_text() == before
