@@ -62,7 +62,8 @@ def run_train(
         encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
     )
     found = _resume_from(job, resume)
-    tell(start_block(job, found[1].step if found else 0))
+    if rank == 0:  # it asks what the accelerator can do: only rank 0 sits on the one that it asks
+        say(start_block(job, found[1].step if found else 0))
     if dry_run:
         return
     check_offload(job.ds_config)

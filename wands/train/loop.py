@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,15 +146,8 @@ def train(
     recipe, sampler = job.recipe, job.sampler
     grid = RankGrid.build(job.world_size, rank, recipe.parallel)
     engine = build_engine(build_model(job, device), job.ds_config, recipe, sampler.total_steps)
-    step = 0
-    if resume is not None:
-        load_checkpoint(engine, resume[0])
-        step = resume[1].step
-        say(f"resumed from {resume[0]} at step {step}")
-        if rank == 0 and resume[0].parent.resolve() == (job.output_dir / "checkpoints").resolve():
-            abandon_newer(resume[0])
-    writer = MetricsWriter(job.output_dir, step, resume[1].loss if resume else ()) if rank == 0 else None
-    saved: Path | None = resume[0] if resume else None
+    saved, step, past = _resume(engine, job, resume, rank, say) if resume else (None, 0, ())
+    writer = MetricsWriter(job.output_dir, step, past) if rank == 0 else None
 
     def save() -> Path:
         state = build_state(job, step, plan.epoch, writer.history if writer else [])
@@ -204,6 +198,18 @@ def train(
     if writer is not None:
         writer.close()
     return saved
+
+
+def _resume(
+    engine: Any, job: Job, resume: tuple[Path, TrainState], rank: int, say: Report
+) -> tuple[Path | None, int, Sequence[tuple[int, float]]]:
+    """Load a checkpoint; returns it, the steps made, and the loss series up to them."""
+    checkpoint, state = resume
+    load_checkpoint(engine, checkpoint)
+    say(f"resumed from {checkpoint} at step {state.step}")
+    if rank == 0 and checkpoint.parent.resolve() == (job.output_dir / "checkpoints").resolve():
+        abandon_newer(checkpoint)
+    return checkpoint, state.step, state.loss
 
 
 def build_model(job: Job, device: torch.device) -> torch.nn.Module:
