@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.commands.fake_hub import FakeHub
+
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,8 +25,8 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-def call(*command: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
+def call(*command: object, check: bool = True, **more_env: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **more_env, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, env=env, cwd=ROOT, timeout=400
     )
@@ -146,6 +148,40 @@ def test_clips_to_samples(job: dict[str, Path]):
     latents = {name: next((root / name).glob("*.safetensors")).read_bytes() for name in "abc"}
     assert latents["a"] == latents["b"]  # export and checkpoint are the same weights
     assert latents["a"] != latents["c"]  # and not the ones training started from
+
+    # its samples beside it, the pipeline goes to a Hub and comes back whole
+    shutil.copytree(root / "a", root / "exported" / "samples")
+    with FakeHub({"hf_secret": "alice"}) as hub:
+        where = ("--endpoint", hub.url)
+        pushed = call(
+            "wands",
+            "push",
+            root / "exported",
+            "alice/wan",
+            *where,
+            HF_TOKEN="hf_secret",
+            HF_HUB_DISABLE_XET="1",
+        )
+        files = hub.files("alice/wan")
+        refused = call(
+            "wands",
+            "push",
+            root / "exported",
+            "bob/wan",
+            *where,
+            check=False,
+            HF_TOKEN="hf_secret",
+            HF_HUB_DISABLE_XET="1",
+        )
+    assert pushed.stdout.strip() == f"{hub.url}/alice/wan"
+    assert refused.returncode == 2
+    assert refused.stderr.count("bob/wan") == 1
+    for done in (pushed, refused):
+        assert "hf_secret" not in done.stdout + done.stderr
+    weights = "transformer/diffusion_pytorch_model.safetensors"
+    assert files[weights] == (root / "exported" / weights).read_bytes()
+    assert "a clip of bikes.mp4" in files["README.md"].decode()
+    assert "loss.png" in files
 
 
 @pytest.mark.parametrize("launch", [deepspeed, torchrun])
