@@ -171,6 +171,7 @@ def train(
         show_timesteps=show_timesteps,
         say=_say,
     )
+    _leave()
 
 
 @main.command()
@@ -296,6 +297,18 @@ def push(directory: Path, repo_id: str, **options: Any) -> None:
     from wands.commands.push import push as run
 
     click.echo(run(directory, repo_id, **options))
+
+
+def _leave() -> None:
+    """End a rank at once: its work is on disk.
+
+    Taking the collectives' threads apart at interpreter exit was seen to abort a finished run with gloo.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1" and _process_group_formed():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _say(text: str) -> None:
