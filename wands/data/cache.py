@@ -32,6 +32,7 @@ from wands.data.cache_format import (
 )
 from wands.data.cache_writer import CacheWriter
 from wands.data.collate import Sample
+from wands.data.patchify import blank_other_frames
 from wands.errors import CacheError
 from wands.variants import Variant
 
@@ -113,26 +114,50 @@ class LatentCache:
             f"key={key} is not in cache={self.path} ({len(self)} samples); use for example {near}."
         )
 
-    def read(self, i: int) -> Sample:
+    def latent_shape(self, i: int) -> tuple[int, int, int]:
+        """Latent (frames, height, width) of sample `i`, without opening its shard."""
+        f, h, w = self.index.latent_shapes[i][1:].tolist()
+        return f, h, w
+
+    def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
         """Sample `i` of the index: latents bf16 [C, f, h, w] and trimmed text_embeds bf16 [L, D].
+
+        Args:
+            i: position in `keys`.
+            frames: (first, end) of the latent frames wanted, all by default. The latents keep their shape;
+                the other frames are zero and, without `verify`, not read from the file: a rank of a
+                context-parallel group needs but the frames of its own tokens
+                (`wands.data.patchify.frames_of_tokens`). A checksum is one of the whole sample, so `verify`
+                reads all of it.
 
         Raises:
             CacheError: the shard cannot be read, does not match the index, or (with `verify`) a checksum is
                 wrong.
         """
+        num_frames = self.latent_shape(i)[0]
+        first, end = (0, num_frames) if frames is None else frames
+        assert 0 <= first <= end <= num_frames, (frames, num_frames)
         with self._own_handles():
             group = self._group(i)
             try:
-                latents, text = group["latents"][()], group["text_embeds"][()]
+                stored, text = group["latents"], group["text_embeds"][()]
+                if stored.shape != tuple(self.index.latent_shapes[i]) or len(text) != self.index.text_lens[i]:
+                    raise self._damaged(
+                        i, f"has latents {stored.shape} and {len(text)} text tokens, not what the index says"
+                    )
+                if self.verify or (first, end) == (0, num_frames):
+                    bits = stored[()]
+                else:
+                    bits = np.zeros(stored.shape, stored.dtype)
+                    bits[:, first:end] = stored[:, first:end]
             except (OSError, KeyError) as error:
                 raise self._damaged(i, f"cannot be read ({reason(error)})") from None
-        if latents.shape != tuple(self.index.latent_shapes[i]) or len(text) != self.index.text_lens[i]:
-            raise self._damaged(
-                i, f"has latents {latents.shape} and {len(text)} text tokens, not what the index says"
-            )
-        if self.verify and (found := checksum(latents, text)) != self.index.crc32[i]:
+        if self.verify and (found := checksum(bits, text)) != self.index.crc32[i]:
             raise self._damaged(i, f"has a wrong checksum ({found:08x}, not {self.index.crc32[i]:08x})")
-        return Sample(sample_id=self.index.keys[i], latents=from_bits(latents), text_embeds=from_bits(text))
+        latents = from_bits(bits)
+        if self.verify:
+            blank_other_frames(latents, (first, end))
+        return Sample(sample_id=self.index.keys[i], latents=latents, text_embeds=from_bits(text))
 
     def meta(self, i: int) -> dict[str, Any]:
         """What is known of sample `i` beside its numbers: caption, source file, window, num_frames, fps."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from wands.config import MockSection
 from wands.data.collate import Sample
-from wands.data.patchify import grid_size
+from wands.data.patchify import blank_other_frames, grid_size
 from wands.errors import DataError
 from wands.flow.keys import philox
 from wands.variants import DiTShape
@@ -48,14 +48,24 @@ class MockDataset:
         tokens = [int(np.prod(grid_size(latent_shape, patch_size))) for latent_shape in self.mock.shapes]
         return np.array([tokens[i % len(tokens)] for i in range(len(self.keys))], dtype=np.int64)
 
-    def read(self, index: int) -> Sample:
-        """One sample, the same at every call: bf16 latents [C, f, h, w] and text_embeds [n, text_dim]."""
+    def latent_shape(self, index: int) -> tuple[int, int, int]:
+        """Latent (frames, height, width) of one sample."""
+        return self.mock.shapes[index % len(self.mock.shapes)]
+
+    def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
+        """One sample, the same at every call: bf16 latents [C, f, h, w] and text_embeds [n, text_dim].
+
+        Args:
+            index: position in `keys`.
+            frames: (first, end) of the latent frames wanted, the others are zero as the cache would leave
+                them; all by default.
+        """
         key = self.keys[index]
-        latent_shape = self.mock.shapes[index % len(self.mock.shapes)]
+        latents = self._normal(key, "latents", self.shape.in_channels, *self.latent_shape(index))
         text_len = self.mock.text_lens[index % len(self.mock.text_lens)]
         return Sample(
             sample_id=key,
-            latents=self._normal(key, "latents", self.shape.in_channels, *latent_shape),
+            latents=latents if frames is None else blank_other_frames(latents, frames),
             text_embeds=self._normal(key, "text", text_len, self.shape.text_dim),
         )
 

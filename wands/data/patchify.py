@@ -46,3 +46,33 @@ def grid_size(latent_shape: tuple[int, int, int], patch_size: tuple[int, int, in
     """Tokens along (frame, row, column) of latents (f, h, w)."""
     (f, h, w), (pt, ph, pw) = latent_shape, patch_size
     return f // pt, h // ph, w // pw
+
+
+def frames_of_tokens(
+    tokens: tuple[int, int], grid: tuple[int, int, int], patch_size: tuple[int, int, int]
+) -> tuple[int, int]:
+    """The latent frames that a range of a sample's tokens is cut from.
+
+    Args:
+        tokens: (start, stop) in the order of `patchify`.
+        grid: tokens along (frame, row, column).
+        patch_size: latent (frames, height, width) of one token.
+
+    Returns:
+        (first, end) in latent frames, the fewest that hold all the tokens; (0, 0) for no tokens.
+    """
+    start, stop = tokens
+    per_frame = grid[1] * grid[2]
+    assert 0 <= start <= stop <= grid[0] * per_frame, (tokens, grid)
+    if start == stop:
+        return 0, 0
+    return start // per_frame * patch_size[0], -(-stop // per_frame) * patch_size[0]
+
+
+def blank_other_frames(latents: Tensor, frames: tuple[int, int]) -> Tensor:
+    """Zero, in place, all of `latents` [C, f, h, w] but the frames [first, end) of `frames`."""
+    first, end = frames
+    assert 0 <= first <= end <= latents.shape[1], (frames, tuple(latents.shape))
+    latents[:, :first] = 0
+    latents[:, end:] = 0
+    return latents
