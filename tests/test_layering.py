@@ -34,7 +34,8 @@ LAYERS = {
 }
 # package -> the only files of wands that may import it
 ONE_IMPORTER = {
-    "flash_attn": {"wands.attention.backends"},
+    "flash_attn": {"wands.attention.flash"},
+    "flash_attn_interface": {"wands.attention.flash"},
     "h5py": {"wands.data.cache", "wands.data.cache_format", "wands.data.cache_writer"},
     "click": {"wands.cli"},
     "datasets": {"wands.data.hf_dataset"},

@@ -81,7 +81,9 @@ class ParallelSection(Section):
 class AttentionSection(Section):
     """Attention kernels."""
 
-    backend: Literal["auto", "reference", "cpu", "torch", "flash2"] = "auto"
+    backend: Literal["auto", "reference", "cpu", "torch", "flash2", "flash3", "flash4"] = "auto"
+    """`auto` takes the first of flash4, flash3, flash2 (flash-attn packages) and torch that is installed, made for the GPU
+    and passes a check of its results; a kernel named here that fails the check is an error."""
 
 
 FLOW_PRESETS: dict[str, dict[str, Any]] = {
