@@ -29,7 +29,8 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wands.attention.varlen import choose_backend, varlen_attention
+from wands.attention.hybrid import ContextAttention
+from wands.attention.varlen import choose_backend
 from wands.config import FlowSection
 from wands.data.collate import PackingCollator, Sample, Shard
 from wands.model.transformer import PackedWanTransformer
@@ -68,7 +69,7 @@ def build_models(device: str) -> tuple[WanTransformer3DModel, PackedWanTransform
     packed.load_state_dict(stock.state_dict())
     name, dtype = ("torch", torch.bfloat16) if device == "cuda" else ("cpu", torch.float32)
     backend = choose_backend(name, device, dtype)
-    packed.set_attention(lambda q, k, v, meta: varlen_attention(q, k, v, meta.segments, backend), backend)
+    packed.set_attention(ContextAttention(backend), backend)
     for model in (stock, packed):
         model.to(device).train()
         if device == "cuda":

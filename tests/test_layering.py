@@ -19,6 +19,8 @@ LAYERS = {
     "wands.variants": 0,
     "wands.recipes": 0,
     "wands.attention": 1,
+    "wands.attention.ring": 2,
+    "wands.attention.hybrid": 2,
     "wands.flow": 1,
     "wands.data.packing": 1,
     "wands.data.patchify": 1,

@@ -31,8 +31,9 @@ class ModelSection(Section):
     """Diffusers pipeline folder or Hub id. Its DiT is trained; its config names the variant."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` takes only the config of `path` and starts from Wan's own initialisation."""
-    checkpointing: Literal["none", "full"] = "none"
-    """`full` keeps only each block's input and runs the block again in backward."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """`full` keeps only each block's input and runs the block again in backward. `selective` also keeps the result of
+    self-attention, so that neither its kernel nor the ring runs twice."""
 
 
 class MockSection(Section):
@@ -67,15 +68,21 @@ class PackingSection(Section):
 
 
 class ParallelSection(Section):
-    """Context parallelism: world = dp x ring x ulysses."""
+    """Context parallelism: world = dp x ring x ulysses. Give `cp_size`, or the degrees, or nothing for none."""
 
-    ulysses_degree: int = Field(default=1, ge=1)
-    ring_degree: int = Field(default=1, ge=1)
+    cp_size: int | None = Field(default=None, ge=1)
+    """Ranks that share one bin. Alone it takes the largest Ulysses degree that heads and node allow, a ring for the rest."""
+    ulysses_degree: int | None = Field(default=None, ge=1)
+    """Ranks that share heads; must divide the model's heads."""
+    ring_degree: int | None = Field(default=None, ge=1)
+    """Ranks that share each sample's tokens."""
+    fused_all_to_all: bool = True
+    """Send q, k and v in one Ulysses all-to-all; false takes DeepSpeed's three, which bring the same bits."""
 
     @property
-    def cp_size(self) -> int:
-        """Ranks that share one bin."""
-        return self.ulysses_degree * self.ring_degree
+    def group_size(self) -> int:
+        """Ranks that share one bin, whichever way they are asked for."""
+        return self.cp_size or (self.ulysses_degree or 1) * (self.ring_degree or 1)
 
 
 class AttentionSection(Section):
@@ -321,6 +328,20 @@ def _validation_problems(error: ValidationError) -> Iterator[tuple[str, str]]:
 def _cross_checks(recipe: Recipe) -> Iterator[str]:
     if recipe.data.cache and recipe.data.mock:
         yield f"data.cache={recipe.data.cache} and data.mock are both set; keep one of them."
+    parallel = recipe.parallel
+    known = (parallel.ulysses_degree or 1) * (parallel.ring_degree or 1)
+    both = parallel.ulysses_degree and parallel.ring_degree
+    if parallel.cp_size and (parallel.cp_size != known if both else parallel.cp_size % known):
+        degrees = " x ".join(
+            f"parallel.{name}={value}"
+            for name, value in (
+                ("ulysses_degree", parallel.ulysses_degree),
+                ("ring_degree", parallel.ring_degree),
+            )
+            if value
+        )
+        rule = "be" if both else "be a multiple of"
+        yield f"parallel.cp_size={parallel.cp_size} must {rule} {degrees}; leave one of them out."
     if recipe.data.mock:
         too_long = [length for length in recipe.data.mock.text_lens if not 0 < length <= 512]
         if too_long:

@@ -81,7 +81,7 @@ def test_the_shard_of_a_lone_rank_is_the_whole_batch():
     assert torch.equal(shard.tokens, batch.tokens)
     assert shard.meta.seq_lens == (2, 12, 2)
     assert shard.meta.text_lens == (3, 1, 5)
-    assert shard.meta.segments.lens_q == shard.meta.segments.lens_k == (2, 12, 2)
+    assert shard.meta.chunk_lens == ((2, 12, 2),)
     assert shard.meta.segment_ids.tolist() == [0] * 2 + [1] * 12 + [2] * 2
     assert shard.meta.positions[:2].tolist() == [[0, 0, 0], [0, 0, 1]]
     assert shard.meta.positions[2:14].tolist() == [
@@ -92,12 +92,12 @@ def test_the_shard_of_a_lone_rank_is_the_whole_batch():
 
 def test_a_shard_takes_the_layouts_tokens_and_zeroes_pads():
     batch = collator()([THREE[1]], [0], 0)
-    index = torch.tensor([4, 5, 6, -1])
-    layout = ContextLayout((12,), index, torch.zeros(4, dtype=torch.int64), (3,))
+    layout = ContextLayout.build((12,), ring_degree=5, cp_rank=2)  # rows of 3, 3, 2, 2 and 2 tokens
+    assert layout.token_index.tolist() == [6, 7, -1]
     shard = batch.shard(layout)
-    assert torch.equal(shard.tokens[:3], batch.tokens[4:7])
-    assert not shard.tokens[3].any()
-    assert shard.meta.positions[:3].tolist() == [[1, 0, 0], [1, 0, 1], [1, 1, 0]]
+    assert torch.equal(shard.tokens[:2], batch.tokens[6:8])
+    assert not shard.tokens[2].any()
+    assert shard.meta.positions[:2].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert torch.equal(shard.text_embeds, batch.text_embeds)
 
 

@@ -73,7 +73,7 @@ def make_meta(grids: list[tuple[int, int, int]], text_lens: list[int]) -> Packed
     return PackedMeta(
         torch.cat(positions),
         layout.segment_ids,
-        Segments.build(layout.local_lens),
+        layout.plan.chunk_lens,
         layout.local_lens,
         tuple(text_lens),
     )
@@ -104,7 +104,9 @@ def build_pair(dtype: torch.dtype = torch.float32) -> tuple[WanTransformer3DMode
 
 
 def set_attention(
-    model: PackedWanTransformer, dtype: torch.dtype, segments_of: Callable = lambda meta: meta.segments
+    model: PackedWanTransformer,
+    dtype: torch.dtype,
+    segments_of: Callable = lambda meta: Segments.build(meta.chunk_lens[0]),
 ) -> None:
     backend = choose_backend("cpu", "cpu", dtype)
     model.set_attention(lambda q, k, v, m: varlen_attention(q, k, v, segments_of(m), backend), backend)

@@ -113,7 +113,9 @@ def test_bf16_autocast_keeps_in_fp32_what_must_be():
 
     def attention(q: Tensor, k: Tensor, v: Tensor, meta: transformer.PackedMeta) -> Tensor:
         seen.update(q=q.dtype, k=k.dtype, v=v.dtype)
-        return varlen_attention(q, k, v, meta.segments, packed.blocks[0].attn2.processor.backend)
+        return varlen_attention(
+            q, k, v, Segments.build(meta.chunk_lens[0]), packed.blocks[0].attn2.processor.backend
+        )
 
     packed.set_attention(attention, packed.blocks[0].attn2.processor.backend)
     with torch.autocast("cpu", torch.bfloat16):

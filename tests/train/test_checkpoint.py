@@ -14,6 +14,7 @@ import pytest
 
 from tests.train.runs import make_job, run_job
 from wands.errors import CheckpointError
+from wands.parallel.mesh import ContextGroups
 from wands.train.checkpoint import STATE_FILE, find_checkpoint, load_state, save_checkpoint
 from wands.train.engine import init_process_group
 from wands.train.metrics import read_metrics
@@ -193,7 +194,7 @@ def save_without_space(model: Path, out: Path) -> str:
 
     job = make_job(model, out, ("train.max_steps=1",), ZERO2)
     _, _, device = init_process_group()
-    engine = build_engine(build_model(job, device), job.ds_config, job.recipe, 1)
+    engine = build_engine(build_model(job, ContextGroups(job.grid(0)), device), job.ds_config, job.recipe, 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     with pytest.raises(CheckpointError) as caught:
         save_checkpoint(engine, out / "checkpoints", build_state(job, 1, 0, []), keep=1)

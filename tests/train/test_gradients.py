@@ -19,8 +19,8 @@ from wands.data.patchify import unpatchify
 from wands.flow.corrupt import corrupt
 from wands.flow.sigmas import sigma_weight
 from wands.parallel.layout import ContextLayout
-from wands.parallel.mesh import RankGrid
-from wands.train.batches import rank_batches
+from wands.parallel.mesh import ContextGroups
+from wands.train.batches import rank_shards
 from wands.train.engine import build_engine, init_process_group
 from wands.train.job import Job
 from wands.train.loop import build_model, train_step
@@ -46,8 +46,9 @@ def engine_gradients(
 
     job = make_job(model, out, overrides, ds)
     rank, _, device = init_process_group()
+    groups = ContextGroups.build(job.grid(rank))
     engine = build_engine(
-        build_model(job, device) if dtype == torch.float32 else _double(job, device),
+        build_model(job, groups, device) if dtype == torch.float32 else _double(job, groups, device),
         job.ds_config,
         job.recipe,
         1,
@@ -61,12 +62,11 @@ def engine_gradients(
     engine.step = capture
     engine.get_global_grad_norm = lambda: 0.0  # known only after the update that is left out here
     plan = job.sampler.step_plan(0)
-    grid = RankGrid.build(job.world_size, rank, job.recipe.parallel)
     train_step(
         engine,
-        rank_batches(job, plan, grid.dp_rank),
+        rank_shards(job, plan, groups.grid),
         job,
-        grid,
+        groups,
         device,
         plan.denominators[job.recipe.loss.reduction],
     )
@@ -74,17 +74,17 @@ def engine_gradients(
     dist.all_gather_object(
         names,
         sorted(
-            {key for one in rank_batches(job, plan, grid.dp_rank) for key in [k.sample_id for k in one.keys]}
+            {key for one in rank_shards(job, plan, groups.grid) for key in [k.sample_id for k in one.keys]}
         ),
     )
     assert len({tuple(one) for one in names}) == job.world_size, "ranks must hold different samples"
     return found if rank == 0 else {}
 
 
-def _double(job: Job, device: torch.device) -> torch.nn.Module:
+def _double(job: Job, groups: ContextGroups, device: torch.device) -> torch.nn.Module:
     """The same model in float64; under ZeRO-3 DeepSpeed shards it when the engine is made."""
     return build_model(
-        replace(job, ds_config={**job.ds_config, "zero_optimization": {"stage": 2}}), device
+        replace(job, ds_config={**job.ds_config, "zero_optimization": {"stage": 2}}), groups, device
     ).double()
 
 

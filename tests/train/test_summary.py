@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wands.attention.segments import Segments
-from wands.attention.varlen import choose_backend, varlen_attention
+from wands.attention.hybrid import ContextAttention
+from wands.attention.varlen import choose_backend
 from wands.config import load_recipe
 from wands.model.transformer import PackedWanTransformer
 from wands.parallel.layout import PackedMeta, segment_ids_of
@@ -22,14 +22,14 @@ def bytes_kept_for_backward(compute: str, checkpointing: str) -> tuple[int, DiTS
         num_attention_heads=4, attention_head_dim=64, num_layers=4, ffn_dim=1024, text_dim=64, freq_dim=64
     )
     backend = choose_backend("cpu", torch.device("cpu"), torch.float32)
-    model.set_attention(lambda q, k, v, meta: varlen_attention(q, k, v, meta.segments, backend), backend)
+    model.set_attention(ContextAttention(backend), backend)
     if checkpointing == "full":
         model.enable_gradient_checkpointing()
     tokens = sum(LENS)
     meta = PackedMeta(
         torch.zeros(tokens, 3, dtype=torch.int64),
         segment_ids_of(LENS),
-        Segments.build(LENS),
+        (tuple(LENS),),
         LENS,
         (100,) * len(LENS),
     )

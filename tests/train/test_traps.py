@@ -10,9 +10,9 @@ import torch
 
 from tests.train.runs import losses, make_job, run_job
 from wands.errors import CheckpointError
-from wands.parallel.mesh import RankGrid
+from wands.parallel.mesh import ContextGroups
 from wands.train import checkpoint as checkpoint_module
-from wands.train.batches import rank_batches
+from wands.train.batches import rank_shards
 from wands.train.checkpoint import find_checkpoint
 from wands.train.engine import build_engine, init_process_group
 from wands.train.loop import build_model, train_step
@@ -31,7 +31,7 @@ def run_with_a_resume_bug(
 
     if bug == "data":
         right = loop.prefetched
-        loop.prefetched = lambda job, rank, step: right(job, rank, 0)
+        loop.prefetched = lambda job, grid, step: right(job, grid, 0)
     elif bug == "optimizer":
 
         def weights_only(engine: Any, path: Path) -> None:
@@ -115,7 +115,7 @@ def clipped_update(model: Path, out: Path, bug: str) -> tuple[float, float]:
     ds = {**ZERO2, "optimizer": {"type": "SGD", "params": {}}, "zero_allow_untested_optimizer": True}
     job = make_job(model, out, overrides, ds)
     _, _, device = init_process_group()
-    module = build_model(job, device)
+    module = build_model(job, ContextGroups(job.grid(0)), device)
     before = {name: value.detach().clone() for name, value in module.named_parameters()}
     engine = build_engine(module, job.ds_config, job.recipe, 1)
     if bug == "every micro step":  # the update comes from micro steps that were each cut to the limit
@@ -131,8 +131,8 @@ def clipped_update(model: Path, out: Path, bug: str) -> tuple[float, float]:
         engine.backward, engine.step = backward_and_step, lambda: None
     plan = job.sampler.step_plan(0)
     assert all(plan.bins)
-    grid = RankGrid.build(1, 0, job.recipe.parallel)
-    train_step(engine, rank_batches(job, plan, 0), job, grid, device, plan.denominators["sample"])
+    groups = ContextGroups(job.grid(0))
+    train_step(engine, rank_shards(job, plan, groups.grid), job, groups, device, plan.denominators["sample"])
     moved = sum(
         float((value.detach() - before[name]).square().sum())
         for name, value in engine.module.named_parameters()

@@ -13,7 +13,7 @@ from wands.errors import ConfigError
 from wands.files import write_text
 from wands.train.checkpoint import find_checkpoint
 from wands.train.ds_config import load_ds_config
-from wands.train.engine import accelerator_type, check_offload, init_process_group
+from wands.train.engine import accelerator_type, check_offload, init_process_group, ranks_per_node
 from wands.train.job import Job, Report, prepare_job
 from wands.train.state import TrainState
 from wands.train.summary import start_block
@@ -60,6 +60,7 @@ def run_train(
         names=names,
         # Hashing a UMT5 takes seconds: one rank does it for all, and its refusal ends the launcher's whole job.
         encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
+        ranks_per_node=ranks_per_node(),
     )
     found = _resume_from(job, resume)
     if rank == 0:  # it asks what the accelerator can do: only rank 0 sits on the one that it asks

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from wands.attention.segments import Segments
 from wands.config import FlowSection
 from wands.data.patchify import grid_size, patchify
 from wands.errors import DataError
@@ -151,7 +150,7 @@ class PackedBatch:
         return PackedMeta(
             positions=positions[layout.token_index.clamp(min=0)],
             segment_ids=layout.segment_ids,
-            segments=Segments.build(layout.local_lens),
+            chunk_lens=layout.plan.chunk_lens,
             seq_lens=layout.local_lens,
             text_lens=self.text_lens,
         )

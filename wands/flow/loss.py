@@ -26,17 +26,15 @@ def flow_matching_loss(
         sample_weights: fp32 [S], from `loss_weights`.
 
     Returns:
-        The sum, a scalar with gradient, and each sample's plain mean squared error over its tokens here, [S]
-        detached (0 for a sample without tokens here).
+        The sum, a scalar with gradient, and for each sample the plain squared error summed over its tokens here,
+        [S] detached: over all ranks that share the sample, divided by its tokens, that is its mean squared error.
     """
     dtype = torch.promote_types(pred.dtype, torch.float32)
     errors = (pred.to(dtype) - target.to(dtype)).square().mean(dim=1)
     weights = sample_weights.to(device=pred.device, dtype=dtype)
     loss = (errors * weights[segment_ids]).sum()
 
-    counts = torch.bincount(segment_ids, minlength=len(weights)).clamp(min=1)
-    per_sample = torch.zeros_like(weights).index_add_(0, segment_ids, errors.detach()) / counts
-    return loss, per_sample
+    return loss, torch.zeros_like(weights).index_add_(0, segment_ids, errors.detach())
 
 
 def loss_weights(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from wands.attention.varlen import Backend, PaddedSegments, padded_attention
 from wands.model.modulation import gated_add, modulate
@@ -62,6 +63,21 @@ class PackedWanTransformer(WanTransformer3DModel):
         for block in self.blocks:
             block.attn1.set_processor(SelfAttentionProcessor(self_attention))
             block.attn2.set_processor(TextAttentionProcessor(backend))
+
+    def set_checkpointing(self, mode: str, keep: Sequence[Any] = ()) -> None:
+        """Choose what backward computes again instead of finding it kept.
+
+        Args:
+            mode: "none"; "full": all of each block; "selective": all of it but the results of `keep`.
+            keep: operators, such as `wands.attention.ring.OPERATOR`.
+        """
+        if mode == "none":
+            self.disable_gradient_checkpointing()
+            return
+        kwargs = {}
+        if mode == "selective":
+            kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(keep))
+        self.enable_gradient_checkpointing(functools.partial(checkpoint, use_reentrant=False, **kwargs))
 
     def forward(self, tokens: Tensor, meta: PackedMeta, timesteps: Tensor, text_embeds: Tensor) -> Tensor:
         """Predict the velocity of every token.

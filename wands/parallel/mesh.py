@@ -1,8 +1,14 @@
-"""The rank grid: world = dp x ring x ulysses, Ulysses innermost so that its all-to-all stays inside a node."""
+"""The rank grid and its process groups: world = dp x ring x ulysses.
+
+Ulysses is innermost, so that its all-to-all stays inside a node.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
 
 from wands.config import ParallelSection
 from wands.errors import ConfigError
@@ -15,26 +21,19 @@ class RankGrid:
     Attributes:
         world_size: all ranks.
         rank: this one.
-        cp_size: ranks that share one bin.
+        ulysses_degree: ranks that share heads, neighbours in the world.
+        ring_degree: ranks that share each sample's tokens.
     """
 
     world_size: int
     rank: int
-    cp_size: int
+    ulysses_degree: int = 1
+    ring_degree: int = 1
 
-    @classmethod
-    def build(cls, world_size: int, rank: int, parallel: ParallelSection) -> RankGrid:
-        """Place a rank.
-
-        Raises:
-            ConfigError: the context-parallel degrees do not divide the world.
-        """
-        if world_size % parallel.cp_size:
-            raise ConfigError(
-                f"parallel.ulysses_degree={parallel.ulysses_degree} x parallel.ring_degree={parallel.ring_degree} must divide "
-                f"world_size={world_size}; start a multiple of {parallel.cp_size} processes."
-            )
-        return cls(world_size, rank, parallel.cp_size)
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share one bin."""
+        return self.ulysses_degree * self.ring_degree
 
     @property
     def dp_size(self) -> int:
@@ -48,5 +47,117 @@ class RankGrid:
 
     @property
     def cp_rank(self) -> int:
-        """Place inside the group that shares a bin."""
+        """Place inside the group that shares a bin: ring rank * ulysses_degree + Ulysses rank."""
         return self.rank % self.cp_size
+
+    @property
+    def ring_rank(self) -> int:
+        """Which chunk of every sample this rank attends for."""
+        return self.cp_rank // self.ulysses_degree
+
+    @property
+    def ulysses_rank(self) -> int:
+        """Which heads, and which slice of the ring row, this rank has."""
+        return self.cp_rank % self.ulysses_degree
+
+
+def check_world(parallel: ParallelSection, world_size: int) -> None:
+    """Refuse a world that the context-parallel groups do not divide.
+
+    Raises:
+        ConfigError: as that.
+    """
+    if world_size % parallel.group_size:
+        names = ("cp_size", "ulysses_degree", "ring_degree")
+        asked = ", ".join(f"parallel.{n}={getattr(parallel, n)}" for n in names if getattr(parallel, n))
+        raise ConfigError(
+            f"{asked}: {parallel.group_size} ranks share a bin, which must divide world_size={world_size}; start a "
+            f"multiple of {parallel.group_size} processes."
+        )
+
+
+def choose_degrees(
+    parallel: ParallelSection, *, num_heads: int, ranks_per_node: int, model: str
+) -> tuple[int, int]:
+    """Turn what the recipe asks for into the two degrees.
+
+    `cp_size` alone takes the largest Ulysses degree that divides the heads, the group and the node, because an
+    all-to-all sends less than a ring as soon as it is allowed, and puts the rest in the ring.
+
+    Args:
+        parallel: checked by `load_recipe`.
+        num_heads: of the DiT.
+        ranks_per_node: processes that the launcher started on each node.
+        model: what to call it in an error.
+
+    Returns:
+        ulysses_degree, ring_degree.
+
+    Raises:
+        ConfigError: the Ulysses degree does not divide the heads.
+    """
+    size, ulysses, ring = parallel.group_size, parallel.ulysses_degree, parallel.ring_degree
+    if ulysses is None:
+        if ring is not None:
+            ulysses = size // ring
+        else:
+            fits = [n for n in range(1, size + 1) if not (num_heads % n or size % n or ranks_per_node % n)]
+            ulysses = max(fits)
+    if num_heads % ulysses:
+        legal = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        raise ConfigError(
+            f"parallel.ulysses_degree={ulysses} must divide num_heads={num_heads} of {model}; use one of {legal}, and "
+            "parallel.ring_degree for the rest."
+        )
+    return ulysses, size // ulysses
+
+
+@dataclass(frozen=True)
+class ContextGroups:
+    """The process groups of one rank; None where the degree is 1 and there is nobody to talk to.
+
+    Attributes:
+        grid: where this rank stands.
+        ulysses: all-to-all of heads.
+        ring: keys and values on their way round.
+        ring_grad: their gradients; a communicator of its own, or the two would wait for each other.
+        cp: all ranks that share a bin.
+    """
+
+    grid: RankGrid
+    ulysses: dist.ProcessGroup | None = None
+    ring: dist.ProcessGroup | None = None
+    ring_grad: dist.ProcessGroup | None = None
+    cp: dist.ProcessGroup | None = None
+
+    @classmethod
+    def build(cls, grid: RankGrid, device: torch.device | str = "cpu") -> ContextGroups:
+        """Make the groups, on every rank in the same order, and use each once.
+
+        A communicator is set up at its first use, by all its members: in the middle of a ring that would be a deadlock.
+
+        Args:
+            grid: this rank's place.
+            device: where the tensors will be.
+        """
+        cp, ulysses = grid.cp_size, grid.ulysses_degree
+        bins = [range(start, start + cp) for start in range(0, grid.world_size, cp)]
+        rows = [ranks[i : i + ulysses] for ranks in bins for i in range(0, cp, ulysses)]
+        rings = [ranks[i::ulysses] for ranks in bins for i in range(ulysses)]
+        return cls(
+            grid,
+            ulysses=_make(rows, device),
+            ring=_make(rings, device),
+            ring_grad=_make(rings, device),
+            cp=_make(bins, device),
+        )
+
+
+def _make(partition: list[range], device: torch.device | str) -> dist.ProcessGroup | None:
+    if len(partition[0]) == 1:
+        return None
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in partition])
+    ones = torch.ones(1, device=device)
+    dist.all_reduce(ones, group=group)
+    assert int(ones.item()) == len(partition[0])
+    return group

@@ -1,4 +1,4 @@
-"""From the plan of a step to the packed batches that one rank forwards, read ahead of the device."""
+"""From the plan of a step to the shards of packed batches that one rank forwards, read ahead of the device."""
 
 from __future__ import annotations
 
@@ -8,41 +8,53 @@ import threading
 from collections.abc import Generator
 from typing import Any
 
-from wands.data.collate import PackedBatch
-from wands.data.packing import assign_bins
+from wands.data.collate import Shard
+from wands.data.packing import Bin, assign_bins
+from wands.data.patchify import frames_of_tokens, grid_size
 from wands.data.sampler import StepPlan
+from wands.parallel.layout import ContextLayout
+from wands.parallel.mesh import RankGrid
 from wands.train.job import Job
 
 
-def rank_batches(job: Job, plan: StepPlan, dp_rank: int) -> list[PackedBatch]:
-    """Read and pack what one dp rank forwards in one step.
+def rank_shards(job: Job, plan: StepPlan, grid: RankGrid) -> list[Shard]:
+    """Read, pack and cut what one rank forwards in one step: every rank derives it alone.
 
     With packing off the same bins go through one sample at a time; ranks with fewer samples add forwards of weight zero, because
     under ZeRO-3 every rank must run the same number.
     """
     micro_steps = assign_bins(plan.bins, job.dp_size, job.sampler.bin_cost)
     ranks = list(zip(*micro_steps, strict=True))  # dp rank -> its bins, in order
-    batches = [
-        job.collator([job.data.read(i) for i in one], plan.occurrences(one), plan.epoch)
-        for one in ranks[dp_rank]
-    ]
-    if job.recipe.packing.enabled:
-        return batches
-    singles = [
-        single for batch, one in zip(batches, ranks[dp_rank], strict=True) if one for single in batch.split()
-    ]
-    most = max(sum(len(one) for one in bins) for bins in ranks)
-    return singles + [job.collator([], [], plan.epoch) for _ in range(most - len(singles))]
+    packs = list(ranks[grid.dp_rank])
+    if not job.recipe.packing.enabled:
+        most = max(sum(len(one) for one in bins) for bins in ranks)
+        packs = [(i,) for one in packs for i in one]
+        packs += [()] * (most - len(packs))
+    return [read_shard(job, pack, plan, grid) for pack in packs]
+
+
+def read_shard(job: Job, pack: Bin, plan: StepPlan, grid: RankGrid) -> Shard:
+    """One rank's share of one pack; of the data it reads only the frames that its tokens come from."""
+    lens = [int(job.seq_lens[i]) for i in pack] or [1]  # the collator's one token of padding
+    layout = ContextLayout.build(
+        lens, ulysses_degree=grid.ulysses_degree, ring_degree=grid.ring_degree, cp_rank=grid.cp_rank
+    )
+    patch = job.shape.patch_size
+    samples = []
+    for i, length, tokens in zip(pack, lens, layout.token_ranges, strict=False):
+        frames = frames_of_tokens(tokens, grid_size(job.data.latent_shape(i), patch), patch)
+        samples.append(job.data.read(i, None if tokens == (0, length) else frames))
+    return job.collator(samples, plan.occurrences(pack), plan.epoch).shard(layout)
 
 
 def prefetched(
-    job: Job, dp_rank: int, start_step: int
-) -> Generator[tuple[StepPlan, list[PackedBatch]], None, None]:
-    """Batches of the coming steps, read ahead in a thread so that the device does not wait for the disk."""
+    job: Job, grid: RankGrid, start_step: int
+) -> Generator[tuple[StepPlan, list[Shard]], None, None]:
+    """Shards of the coming steps, read ahead in a thread so that the device does not wait for the disk."""
     plans = job.sampler.iterate(start_step)
     if job.recipe.data.prefetch == 0:
         for plan in plans:
-            yield plan, rank_batches(job, plan, dp_rank)
+            yield plan, rank_shards(job, plan, grid)
         return
     ready: queue.Queue[Any] = queue.Queue(maxsize=job.recipe.data.prefetch)
     stop = threading.Event()
@@ -56,7 +68,7 @@ def prefetched(
     def read_ahead() -> None:
         try:
             for plan in plans:
-                put((plan, rank_batches(job, plan, dp_rank)))
+                put((plan, rank_shards(job, plan, grid)))
                 if stop.is_set():
                     return
             put(None)

@@ -209,7 +209,7 @@ def _check_sections(config: dict[str, Any], name: str) -> list[str]:
 
 
 def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: Names) -> list[str]:
-    bins, dp_size = recipe.train.bins_per_step, world_size // recipe.parallel.cp_size
+    bins, dp_size = recipe.train.bins_per_step, world_size // recipe.parallel.group_size
     accumulation = max(bins // dp_size, 1)
     # Without packing a bin is several forwards, and how many differs from step to step: wands sets every boundary
     # itself and DeepSpeed is told 1, which is also what the run folder's JSON then says.

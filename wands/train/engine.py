@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,14 +43,19 @@ def accelerator_type() -> str:
     return "cuda" if get_accelerator().device_name() == "cuda" else "cpu"
 
 
+def ranks_per_node() -> int:
+    """Processes that the launcher started on this node."""
+    # torchrun calls it LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE; without either there is one node.
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")
+    return int(next((os.environ[name] for name in names if name in os.environ), "1"))
+
+
 def init_process_group() -> tuple[int, int, torch.device]:
     """Join the world that the launcher describes (one process when there is none).
 
     Returns:
         rank, world size, and this rank's device, already current.
     """
-    import os
-
     import deepspeed
 
     if "RANK" not in os.environ:  # plain `wands train`
@@ -65,9 +71,7 @@ def init_process_group() -> tuple[int, int, torch.device]:
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:
         # Ranks that each start a thread per core spin against each other and slow down a hundredfold.
-        torch.set_num_threads(
-            max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])), 1)
-        )
+        torch.set_num_threads(max((os.cpu_count() or 1) // ranks_per_node(), 1))
     deepspeed.init_distributed(dist_backend="nccl" if device_type == "cuda" else "gloo", verbose=False)
     return torch.distributed.get_rank(), torch.distributed.get_world_size(), device
 

@@ -20,7 +20,7 @@ from wands.data.packing import assign_bins
 from wands.data.sampler import PlanSampler, check_enough_samples
 from wands.errors import CacheError, ConfigError
 from wands.model.loading import check_weights, load_config
-from wands.parallel.mesh import RankGrid
+from wands.parallel.mesh import RankGrid, check_world, choose_degrees
 from wands.train.ds_config import build_ds_config
 from wands.variants import DiTShape, Variant, variant_of
 
@@ -34,8 +34,11 @@ class Dataset(Protocol):
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
         """Video tokens of every sample, int64 [N]."""
 
-    def read(self, index: int) -> Sample:
-        """One sample."""
+    def latent_shape(self, index: int) -> tuple[int, int, int]:
+        """Latent (frames, height, width) of a sample, without reading it."""
+
+    def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
+        """One sample; of its latents only these frames, when they are given."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Job:
         sampler: the plan of every optimizer step.
         collator: samples to packed batches.
         world_size: all ranks.
+        degrees: (ulysses_degree, ring_degree).
     """
 
     recipe: Recipe
@@ -63,6 +67,7 @@ class Job:
     sampler: PlanSampler
     collator: PackingCollator
     world_size: int
+    degrees: tuple[int, int] = (1, 1)
 
     @property
     def zero_stage(self) -> int:
@@ -72,7 +77,11 @@ class Job:
     @property
     def dp_size(self) -> int:
         """Groups of ranks that hold different bins."""
-        return self.world_size // self.recipe.parallel.cp_size
+        return self.grid(0).dp_size
+
+    def grid(self, rank: int) -> RankGrid:
+        """Where a rank stands."""
+        return RankGrid(self.world_size, rank, *self.degrees)
 
     @property
     def output_dir(self) -> Path:
@@ -114,6 +123,7 @@ def prepare_job(
     device_type: str,
     names: tuple[str, str],
     encoders: Callable[[str], Mapping[str, Any]],
+    ranks_per_node: int | None = None,
 ) -> Job:
     """Check a run and work out its plan.
 
@@ -124,16 +134,18 @@ def prepare_job(
         device_type: "cuda" or "cpu".
         names: what to call the JSON and the recipe in errors.
         encoders: model path -> fingerprint of its VAE and text encoder, to hold a cache against.
+        ranks_per_node: processes on each node; None is one node.
 
     Raises:
         ConfigError, CacheError, DataError: the run cannot be; each in a sentence with its cure.
     """
-    grid = RankGrid.build(world_size, 0, recipe.parallel)
+    check_world(recipe.parallel, world_size)
+    dp_size = world_size // recipe.parallel.group_size
     ds_config = build_ds_config(ds_user, recipe, world_size=world_size, device_type=device_type, names=names)
-    if recipe.train.bins_per_step % grid.dp_size:
+    if recipe.train.bins_per_step % dp_size:
         raise ConfigError(
-            f"train.bins_per_step={recipe.train.bins_per_step} must be a multiple of dp_size={grid.dp_size} "
-            f"({world_size} processes); use {grid.dp_size} or a multiple of it."
+            f"train.bins_per_step={recipe.train.bins_per_step} must be a multiple of dp_size={dp_size} "
+            f"({world_size} processes); use {dp_size} or a multiple of it."
         )
     if not recipe.model.path:
         raise ConfigError(
@@ -147,11 +159,16 @@ def prepare_job(
             f"model.path={recipe.model.path}: {error}; this version trains Wan 2.1 T2V."
         ) from None
     shape = DiTShape.from_config(config)
-    _check_degrees(recipe, shape, variant)
+    degrees = choose_degrees(
+        recipe.parallel,
+        num_heads=shape.num_heads,
+        ranks_per_node=ranks_per_node or world_size,
+        model=variant.name,
+    )
     data = _open_data(recipe, shape, variant, encoders)
     if recipe.model.init == "pretrained":
         check_weights(recipe.model.path)
-    check_enough_samples(len(data.keys), grid.dp_size)
+    check_enough_samples(len(data.keys), dp_size)
     cost = (float(shape.linear_flops_per_token()), float(shape.attention_flops_per_squared_token()))
     sampler = PlanSampler(
         data.num_tokens(shape.patch_size),
@@ -164,22 +181,7 @@ def prepare_job(
         max_steps=recipe.train.max_steps,
     )
     collator = PackingCollator(shape, recipe.flow, recipe.train.seed, data.null_text_embeds)
-    return Job(recipe, ds_config, config, shape, variant, data, sampler, collator, world_size)
-
-
-def _check_degrees(recipe: Recipe, shape: DiTShape, variant: Variant) -> None:
-    parallel = recipe.parallel
-    if shape.num_heads % parallel.ulysses_degree:
-        legal = ", ".join(str(n) for n in range(1, shape.num_heads + 1) if shape.num_heads % n == 0)
-        raise ConfigError(
-            f"parallel.ulysses_degree={parallel.ulysses_degree} must divide num_heads={shape.num_heads} of "
-            f"{variant.name}; use one of {legal}."
-        )
-    if parallel.cp_size != 1:
-        raise ConfigError(
-            f"parallel.ulysses_degree={parallel.ulysses_degree}, parallel.ring_degree={parallel.ring_degree} ask for context "
-            "parallelism, which this version does not have; set both to 1."
-        )
+    return Job(recipe, ds_config, config, shape, variant, data, sampler, collator, world_size, degrees)
 
 
 def _open_data(

@@ -15,16 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wands.attention.varlen import choose_backend, varlen_attention
-from wands.data.collate import PackedBatch
+from wands.attention.hybrid import ContextAttention
+from wands.attention.ring import OPERATOR
+from wands.attention.varlen import choose_backend
+from wands.data.collate import Shard
 from wands.data.sampler import StepPlan
 from wands.errors import DataError
 from wands.flow.corrupt import corrupt
 from wands.flow.loss import flow_matching_loss, loss_weights
 from wands.flow.sigmas import sigma_weight
 from wands.model.loading import load_transformer
-from wands.parallel.layout import ContextLayout
-from wands.parallel.mesh import RankGrid
+from wands.parallel.mesh import ContextGroups, RankGrid
 from wands.train.batches import prefetched
 from wands.train.checkpoint import abandon_newer, load_checkpoint, save_checkpoint
 from wands.train.engine import build_engine
@@ -53,7 +54,7 @@ class StepResult:
 
     Attributes:
         loss: this rank's part of the loss SUM, fp32 scalar.
-        samples: the error of each of this rank's clips.
+        samples: the error of each clip of this rank's bins.
         grad_norm: norm of the whole gradient before clipping, the same on every rank.
     """
 
@@ -63,60 +64,68 @@ class StepResult:
 
 
 def train_step(
-    engine: Any, batches: list[PackedBatch], job: Job, grid: RankGrid, device: torch.device, denominator: int
+    engine: Any, shards: list[Shard], job: Job, groups: ContextGroups, device: torch.device, denominator: int
 ) -> StepResult:
     """One optimizer step: every micro batch forward and backward, then the update.
 
     Args:
         engine: the DeepSpeed engine.
-        batches: this rank's micro batches; the number is the same on every rank.
+        shards: this rank's part of its micro batches; their number is the same on every rank.
         job: recipe and shape.
-        grid: where this rank stands.
+        groups: the ranks that share these micro batches.
         device: of the engine.
         denominator: samples (or tokens) of the step over all ranks.
     """
-    recipe, parallel = job.recipe, job.recipe.parallel
+    recipe = job.recipe
     total, forwarded = torch.zeros((), device=device), []
-    for number, batch in enumerate(batches, start=1):
-        layout = ContextLayout.build(
-            batch.seq_lens,
-            ulysses_degree=parallel.ulysses_degree,
-            ring_degree=parallel.ring_degree,
-            cp_rank=grid.cp_rank,
-        )
-        shard = batch.shard(layout).to(device)
+    for number, host_shard in enumerate(shards, start=1):
+        shard, layout = host_shard.to(device), host_shard.layout
         # x_t, target and sigmas: a function of (seed, sample, epoch), whatever the rank and the pack
         noisy = corrupt(shard.tokens, layout, shard.keys, recipe.flow, recipe.train.seed)
 
-        engine.set_gradient_accumulation_boundary(number == len(batches))
+        engine.set_gradient_accumulation_boundary(number == len(shards))
         pred = engine(noisy.tokens, shard.meta, noisy.timesteps, shard.text_embeds)
 
         sigma_weights = sigma_weight(noisy.sigmas, recipe.flow)
-        weights = loss_weights(batch.seq_lens, shard.weights, sigma_weights, recipe.loss.reduction)
-        # a SUM over this rank's tokens
-        loss, errors = flow_matching_loss(pred, noisy.target, shard.meta.segment_ids, weights)
+        weights = loss_weights(layout.seq_lens, shard.weights, sigma_weights, recipe.loss.reduction)
+        # a SUM over this rank's tokens; tail padding is cut off
+        rows = slice(layout.num_valid)
+        loss, errors = flow_matching_loss(
+            pred[rows], noisy.target[rows], shard.meta.segment_ids[rows], weights
+        )
         # ZeRO averages over the world at every stage, so this factor makes the gradient that of the whole step.
         engine.backward(loss * (job.world_size / denominator), scale_wrt_gas=False)
 
         total += loss.detach()
-        forwarded.append((batch, noisy.sigmas, errors))
+        forwarded.append((host_shard, noisy.sigmas, errors))
     grad_norm = None if job.zero_stage else _unsharded_grad_norm(engine.module)
     engine.step()
     # Read only now: asking for a number earlier would make the host wait for the device between micro batches.
-    samples = [sample for part in forwarded for sample in _name_losses(*part)]
+    samples = _name_losses(forwarded, groups)
     return StepResult(
         total, samples, float(grad_norm if grad_norm is not None else engine.get_global_grad_norm())
     )
 
 
-def _name_losses(batch: PackedBatch, sigmas: torch.Tensor, errors: torch.Tensor) -> list[SampleLoss]:
-    """The errors of a micro batch with their clips; the sample that stands for an empty bin is left out."""
-    values = zip(batch.keys, sigmas.tolist(), errors.tolist(), batch.weights.tolist(), strict=True)
-    return [
-        SampleLoss(key.sample_id, key.occurrence, key.epoch, sigma, error)
-        for key, sigma, error, weight in values
-        if weight > 0
-    ]
+def _name_losses(
+    forwarded: list[tuple[Shard, torch.Tensor, torch.Tensor]], groups: ContextGroups
+) -> list[SampleLoss]:
+    """The errors of a step's clips with their names; the sample that stands for an empty bin is left out."""
+    sums = torch.cat([errors for _, _, errors in forwarded])
+    if groups.cp is not None:  # each rank of the group has summed over its own tokens
+        dist.all_reduce(sums, group=groups.cp)
+    found = []
+    for shard, sigmas, errors in forwarded:
+        mine, sums = sums[: len(errors)].tolist(), sums[len(errors) :]
+        values = zip(
+            shard.keys, sigmas.tolist(), mine, shard.layout.seq_lens, shard.weights.tolist(), strict=True
+        )
+        found += [
+            SampleLoss(key.sample_id, key.occurrence, key.epoch, sigma, error / num_tokens)
+            for key, sigma, error, num_tokens, weight in values
+            if weight > 0
+        ]
+    return found
 
 
 def _unsharded_grad_norm(module: torch.nn.Module) -> torch.Tensor:
@@ -144,8 +153,8 @@ def train(
         The last checkpoint.
     """
     recipe, sampler = job.recipe, job.sampler
-    grid = RankGrid.build(job.world_size, rank, recipe.parallel)
-    engine = build_engine(build_model(job, device), job.ds_config, recipe, sampler.total_steps)
+    groups = ContextGroups.build(job.grid(rank), device)
+    engine = build_engine(build_model(job, groups, device), job.ds_config, recipe, sampler.total_steps)
     saved, step, past = _resume(engine, job, resume, rank, say) if resume else (None, 0, ())
     writer = MetricsWriter(job.output_dir, step, past) if rank == 0 else None
 
@@ -158,15 +167,15 @@ def train(
     quit_ = False
     with (
         StopRequests(job.output_dir) as requests,
-        _SampleLog(job, rank, step) as sample_log,
-        contextlib.closing(prefetched(job, grid.dp_rank, step)) as batches,
+        _SampleLog(job, groups.grid, step) as sample_log,
+        contextlib.closing(prefetched(job, groups.grid, step)) as batches,
     ):
         waiting_since = time.perf_counter()
         for plan, mine in batches:
             started = time.perf_counter()
             lr = float(engine.optimizer.param_groups[0]["lr"])  # before the scheduler moves on
             denominator = plan.denominators[recipe.loss.reduction]
-            result = train_step(engine, mine, job, grid, device, denominator)
+            result = train_step(engine, mine, job, groups, device, denominator)
             step = plan.step + 1
             loss, data_wait, save_now, quit_ = _agree(
                 result.loss / denominator, started - waiting_since, requests.poll(rank), device
@@ -212,20 +221,22 @@ def _resume(
     return checkpoint, state.step, state.loss
 
 
-def build_model(job: Job, device: torch.device) -> torch.nn.Module:
-    """Load the DiT, sharded from the first tensor on under ZeRO-3, with its attention kernels chosen for `device`."""
+def build_model(job: Job, groups: ContextGroups, device: torch.device) -> torch.nn.Module:
+    """Load the DiT, sharded from the first tensor on under ZeRO-3, with its attention chosen for `groups` and `device`."""
     import deepspeed
 
     recipe = job.recipe
     dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
-    backend = choose_backend(recipe.attention.backend, device, dtype)
+    backend = choose_backend(recipe.attention.backend, device, dtype, job.shape.head_dim)
     sharded = deepspeed.zero.Init(config_dict_or_path=job.ds_config) if job.zero_stage == 3 else None
     model = load_transformer(
         recipe.model.path, init=recipe.model.init, seed=recipe.train.seed, zero_init_context=sharded
     )
-    model.set_attention(lambda q, k, v, meta: varlen_attention(q, k, v, meta.segments, backend), backend)
-    if recipe.model.checkpointing == "full":
-        model.enable_gradient_checkpointing()
+    attention = ContextAttention(
+        backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all
+    )
+    model.set_attention(attention, backend)
+    model.set_checkpointing(recipe.model.checkpointing, keep=[OPERATOR])
     return model.train()
 
 
@@ -251,7 +262,7 @@ def _check_finite(loss: float, result: StepResult, step: int) -> None:
     ]
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, bad)
-    names = ", ".join(name for part in found for name in part) or "no single clip"
+    names = ", ".join(dict.fromkeys(name for part in found for name in part)) or "no single clip"
     raise DataError(
         f"step {step}: the loss is {loss} and the gradient's norm {result.grad_norm}, from {names}; look at these "
         "clips or lower optim.lr, and --resume from the last checkpoint.",
@@ -309,10 +320,11 @@ def build_state(job: Job, step: int, epoch: int, history: list[tuple[int, float]
 
 
 class _SampleLog:
-    """`train.log_samples`: each rank writes the error of each of its clips, so that an odd clip can be found."""
+    """`train.log_samples`: the first rank of each bin writes the error of each clip, so that an odd one can be found."""
 
-    def __init__(self, job: Job, rank: int, start_step: int) -> None:
-        self._path = job.output_dir / f"samples-rank{rank}.jsonl" if job.recipe.train.log_samples else None
+    def __init__(self, job: Job, grid: RankGrid, start_step: int) -> None:
+        wanted = job.recipe.train.log_samples and grid.cp_rank == 0
+        self._path = job.output_dir / f"samples-rank{grid.rank}.jsonl" if wanted else None
         self._start_step = start_step
         self._file: Any = None
 

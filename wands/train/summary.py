@@ -33,14 +33,14 @@ def start_block(job: Job, start_step: int) -> str:
         ),
         (
             "grid",
-            f"{job.world_size} ranks = dp {job.dp_size} x ring {recipe.parallel.ring_degree} "
-            f"x ulysses {recipe.parallel.ulysses_degree}",
+            f"{job.world_size} ranks = dp {job.dp_size} x ring {job.degrees[1]} x ulysses {job.degrees[0]}"
+            + (f" (parallel.cp_size={recipe.parallel.cp_size})" if recipe.parallel.cp_size else ""),
         ),
         (
             "engine",
             f"ZeRO-{job.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, {_optimizer(job)}",
         ),
-        ("attention", f"{_attention(recipe)}, checkpointing {recipe.model.checkpointing}"),
+        ("attention", f"{_attention(job)}, checkpointing {recipe.model.checkpointing}"),
         ("data", f"{recipe.data.cache or 'mock'}: {len(job.data.keys)} clips, {int(lens.sum()):,} tokens"),
         ("", f"tokens per clip: min {lens.min():,}, median {int(np.median(lens)):,}, max {lens.max():,}"),
         (
@@ -83,14 +83,15 @@ def _optimizer(job: Job) -> str:
     return f"{section['type']} lr {lr:.2e} ({schedule}), clip {clip}"
 
 
-def _attention(recipe: Recipe) -> str:
+def _attention(job: Job) -> str:
     import torch
 
     from wands.attention.varlen import choose_backend
     from wands.train.engine import accelerator_type
 
+    recipe, device = job.recipe, torch.device(accelerator_type())
     dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
-    return f"{choose_backend(recipe.attention.backend, torch.device(accelerator_type()), dtype).name} kernels"
+    return f"{choose_backend(recipe.attention.backend, device, dtype, job.shape.head_dim).name} kernels"
 
 
 def _memory_line(job: Job) -> str:
@@ -120,7 +121,7 @@ def estimate_memory(
 
     Args:
         shape: the DiT.
-        recipe: bin size, precision and checkpointing.
+        recipe: bin size, ranks that share a bin, precision and checkpointing.
         zero_stage: 0 to 3.
         world_size: ranks that share the states.
         zero: the `zero_optimization` section, for offload and live parameters.
@@ -134,7 +135,7 @@ def estimate_memory(
         optimizer = gradients = 0.0
     if zero.get("offload_param"):
         weights = 0.0
-    tokens = recipe.packing.max_tokens
+    tokens = recipe.packing.max_tokens / recipe.parallel.group_size
     parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     if zero_stage == 3:
         parts["gathered weights"] = 4.0 * min(float(zero.get("stage3_max_live_parameters", 1e9)), params)  # type: ignore[arg-type]
@@ -142,7 +143,7 @@ def estimate_memory(
     return parts
 
 
-def _activation_bytes(shape: DiTShape, recipe: Recipe, tokens: int) -> float:
+def _activation_bytes(shape: DiTShape, recipe: Recipe, tokens: float) -> float:
     narrow = 2 if recipe.precision.compute == "bf16" else 4
     # Kept for backward by one block, per token: fp32 residual stream, norms and modulated products (about 12 d), the narrow
     # inputs and outputs of the linears and of both attentions (about 14 d), and the feed-forward's two hidden states.
@@ -150,7 +151,7 @@ def _activation_bytes(shape: DiTShape, recipe: Recipe, tokens: int) -> float:
     text = TEXT_LEN * 4 * narrow * shape.dim
     kept = (
         tokens * 4 * shape.dim * shape.num_layers + block
-        if recipe.model.checkpointing == "full"
+        if recipe.model.checkpointing != "none"
         else block * shape.num_layers
     )
     return float(kept + text)
