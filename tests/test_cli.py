@@ -239,7 +239,7 @@ def test_the_checks_of_cache_and_heads_are_what_refuses(
     vae = ("train", "--dry-run", "--set", f"model.path={other}", "--set", f"data.cache={cache}")
     assert "was encoded for" in refused(*vae)
 
-    monkeypatch.setattr(module, "_check_degrees", lambda *args: None)
+    monkeypatch.setattr(module, "choose_degrees", lambda parallel, **_: (parallel.group_size, 1))
     monkeypatch.setattr(LatentCache, "check_fits", lambda *args: None)
     assert invoke(*vae).exit_code == 0
     monkeypatch.setenv("WORLD_SIZE", "8")
@@ -260,8 +260,12 @@ def test_heads_and_context_parallelism(tiny_pipeline: Path, monkeypatch: pytest.
     )
     text = refused(*common, "--set", "parallel.ulysses_degree=5")
     assert "parallel.ulysses_degree=5 must divide num_heads=4 of wan2.1-t2v-tiny; use one of 1, 2, 4." in text
-    assert "which this version does not have" in refused(*common, "--set", "parallel.ring_degree=3")
     assert "must divide world_size=15" in refused(*common, "--set", "parallel.ring_degree=2")
+    both = ("--set", "parallel.ring_degree=3", "--set", "parallel.cp_size=5")
+    assert "parallel.cp_size=5 must be a multiple of parallel.ring_degree=3" in refused(*common, *both)
+    accepted = invoke(*common, "--dry-run", "--set", "parallel.cp_size=3")
+    assert accepted.exit_code == 0
+    assert "15 ranks = dp 5 x ring 3 x ulysses 1 (parallel.cp_size=3)" in accepted.output
 
 
 def test_bin_smaller_than_a_sample(cache: Path, tiny_pipeline: Path):

@@ -106,8 +106,8 @@ def choose_degrees(
     if num_heads % ulysses:
         legal = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         raise ConfigError(
-            f"parallel.ulysses_degree={ulysses} must divide num_heads={num_heads} of {model}; use one of {legal}, and "
-            "parallel.ring_degree for the rest."
+            f"parallel.ulysses_degree={ulysses} must divide num_heads={num_heads} of {model}; use one of {legal}. "
+            "What is left of the group goes in parallel.ring_degree."
         )
     return ulysses, size // ulysses
 
