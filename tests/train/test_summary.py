@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wands.attention.hybrid import ContextAttention
+from wands.attention.ring import OPERATOR
 from wands.attention.varlen import choose_backend
 from wands.config import load_recipe
 from wands.model.transformer import PackedWanTransformer
@@ -23,8 +25,7 @@ def bytes_kept_for_backward(compute: str, checkpointing: str) -> tuple[int, DiTS
     )
     backend = choose_backend("cpu", torch.device("cpu"), torch.float32)
     model.set_attention(ContextAttention(backend), backend)
-    if checkpointing == "full":
-        model.enable_gradient_checkpointing()
+    model.set_checkpointing(checkpointing)
     tokens = sum(LENS)
     meta = PackedMeta(
         torch.zeros(tokens, 3, dtype=torch.int64),
@@ -69,6 +70,35 @@ def test_checkpointing_keeps_block_inputs_and_one_block():
     expected = kept + full / shape.num_layers
     assert estimate(shape, "model.checkpointing=full")["activations"] == pytest.approx(expected, rel=0.25)
     assert kept < full / 4
+
+
+def test_selective_checkpointing_keeps_the_results_of_attention_too():
+    """The policy's store is out of sight of autograd's hooks: the operator's outputs themselves are counted."""
+    sizes: list[int] = []
+
+    class Outputs(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is OPERATOR:
+                sizes.extend(tensor.nbytes for tensor in result)
+            return result
+
+    with Outputs():
+        _, shape = bytes_kept_for_backward("bf16", "none")
+    assert len(sizes) == 2 * shape.num_layers
+    more = (
+        estimate(shape, "model.checkpointing=selective")["activations"]
+        - estimate(shape, "model.checkpointing=full")["activations"]
+    )
+    assert more == sum(sizes)
+
+
+def test_ranks_that_share_a_bin_share_its_activations():
+    shape = DiTShape(4, 64, 4, 1024, in_channels=16, out_channels=16, text_dim=64)
+    alone, shared = (
+        estimate(shape, *more, world_size=4)["activations"] for more in ((), ("parallel.cp_size=4",))
+    )
+    assert 0.25 * alone < shared < 0.26 * alone
 
 
 def test_states_follow_the_stage():

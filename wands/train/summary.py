@@ -149,9 +149,11 @@ def _activation_bytes(shape: DiTShape, recipe: Recipe, tokens: float) -> float:
     # inputs and outputs of the linears and of both attentions (about 14 d), and the feed-forward's two hidden states.
     block = tokens * (12 * 4 * shape.dim + 14 * narrow * shape.dim + 2 * narrow * shape.ffn_dim)
     text = TEXT_LEN * 4 * narrow * shape.dim
-    kept = (
-        tokens * 4 * shape.dim * shape.num_layers + block
-        if recipe.model.checkpointing != "none"
-        else block * shape.num_layers
-    )
-    return float(kept + text)
+    inputs = tokens * 4 * shape.dim * shape.num_layers  # of every block: the fp32 residual stream
+    attended = tokens * (narrow * shape.dim + 4 * shape.num_heads) * shape.num_layers  # and its log-sum-exp
+    kept = {
+        "none": block * shape.num_layers,
+        "selective": inputs + attended + block,
+        "full": inputs + block,
+    }
+    return float(kept[recipe.model.checkpointing] + text)
