@@ -152,6 +152,24 @@ def test_a_local_log_sum_exp_in_backward_would_be_seen(run_world):
     assert min(run_world(2, one_block_lse)) > 1e-2
 
 
+def attended_pads() -> float:
+    """The trap of tail padding that counts as the last sample's tokens."""
+    right = hybrid.ring_attention
+
+    def wrong(q, k, v, chunk_lens, *rest):
+        pads = [len(q) - sum(row) for row in chunk_lens]
+        return right(
+            q, k, v, tuple((*row[:-1], row[-1] + n) for row, n in zip(chunk_lens, pads, strict=True)), *rest
+        )
+
+    hybrid.ring_attention = wrong
+    return max(worst_errors((2, 2), torch.float64, True).values())
+
+
+def test_attention_to_pads_would_be_seen(run_world):
+    assert min(run_world(4, attended_pads)) > 1e-2
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_blocks_in_any_order_are_the_whole(order: tuple[int, ...]):
     """Scores up to +-80, where exp alone would overflow, and rows that see nothing in the first blocks."""
