@@ -12,7 +12,7 @@ import torch
 from wands.config import load_recipe
 from wands.errors import ConfigError
 from wands.train.ds_config import _KNOWN, _NOT_HERE, build_ds_config, learning_rate, load_ds_config
-from wands.train.engine import build_schedule, check_offload
+from wands.train.engine import build_schedule, check_offload, ranks_per_node
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("zero.json", "recipe.yaml")
@@ -302,3 +302,44 @@ def test_learning_rate_scaling_with_the_batch():
     assert scaled() == pytest.approx(1e-4)
     assert scaled("optim.scale_lr=linear") == pytest.approx(4e-4)
     assert scaled("optim.scale_lr=sqrt") == pytest.approx(2e-4)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 1),
+        # torchrun on four nodes, DeepSpeed's launcher on two, a launcher of one's own, one that says nothing of nodes
+        ({"WORLD_SIZE": "32", "GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"WORLD_SIZE": "16", "CROSS_SIZE": "2", "LOCAL_SIZE": "8"}, 8),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"WORLD_SIZE": "4"}, 4),
+    ],
+)
+def test_ranks_per_node_under_each_launcher(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: int
+):
+    set_launcher(monkeypatch, environment)
+    assert ranks_per_node() == expected
+
+
+@pytest.mark.parametrize("slots", [(8, 4), (2, 4, 3), (1, 1, 7)])
+def test_ranks_on_uneven_nodes_agree_about_their_number(
+    monkeypatch: pytest.MonkeyPatch, slots: tuple[int, ...]
+):
+    """Each rank chooses the degrees for itself: with the number of its own node they would differ."""
+    names = (("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("CROSS_SIZE", "LOCAL_SIZE"))
+    for nodes, local in names:
+        seen = set()
+        for here in slots:
+            set_launcher(
+                monkeypatch, {"WORLD_SIZE": str(sum(slots)), nodes: str(len(slots)), local: str(here)}
+            )
+            seen.add(ranks_per_node())
+        assert seen == {sum(slots) // len(slots)}
+
+
+def set_launcher(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE", "CROSS_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)

@@ -44,10 +44,14 @@ def accelerator_type() -> str:
 
 
 def ranks_per_node() -> int:
-    """Processes that the launcher started on this node."""
-    # torchrun calls it LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE; without either there is one node.
-    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")
-    return int(next((os.environ[name] for name in names if name in os.environ), "1"))
+    """Processes that the launcher started on each node, the same number on every rank: on uneven nodes their mean."""
+    # The degrees of context parallelism follow from it. A rank that counted only the processes of its own node would choose
+    # other degrees than a rank on a larger one, and both would wait for ever.
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    for nodes in ("GROUP_WORLD_SIZE", "CROSS_SIZE"):  # torchrun, DeepSpeed's launcher
+        if nodes in os.environ:
+            return max(world_size // int(os.environ[nodes]), 1)
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def init_process_group() -> tuple[int, int, torch.device]:
