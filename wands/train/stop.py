@@ -1,15 +1,36 @@
-"""Ways to ask a running job to save or to stop."""
+"""Ways to ask a running job to save, to stop, or to compare its ranks."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Wishes(NamedTuple):
+    """What a running job was asked for since the last step.
+
+    Attributes:
+        save: write a checkpoint now.
+        quit: stop after it.
+        check: compare plan and weights between the ranks.
+    """
+
+    save: bool = False
+    quit: bool = False
+    check: bool = False
+
+
+_FILES = {
+    "save": Wishes(save=True),
+    "save_quit": Wishes(save=True, quit=True),
+    "check": Wishes(check=True),
+}
 
 
 class StopRequests:
-    """Ways to ask a running job to save: SIGTERM to a worker, or a file `save` / `save_quit` in the run folder."""
+    """Listens for SIGTERM to a worker, and for a file `save`, `save_quit` or `check` in the run folder."""
 
     def __init__(self, output_dir: Path) -> None:
         self._dir = output_dir
@@ -28,12 +49,12 @@ class StopRequests:
     def _on_term(self, signum: int, frame: object) -> None:
         self._terminated = True
 
-    def poll(self, rank: int) -> tuple[bool, bool]:
-        """(save, quit) as this rank sees it; only rank 0 looks at the files and takes them away."""
-        save = quit_ = self._terminated
+    def poll(self, rank: int) -> Wishes:
+        """What this rank was asked for; only rank 0 looks at the files and takes them away."""
+        asked = [Wishes(save=True, quit=True)] if self._terminated else []
         if rank == 0:
-            for name, quits in (("save", False), ("save_quit", True)):
+            for name, wishes in _FILES.items():
                 if (self._dir / name).exists():
                     (self._dir / name).unlink(missing_ok=True)
-                    save, quit_ = True, quit_ or quits
-        return save, quit_
+                    asked.append(wishes)
+        return Wishes(*(any(values) for values in zip(*asked, strict=True)))
