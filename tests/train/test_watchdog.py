@@ -228,6 +228,7 @@ def compare_jobs(model: Path, out: Path, odd: int) -> tuple[dict[str, Said], flo
         "recipe": job_with("optim.lr=2e-3") if is_odd else mock,
         "ds": job_with(stage=3) if is_odd else mock,
         "model": replace(mock, transformer_config=other_config) if is_odd else mock,
+        "degrees": replace(mock, degrees=(2, 1)) if is_odd else mock,
         "data": job_with(*CACHE),
         "plan": other_bins(job_with()) if is_odd else mock,
     }
@@ -264,6 +265,7 @@ def test_a_job_that_is_not_the_same_everywhere(
     assert found["ds"].startswith(f"{differs('DeepSpeed config', 'zero_optimization.stage=3, not 2')}; ")
     assert "ConfigError: the model config of rank" in found["model"]
     assert "(num_layers=7, not" in found["model"]
+    assert differs("context parallelism", "ulysses_degree=2, not 1") in found["degrees"]
     assert found["data"].startswith(f"DataError: the data of rank {odd} (contents=")
     assert f"differs from that of {others}; give every node the same cache" in found["data"]
     assert found["plan"].startswith(f"ConfigError: the plan of rank {odd} (bins=")

@@ -31,6 +31,10 @@ _CURES: dict[str, tuple[type[WandsError], str]] = {
     "DeepSpeed config": (ConfigError, "start every node with the same --deepspeed file"),
     "software": (ConfigError, "install the same versions on every node"),
     "model config": (ConfigError, "give every node the same model folder (model.path)"),
+    "context parallelism": (
+        ConfigError,
+        "set parallel.ulysses_degree and parallel.ring_degree, or start as many processes on every node",
+    ),
     "data": (
         DataError,
         "give every node the same cache (data.cache): one folder that all see, or whole copies of one",
@@ -69,6 +73,7 @@ def plan_digests(job: Job, step: int = 0) -> dict[str, str]:
         "DeepSpeed config": job.ds_config,
         "software": _versions(),
         "model config": job.transformer_config,
+        "context parallelism": dict(zip(("ulysses_degree", "ring_degree"), job.degrees, strict=True)),
         "data": _describe_data(job),
         "plan": plan,
     }
