@@ -1,0 +1,158 @@
+#!/usr/bin/env bash
+# Starts `wands train` on many nodes: once on every node with torchrun, or with a hostfile and the deepspeed launcher.
+set -euo pipefail
+
+usage() {
+  cat <<'EOF'
+bash scripts/launch_multinode.sh OPTIONS -- [arguments of wands train]
+
+The same line on every node (Kubernetes, srun, a shell on each), torchrun:
+  --nnodes N             nodes; also NNODES, or what SLURM says
+  --node-rank R          0 to N-1, this node's number; also NODE_RANK, or what SLURM says
+  --master-addr HOST     node 0, as the others reach it; also MASTER_ADDR, or what SLURM says
+  --nproc-per-node G     processes here [default: the GPUs that are seen]; also NPROC_PER_NODE
+
+From one node, the deepspeed launcher over ssh (needs pdsh and ssh without a password):
+  --hostfile FILE        a line per node: NAME slots=GPUS. With --node-rank R it is the same line on every node and no ssh.
+  --master-addr HOST     [default: the first address of the first node; without ssh its name]
+
+Both:
+  --master-port PORT     free on node 0 [default: 29500, in SLURM from the job's number]; also MASTER_PORT
+  --interface NAME       network interface for NCCL and gloo [default: their own choice]
+
+Paths (recipe, cache, model, output_dir) and the Python environment must be the same on all nodes.
+Example:  bash scripts/launch_multinode.sh --nnodes 4 --node-rank 0 --master-addr node0 -- wan2.1-t2v-14b-finetune \
+            --deepspeed ds_configs/zero3.json --set parallel.cp_size=8 --set data.cache=/shared/cache --set output_dir=/shared/run
+EOF
+}
+
+die() {
+  echo "launch_multinode: $*" >&2
+  exit 2
+}
+
+need() { # need COMMAND CURE
+  command -v "$1" >/dev/null 2>&1 || die "$1 is not on PATH; $2."
+}
+
+number() { # number OPTION VALUE LEAST
+  if ! [[ "$2" =~ ^(0|[1-9][0-9]*)$ ]] || (($2 < $3)); then
+    die "$1=$2 is not a whole number from $3 on."
+  fi
+}
+
+hostfile="" interface="" nnodes="${NNODES:-}" node_rank="${NODE_RANK:-}" nproc="${NPROC_PER_NODE:-}"
+master_addr="${MASTER_ADDR:-}" master_port="${MASTER_PORT:-}"
+while (($#)) && [ "$1" != -- ]; do
+  case "$1" in
+    -h | --help) usage; exit 0 ;;
+    --hostfile | --nnodes | --node-rank | --master-addr | --master-port | --nproc-per-node | --interface)
+      if (($# == 1)) || [ "$2" = -- ]; then die "$1 needs a value."; fi ;;
+    *) die "$1 is not an option (--help shows them); what is for wands train comes after --." ;;
+  esac
+  case "$1" in
+    --hostfile) hostfile="$2" ;;
+    --nnodes) nnodes="$2" ;;
+    --node-rank) node_rank="$2" ;;
+    --master-addr) master_addr="$2" ;;
+    --master-port) master_port="$2" ;;
+    --nproc-per-node) nproc="$2" ;;
+    --interface) interface="$2" ;;
+  esac
+  shift 2
+done
+(($#)) || die "-- is missing; what comes after it goes to wands train (--help shows an example)."
+shift
+
+if [ -n "$interface" ]; then
+  # Each library guesses from its own rules, and on nodes with docker bridges, a management network, or a host name that
+  # /etc/hosts maps to 127.0.1.1 the guess can be one that the other nodes do not reach.
+  export NCCL_SOCKET_IFNAME="$interface" GLOO_SOCKET_IFNAME="$interface"
+fi
+
+share_cores() { # share_cores PROCESSES
+  # torchrun would set one thread, DeepSpeed none at all (every core for each rank): the Adam of offloaded states steps on the host.
+  local threads=$(($(nproc) / $1))
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}"
+}
+
+with_torchrun() {
+  need torchrun "activate the environment that wands is installed in, on every node"
+  if [ -n "${SLURM_NODEID:-}" ]; then
+    nnodes="${nnodes:-${SLURM_NNODES:-}}"
+    node_rank="${node_rank:-$SLURM_NODEID}"
+    nproc="${nproc:-${SLURM_GPUS_ON_NODE:-}}"
+    if [ -z "$master_addr" ]; then
+      need scontrol "give --master-addr"
+      read -r master_addr < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}") || die "scontrol names no node; give --master-addr."
+    fi
+    # Two jobs may share a node: each gets a port of its own, the same on all nodes of a job.
+    master_port="${master_port:-$((20000 + ${SLURM_JOB_ID:-0} % 10000))}"
+  fi
+  [ -n "$nnodes" ] || die "--nnodes is missing: how many nodes there are (or --hostfile FILE)."
+  number --nnodes "$nnodes" 1
+  [ -n "$node_rank" ] || die "--node-rank is missing: this node's number, 0 to $((nnodes - 1))."
+  number --node-rank "$node_rank" 0
+  ((node_rank < nnodes)) || die "--node-rank=$node_rank must be less than --nnodes=$nnodes."
+  [ -n "$master_addr" ] || die "--master-addr is missing: name or address of node 0, as the other nodes reach it."
+  if [ -z "$nproc" ]; then
+    nproc="$(python -c 'import torch; print(torch.cuda.device_count())')" || die "torch does not load here (above)."
+    ((nproc)) || die "no GPU is seen here; give --nproc-per-node."
+  fi
+  number --nproc-per-node "$nproc" 1
+  share_cores "$nproc"
+  exec torchrun --nnodes "$nnodes" --node-rank "$node_rank" --nproc-per-node "$nproc" \
+    --master-addr "$master_addr" --master-port "${master_port:-29500}" -m wands train "$@"
+}
+
+# "NAME SLOTS" a line; DeepSpeed reads the file the same way, and tells what is wrong with the rest of a line.
+hosts() { sed -nE 's/^[[:space:]]*([^#[:space:]]+)[[:space:]]+slots=([0-9]+).*/\1 \2/p' "$hostfile"; }
+
+# What DeepSpeed carries over ssh by itself is NCCL_* (only if the starting node has a GPU) and PYTHON*. No token is among these:
+# they show in the process list of every node.
+carried() {
+  env | grep -E '^(NCCL_|GLOO_|TORCH_|TRITON_|(DS_ACCELERATOR|OMP_NUM_THREADS|CUDA_HOME|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE)=)' || true
+  grep -hs . "${DS_ENV_FILE:-$HOME/.deepspeed_env}" .deepspeed_env || true # where DeepSpeed looks without us; the last one counts
+}
+
+with_deepspeed() {
+  [ -f "$hostfile" ] || die "--hostfile $hostfile does not exist; write one line per node: NAME slots=GPUS."
+  local nodes
+  mapfile -t nodes < <(hosts)
+  ((${#nodes[@]})) || die "--hostfile $hostfile names no node; write one line per node: NAME slots=GPUS."
+  need deepspeed "activate the environment that wands is installed in"
+  local options=(--hostfile "$hostfile" --master_port "${master_port:-29500}")
+  if [ -n "$node_rank" ]; then
+    number --node-rank "$node_rank" 0
+    ((node_rank < ${#nodes[@]})) || die "--node-rank=$node_rank must be less than the ${#nodes[@]} nodes of --hostfile $hostfile."
+    share_cores "${nodes[node_rank]#* }"
+    exec deepspeed "${options[@]}" --no_ssh --node_rank "$node_rank" --master_addr "${master_addr:-${nodes[0]% *}}" \
+      --module wands train "$@"
+  fi
+  need pdsh "install it on this node, or start the same line with --node-rank on every node"
+  local names reply
+  names="$(printf '%s\n' "${nodes[@]% *}" | paste -sd, -)"
+  # DeepSpeed tries the first node only, and a rank that never comes keeps the others waiting for half an hour.
+  reply="$(PDSH_RCMD_TYPE=ssh PDSH_SSH_ARGS_APPEND="-o BatchMode=yes -o ConnectTimeout=10" pdsh -S -w "$names" true 2>&1)" ||
+    die "not every node of --hostfile $hostfile answers ssh without a password (${reply%%$'\n'*})."
+  # pdsh hands the line to a shell on each node. DeepSpeed quotes only arguments with a space, and those in double quotes.
+  local argument quoted arguments=()
+  for argument in "$@"; do
+    printf -v quoted %q "$argument"
+    arguments+=("${quoted//\\ /\$\'\\x20\'}")
+  done
+  # DeepSpeed takes variables from a file only. This one is gone once it is open, whatever ends the launch.
+  local file fd
+  file="$(mktemp)"
+  carried >"$file"
+  exec {fd}<"$file"
+  rm "$file"
+  [ -z "$master_addr" ] || options+=(--master_addr "$master_addr")
+  DS_ENV_FILE="/proc/$$/fd/$fd" exec deepspeed "${options[@]}" --no_ssh_check --module wands train "${arguments[@]}"
+}
+
+if [ -n "$hostfile" ]; then
+  with_deepspeed "$@"
+else
+  with_torchrun "$@"
+fi
