@@ -1,0 +1,248 @@
+"""The ways to spread one self-attention over ranks that bench_attention.py compares: wands' own and the plain references.
+
+Letters: T tokens of the whole pack, L rows of this rank, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wands.attention.backends import Backend
+from wands.attention.hybrid import ContextAttention
+from wands.attention.ring import ring_attention
+from wands.attention.varlen import Segments, varlen_attention
+from wands.parallel.layout import ContextLayout, ContextPlan, PackedMeta
+from wands.parallel.mesh import ContextGroups, RankGrid
+
+HEAD_DIM = 128
+
+
+@dataclass
+class Variant:
+    """One way to attend, as seen from one rank.
+
+    Attributes:
+        name: what the table calls it.
+        rows: int64 [L], the packed token at each local row, -1 where there is none.
+        attend: q, k, v [L, H, D] -> out; None on ranks that only wait.
+        formula: bytes that one rank should send, forward and backward.
+        times: wall and CPU seconds of each round.
+    """
+
+    name: str
+    rows: Tensor
+    attend: Callable[..., Tensor] | None
+    formula: int = 0
+    times: list[tuple[float, float]] = field(default_factory=list)
+
+    def shard(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        pads = (self.rows < 0).view(-1, 1, 1)
+        *leaves, dout = [x[self.rows.clamp(min=0)].masked_fill(pads, 0.0) for x in inputs]
+        return [*(x.requires_grad_() for x in leaves), dout]
+
+    def join(self, pieces: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
+        """Local results at their places in the pack, of all ranks together; float64."""
+        held = self.rows >= 0
+        wholes = []
+        for piece in pieces:
+            whole = piece.new_zeros(num_tokens, *piece.shape[1:], dtype=torch.float64)
+            whole[self.rows[held]] = piece[held].double()
+            if dist.is_initialized():
+                dist.all_reduce(whole)
+            wholes.append(whole)
+        return wholes
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Forward and backward of one rank's shard: out, dq, dk, dv; empty where the rank only waits."""
+        if self.attend is None:
+            return [inputs[0].new_empty(0, *inputs[0].shape[1:])] * 4
+        *leaves, dout = inputs
+        out = self.attend(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def make_inputs(lens: Sequence[int], heads: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and the gradient of the output for the whole pack, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (sum(lens), heads, HEAD_DIM)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
+
+
+def single_kernel(lens: Sequence[int], backend: Backend, device: torch.device, rank: int) -> Variant:
+    segments = Segments.build(lens, device=device)
+    rows = torch.arange(sum(lens) if rank == 0 else 0, device=device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return varlen_attention(q, k, v, segments, backend)
+
+    return Variant("single kernel", rows, attend if rank == 0 else None)
+
+
+def blocks_of_a_ring(
+    lens: Sequence[int], degree: int, backend: Backend, device: torch.device, rank: int
+) -> Variant:
+    layouts = [ContextLayout.build(lens, ring_degree=degree, cp_rank=row) for row in range(degree)]
+    index = [layout.token_index[: layout.num_valid].to(device) for layout in layouts]
+    chunks = layouts[0].plan.chunk_lens
+    pairs = {
+        (r, s): Segments.build(chunks[r], chunks[s], device) for r in range(degree) for s in range(degree)
+    }
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Blocks.apply(q, k, v, index, pairs, backend)
+
+    rows = torch.arange(sum(lens) if rank == 0 else 0, device=device)
+    return Variant(f"blocks of a ring of {degree}", rows, attend if rank == 0 else None)
+
+
+class _Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Any, pairs: Any, backend: Backend
+    ) -> Tensor:
+        scale, results = q.shape[-1] ** -0.5, torch.empty_like(q)
+        ctx.plan, ctx.lse = (index, pairs, backend, scale), []
+        for r, rows in enumerate(index):
+            parts = [backend.forward(q[rows], k[s], v[s], pairs[r, i], scale) for i, s in enumerate(index)]
+            lse = torch.stack([part for _, part in parts]).logsumexp(0)
+            shares = [(part - lse).exp().mT[..., None] for _, part in parts]
+            results[rows] = sum(o * w for (o, _), w in zip(parts, shares, strict=True)).to(q.dtype)
+            ctx.lse.append(lse)
+        ctx.save_for_backward(q, k, v, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        (index, pairs, backend, scale), (q, k, v, out) = ctx.plan, ctx.saved_tensors
+        grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+        for r, rows in enumerate(index):
+            for s, keys in enumerate(index):
+                tensors = (dout[rows], q[rows], k[keys], v[keys], out[rows], ctx.lse[r])
+                parts = backend.backward(*tensors, pairs[r, s], scale)
+                for grad, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
+                    grad[where] += part
+        return *(grad.to(q.dtype) for grad in grads), None, None, None
+
+
+@cache
+def groups_of(ring: int, ulysses: int, device: torch.device) -> ContextGroups:
+    return ContextGroups.build(RankGrid(dist.get_world_size(), dist.get_rank(), ulysses, ring), device)
+
+
+def context_parallel(
+    name: str,
+    inputs: Sequence[Tensor],
+    lens: Sequence[int],
+    degrees: tuple[int, int],
+    backend: Backend,
+    fused: bool,
+) -> Variant:
+    """`degrees` is (ring, ulysses); their product is the world."""
+    device, (ring, ulysses) = inputs[0].device, degrees
+    groups = groups_of(ring, ulysses, device)
+    layout = ContextLayout.build(lens, ulysses_degree=ulysses, ring_degree=ring, cp_rank=groups.grid.cp_rank)
+    attention = ContextAttention(backend, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
+    positions = torch.zeros(layout.num_tokens, 3, dtype=torch.int64)
+    ones = (1,) * len(lens)
+    meta = PackedMeta(positions, layout.segment_ids, layout.plan.chunk_lens, layout.local_lens, ones).to(
+        device
+    )
+    formula = layout.plan.comm_bytes(inputs[0][0].numel(), inputs[0].itemsize).total
+    return Variant(name, layout.token_index.to(device), lambda q, k, v: attention(q, k, v, meta), formula)
+
+
+def all_gather_kv(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend) -> Variant:
+    world, rank, device = dist.get_world_size(), dist.get_rank(), inputs[0].device
+    layouts = [ContextLayout.build(lens, ring_degree=world, cp_rank=i) for i in range(world)]
+    segments = Segments.build(layouts[rank].local_lens, lens, device)
+    gathered = torch.cat([layout.token_index for layout in layouts])
+    order = torch.empty(sum(lens), dtype=torch.int64)  # packed token -> row of what is gathered
+    order[gathered[gathered >= 0]] = (gathered >= 0).nonzero()[:, 0]
+    order = order.to(device)
+    shard = 2 * layouts[rank].num_tokens * inputs[0][0].numel() * inputs[0].itemsize
+    return Variant(
+        "all-gather of k, v",
+        layouts[rank].token_index.to(device),
+        lambda q, k, v: _GatherKV.apply(q, k, v, order, segments, backend),
+        2 * (world - 1) * shard,
+    )
+
+
+class _GatherKV(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, order: Tensor, segments: Segments, backend: Backend
+    ) -> Tensor:
+        kv = torch.stack([k, v], dim=1)
+        gathered = kv.new_empty(dist.get_world_size() * len(kv), *kv.shape[1:])
+        dist.all_gather_into_tensor(gathered, kv)
+        keys, values = (gathered[order, i] for i in (0, 1))
+        out, lse = backend.forward(q, keys, values, segments, q.shape[-1] ** -0.5)
+        ctx.save_for_backward(q, keys, values, out, lse)
+        ctx.plan = (order, segments, backend, gathered.shape)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        order, segments, backend, shape = ctx.plan
+        q, *_ = ctx.saved_tensors
+        dq, dk, dv = backend.backward(dout, *ctx.saved_tensors, segments, q.shape[-1] ** -0.5)
+        grads = dk.new_zeros(shape)
+        grads[order, 0], grads[order, 1] = dk, dv
+        mine = grads.new_empty(len(q), *shape[1:])
+        dist.reduce_scatter_tensor(mine, grads)
+        return dq, mine[:, 0], mine[:, 1], None, None, None
+
+
+def padded_samples(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend) -> Variant:
+    world, rank, device = dist.get_world_size(), dist.get_rank(), inputs[0].device
+    groups = groups_of(world, 1, device)
+    chunk_lens, rows = [], []
+    for row in range(world):
+        columns: list[int] = []
+        index: list[Tensor] = []
+        start = 0
+        for length in lens:
+            chunk = -(-length // (2 * world))
+            tokens = torch.cat([torch.arange(i * chunk, (i + 1) * chunk) for i in (row, 2 * world - 1 - row)])
+            valid = int((tokens < length).sum())
+            # A column of its own for each rank's pads: they attend to themselves, and nothing to them.
+            columns += [valid, *(2 * chunk - valid if i == row else 0 for i in range(world))]
+            index.append(torch.where(tokens < length, start + tokens, -1))
+            start += length
+        chunk_lens.append(tuple(columns))
+        rows.append(torch.cat(index))
+    plan = ContextPlan(tuple(lens), 1, world, tuple(chunk_lens), len(rows[rank]))
+    formula = plan.comm_bytes(inputs[0][0].numel(), inputs[0].itemsize).total
+    return Variant(
+        f"padded samples (+{plan.num_pads} pads)",
+        rows[rank].to(device),
+        lambda q, k, v: ring_attention(q, k, v, plan.chunk_lens, backend, groups.ring, groups.ring_grad),
+        formula,
+    )
+
+
+def variants_of(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend) -> list[Variant]:
+    """What this world can run; the single kernel first."""
+    device, rank = inputs[0].device, dist.get_rank() if dist.is_initialized() else 0
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    ring_degrees = (world,) if world > 1 else (2, 4, 8)
+    variants = [single_kernel(lens, backend, device, rank)]
+    variants += [blocks_of_a_ring(lens, degree, backend, device, rank) for degree in ring_degrees]
+    if world == 1:
+        return variants
+    rows = [(f"ulysses {world}", (1, world), True), (f"ring {world}", (world, 1), True)]
+    if world > 2 and world % 2 == 0:
+        rows += [(f"hybrid: ring 2 x ulysses {world // 2}", (2, world // 2), True)]
+        rows += [(f"hybrid: ring 2 x ulysses {world // 2}, plain", (2, world // 2), False)]
+    variants += [
+        context_parallel(name, inputs, lens, degrees, backend, fused) for name, degrees, fused in rows
+    ]
+    return [*variants, all_gather_kv(inputs, lens, backend), padded_samples(inputs, lens, backend)]
