@@ -32,7 +32,8 @@ from wands.train.engine import build_engine
 from wands.train.job import Job, Report
 from wands.train.metrics import MetricsWriter, StepReport, peak_tflops, read_rows, thin
 from wands.train.state import TrainState
-from wands.train.stop import StopRequests
+from wands.train.stop import StopRequests, Wishes
+from wands.train.watchdog import check_agreement, check_step, plan_digests
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +154,10 @@ def train(
         The last checkpoint.
     """
     recipe, sampler = job.recipe, job.sampler
+    start_step = resume[1].step if resume else 0
+    check_agreement(
+        plan_digests(job, start_step), device
+    )  # before ranks that differ could wait for each other
     groups = ContextGroups.build(job.grid(rank), device)
     engine = build_engine(build_model(job, groups, device), job.ds_config, recipe, sampler.total_steps)
     saved, step, past = _resume(engine, job, resume, rank, say) if resume else (None, 0, ())
@@ -164,7 +169,6 @@ def train(
         say(f"saved {path}")
         return path
 
-    quit_ = False
     with (
         StopRequests(job.output_dir) as requests,
         _SampleLog(job, groups.grid, step) as sample_log,
@@ -177,7 +181,7 @@ def train(
             denominator = plan.denominators[recipe.loss.reduction]
             result = train_step(engine, mine, job, groups, device, denominator)
             step = plan.step + 1
-            loss, data_wait, save_now, quit_ = _agree(
+            loss, data_wait, wishes = _agree(
                 result.loss / denominator, started - waiting_since, requests.poll(rank), device
             )
             _check_finite(loss, result, step)
@@ -197,11 +201,15 @@ def train(
                 writer.write(report)
                 if step % recipe.train.log_every == 0 or step == sampler.total_steps:
                     say(report.line(sampler.total_steps))
+            if wishes.check or plan.step == start_step:
+                num_same = check_step(engine, plan, device)
+                say(f"step {step}: {num_same} parameters and the plan are the same on all ranks")
+                waiting_since = time.perf_counter()  # comparing is not waiting for data
             due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
-            if due or save_now or step == sampler.total_steps:
+            if due or wishes.save or step == sampler.total_steps:
                 saved = save()
-                waiting_since = time.perf_counter()  # saving is not waiting for data
-            if quit_:
+                waiting_since = time.perf_counter()  # nor is saving
+            if wishes.quit:
                 say(f"stopped after step {step} as asked; go on with --resume")
                 break
     if writer is not None:
@@ -241,15 +249,15 @@ def build_model(job: Job, groups: ContextGroups, device: torch.device) -> torch.
 
 
 def _agree(
-    loss: torch.Tensor, data_wait: float, wishes: tuple[bool, bool], device: torch.device
-) -> tuple[float, float, bool, bool]:
-    """One small all-reduce a step: the loss of all ranks, the longest wait, and whether any rank was asked to save or quit."""
+    loss: torch.Tensor, data_wait: float, wishes: Wishes, device: torch.device
+) -> tuple[float, float, Wishes]:
+    """Two small all-reduces a step: the loss of all ranks, the longest wait, and what any rank was asked for."""
     summed = loss.detach().to(torch.float64).reshape(1)
-    most = torch.tensor([data_wait, float(wishes[0]), float(wishes[1])], dtype=torch.float64, device=device)
+    most = torch.tensor([data_wait, *wishes], dtype=torch.float64, device=device)
     dist.all_reduce(summed)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    wait, save, quit_ = most.tolist()
-    return float(summed.item()), wait, bool(save), bool(quit_)
+    wait, *asked = most.tolist()
+    return float(summed.item()), wait, Wishes(*map(bool, asked))
 
 
 def _check_finite(loss: float, result: StepResult, step: int) -> None:
