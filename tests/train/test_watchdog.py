@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -527,3 +528,94 @@ def test_a_step_compares_its_plan_and_the_weights(tiny_pipeline: Path, tmp_path:
     assert "the plan of rank 1 (bins=" in sentence(bins)
     assert "the plan of rank 1 (step=2, not 1)" in sentence(step)
     assert "(1 of 2 parameters): weight of rank 1 against rank 0" in sentence(weight)
+
+
+# ---- in the loop
+
+
+def train_with(model: Path, out: Path, odd_override: tuple[str, ...], odd_ds: int) -> tuple[Said, float]:
+    """A whole run in which rank 1 was started with something else, and how long it took to say so."""
+    odd = os.environ["RANK"] == "1"
+    overrides = ("train.max_steps=2", *(odd_override if odd else ()))
+    started = time.perf_counter()
+    said = caught(lambda: run_job(model, out, overrides, zero(odd_ds if odd else 2)))
+    return said, time.perf_counter() - started
+
+
+@pytest.mark.parametrize(
+    ("override", "stage", "named"),
+    [
+        (("train.seed=3",), 2, "the recipe of rank 1 (train.seed=3, not 0) differs from that of rank 0"),
+        ((), 3, "the DeepSpeed config of rank 1 (zero_optimization.stage=3, not 2)"),
+        (("packing.max_tokens=30",), 2, "the recipe of rank 1 (packing.max_tokens=30, not 24)"),
+    ],
+)
+def test_training_refuses_ranks_that_were_started_differently(
+    override: tuple[str, ...], stage: int, named: str, tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    results = run_world(2, train_with, tiny_pipeline, tmp_path, override, stage)
+    assert named in sentence([said for said, _ in results])
+    assert max(seconds for _, seconds in results) < 60  # a hang lasts for minutes
+
+
+def train_with_drift(model: Path, out: Path, resume: bool) -> Said:
+    """A run whose rank 1 loses a bit in its first step."""
+    from wands.train import loop
+
+    right, steps = loop.train_step, []
+
+    def train_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        result = right(engine, *args, **kwargs)
+        steps.append(result)
+        if len(steps) == 1 and torch.distributed.get_rank() == 1:
+            nudge(next(engine.module.parameters()).data, 0)
+        return result
+
+    loop.train_step = train_step
+    return caught(lambda: run_job(model, out, ("train.max_steps=4", "checkpoint.every=1"), zero(0), resume))
+
+
+def test_training_stops_when_weights_drift_in_its_first_step(tiny_pipeline: Path, tmp_path: Path, run_world):
+    said = run_world(2, train_with_drift, tiny_pipeline, tmp_path, False)
+    assert "the weights of the ranks have drifted apart (1 of" in sentence(said)
+    assert not (tmp_path / "checkpoints").exists()  # nothing bad was saved
+    run_world(2, run_job, tiny_pipeline, tmp_path, ("train.max_steps=2", "checkpoint.every=1"), zero(0))
+    assert "drifted apart" in sentence(run_world(2, train_with_drift, tiny_pipeline, tmp_path, True))
+
+
+def check_on_demand(model: Path, out: Path, drift: bool) -> tuple[Said, list[str], bool]:
+    """Someone puts a file `check` into the run folder during step 2."""
+    from wands.train import loop
+
+    right, steps, lines = loop.train_step, [], []
+
+    def train_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        result = right(engine, *args, **kwargs)
+        steps.append(result)
+        rank = torch.distributed.get_rank()
+        if len(steps) == 2 and rank == 0:
+            (out / "check").touch()
+        if len(steps) == 2 and rank == 1 and drift:
+            nudge(next(engine.module.parameters()).data, 0)
+        return result
+
+    loop.train_step = train_step
+    job = make_job(model, out, ("train.max_steps=3",), zero(0))
+    rank, _, device = init_process_group()
+    said = caught(lambda: loop.train(job, None, rank, device, say=lines.append))
+    return said, lines, (out / "check").exists()
+
+
+@pytest.mark.parametrize("drift", [False, True])
+def test_a_check_on_demand(drift: bool, tiny_pipeline: Path, tmp_path: Path, run_world):
+    results = run_world(2, check_on_demand, tiny_pipeline, tmp_path, drift)
+    said, lines, left = zip(*results, strict=True)
+    assert not any(left)
+    if drift:
+        assert "weights of the ranks have drifted apart" in sentence(said)
+    else:
+        assert said == (None, None)
+        assert any(
+            re.fullmatch(r"step 2: \d+ parameters and the plan are the same on all ranks", s)
+            for s in lines[0]
+        )
