@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import resource
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
+import accelerate
 import av
 import numpy as np
 import pytest
@@ -16,10 +22,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from wands.commands import infer as infer_module
-from wands.commands.infer import infer
+from wands.commands import sharing
+from wands.commands.infer import InferResult, infer
 from wands.commands.pipeline import find_pipeline, load_pipeline
 from wands.commands.prompts import SampleRequest, SizeRule, build_requests, read_prompts
+from wands.commands.sharing import plan_ranks, share_pipeline
 from wands.errors import CheckpointError, ConfigError, WandsError
+from wands.parallel.mesh import RankGrid
 
 SMALL = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2}
 
@@ -313,6 +322,181 @@ def test_offload_changes_nothing_on_cuda(tiny_pipeline: Path, offload: str) -> N
     pipeline = load_pipeline(source, device="cuda", offload=offload)
     for _ in range(2):
         assert torch.equal(infer_module._sample(pipeline, request)[1], plain[1])
+
+
+# --------------------------------------------------------------------------------------------- several ranks
+
+# 45 tokens with guidance and what not to show, then 12 with another shift and neither.
+SHARED = [
+    SampleRequest(
+        prompt="a red bike", height=48, width=80, num_frames=9, num_inference_steps=4, negative_prompt="dull"
+    ),
+    SampleRequest(prompt="a dog", guidance_scale=1.0, flow_shift=6.0, **SMALL),
+]
+
+
+def infer_on_ranks(pipeline: Path, root: Path, degrees: list[tuple[int, int]]) -> list[list[InferResult]]:
+    return [
+        infer(
+            pipeline,
+            SHARED,
+            out_dir=root / f"{ring}x{ulysses}",
+            save_latents=True,
+            ring_degree=ring,
+            ulysses_degree=ulysses,
+        )
+        for ring, ulysses in degrees
+    ]
+
+
+def unusual_pipeline(folder: Path, kind: str) -> WanPipeline:
+    pipeline = load_pipeline(find_pipeline(folder), offload="model" if kind == "model offload" else "none")
+    if kind == "sequential offload":  # of the transformer alone: for the text encoder it fails on the CPU
+        accelerate.cpu_offload(pipeline.transformer, torch.device("cpu"), offload_buffers=True)
+    if kind == "two experts":
+        low_noise = copy.deepcopy(pipeline.transformer)
+        low_noise.proj_out.weight.data *= -1
+        pipeline.register_modules(transformer_2=low_noise)
+        pipeline.register_to_config(boundary_ratio=0.8)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def sample_unusually_on_ranks(folder: Path, kind: str) -> torch.Tensor:
+    pipeline = unusual_pipeline(folder, kind)
+    share_pipeline(pipeline, RankGrid(2, int(os.environ["RANK"]), ring_degree=2))
+    return infer_module._call(pipeline, SHARED[0], output_type="latent")[1]
+
+
+@pytest.mark.parametrize(("world_size", "degrees"), [(2, [(1, 2), (2, 1)]), (4, [(1, 4), (2, 2), (4, 1)])])
+def test_ranks_sample_the_video_of_one_process(
+    run_world, tiny_pipeline: Path, tmp_path: Path, world_size: int, degrees: list[tuple[int, int]]
+) -> None:
+    alone = infer(tiny_pipeline, SHARED, out_dir=tmp_path / "alone", save_latents=True)
+    ranks = run_world(world_size, infer_on_ranks, tiny_pipeline, tmp_path, degrees)
+    assert ranks[1:] == [[[] for _ in degrees]] * (world_size - 1)  # one rank writes
+    for results in ranks[0]:
+        folder = results[0].video.parent
+        assert sorted(path.name for path in folder.iterdir()) == sorted(
+            path.name for path in (tmp_path / "alone").iterdir()
+        )
+        assert len(records(folder)) == len(SHARED)
+        for found, wanted in zip(results, alone, strict=True):
+            latents, expected = (load_file(r.latents)["latents"] for r in (found, wanted))
+            assert (latents - expected).abs().max() <= 1e-5 * expected.abs().max()
+            frames, of_one = (read_video(r.video).astype(int) for r in (found, wanted))
+            assert frames.shape == of_one.shape
+            assert abs(frames - of_one).mean() < 0.5  # of 255, behind a lossy codec
+
+
+@pytest.mark.parametrize("kind", ["model offload", "sequential offload", "two experts"])
+def test_ranks_share_pipelines_of_all_kinds(run_world, tiny_pipeline: Path, kind: str) -> None:
+    """As below, accelerate's hooks bring weights to the CPU here."""
+    expected = infer_module._call(unusual_pipeline(tiny_pipeline, kind), SHARED[0], output_type="latent")[1]
+    plain = infer_module._call(unusual_pipeline(tiny_pipeline, ""), SHARED[0], output_type="latent")[1]
+    assert torch.equal(expected, plain) == (kind != "two experts")
+    for latents in run_world(2, sample_unusually_on_ranks, tiny_pipeline, kind):
+        assert (latents - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.fixture
+def as_one_of(monkeypatch: pytest.MonkeyPatch):
+    """Set what a launcher tells its first process."""
+
+    def tell(world_size: int) -> None:
+        for name, value in (("WORLD_SIZE", world_size), ("RANK", 0), ("LOCAL_RANK", 0)):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world_size))
+        monkeypatch.setattr(infer_module, "load_pipeline", lambda *a, **k: pytest.fail("weights were read"))
+
+    return tell
+
+
+@pytest.mark.parametrize(
+    ("world_size", "asked", "message"),
+    [
+        (1, {"cp_size": 2}, "infer.cp_size=2 must make up world_size=1, because all processes share each video; start 2"),
+        (4, {"cp_size": 2}, "infer.cp_size=2 must make up world_size=4, because"),
+        (4, {"ring_degree": 3}, "infer.ring_degree=3 must make up world_size=4, because"),
+        (8, {"ring_degree": 2, "ulysses_degree": 2}, "infer.ulysses_degree=2, infer.ring_degree=2 must make up world_size=8"),
+        (8, {"ulysses_degree": 8}, "infer.ulysses_degree=8 must divide num_heads=4 of wan2.1-t2v-"),
+        (6, {"ring_degree": 2}, "infer.ulysses_degree=3 must divide num_heads=4 of wan2.1-t2v-"),
+        (2, {"device": "cpu"}, "infer.device=cpu is one device for several processes; leave it out"),
+    ],
+)  # fmt: skip
+def test_ranks_that_cannot_share_a_video(
+    as_one_of, tiny_pipeline: Path, tmp_path: Path, world_size: int, asked: dict, message: str
+) -> None:
+    as_one_of(world_size)
+    with pytest.raises(ConfigError) as caught:
+        infer(tiny_pipeline, ["a"], out_dir=tmp_path / "out", **asked, **SMALL)
+    assert str(caught.value).startswith(message)
+    assert "parallel." not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_processes_than_gpus(
+    as_one_of, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_one_of(4)
+    monkeypatch.setattr(sharing, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"^4 processes on this node have 2 GPUs; start one for each GPU"):
+        infer(tiny_pipeline, ["a"], out_dir=tmp_path, **SMALL)
+
+
+def test_heads_decide_how_many_ranks_share_them(as_one_of, tiny_pipeline: Path) -> None:
+    variant = find_pipeline(tiny_pipeline).variant  # four heads
+    for world_size, degrees in ((1, (1, 1)), (2, (2, 1)), (6, (2, 3)), (8, (4, 2))):
+        as_one_of(world_size)
+        grid, problems = plan_ranks(variant)
+        assert (grid.ulysses_degree, grid.ring_degree, grid.dp_size, problems) == (*degrees, 1, [])
+    assert plan_ranks(variant, ulysses_degree=2)[0] == RankGrid(8, 0, ulysses_degree=2, ring_degree=4)
+
+
+def launch(*options: object) -> subprocess.CompletedProcess[str]:
+    """`wands infer` on two processes of torchrun."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", port]
+    command += [
+        "-m",
+        "wands",
+        "infer",
+        "--prompt",
+        "a dog",
+        "--height",
+        32,
+        "--width",
+        48,
+        "--frames",
+        5,
+        "--steps",
+        2,
+    ]
+    return subprocess.run(
+        [str(part) for part in (*command, *options)], capture_output=True, text=True, timeout=300
+    )
+
+
+def test_torchrun_samples_one_video_and_tells_once(tiny_pipeline: Path, tmp_path: Path) -> None:
+    here = ("--model", tiny_pipeline, "--out", tmp_path / "out")
+    refused = launch(*here, "--ring-degree", 3)
+    assert refused.returncode != 0
+    assert refused.stderr.count("wands: infer.ring_degree=3 must make up world_size=2") == 1
+    assert refused.stderr.count("infer.ring_degree") == 1
+    done = launch(*here, "--save-latents")
+    assert done.returncode == 0, done.stderr
+    assert "sampling on 2 ranks: Ulysses 2 x ring 1" in done.stderr
+    names = ["000_a-dog.mp4", "000_a-dog.safetensors", "contact_sheet_000.png", "samples.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert [done.stdout.count(words) for words in ("000_a-dog.mp4", "contact sheet ")] == [1, 1]
+    alone = infer(tiny_pipeline, ["a dog"], out_dir=tmp_path / "alone", save_latents=True, **SMALL)[0]
+    latents, expected = (
+        load_file(p)["latents"] for p in (tmp_path / "out" / "000_a-dog.safetensors", alone.latents)
+    )
+    assert (latents - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 # -------------------------------------------------------------------------------------------------- mistakes

@@ -1,7 +1,8 @@
 """`wands infer`: prompts in; one mp4 each, a contact sheet and a record of what made them out.
 
 Sampling is diffusers' own `WanPipeline`, wherever the transformer's weights come from: what is seen here is
-what every user of an exported folder gets.
+what every user of an exported folder gets. Started by a launcher, all its processes share each video; every one runs the
+whole pipeline on the same latents but for the transformer, which they run together, and the first one decodes and writes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from diffusers import WanPipeline
 from wands.commands.contact_sheet import SheetRow, pick_frames, save_contact_sheet
 from wands.commands.pipeline import find_pipeline, load_pipeline
 from wands.commands.prompts import SampleRequest, SizeRule, build_requests, raise_problems
+from wands.commands.sharing import own_device, plan_ranks, share_pipeline
 from wands.data.video import save_video
 from wands.errors import WandsError
 from wands.files import atomic_path
@@ -81,11 +83,15 @@ def infer(
     device: str | None = None,
     fps: int | None = None,
     save_latents: bool = False,
+    cp_size: int | None = None,
+    ulysses_degree: int | None = None,
+    ring_degree: int | None = None,
 ) -> list[InferResult]:
     """Sample every prompt and write the videos, one contact sheet and `samples.jsonl` into `out_dir`.
 
     Files are numbered on from those already there; no video or sheet of an earlier run is touched. The same
-    request gives the same video, bit for bit on one machine, whatever stands before it.
+    request gives the same video, bit for bit on one machine, whatever stands before it. Under a launcher every
+    rank calls this, and they sample each video together: the same one but for rounding.
 
     Args:
         model: diffusers pipeline folder or Hub id.
@@ -103,15 +109,19 @@ def infer(
         checkpoint: the transformer straight from `wands train`: a run folder (newest step) or a step folder.
         offload: "model" and "sequential" keep weights on the host and bring a model, or a layer, at a time.
         dtype: of transformer and text encoder, the VAE is fp32; "auto": bf16 on CUDA, fp32 on the CPU.
-        device: default: CUDA when there is one.
+        device: default: CUDA when there is one; under a launcher each rank takes the one of its own.
         fps: of the mp4; default: the variant's.
         save_latents: keep the final latents beside each mp4.
+        cp_size: ranks that share a video, which are all; this and the next two as in a recipe's `parallel`.
+        ulysses_degree: ranks that share heads.
+        ring_degree: ranks that share tokens.
 
     Returns:
-        One result per prompt, in order.
+        One result per prompt, in order; none on ranks other than the first, which alone decodes and writes.
 
     Raises:
-        ConfigError: the model cannot be used, or options are wrong: all at once, before weights are read.
+        ConfigError: the model cannot be used, options are wrong, or the ranks that were started cannot share a
+            video: all at once, before weights are read.
         CheckpointError: the checkpoint is missing, incomplete, or of another model.
         WandsError: a file cannot be written.
     """
@@ -128,8 +138,12 @@ def infer(
     }
     rule = SizeRule(source.vae_stride, source.variant.dit.patch_size)
     requests, problems = build_requests(prompts, options, rule)
+    grid, misfits = plan_ranks(source.variant, cp_size, ulysses_degree, ring_degree)
+    if grid.world_size > 1:
+        device, refused = own_device(device)
+        misfits += refused
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    raise_problems([*problems, *_run_problems(out_dir, offload, device, fps)])
+    raise_problems([*problems, *misfits, *_run_problems(out_dir, offload, device, fps)])
     log.info(
         "sampling %d videos on %s with %s", len(requests), device, source.checkpoint or transformer or model
     )
@@ -137,6 +151,12 @@ def infer(
     pipeline = load_pipeline(
         source, dtype=torch.bfloat16 if low else torch.float32, device=device, offload=offload
     )
+    if grid.world_size > 1:
+        # Only now: what is wrong with the weights every rank finds alone, and before there is a group it is told once.
+        share_pipeline(pipeline, grid)
+    if grid.rank > 0:
+        _sample_along(pipeline, requests)
+        return []
     origin = {"model": source.model, "dtype": "bf16" if low else "fp32"}
     if transformer or source.checkpoint:
         origin["transformer"] = str(transformer or source.checkpoint)
@@ -177,6 +197,15 @@ def _run(
     return results
 
 
+def _sample_along(pipeline: WanPipeline, requests: Sequence[SampleRequest]) -> None:
+    """Do this rank's part of every sample; the first rank decodes them."""
+    pipeline.set_progress_bar_config(disable=True)
+    scheduler = pipeline.scheduler
+    for request in requests:
+        pipeline.scheduler = _with_shift(scheduler, request.flow_shift)
+        _call(pipeline, request, output_type="latent")
+
+
 def _run_problems(out_dir: Path, offload: str, device: str, fps: int | None) -> list[str]:
     problems = []
     if out_dir.exists() and not out_dir.is_dir():
@@ -198,6 +227,13 @@ def _run_problems(out_dir: Path, offload: str, device: str, fps: int | None) -> 
 
 def _sample(pipeline: WanPipeline, request: SampleRequest) -> tuple[np.ndarray, torch.Tensor, float]:
     """Run the pipeline once: uint8 [F, H, W, 3], final normalised latents fp32 [C, f, h, w] and seconds."""
+    started = time.perf_counter()
+    video, latents = _call(pipeline, request, output_type="np")
+    return (video * 255).round().astype(np.uint8), latents, time.perf_counter() - started
+
+
+def _call(pipeline: WanPipeline, request: SampleRequest, output_type: str) -> tuple[Any, torch.Tensor]:
+    """Give what the pipeline returns for the one sample, and its final normalised latents, fp32 [C, f, h, w]."""
     last: dict[str, torch.Tensor] = {}
 
     def keep(
@@ -206,8 +242,7 @@ def _sample(pipeline: WanPipeline, request: SampleRequest) -> tuple[np.ndarray, 
         last.update(tensors)
         return {}
 
-    started = time.perf_counter()
-    video = pipeline(
+    output = pipeline(
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
         height=request.height,
@@ -218,16 +253,17 @@ def _sample(pipeline: WanPipeline, request: SampleRequest) -> tuple[np.ndarray, 
         max_sequence_length=TEXT_LEN,
         # Drawn on the CPU: CUDA's random numbers are others, and differ between devices.
         generator=torch.Generator("cpu").manual_seed(request.seed),
-        output_type="np",
+        output_type=output_type,
         callback_on_step_end=keep,  # the latents that the pipeline decodes: no second decoder to keep equal
     ).frames[0]
     latents = last["latents"][0].float().cpu()
     if not torch.isfinite(latents).all():
         raise WandsError(
             f"infer.prompt={request.prompt!r}: the sample has values that are not finite; "
-            "use infer.dtype=fp32, or other weights if that does not help."
+            "use infer.dtype=fp32, or other weights if that does not help.",
+            agreed=True,
         )
-    return (video * 255).round().astype(np.uint8), latents, time.perf_counter() - started
+    return output, latents
 
 
 def _with_shift(scheduler: Any, flow_shift: float | None) -> Any:
