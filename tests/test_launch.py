@@ -37,8 +37,8 @@ TELL = (
 )
 # The part of `wands train` that a SLURM job sees: it takes the file away and stops. ENDS: it ends without having looked.
 TRAIN = f"""{TELL}
-until [ -e "$RUN/save_quit" ]; do sleep 0.05; done
-sleep 0.3
+until [ -e "$RUN/save_quit" ] || [ -e "$LOGS/over" ]; do sleep 0.05; done
+touch "$LOGS/over"
 [ -n "${{ENDS:-}}" ] || rm -f "$RUN/save_quit"
 exit ${{CODE:-0}}
 """
@@ -56,7 +56,7 @@ def fake(tmp_path: Path) -> Callable[..., dict[str, str]]:
             (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
             (folder / name).chmod(0o755)
         path = [folder, *([BIN] if real else []), "/usr/bin", "/bin"]
-        return {"PATH": ":".join(map(str, path)), "LOGS": str(logs), "HOME": str(tmp_path)}
+        return {"PATH": ":".join(map(str, path)), "LOGS": str(logs)}
 
     return make
 
@@ -99,7 +99,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             process.wait()
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()[0]
@@ -187,7 +187,7 @@ def test_deepspeed_over_ssh_brings_every_argument_and_variable_to_the_nodes(fake
     line+="; echo NCCL=\\$NCCL_SOCKET_IFNAME MORE=\\$MORE"
     for node in 0 1; do env -u NCCL_SOCKET_IFNAME bash -c "${{line//%n/$node}}"; done
     """
-    env = fake(real=True, pdsh=pdsh)
+    env = {**fake(real=True, pdsh=pdsh), "HOME": str(tmp_path)}
     (tmp_path / "hosts").write_text("n0 slots=2\nn1 slots=2\n")
     (tmp_path / ".deepspeed_env").write_text("\nMORE=of mine")
     hard = ["a.b={c: [1,2], d: 'x y'}", "{e,f}", "$HOME", 'say "hi"', "tab\there", "*"]
@@ -276,11 +276,11 @@ def test_slurm_starts_one_torchrun_a_node_saves_before_the_limit_and_queues_agai
     assert (logs / "scontrol").read_text() == "requeue 123457\n"
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_slurm_leaves_a_run_that_is_over(fake, start, tmp_path: Path, code: int):
+@pytest.mark.parametrize(("ends", "code"), [("1", 0), ("1", 3), ("", 3)])
+def test_slurm_leaves_a_run_that_is_over(fake, start, tmp_path: Path, ends: str, code: int):
     """Asked to save as it ended: nothing is queued, and the file does not stop the next run. A failure keeps its code."""
     env = {**fake(srun=SRUN, scontrol=SCONTROL, torchrun=TRAIN), **slurm(SLURM_RESTART_COUNT="1")}
-    env.update(RUN=str(tmp_path / "run"), ENDS="1", CODE=str(code))
+    env.update(RUN=str(tmp_path / "run"), ENDS=ends, CODE=str(code))
     process = start(SLURM, [f"--set=output_dir={tmp_path}/run"], env)
     node = tmp_path / "logs" / "node1"
     wait_for(lambda: node.is_file() and node.read_text(), process)
@@ -291,6 +291,12 @@ def test_slurm_leaves_a_run_that_is_over(fake, start, tmp_path: Path, code: int)
     assert not list((tmp_path / "run").iterdir())
     assert not (tmp_path / "logs" / "scontrol").exists()
     assert node.read_text().splitlines()[-4] == "--resume"  # it had been queued again
+
+
+def test_slurm_does_not_queue_a_run_again_that_nobody_stopped(fake, start, tmp_path: Path):
+    env = {**fake(srun=SRUN, scontrol=SCONTROL, torchrun=TELL), **slurm()}
+    assert say(start(SLURM, ["--set", f"output_dir={tmp_path}/run"], env)) == []
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["node0", "node1", "srun"]
 
 
 @pytest.mark.parametrize(
@@ -333,7 +339,7 @@ def test_two_nodes_share_a_bin_stop_resume_and_equal_one_process(
     job = start(SLURM, arguments(500), env)
     wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").read_text(), job)
     job.send_signal(signal.SIGTERM)
-    assert say(job) == []
+    assert say(job, 240) == []
     first, second = ((tmp_path / "logs" / f"node{node}").read_text() for node in (0, 1))
     assert "4 ranks = dp 1 x ring 2 x ulysses 2 (parallel.cp_size=4)" in first
     for text in (
@@ -388,7 +394,7 @@ def test_a_mistake_ends_both_nodes_with_its_sentence(fake, start, tmp_path: Path
         start(MULTINODE, [*options, "--node-rank", node, "--", *wrong], fake(real=True)) for node in (0, 1)
     ]
     for node in nodes:
-        text = node.communicate(timeout=120)[0]  # half an hour if one waited for the other
+        text = node.communicate(timeout=240)[0]  # half an hour if one waited for the other
         assert node.returncode == 1  # torchrun's own
         assert re.search(r"exitcode\s+: 2 ", text)
         assert (
