@@ -57,7 +57,7 @@ from wands.errors import ConfigError
 
 # Latent frames x tokens of a frame: on a CPU an 81-frame clip of 480p with a fifteenth of its tokens per frame.
 PACKS = {
-    "cpu": {"one video": (21 * 104,), "a mix": (13 * 104, 7 * 108, 9 * 104, 5 * 100, 4 * 108, 104, 104, 117)},
+    "cpu": {"one video": (21 * 105,), "a mix": (13 * 104, 7 * 108, 9 * 104, 5 * 100, 4 * 108, 104, 104, 117)},
     "cuda": {"one video": (75600,), "a mix": (32760, 13 * 1560, 9 * 1600, 5 * 1610, 1560, 1560, 1600)},
 }
 HEADS = {"cpu": 4, "cuda": 24}
