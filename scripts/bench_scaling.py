@@ -20,7 +20,7 @@ ring      The message of a round runs beside that round's kernel: hidden as far 
           times that, 0.8 times for two ranks.
 ZeRO-3    Two gathers of the weights and one reduce-scatter of the gradients per micro step, fp32 or bf16 as --reduce. A ring
           over all ranks uses all network cards of a node at once. Hidden in compute that the ring has left over.
-memory    estimate_memory, the attention results that `selective` keeps, the buffers of the ring. A rank may use 90 %.
+memory    estimate_memory and the buffers of the ring. A rank may use 90 %.
 left out  Latency, congestion, stragglers, the optimizer's own time, input, padding inside kernels, small-kernel losses.
 """
 
@@ -233,8 +233,6 @@ def memory(shape: DiTShape, plan: ContextPlan, gpus: int, setting: Setting) -> f
     zero = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())["zero_optimization"]
     total = sum(estimate_memory(shape, recipe, zero_stage=3, world_size=gpus, zero=zero).values())
     rows = plan.row_len // plan.ulysses_degree
-    if setting.checkpointing == "selective":  # every layer keeps out and its log-sum-exp
-        total += shape.num_layers * rows * (BF16 * shape.dim + FP32 * shape.num_heads)
     if plan.ring_degree > 1:  # two blocks of k and v; gradients of one: made here, sent, coming; dq
         total += rows * shape.dim * (2 * 2 * BF16 + 3 * 2 * FP32 + FP32)
     return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ import bench_scaling
 import pytest
 from bench_scaling import ATTENTION_BACKWARD, BF16, MODELS, SIZES, Machine, Setting, Traffic
 
+from wands.config import load_recipe
 from wands.data.packing import LEVEL
 from wands.parallel.layout import ContextPlan
+from wands.train.summary import estimate_memory
 
 SHAPE = MODELS["1.3B"][0]
 FAR = Machine(ranks_per_node=1)  # every rank on its own node: no Ulysses, all ring, over the network
@@ -92,6 +95,25 @@ def test_more_ranks_per_bin_keep_the_work_and_add_traffic():
     assert sorted((one.memory for one in slower), reverse=True) == [one.memory for one in slower]
     for traffic in (traffic for one in slower for traffic in (one.ring_traffic, one.zero)):
         assert 0 <= traffic.exposed <= traffic.total + 1e-9
+
+
+def test_memory_is_the_start_blocks_estimate():
+    """And on top of it the ring's buffers, where there is a ring."""
+    zero = json.loads((bench_scaling.ROOT / "ds_configs" / "zero3.json").read_text())["zero_optimization"]
+    for checkpointing in ("none", "selective", "full"):
+        for cp, ring in ((4, False), (8, True)):
+            one = bench_scaling.predict(SHAPE, LENS, 64, cp, Setting(checkpointing=checkpointing))
+            recipe = load_recipe(
+                None,
+                [
+                    f"packing.max_tokens={sum(LENS)}",
+                    f"parallel.cp_size={cp}",
+                    f"model.checkpointing={checkpointing}",
+                ],
+            )
+            parts = estimate_memory(SHAPE, recipe, zero_stage=3, world_size=64, zero=zero)
+            buffers = 36 * sum(LENS) // cp * SHAPE.dim if ring else 0
+            assert one.memory == pytest.approx(sum(parts.values()) + buffers)
 
 
 def test_traffic_that_is_instant_hides():
