@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ class _Group(click.Group):
                 click.echo(f"wands{where}: {error}", err=True)
             sys.stdout.flush()
             sys.stderr.flush()
+            if speaks != "0":
+                time.sleep(1.0)  # a launcher that sees one rank leave stops the others: let the first speak
             if formed:
                 os._exit(2)  # the other ranks may wait in a collective: leave without their goodbye
             sys.exit(2)

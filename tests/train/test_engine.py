@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 from wands.config import load_recipe
-from wands.errors import ConfigError
+from wands.errors import CacheError, ConfigError
 from wands.train.ds_config import _KNOWN, _NOT_HERE, build_ds_config, learning_rate, load_ds_config
-from wands.train.engine import build_schedule, check_offload, ranks_per_node
+from wands.train.engine import build_schedule, check_offload, ranks_per_node, start_together
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("zero.json", "recipe.yaml")
@@ -343,3 +344,36 @@ def set_launcher(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+
+
+def _start_with_mistakes_on(ranks: tuple[int, ...]) -> tuple[str, bool] | None:
+    try:
+        with start_together():
+            if int(os.environ["RANK"]) in ranks:
+                raise CacheError(f"cache={os.environ['RANK']} is not there")
+    except CacheError as error:
+        return str(error), error.agreed
+    assert torch.distributed.is_initialized()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [((), None), ((1,), "[rank 1] cache=1 is not there"), ((0, 1), "cache=0 is not there")],
+)
+def test_a_mistake_of_one_rank_ends_all_with_its_sentence(
+    ranks: tuple[int, ...], text: str | None, run_world
+):
+    expected = (text, True) if text else None
+    assert run_world(2, _start_with_mistakes_on, ranks) == [expected, expected]
+
+
+def test_without_a_launcher_a_mistake_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(CacheError, match=r"^no cache$") as caught, start_together():
+        raise CacheError("no cache")
+    assert not caught.value.agreed
+    with start_together():
+        pass
+    assert not torch.distributed.is_initialized()

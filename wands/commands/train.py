@@ -13,7 +13,13 @@ from wands.errors import ConfigError
 from wands.files import write_text
 from wands.train.checkpoint import find_checkpoint
 from wands.train.ds_config import load_ds_config
-from wands.train.engine import accelerator_type, check_offload, init_process_group, ranks_per_node
+from wands.train.engine import (
+    accelerator_type,
+    check_offload,
+    init_process_group,
+    ranks_per_node,
+    start_together,
+)
 from wands.train.job import Job, Report, prepare_job
 from wands.train.state import TrainState
 from wands.train.summary import start_block
@@ -45,29 +51,31 @@ def run_train(
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     tell: Report = say if rank == 0 else lambda text: None
-    recipe = load_recipe(recipe_path, overrides)
     if show_timesteps:
         from wands.flow.histogram import timestep_histogram
 
+        recipe = load_recipe(recipe_path, overrides)
         tell(timestep_histogram(recipe.flow, recipe.train.seed))
         return
     names = (str(deepspeed or "the built-in DeepSpeed config"), str(recipe_path or "the recipe"))
-    job = prepare_job(
-        recipe,
-        load_ds_config(deepspeed),
-        world_size=world_size,
-        device_type=accelerator_type(),
-        names=names,
-        # Hashing a UMT5 takes seconds: one rank does it for all, and its refusal ends the launcher's whole job.
-        encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
-        ranks_per_node=ranks_per_node(),
-    )
-    found = _resume_from(job, resume)
-    if rank == 0:  # it asks what the accelerator can do: only rank 0 sits on the one that it asks
-        say(start_block(job, found[1].step if found else 0))
+    with start_together():
+        job = prepare_job(
+            load_recipe(recipe_path, overrides),
+            load_ds_config(deepspeed),
+            world_size=world_size,
+            device_type=accelerator_type(),
+            names=names,
+            # Hashing a UMT5 takes seconds: one rank does it for all.
+            encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
+            ranks_per_node=ranks_per_node(),
+        )
+        found = _resume_from(job, resume)
+        if rank == 0:  # it asks what the accelerator can do: only rank 0 sits on the one that it asks
+            say(start_block(job, found[1].step if found else 0))
+        if not dry_run:
+            check_offload(job.ds_config)
     if dry_run:
         return
-    check_offload(job.ds_config)
     if rank == 0:
         _write_run_files(job)
 

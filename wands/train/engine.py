@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from wands.config import OptimSection, Recipe
-from wands.errors import ConfigError
+from wands.errors import ConfigError, WandsError
 from wands.train.ds_config import learning_rate, offloads_optimizer, uses_adam
 
 
@@ -78,6 +79,36 @@ def init_process_group() -> tuple[int, int, torch.device]:
         torch.set_num_threads(max((os.cpu_count() or 1) // ranks_per_node(), 1))
     deepspeed.init_distributed(dist_backend="nccl" if device_type == "cuda" else "gloo", verbose=False)
     return torch.distributed.get_rank(), torch.distributed.get_world_size(), device
+
+
+@contextlib.contextmanager
+def start_together() -> Iterator[None]:
+    """Run a rank's preparation; ranks that a launcher started then tell each other how it went.
+
+    A rank that is alone with a mistake would otherwise leave the ranks of other nodes waiting for it, and a launcher that sees
+    one rank leave stops the others before the first has said why. The process group exists afterwards.
+
+    Raises:
+        WandsError: what the first rank with a mistake found, on every rank.
+    """
+    mine: WandsError | None = None
+    try:
+        yield
+    except WandsError as error:
+        mine = error
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:  # no launcher
+        if mine is not None:
+            raise mine
+        return
+    init_process_group()
+    said = None if mine is None else (type(mine), str(mine))
+    found: list[tuple[type[WandsError], str] | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, said)
+    for rank, one in enumerate(found):
+        if one is not None:
+            kind, text = one
+            where = "" if rank == 0 else f"[rank {rank}] "
+            raise kind(where + text, agreed=True) from mine
 
 
 def _free_port() -> int:
