@@ -1,11 +1,17 @@
-"""Small gloo worlds for tests: n processes forked from one server that has imported the heavy packages already."""
+"""Small gloo worlds for tests: ranks forked from one server that has imported the heavy packages already.
+
+`run_world` starts a world for one function. A `World` keeps its ranks, their process group and what they have cached from one
+function to the next: many small cases then cost neither processes nor groups.
+"""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -29,9 +35,7 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _rank_main(
-    rank: int, world_size: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], pipe: Connection
-) -> None:
+def _rank_main(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -42,61 +46,124 @@ def _rank_main(
     import torch
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    try:
-        # Plain pickle: the pipe's own would pass tensors as file handles of a process that is about to end.
-        pipe.send(("ok", pickle.dumps(fn(*args))))
-    except BaseException:
-        pipe.send(("error", traceback.format_exc()))
-    pipe.close()
-    os._exit(0)  # a rank that waits for a dead peer's goodbye would hang the suite
+    gc.freeze()  # what is imported stays: looking through it for cycles takes a second
+    while True:
+        try:
+            job = pipe.recv_bytes()
+        except EOFError:
+            os._exit(0)  # a rank that waits for a dead peer's goodbye would hang the suite
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        try:
+            fn, args = pickle.loads(job)
+            # Plain pickle: the pipe's own would pass tensors as file handles of a process that is about to end.
+            answer = ("ok", pickle.dumps(fn(*args)))
+        except BaseException:
+            answer = ("error", traceback.format_exc())
+        pipe.send(answer)
 
 
-def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
-    """Run `fn(*args)` on every rank of a new world; the ranks' environment is what a launcher would set.
+class World:
+    """Ranks that take one function after another, each in the state in which the last one left the process.
+
+    They start at the first `run`. A function that fails or hangs on any rank ends them all; the next one gets new ranks.
 
     Args:
         world_size: number of processes.
-        fn: a module-level function; it finds its rank in the environment or in torch.distributed.
-        timeout: seconds after which the world counts as hung.
-
-    Returns:
-        The results in rank order.
-
-    Raises:
-        AssertionError: with the tracebacks of every rank that failed, or which ranks hung.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    port = _free_port()
-    ranks = []
-    for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_rank_main, args=(rank, world_size, port, fn, args, sender), daemon=True
-        )
-        process.start()
-        sender.close()
-        ranks.append((process, receiver))
-    results: list[Any] = []
-    errors: list[str] = []
-    for rank, (_, receiver) in enumerate(ranks):
-        try:
-            # One rank's failure usually hangs the others: once an error is known they get little time.
-            if not receiver.poll(timeout if not errors else 5.0):
-                errors.append(f"rank {rank} gave no answer within {timeout} s")
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
+        """Run `fn(*args)` on every rank; the ranks' environment is what a launcher would set.
+
+        Args:
+            fn: a module-level function; it finds its rank in the environment or in torch.distributed.
+            timeout: seconds after which the world counts as hung.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            AssertionError: with the tracebacks of every rank that failed, or which ranks hung.
+        """
+        if not self._ranks:
+            self._start()
+        job = pickle.dumps((fn, args))
+        results: list[Any] = []
+        errors: list[str] = []
+        for _, pipe in self._ranks:
+            try:
+                pipe.send_bytes(job)
+            except BrokenPipeError:
+                continue  # told below, where it gives no answer
+        deadline = time.monotonic() + timeout
+        for rank, (_, pipe) in enumerate(self._ranks):
+            try:
+                # One rank's failure usually hangs the others: once an error is known they get little time.
+                if not pipe.poll(5.0 if errors else max(deadline - time.monotonic(), 0.0)):
+                    errors.append(f"rank {rank} gave no answer within {timeout} s")
+                    continue
+                status, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                errors.append(f"rank {rank} died")
                 continue
-            status, value = receiver.recv()
-        except EOFError:
-            errors.append(f"rank {rank} died")
-            continue
-        if status == "ok":
-            results.append(pickle.loads(value))
-        else:
-            errors.append(value)
-    for process, _ in ranks:
-        process.join(5)
-        if process.is_alive():
-            process.kill()
-    assert not errors, "\n".join(errors)
-    return results
+            if status == "ok":
+                results.append(pickle.loads(value))
+            else:
+                errors.append(value)
+        if errors:
+            self.close(patience=0.0)
+        assert not errors, "\n".join(errors)
+        return results
+
+    def close(self, patience: float = 5.0) -> None:
+        """End the ranks; those that do not go within `patience` seconds are killed."""
+        for _, pipe in self._ranks:
+            pipe.close()
+        deadline = time.monotonic() + patience
+        for process, _ in self._ranks:
+            process.join(max(deadline - time.monotonic(), 0.0))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._ranks = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        port = _free_port()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main, args=(rank, self.world_size, port, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+
+class WorldPool:
+    """One lasting world of each size, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, World] = {}
+
+    def __getitem__(self, world_size: int) -> World:
+        return self._worlds.setdefault(world_size, World(world_size))
+
+    def close(self) -> None:
+        """End all of them."""
+        for world in self._worlds.values():
+            world.close()
+
+
+def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
+    """Run `fn(*args)` on every rank of a new world; see `World.run`."""
+    world = World(world_size)
+    try:
+        return world.run(fn, *args, timeout=timeout)
+    finally:
+        world.close()

@@ -1,0 +1,223 @@
+"""One optimizer step three ways: stock diffusers clip by clip, one process, and every way of spreading it over ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tests.train.runs import groups_of, make_job, release
+from wands.data.patchify import unpatchify
+from wands.flow.corrupt import corrupt
+from wands.flow.sigmas import sigma_weight
+from wands.parallel.layout import ContextLayout
+from wands.parallel.mesh import ContextGroups
+from wands.train.batches import rank_shards
+from wands.train.engine import build_engine, init_process_group
+from wands.train.job import Job
+from wands.train.loop import build_model, train_step
+from wands.variants import TEXT_LEN
+
+ROOT = Path(__file__).resolve().parents[2]
+DS_CONFIGS = {
+    path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "ds_configs").glob("*.json"))
+}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    """A DeepSpeed JSON under whose ZeRO-3 even the smallest parameter is sharded and gathered."""
+    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **more}}
+
+
+# ---- the cells of the matrix
+
+
+class Grid(NamedTuple):
+    """A way of spreading a step over ranks."""
+
+    dp: int
+    ring: int
+    ulysses: int
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.ring * self.ulysses
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        return f"parallel.ring_degree={self.ring}", f"parallel.ulysses_degree={self.ulysses}"
+
+
+class Case(NamedTuple):
+    """Where, with which file of ds_configs/, in how many micro steps, and what backward computes again."""
+
+    grid: Grid
+    ds_name: str
+    accumulation: int
+    checkpointing: str
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+    @property
+    def bins_per_step(self) -> int:
+        return self.grid.dp * self.accumulation
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        step = (f"train.bins_per_step={self.bins_per_step}", f"model.checkpointing={self.checkpointing}")
+        return *self.grid.overrides, *step
+
+
+GRIDS = tuple(
+    itertools.starmap(Grid, [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2), (2, 2, 1), (1, 2, 2)])
+)
+ACCUMULATIONS = (1, 3)
+CHECKPOINTING = ("none", "selective", "full")
+MATRIX = tuple(itertools.starmap(Case, itertools.product(GRIDS, DS_CONFIGS, ACCUMULATIONS, CHECKPOINTING)))
+# Any two values of any two axes meet in it.
+PAIRWISE = tuple(
+    Case(grid, name, ACCUMULATIONS[(g + d) % 2], CHECKPOINTING[(g + d) % 3])
+    for (g, grid), (d, name) in itertools.product(enumerate(GRIDS), enumerate(DS_CONFIGS))
+)
+
+
+# ---- the step through the trainer
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step as one rank saw it.
+
+    Attributes:
+        loss: of the whole step.
+        grad_norm: as the trainer reports it.
+        gradients: of every parameter as DeepSpeed holds them just before its update; on rank 0 only.
+        digest: of all parameters after the update.
+        clips: error of each clip of this rank's bins.
+    """
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, torch.Tensor]
+    digest: str
+    clips: dict[str, float]
+
+
+def optimizer_step(
+    model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> Step:
+    """The first step of a run through the trainer's own `train_step`, on an engine that is gone afterwards."""
+    from deepspeed.utils import safe_get_full_grad
+
+    job = make_job(model, out, overrides, ds)
+    rank, _, device = init_process_group()
+    groups = groups_of(job.grid(rank), device)
+    gradients: dict[str, torch.Tensor] = {}
+    with _engine(job, groups, device, dtype) as engine:
+        update = engine.step
+
+        def capture() -> None:
+            for name, parameter in engine.module.named_parameters():
+                gradients[name] = safe_get_full_grad(parameter).clone()
+            update()
+
+        engine.step = capture
+        plan = job.sampler.step_plan(0)
+        denominator = plan.denominators[job.recipe.loss.reduction]
+        result = train_step(engine, rank_shards(job, plan, groups.grid), job, groups, device, denominator)
+        loss = result.loss.double()
+        dist.all_reduce(loss)
+        return Step(
+            float(loss) / denominator,
+            result.grad_norm,
+            gradients if rank == 0 else {},
+            _digest(engine.module),
+            {one.sample_id: one.loss for one in result.samples},
+        )
+
+
+@contextmanager
+def _engine(job: Job, groups: ContextGroups, device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+    if (
+        dtype == torch.float64
+    ):  # a model that is made under ZeRO-3 is float32; this one is sharded by the engine
+        whole = replace(job, ds_config={**job.ds_config, "zero_optimization": {"stage": 2}})
+        module = build_model(whole, groups, device).double()
+    else:
+        module = build_model(job, groups, device)
+    engine = build_engine(module, job.ds_config, job.recipe, job.sampler.total_steps)
+    del module
+    yield engine
+    release(engine)
+
+
+def _digest(module: torch.nn.Module) -> str:
+    """A hash of the bits of all parameters, gathered where ZeRO-3 has partitioned them."""
+    import deepspeed
+
+    digest = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            digest.update(name.encode() + parameter.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ---- the dumb way
+
+
+def stock_gradients(model: Path, job: Job, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Stock diffusers, one sample at a time, one process, plain autograd."""
+    from diffusers import WanTransformer3DModel
+
+    stock = WanTransformer3DModel.from_pretrained(model / "transformer").to(dtype)
+    plan = job.sampler.step_plan(0)
+    for one in (i for bin_ in plan.bins for i in bin_):
+        batch = job.collator([job.data.read(one)], plan.occurrences((one,)), plan.epoch)
+        layout = ContextLayout.build(batch.seq_lens)
+        noisy = corrupt(batch.tokens, layout, batch.keys, job.recipe.flow, job.recipe.train.seed)
+        grid = tuple(batch.grid_sizes[0].tolist())
+        volume = [
+            unpatchify(x, grid, 16, job.shape.patch_size)[None].to(dtype)
+            for x in (noisy.tokens, noisy.target)
+        ]
+        text = torch.nn.functional.pad(
+            batch.text_embeds.to(dtype), (0, 0, 0, TEXT_LEN - len(batch.text_embeds))
+        )[None]
+        pred = stock(volume[0], noisy.timesteps, text, return_dict=False)[0]
+        weight = sigma_weight(noisy.sigmas, job.recipe.flow)[0]
+        error = (pred - volume[1]).square().mean()  # over the sample's own tokens and channels
+        if job.recipe.loss.reduction == "token":
+            error = error * len(batch.tokens)
+        (weight * error / plan.denominators[job.recipe.loss.reduction]).backward()
+    return {name: parameter.grad for name, parameter in stock.named_parameters()}
+
+
+# ---- comparing
+
+
+def errors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Error of every parameter's gradient, relative to the parameter's own largest, or to a thousandth of the largest of all
+    where a parameter has hardly any."""
+    assert ours.keys() == theirs.keys()
+    largest = max(float(grad.abs().max()) for grad in theirs.values())
+    return {
+        name: float((ours[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-3 * largest)
+        for name, grad in theirs.items()
+    }
+
+
+def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Largest of `errors`."""
+    return max(errors(ours, theirs).values())
