@@ -17,7 +17,7 @@ ulysses   Hidden: nothing. All-to-alls over --node-bandwidth; checkpointing runs
 ring      The message of a round runs beside that round's kernel: hidden as far as the kernel lasts, but for the last hop, which
           takes the gradients home. Over --network-bandwidth once the group leaves the node. The forward hides where
           L_eff = sum(L^2) / sum(L) is at least R * F / B (F: attention FLOP/s, B: bytes/s of the link); the backward asks 1.2
-          times that, 0.8 times for two ranks.
+          times that, less for two or three ranks.
 ZeRO-3    Two gathers of the weights and one reduce-scatter of the gradients per micro step, fp32 or bf16 as --reduce. A ring
           over all ranks uses all network cards of a node at once. Hidden in compute that the ring has left over.
 memory    estimate_memory and the buffers of the ring. A rank may use 90 %.
@@ -217,10 +217,10 @@ def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float
     if degree == 1:
         return [Traffic(), Traffic()]
     block = comm.ring_forward / (degree - 1) / bandwidth
-    grads = (comm.ring_backward - comm.ring_forward) / degree / bandwidth
+    grads = (comm.ring_backward - comm.ring_forward) / (degree - 1) / bandwidth
     kernel = attention / degree
-    # The gradients of a block follow it one round behind.
-    backward = [block, *[block + grads] * (degree - 2), grads]
+    # The gradients of a block begin at the next row, travel beside the round after, and come home beside nothing.
+    backward = [block * (step < degree - 1) + grads * (step > 1) for step in range(degree)]
     late = sum(max(0.0, message - ATTENTION_BACKWARD * kernel) for message in backward)
     forward = Traffic(block, max(0.0, block - kernel)) * (degree - 1)
     return [forward, Traffic(sum(backward) + grads, late + grads)]

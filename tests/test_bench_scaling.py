@@ -42,9 +42,9 @@ def test_the_5b_has_five_billion_parameters():
 @pytest.mark.parametrize("degree", [2, 4, 8])
 @pytest.mark.parametrize(("rounds", "factor"), [("forward", 1.0), ("backward", 1.2)])
 def test_the_ring_hides_where_l_eff_says(degree: int, rounds: str, factor: float):
-    """R * F / B, and 1.2 times that where blocks and gradients share a round; two ranks never share one."""
+    """R * F / B, and 1.2 times that where blocks and gradients share a round; two ranks never do."""
     if rounds == "backward" and degree == 2:
-        factor = 0.8
+        factor = 0.4
     one = bench_scaling.predict(SHAPE, [8000, 24000], 8, degree, Setting(FAR))
     assert one.plan.ring_degree == degree
     attention = SHAPE.attention_flops_per_squared_token() * sum(n * n for n in one.plan.seq_lens)
@@ -53,7 +53,7 @@ def test_the_ring_hides_where_l_eff_says(degree: int, rounds: str, factor: float
     for bandwidth, hides in ((1.01 * enough, True), (0.99 * enough, False)):
         forward, backward = bench_scaling.ring_traffic(one.plan, SHAPE.dim, seconds, bandwidth)
         grads = ContextPlan.comm_bytes(one.plan, SHAPE.dim, BF16)
-        home = (grads.ring_backward - grads.ring_forward) / degree / bandwidth  # never hidden
+        home = (grads.ring_backward - grads.ring_forward) / (degree - 1) / bandwidth  # never hidden
         late = forward.exposed if rounds == "forward" else backward.exposed - home
         assert (late < 1e-12) is hides, late
 

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from wands.attention.backends import Backend, backend_named
 from wands.attention.segments import Segments
-from wands.parallel.layout import ChunkLens, RingSchedule
+from wands.parallel.layout import ChunkLens, ring_rounds
 
 
 def ring_attention(
@@ -69,21 +69,19 @@ def ring_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """See `ring_attention`; returns out [N, H, D] and its log-sum-exp [H, N]."""
-    ring, kernel = _schedule(tuple(lens), degree), backend_named(backend)
+    chunk_lens, kernel = _by_row(tuple(lens), degree), backend_named(backend)
     if degree == 1:
-        return kernel.forward(q, k, v, _segments(ring, 0, 0, q.device), scale)
+        return kernel.forward(q, k, v, _segments(chunk_lens[0], chunk_lens[0], q.device), scale)
     peers = _resolve_process_group(group)
-    rank = dist.get_rank(peers)
-    block: Tensor | None = torch.stack([k, v])
+    rank, rounds = dist.get_rank(peers), ring_rounds(chunk_lens)
     out = torch.zeros_like(q, dtype=_wide(q), memory_format=torch.contiguous_format)
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_wide(q))
-    for step in range(degree):
-        source = ring.source(rank, step)
-        coming = _pass_block(block, q, ring, rank, step, peers)  # under way while the kernel works
-        if block is not None and ring.overlaps(rank, source):
-            segments = _segments(ring, rank, source, q.device)
-            _merge(out, lse, *kernel.forward(q, block[0], block[1], segments, scale))
-        (block,) = coming.wait()
+    block = torch.stack([k, v])
+    for step in range(rounds):
+        coming = _PassOn(block, peers) if step + 1 < rounds else None  # under way while the kernel works
+        segments = _segments(chunk_lens[rank], chunk_lens[(rank - step) % degree], q.device)
+        _merge(out, lse, *kernel.forward(q, block[0], block[1], segments, scale))
+        block = coming.wait() if coming else block
     return out.to(q.dtype), lse
 
 
@@ -102,92 +100,51 @@ def ring_backward(
     backend: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; those of k and v travel with their block, one hop behind it, and then home."""
-    ring, kernel = _schedule(tuple(lens), degree), backend_named(backend)
+    """Gradients of q, k and v; those of k and v begin at the next row, follow their block, and come home at last."""
+    chunk_lens, kernel = _by_row(tuple(lens), degree), backend_named(backend)
     if degree == 1:
-        return kernel.backward(dout, q, k, v, out, lse, _segments(ring, 0, 0, q.device), scale)
+        segments = _segments(chunk_lens[0], chunk_lens[0], q.device)
+        return kernel.backward(dout, q, k, v, out, lse, segments, scale)
     peers, grad_peers = _resolve_process_group(group), _resolve_process_group(grad_group)
-    rank = dist.get_rank(peers)
-    block: Tensor | None = torch.stack([k, v])
+    rank, rounds = dist.get_rank(peers), ring_rounds(chunk_lens)
     dq = torch.zeros_like(q, dtype=_wide(q), memory_format=torch.contiguous_format)
-    home: Tensor | None = None  # dk and dv of this rank's own block
-    grads = _Transfer(None, [None, None], grad_peers)
-    for step in range(degree):
-        source = ring.source(rank, step)
-        coming = _pass_block(block, q, ring, rank, step, peers)
-        dblock: Tensor | None = None
-        if block is not None:
-            dblock = torch.zeros_like(block, dtype=_wide(q))
-            if ring.overlaps(rank, source):
-                segments = _segments(ring, rank, source, q.device)
-                parts = kernel.backward(dout, q, block[0], block[1], out, lse, segments, scale)
-                for total, part in zip((dq, *dblock.unbind()), parts, strict=True):
-                    total += part
-        so_far, arrived = grads.wait()
-        home = home if arrived is None else arrived
-        if (
-            dblock is not None and so_far is not None
-        ):  # what the rows before this one found for the same block
-            dblock += so_far
-        grads = _pass_grads(dblock, q, ring, rank, step, grad_peers)
-        if step == ring.hops[rank] == 0:
+    block = torch.stack([k, v])
+    home: Tensor | None = None  # what this row finds for its own block; the others' finds travel
+    behind: _PassOn | None = None
+    for step in range(rounds):
+        coming = _PassOn(block, peers) if step + 1 < rounds else None
+        segments = _segments(chunk_lens[rank], chunk_lens[(rank - step) % degree], q.device)
+        part, *parts = kernel.backward(dout, q, block[0], block[1], out, lse, segments, scale)
+        dq += part
+        dblock = torch.stack(parts).to(_wide(q))
+        if step == 0:
             home = dblock
-        (block,) = coming.wait()
-    _, arrived = grads.wait()
-    home = home if arrived is None else arrived
-    assert home is not None, "every block's gradients come home"
+        else:
+            if behind:
+                dblock += behind.wait()
+            behind = _PassOn(dblock, grad_peers)
+        block = coming.wait() if coming else block
+    assert home is not None
+    if behind:
+        home += behind.wait()
     dk, dv = home.unbind()
     # Copies: what an operator returns may not share memory.
     return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
 
-def _pass_block(
-    block: Tensor | None, q: Tensor, ring: RingSchedule, rank: int, step: int, group: dist.ProcessGroup
-) -> _Transfer:
-    """Send the block that is here to the next row and take that of the row before, where they are still needed."""
-    send = receive = None
-    if block is not None and step < ring.hops[ring.source(rank, step)]:
-        send = (block, (rank + 1) % ring.degree)
-    if step < ring.hops[ring.source(rank, step + 1)]:
-        receive = (q.new_empty(2, *q.shape), (rank - 1) % ring.degree)
-    return _Transfer(send, [receive], group)
+class _PassOn:
+    """A buffer on its way to the next row of the ring, and the one that the row before sends meanwhile."""
 
+    def __init__(self, block: Tensor, group: dist.ProcessGroup) -> None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self._sent, self._received = block, torch.empty_like(block)
+        messages = (dist.isend, block, rank + 1), (dist.irecv, self._received, rank - 1)
+        self._works = dist.batch_isend_irecv(
+            [dist.P2POp(op, tensor, group=group, group_peer=peer % size) for op, tensor, peer in messages]
+        )
 
-def _pass_grads(
-    dblock: Tensor | None, q: Tensor, ring: RingSchedule, rank: int, step: int, group: dist.ProcessGroup
-) -> _Transfer:
-    """Send the gradients after their block, or home after its last hop; take the next block's, and one's own."""
-    send = receive = home = None
-    source = ring.source(rank, step)
-    if dblock is not None and ring.hops[source]:
-        send = (dblock, (rank + 1) % ring.degree if step < ring.hops[source] else source)
-    if step < ring.hops[ring.source(rank, step + 1)]:
-        receive = (q.new_empty(2, *q.shape, dtype=_wide(q)), (rank - 1) % ring.degree)
-    if step == ring.hops[rank] != 0:
-        home = (q.new_empty(2, *q.shape, dtype=_wide(q)), (rank + step) % ring.degree)
-    return _Transfer(send, [receive, home], group)
-
-
-class _Transfer:
-    """Buffers on their way between rows of a ring; they live here until they have arrived.
-
-    Both ends of a message derive it from the schedule in the same round, so that no row waits for what nobody sends.
-    """
-
-    def __init__(
-        self,
-        send: tuple[Tensor, int] | None,
-        receive: Sequence[tuple[Tensor, int] | None],
-        group: dist.ProcessGroup,
-    ) -> None:
-        self._send = send
-        self._received = [one[0] if one else None for one in receive]
-        messages = [(dist.isend, send), *((dist.irecv, one) for one in receive)]
-        ops = [dist.P2POp(op, one[0], group=group, group_peer=one[1]) for op, one in messages if one]
-        self._works = dist.batch_isend_irecv(ops) if ops else []
-
-    def wait(self) -> list[Tensor | None]:
-        """The received buffers, in the order of `receive`."""
+    def wait(self) -> Tensor:
+        """What has arrived."""
         for work in self._works:
             work.wait()
         return self._received
@@ -207,15 +164,15 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 @lru_cache(maxsize=256)
-def _schedule(lens: tuple[int, ...], degree: int) -> RingSchedule:
+def _by_row(lens: tuple[int, ...], degree: int) -> ChunkLens:
     size = len(lens) // degree
-    return RingSchedule.build(tuple(lens[row * size : (row + 1) * size] for row in range(degree)))
+    return tuple(lens[row * size : (row + 1) * size] for row in range(degree))
 
 
 @lru_cache(maxsize=512)
-def _segments(ring: RingSchedule, row: int, source: int, device: torch.device) -> Segments:
+def _segments(lens_q: tuple[int, ...], lens_k: tuple[int, ...], device: torch.device) -> Segments:
     """Made once for all layers: every `cu_seqlens` is a copy to the device."""
-    return Segments.build(ring.chunk_lens[row], ring.chunk_lens[source], device)
+    return Segments.build(lens_q, lens_k, device)
 
 
 @ring_forward.register_fake

@@ -84,26 +84,19 @@ class ContextPlan:
         return lockstep * degree / sum(length * length for length in self.seq_lens)
 
     def comm_bytes(self, dim: int, itemsize: int, *, grad_itemsize: int = 4) -> CommBytes:
-        """Predict the traffic of one attention layer, for the rank that sends most.
+        """Predict the traffic of one attention layer, the same on every rank.
 
         Args:
             dim: heads x head dim of the model.
             itemsize: bytes of an element of q, k and v.
             grad_itemsize: bytes of an element of the gradients of k and v that travel round the ring.
         """
-        degree, ulysses = self.ring_degree, self.ulysses_degree
+        ulysses = self.ulysses_degree
         # q, k, v and out each leave all but the rank's own part of the heads.
         exchanged = 4 * (self.row_len // ulysses) * (dim - dim // ulysses) * itemsize
-        block = 2 * self.row_len * (dim // ulysses)
-        ring = RingSchedule.build(self.chunk_lens)
-        held = [[ring.hops[ring.source(row, step)] - step for step in range(degree)] for row in range(degree)]
-        # A block with hops left is sent on; its gradients are too, and once more, home, unless it never left.
-        on = max(sum(left > 0 for left in row) for row in held)
-        grads = max(
-            sum(left > 0 or (left == 0 and step > 0) for step, left in enumerate(row)) for row in held
-        )
-        forward = on * block * itemsize
-        return CommBytes(exchanged, exchanged, forward, forward + grads * block * grad_itemsize)
+        # Keys and values go to every other row, and so do their gradients: from the next row round to home.
+        sent = (ring_rounds(self.chunk_lens) - 1) * 2 * self.row_len * (dim // ulysses)
+        return CommBytes(exchanged, exchanged, sent * itemsize, sent * (itemsize + grad_itemsize))
 
 
 @dataclass(frozen=True)
@@ -243,44 +236,14 @@ def split_over_ring(seq_lens: tuple[int, ...], ring_degree: int) -> ChunkLens:
     return tuple(map(tuple, chunks))
 
 
-@dataclass(frozen=True)
-class RingSchedule:
-    """Which blocks of keys go where, and who has nothing to do with them: known to all ranks before they talk.
+@lru_cache(maxsize=256)
+def ring_rounds(chunk_lens: ChunkLens) -> int:
+    """Rounds in which a row meets a block of keys: one per row, or its own alone when no sample is cut.
 
-    Attributes:
-        chunk_lens: tokens of each sample in each row.
-        hops: how far each row's block travels, up to the last row that needs it; 0 when only its own does.
+    All ranks know it before they talk, so that none waits for what nobody sends.
     """
-
-    chunk_lens: ChunkLens
-    hops: tuple[int, ...]
-
-    @classmethod
-    @lru_cache(maxsize=256)
-    def build(cls, chunk_lens: ChunkLens) -> RingSchedule:
-        """Plan the rounds of a pack; the same object for every layer and step that asks."""
-        degree = len(chunk_lens)
-        hops = tuple(
-            max(
-                (hop for hop in range(degree) if _pairs(chunk_lens[(row + hop) % degree], chunk_lens[row])),
-                default=0,
-            )
-            for row in range(degree)
-        )
-        return cls(chunk_lens, hops)
-
-    @property
-    def degree(self) -> int:
-        """Rows of the ring."""
-        return len(self.chunk_lens)
-
-    def source(self, row: int, step: int) -> int:
-        """Whose block is at `row` in round `step`, if it travels that far: blocks go to the next row."""
-        return (row - step) % self.degree
-
-    def overlaps(self, row: int, source: int) -> bool:
-        """Whether any query of `row` attends to any key of `source`."""
-        return _pairs(self.chunk_lens[row], self.chunk_lens[source]) > 0
+    cut = any(sum(length > 0 for length in lens) > 1 for lens in zip(*chunk_lens, strict=True))
+    return len(chunk_lens) if cut else 1
 
 
 def segment_ids_of(seq_lens: Sequence[int]) -> Tensor:
