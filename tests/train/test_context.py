@@ -44,13 +44,13 @@ from wands.train import batches, loop
 
 # Of every parameter, on the scale of `steps.errors`, in float32 and in float64 (whose blocks round to float32 inside).
 TOLERANCE = 1e-5
-# Twenty AdamW steps amplify the order in which float32 numbers are added.
-SERIES_TOLERANCE = 2e-5
+# Twenty AdamW steps amplify the order in which float32 numbers are added; seen: 2e-7.
+SERIES_TOLERANCE = 2e-6
 
 # Five clips of 1, 25, 9, 7 and 15 tokens, all of them in the first step. The first is shorter than any ring, all are odd, so
 # that rows have tails, and six bins leave one empty.
 CLIPS = (
-    "data.mock={num_samples: 5, shapes: [[1,2,2],[1,10,10],[1,6,6],[7,2,2],[5,2,6]], text_lens: [60,512,30,100,7]}",
+    "data.mock={num_samples: 5, shapes: [[1,2,2],[1,10,10],[1,6,6],[7,2,2],[5,2,6]], text_lens: [100,512,200,300,150]}",
     "packing.max_tokens=57",
     "train.max_steps=1",
     "train.bins_per_step=1",
@@ -135,10 +135,9 @@ def test_the_whole_matrix(
     worlds: WorldPool,
     tiny_pipeline: Path,
     tmp_path: Path,
-    record_property: Callable[[str, Any], None],
 ):
     error = check_step(run_case(case, worlds, tiny_pipeline, tmp_path), single[case.bins_per_step])
-    record_property("error", error)
+    print(f"{case}: {error:.1e}")  # with -s, the table
     assert error <= TOLERANCE
 
 
@@ -174,7 +173,7 @@ def test_other_ways_through_the_same_step(
 def test_where_float32_itself_is_worse(worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path):
     """With captions of a few tokens the 500 equal text pads make `attn2.to_k.bias` a difference of nearly equal sums: one process
     is further than TOLERANCE from its own float64 there. Spreading the step moves no gradient further than that."""
-    short = (*CLIPS, CLIPS[0].replace("[60,512,30,100,7]", "[5,9,3]"))
+    short = (*CLIPS, CLIPS[0].replace("[100,512,200,300,150]", "[5,9,3]"))
     truth = stock_gradients(tiny_pipeline, make_job(tiny_pipeline, tmp_path, short, world_size=1))
     spread, alone = [], []
     for bins in (1, 2, 6):
