@@ -213,6 +213,7 @@ def test_the_checks_of_cache_and_heads_are_what_refuses(
     from make_tiny_pipeline import build_tiny_pipeline
 
     from wands.data.cache import LatentCache
+    from wands.parallel.mesh import Degrees
     from wands.train import job as module
 
     twelve = tmp_path / "twelve"
@@ -239,7 +240,7 @@ def test_the_checks_of_cache_and_heads_are_what_refuses(
     vae = ("train", "--dry-run", "--set", f"model.path={other}", "--set", f"data.cache={cache}")
     assert "was encoded for" in refused(*vae)
 
-    monkeypatch.setattr(module, "choose_degrees", lambda parallel, **_: (parallel.group_size, 1))
+    monkeypatch.setattr(module, "choose_degrees", lambda parallel, **_: Degrees(parallel.group_size, 1))
     monkeypatch.setattr(LatentCache, "check_fits", lambda *args: None)
     assert invoke(*vae).exit_code == 0
     monkeypatch.setenv("WORLD_SIZE", "8")

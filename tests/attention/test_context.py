@@ -276,9 +276,12 @@ def test_compile_does_not_lose_the_gradient(grid: tuple[int, int], run_world):
             assert a.any()
 
 
-def test_the_operators_keep_pytorchs_rules_for_operators():
+@pytest.mark.parametrize("layout", ["contiguous", "heads first"])
+def test_the_operators_keep_pytorchs_rules_for_operators(layout: str):
     """Schema, fake tensors and autograd registration, as torch.library checks them, on a ring of one."""
     q, k, v, dout = make_inputs((5, 3), torch.float64)
+    if layout == "heads first":  # in memory
+        q, k, v, dout = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v, dout))
     plan = ([5, 3], 1, "", "", "cpu", 0.3)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(ring.ring_forward, (*leaves, *plan))

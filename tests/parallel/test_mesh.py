@@ -48,10 +48,19 @@ def test_a_degree_that_is_given_is_kept():
     assert degrees(40, cp_size=8, ring_degree=2, ulysses_degree=4) == (4, 2)
 
 
-@pytest.mark.parametrize("parallel", [{"ulysses_degree": 8}, {"cp_size": 16, "ring_degree": 2}])
-def test_ulysses_must_divide_the_heads(parallel: dict[str, int]):
+@pytest.mark.parametrize(
+    ("parallel", "blamed"),
+    [
+        ({"ulysses_degree": 8}, "^parallel.ulysses_degree=8 "),
+        (
+            {"cp_size": 16, "ring_degree": 2},
+            "cp_size=16, parallel.ring_degree=2 leaves parallel.ulysses_degree=8, which ",
+        ),
+    ],
+)
+def test_ulysses_must_divide_the_heads(parallel: dict[str, int], blamed: str):
     with pytest.raises(
-        ConfigError, match=r"ulysses_degree=8 must divide num_heads=12 of wan; use one of 1, 2, 3, 4, 6, 12"
+        ConfigError, match=blamed + "must divide num_heads=12 of wan; use one of 1, 2, 3, 4, 6, 12"
     ):
         degrees(12, **parallel)
 

@@ -12,8 +12,9 @@ import torch
 
 from wands.config import load_recipe
 from wands.errors import CacheError, ConfigError
+from wands.train import engine
 from wands.train.ds_config import _KNOWN, _NOT_HERE, build_ds_config, learning_rate, load_ds_config
-from wands.train.engine import build_schedule, check_offload, ranks_per_node, start_together
+from wands.train.engine import build_schedule, check_gpus, check_offload, ranks_per_node, start_together
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("zero.json", "recipe.yaml")
@@ -366,6 +367,31 @@ def test_a_mistake_of_one_rank_ends_all_with_its_sentence(
 ):
     expected = (text, True) if text else None
     assert run_world(2, _start_with_mistakes_on, ranks) == [expected, expected]
+
+
+def _start_with_a_crash_on_rank_1() -> str:
+    try:
+        with start_together():
+            if os.environ["RANK"] == "1":
+                raise PermissionError("secret.yaml")
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+    return "started"
+
+
+def test_a_crash_of_one_rank_is_named_on_the_others_and_kept_on_its_own(run_world):
+    found = run_world(2, _start_with_a_crash_on_rank_1)
+    assert found == ["WandsError [rank 1] PermissionError: secret.yaml", "PermissionError secret.yaml"]
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="4 processes were started on a node with 2 GPUs"), start_together():
+        raise AssertionError("not reached")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_gpus()
 
 
 def test_without_a_launcher_a_mistake_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch):

@@ -68,10 +68,11 @@ def ring_forward(
     backend: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """See `ring_attention`; returns out [N, H, D] and its log-sum-exp [H, N]."""
+    """See `ring_attention`; returns out [N, H, D] and its log-sum-exp [H, N]. `grad_group` is on its way to the backward."""
     chunk_lens, kernel = _by_row(tuple(lens), degree), backend_named(backend)
     if degree == 1:
-        return kernel.forward(q, k, v, _segments(chunk_lens[0], chunk_lens[0], q.device), scale)
+        out, lse = kernel.forward(q, k, v, _segments(chunk_lens[0], chunk_lens[0], q.device), scale)
+        return out.contiguous(), lse.contiguous()  # some kernels keep the order of q's axes in memory
     peers = _resolve_process_group(group)
     rank, rounds = dist.get_rank(peers), ring_rounds(chunk_lens)
     out = torch.zeros_like(q, dtype=_wide(q), memory_format=torch.contiguous_format)
@@ -104,7 +105,8 @@ def ring_backward(
     chunk_lens, kernel = _by_row(tuple(lens), degree), backend_named(backend)
     if degree == 1:
         segments = _segments(chunk_lens[0], chunk_lens[0], q.device)
-        return kernel.backward(dout, q, k, v, out, lse, segments, scale)
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, segments, scale)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
     peers, grad_peers = _resolve_process_group(group), _resolve_process_group(grad_group)
     rank, rounds = dist.get_rank(peers), ring_rounds(chunk_lens)
     dq = torch.zeros_like(q, dtype=_wide(q), memory_format=torch.contiguous_format)

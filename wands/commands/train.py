@@ -74,10 +74,10 @@ def run_train(
             say(start_block(job, found[1].step if found else 0))
         if not dry_run:
             check_offload(job.ds_config)
+            if rank == 0:
+                _write_run_files(job)
     if dry_run:
         return
-    if rank == 0:
-        _write_run_files(job)
 
     from wands.train.loop import train
 

@@ -6,6 +6,7 @@ Ulysses is innermost, so that its all-to-all stays inside a node.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,13 @@ class RankGrid:
         return self.cp_rank % self.ulysses_degree
 
 
+class Degrees(NamedTuple):
+    """How many ranks share heads, and how many share each sample's tokens."""
+
+    ulysses: int
+    ring: int
+
+
 def check_world(parallel: ParallelSection, world_size: int) -> None:
     """Refuse a world that the context-parallel groups do not divide.
 
@@ -68,17 +76,13 @@ def check_world(parallel: ParallelSection, world_size: int) -> None:
         ConfigError: as that.
     """
     if world_size % parallel.group_size:
-        names = ("cp_size", "ulysses_degree", "ring_degree")
-        asked = ", ".join(f"parallel.{n}={getattr(parallel, n)}" for n in names if getattr(parallel, n))
         raise ConfigError(
-            f"{asked}: {parallel.group_size} ranks share a bin, which must divide world_size={world_size}; start a "
-            f"multiple of {parallel.group_size} processes."
+            f"{_asked(parallel)}: {parallel.group_size} ranks share a bin, which must divide world_size={world_size}; start a "
+            f"multiple of {parallel.group_size} processes, or let another number share."
         )
 
 
-def choose_degrees(
-    parallel: ParallelSection, *, num_heads: int, ranks_per_node: int, model: str
-) -> tuple[int, int]:
+def choose_degrees(parallel: ParallelSection, *, num_heads: int, ranks_per_node: int, model: str) -> Degrees:
     """Turn what the recipe asks for into the two degrees.
 
     `cp_size` alone takes the largest Ulysses degree that divides the heads, the group and the node, because an
@@ -89,9 +93,6 @@ def choose_degrees(
         num_heads: of the DiT.
         ranks_per_node: processes that the launcher started on each node.
         model: what to call it in an error.
-
-    Returns:
-        ulysses_degree, ring_degree.
 
     Raises:
         ConfigError: the Ulysses degree does not divide the heads.
@@ -105,11 +106,15 @@ def choose_degrees(
             ulysses = max(fits)
     if num_heads % ulysses:
         legal = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
-        raise ConfigError(
-            f"parallel.ulysses_degree={ulysses} must divide num_heads={num_heads} of {model}; use one of {legal}. "
-            "What is left of the group goes in parallel.ring_degree."
-        )
-    return ulysses, size // ulysses
+        degree = f"parallel.ulysses_degree={ulysses}"
+        found = degree if parallel.ulysses_degree else f"{_asked(parallel)} leaves {degree}, which"
+        raise ConfigError(f"{found} must divide num_heads={num_heads} of {model}; use one of {legal}.")
+    return Degrees(ulysses, size // ulysses)
+
+
+def _asked(parallel: ParallelSection) -> str:
+    names = ("cp_size", "ulysses_degree", "ring_degree")
+    return ", ".join(f"parallel.{n}={value}" for n in names if (value := getattr(parallel, n)))
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,22 @@ def init_process_group() -> tuple[int, int, torch.device]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size(), device
 
 
+def check_gpus() -> None:
+    """Refuse more processes on this node than it has GPUs; all of them find it.
+
+    Raises:
+        ConfigError: as that.
+    """
+    if accelerator_type() != "cuda":
+        return
+    # torchrun calls it LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE.
+    started = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+    if started > (present := torch.cuda.device_count()):
+        raise ConfigError(
+            f"{started} processes were started on a node with {present} GPUs, and each needs one; start at most {present}."
+        )
+
+
 @contextlib.contextmanager
 def start_together() -> Iterator[None]:
     """Run a rank's preparation; ranks that a launcher started then tell each other how it went.
@@ -90,20 +106,28 @@ def start_together() -> Iterator[None]:
 
     Raises:
         WandsError: what the first rank with a mistake found, on every rank.
+        Exception: a rank's own, where it is none that a user can mend; the other ranks raise a WandsError that names it.
     """
-    mine: WandsError | None = None
+    mine: Exception | None = None
+    check_gpus()  # without a GPU a rank could not even tell the others
     try:
         yield
-    except WandsError as error:
+    except Exception as error:
         mine = error
     if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:  # no launcher
         if mine is not None:
             raise mine
         return
     init_process_group()
-    said = None if mine is None else (type(mine), str(mine))
+    said: tuple[type[WandsError], str] | None = None
+    if isinstance(mine, WandsError):
+        said = type(mine), str(mine)
+    elif mine is not None:
+        said = WandsError, f"{type(mine).__name__}: {mine}"
     found: list[tuple[type[WandsError], str] | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, said)
+    if mine is not None and not isinstance(mine, WandsError):
+        raise mine
     for rank, one in enumerate(found):
         if one is not None:
             kind, text = one

@@ -20,7 +20,7 @@ from wands.data.packing import assign_bins
 from wands.data.sampler import PlanSampler, check_enough_samples
 from wands.errors import CacheError, ConfigError
 from wands.model.loading import check_weights, load_config
-from wands.parallel.mesh import RankGrid, check_world, choose_degrees
+from wands.parallel.mesh import Degrees, RankGrid, check_world, choose_degrees
 from wands.train.ds_config import build_ds_config
 from wands.variants import DiTShape, Variant, variant_of
 
@@ -55,7 +55,7 @@ class Job:
         sampler: the plan of every optimizer step.
         collator: samples to packed batches.
         world_size: all ranks.
-        degrees: (ulysses_degree, ring_degree).
+        degrees: of context parallelism.
     """
 
     recipe: Recipe
@@ -67,7 +67,7 @@ class Job:
     sampler: PlanSampler
     collator: PackingCollator
     world_size: int
-    degrees: tuple[int, int] = (1, 1)
+    degrees: Degrees
 
     @property
     def zero_stage(self) -> int:
@@ -81,7 +81,7 @@ class Job:
 
     def grid(self, rank: int) -> RankGrid:
         """Where a rank stands."""
-        return RankGrid(self.world_size, rank, *self.degrees)
+        return RankGrid(self.world_size, rank, self.degrees.ulysses, self.degrees.ring)
 
     @property
     def output_dir(self) -> Path:

@@ -33,7 +33,7 @@ def start_block(job: Job, start_step: int) -> str:
         ),
         (
             "grid",
-            f"{job.world_size} ranks = dp {job.dp_size} x ring {job.degrees[1]} x ulysses {job.degrees[0]}"
+            f"{job.world_size} ranks = dp {job.dp_size} x ring {job.degrees.ring} x ulysses {job.degrees.ulysses}"
             + (f" (parallel.cp_size={recipe.parallel.cp_size})" if recipe.parallel.cp_size else ""),
         ),
         (
