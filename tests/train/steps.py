@@ -21,9 +21,9 @@ from wands.flow.sigmas import sigma_weight
 from wands.parallel.layout import ContextLayout
 from wands.parallel.mesh import ContextGroups
 from wands.train.batches import rank_shards
-from wands.train.engine import build_engine, init_process_group
+from wands.train.engine import build_engine, build_model, init_process_group
 from wands.train.job import Job
-from wands.train.loop import build_model, train_step
+from wands.train.step import train_step
 from wands.variants import TEXT_LEN
 
 ROOT = Path(__file__).resolve().parents[2]

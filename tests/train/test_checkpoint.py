@@ -189,8 +189,8 @@ def save_without_space(model: Path, out: Path) -> str:
     """Save once more under a file size limit that the shards exceed."""
     import resource
 
-    from wands.train.engine import build_engine
-    from wands.train.loop import build_model, build_state
+    from wands.train.engine import build_engine, build_model
+    from wands.train.loop import build_state
 
     job = make_job(model, out, ("train.max_steps=1",), ZERO2)
     _, _, device = init_process_group()

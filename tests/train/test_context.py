@@ -40,7 +40,7 @@ from wands.flow import corrupt
 from wands.flow.keys import SampleKey, rng
 from wands.parallel.layout import ContextLayout
 from wands.parallel.mesh import RankGrid
-from wands.train import batches, loop
+from wands.train import batches, step
 
 # Of every parameter, on the scale of `steps.errors`, in float32 and in float64 (whose blocks round to float32 inside).
 TOLERANCE = 1e-5
@@ -210,7 +210,7 @@ def scaled_loss(*args: Any) -> torch.Tensor:
     return TWO_BY_TWO.world_size * loss_weights(*args)
 
 
-loss_weights = loop.loss_weights
+loss_weights = step.loss_weights
 
 
 def noise_of_a_shard(
@@ -263,7 +263,7 @@ def kernel_with_local_lse(name: str) -> Any:
 backend_named = ring.backend_named
 
 MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "loss counted on every rank": lambda: mock.patch.object(loop, "loss_weights", scaled_loss),
+    "loss counted on every rank": lambda: mock.patch.object(step, "loss_weights", scaled_loss),
     "noise drawn per shard": lambda: mock.patch.object(corrupt, "draw_noise", noise_of_a_shard),
     "ring rows swapped": lambda: mock.patch.object(batches, "ContextLayout", in_place_of(2)),
     "order of a row lost": lambda: mock.patch.object(batches, "ContextLayout", in_place_of(1)),

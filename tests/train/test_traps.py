@@ -14,8 +14,8 @@ from wands.parallel.mesh import ContextGroups
 from wands.train import checkpoint as checkpoint_module
 from wands.train.batches import rank_shards
 from wands.train.checkpoint import find_checkpoint
-from wands.train.engine import build_engine, init_process_group
-from wands.train.loop import build_model, train_step
+from wands.train.engine import build_engine, build_model, init_process_group
+from wands.train.step import train_step
 
 ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}}
 

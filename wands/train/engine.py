@@ -11,9 +11,15 @@ from typing import Any
 
 import torch
 
+from wands.attention.hybrid import ContextAttention
+from wands.attention.ring import OPERATOR
+from wands.attention.varlen import choose_backend
 from wands.config import OptimSection, Recipe
 from wands.errors import ConfigError, WandsError
+from wands.model.loading import load_transformer
+from wands.parallel.mesh import ContextGroups
 from wands.train.ds_config import learning_rate, offloads_optimizer, uses_adam
+from wands.train.job import Job
 
 
 def build_schedule(optim: OptimSection, total_steps: int) -> Callable[[int], float]:
@@ -168,6 +174,25 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
             f"zero_optimization.offload_optimizer needs DeepSpeedCPUAdam, which does not build here ({reason}); install "
             "ninja, g++ and the CUDA toolkit of this torch, or set optimizer.params.torch_adam to true (slower)."
         ) from error
+
+
+def build_model(job: Job, groups: ContextGroups, device: torch.device) -> torch.nn.Module:
+    """Load the DiT, sharded from the first tensor on under ZeRO-3, with its attention chosen for `groups` and `device`."""
+    import deepspeed
+
+    recipe = job.recipe
+    dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
+    backend = choose_backend(recipe.attention.backend, device, dtype, job.shape.head_dim)
+    sharded = deepspeed.zero.Init(config_dict_or_path=job.ds_config) if job.zero_stage == 3 else None
+    model = load_transformer(
+        recipe.model.path, init=recipe.model.init, seed=recipe.train.seed, zero_init_context=sharded
+    )
+    attention = ContextAttention(
+        backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all
+    )
+    model.set_attention(attention, backend)
+    model.set_checkpointing(recipe.model.checkpointing, keep=[OPERATOR])
+    return model.train()
 
 
 def build_engine(

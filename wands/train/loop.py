@@ -1,141 +1,30 @@
-"""The training loop: one step on one screen, and what is written down about it."""
+"""The training loop: step after step, and what is said, written and saved about them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from wands.attention.hybrid import ContextAttention
-from wands.attention.ring import OPERATOR
-from wands.attention.varlen import choose_backend
-from wands.data.collate import Shard
 from wands.data.sampler import StepPlan
 from wands.errors import DataError
-from wands.flow.corrupt import corrupt
-from wands.flow.loss import flow_matching_loss, loss_weights
-from wands.flow.sigmas import sigma_weight
-from wands.model.loading import load_transformer
 from wands.parallel.mesh import ContextGroups, RankGrid
 from wands.train.batches import prefetched
 from wands.train.checkpoint import abandon_newer, load_checkpoint, save_checkpoint
-from wands.train.engine import build_engine
+from wands.train.engine import build_engine, build_model
 from wands.train.job import Job, Report
 from wands.train.metrics import MetricsWriter, StepReport, peak_tflops, read_rows, thin
 from wands.train.state import TrainState
+from wands.train.step import SampleLoss, StepResult, train_step
 from wands.train.stop import StopRequests, Wishes
 from wands.train.watchdog import check_agreement, check_step, plan_digests
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SampleLoss:
-    """Unweighted mean squared error of one clip, with the noise level it was drawn at."""
-
-    sample_id: str
-    occurrence: int
-    epoch: int
-    sigma: float
-    loss: float
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step leaves behind on a rank.
-
-    Attributes:
-        loss: this rank's part of the loss SUM, fp32 scalar.
-        samples: the error of each clip of this rank's bins.
-        grad_norm: norm of the whole gradient before clipping, the same on every rank.
-    """
-
-    loss: torch.Tensor
-    samples: list[SampleLoss]
-    grad_norm: float
-
-
-def train_step(
-    engine: Any, shards: list[Shard], job: Job, groups: ContextGroups, device: torch.device, denominator: int
-) -> StepResult:
-    """One optimizer step: every micro batch forward and backward, then the update.
-
-    Args:
-        engine: the DeepSpeed engine.
-        shards: this rank's part of its micro batches; their number is the same on every rank.
-        job: recipe and shape.
-        groups: the ranks that share these micro batches.
-        device: of the engine.
-        denominator: samples (or tokens) of the step over all ranks.
-    """
-    recipe = job.recipe
-    total, forwarded = torch.zeros((), device=device), []
-    for number, host_shard in enumerate(shards, start=1):
-        shard, layout = host_shard.to(device), host_shard.layout
-        # x_t, target and sigmas: a function of (seed, sample, epoch), whatever the rank and the pack
-        noisy = corrupt(shard.tokens, layout, shard.keys, recipe.flow, recipe.train.seed)
-
-        engine.set_gradient_accumulation_boundary(number == len(shards))
-        pred = engine(noisy.tokens, shard.meta, noisy.timesteps, shard.text_embeds)
-
-        sigma_weights = sigma_weight(noisy.sigmas, recipe.flow)
-        weights = loss_weights(layout.seq_lens, shard.weights, sigma_weights, recipe.loss.reduction)
-        # a SUM over this rank's tokens; tail padding is cut off
-        rows = slice(layout.num_valid)
-        loss, errors = flow_matching_loss(
-            pred[rows], noisy.target[rows], shard.meta.segment_ids[rows], weights
-        )
-        # ZeRO averages over the world at every stage, so this factor makes the gradient that of the whole step.
-        engine.backward(loss * (job.world_size / denominator), scale_wrt_gas=False)
-
-        total += loss.detach()
-        forwarded.append((host_shard, noisy.sigmas, errors))
-    grad_norm = None if job.zero_stage else _unsharded_grad_norm(engine.module)
-    engine.step()
-    # Read only now: asking for a number earlier would make the host wait for the device between micro batches.
-    samples = _name_losses(forwarded, groups)
-    return StepResult(
-        total, samples, float(grad_norm if grad_norm is not None else engine.get_global_grad_norm())
-    )
-
-
-def _name_losses(
-    forwarded: list[tuple[Shard, torch.Tensor, torch.Tensor]], groups: ContextGroups
-) -> list[SampleLoss]:
-    """The errors of a step's clips with their names; the sample that stands for an empty bin is left out."""
-    sums = torch.cat([errors for _, _, errors in forwarded])
-    if groups.cp is not None:  # each rank of the group has summed over its own tokens
-        dist.all_reduce(sums, group=groups.cp)
-    found = []
-    for shard, sigmas, errors in forwarded:
-        mine, sums = sums[: len(errors)].tolist(), sums[len(errors) :]
-        values = zip(
-            shard.keys, sigmas.tolist(), mine, shard.layout.seq_lens, shard.weights.tolist(), strict=True
-        )
-        found += [
-            SampleLoss(key.sample_id, key.occurrence, key.epoch, sigma, error / num_tokens)
-            for key, sigma, error, num_tokens, weight in values
-            if weight > 0
-        ]
-    return found
-
-
-def _unsharded_grad_norm(module: torch.nn.Module) -> torch.Tensor:
-    """DeepSpeed reports the norm only where ZeRO shards something; without, all ranks hold the whole gradient."""
-    return torch.linalg.vector_norm(
-        torch.stack(
-            [torch.linalg.vector_norm(p.grad.float()) for p in module.parameters() if p.grad is not None]
-        )
-    )
 
 
 def train(
@@ -227,25 +116,6 @@ def _resume(
     if rank == 0 and checkpoint.parent.resolve() == (job.output_dir / "checkpoints").resolve():
         abandon_newer(checkpoint)
     return checkpoint, state.step, state.loss
-
-
-def build_model(job: Job, groups: ContextGroups, device: torch.device) -> torch.nn.Module:
-    """Load the DiT, sharded from the first tensor on under ZeRO-3, with its attention chosen for `groups` and `device`."""
-    import deepspeed
-
-    recipe = job.recipe
-    dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
-    backend = choose_backend(recipe.attention.backend, device, dtype, job.shape.head_dim)
-    sharded = deepspeed.zero.Init(config_dict_or_path=job.ds_config) if job.zero_stage == 3 else None
-    model = load_transformer(
-        recipe.model.path, init=recipe.model.init, seed=recipe.train.seed, zero_init_context=sharded
-    )
-    attention = ContextAttention(
-        backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all
-    )
-    model.set_attention(attention, backend)
-    model.set_checkpointing(recipe.model.checkpointing, keep=[OPERATOR])
-    return model.train()
 
 
 def _agree(
