@@ -377,16 +377,27 @@ def series(
     return run_series(GRIDS[0], zero(0), worlds, tiny_pipeline, tmp_path_factory.mktemp("series"))
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+ONE_FILE_EACH = [(grid, list(DS_CONFIGS)[i % len(DS_CONFIGS)]) for i, grid in enumerate(GRIDS)]
+
+
+@pytest.mark.parametrize(
+    ("grid", "ds_name"),
+    [
+        pytest.param(
+            *pair, marks=[] if pair in ONE_FILE_EACH else [pytest.mark.full], id=f"{pair[0]}-{pair[1]}"
+        )
+        for pair in itertools.product(GRIDS, DS_CONFIGS)
+    ],
+)
 def test_the_loss_series_is_that_of_one_process(
     grid: Grid,
+    ds_name: str,
     series: tuple[list[dict[str, Any]], Clips],
     worlds: WorldPool,
     tiny_pipeline: Path,
     tmp_path: Path,
 ):
-    name = list(DS_CONFIGS)[GRIDS.index(grid) % len(DS_CONFIGS)]
-    rows, clips = run_series(grid, DS_CONFIGS[name], worlds, tiny_pipeline, tmp_path)
+    rows, clips = run_series(grid, DS_CONFIGS[ds_name], worlds, tiny_pipeline, tmp_path)
     theirs, their_clips = series
     assert len(theirs) == 20
     for key in ("loss", "grad_norm"):
