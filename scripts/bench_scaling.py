@@ -20,7 +20,7 @@ ring      The message of a round runs beside that round's kernel: hidden as far 
           times that, less for two or three ranks.
 ZeRO-3    Two gathers of the weights and one reduce-scatter of the gradients per micro step, fp32 or bf16 as --reduce. A ring
           over all ranks uses all network cards of a node at once. Hidden in compute that the ring has left over.
-memory    estimate_memory and the buffers of the ring. A rank may use 90 %.
+memory    estimate_memory. A rank may use 90 %.
 left out  Latency, congestion, stragglers, the optimizer's own time, input, padding inside kernels, small-kernel losses.
 """
 
@@ -231,11 +231,10 @@ def memory(shape: DiTShape, plan: ContextPlan, gpus: int, setting: Setting) -> f
     asked = [f"model.checkpointing={setting.checkpointing}", f"packing.max_tokens={sum(plan.seq_lens)}"]
     recipe = load_recipe(None, [*asked, f"parallel.cp_size={plan.ulysses_degree * plan.ring_degree}"])
     zero = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())["zero_optimization"]
-    total = sum(estimate_memory(shape, recipe, zero_stage=3, world_size=gpus, zero=zero).values())
-    rows = plan.row_len // plan.ulysses_degree
-    if plan.ring_degree > 1:  # two blocks of k and v; gradients of one: made here, sent, coming; dq
-        total += rows * shape.dim * (2 * 2 * BF16 + 3 * 2 * FP32 + FP32)
-    return total
+    parts = estimate_memory(
+        shape, recipe, zero_stage=3, world_size=gpus, zero=zero, ring_degree=plan.ring_degree
+    )
+    return sum(parts.values())
 
 
 def smallest_fit(shape: DiTShape, lens: Sequence[int], gpus: int, setting: Setting) -> Prediction | None:

@@ -378,7 +378,11 @@ def test_two_nodes_share_a_bin_stop_resume_and_equal_one_process(
     assert runs.losses(rows) == pytest.approx(runs.losses(alone), rel=1e-5)
 
 
-def test_a_mistake_ends_both_nodes_with_its_sentence(fake, start, tmp_path: Path):
+@pytest.mark.parametrize("mistaken", [(0, 1), (1,)])
+def test_a_mistake_ends_both_nodes_with_its_sentence(
+    fake, start, tiny_pipeline: Path, tmp_path: Path, mistaken: tuple[int, ...]
+):
+    """Also one that a single node has, whose ranks the other node would wait for half an hour."""
     options = [
         "--nnodes",
         2,
@@ -389,14 +393,16 @@ def test_a_mistake_ends_both_nodes_with_its_sentence(fake, start, tmp_path: Path
         "--master-port",
         free_port(),
     ]
-    wrong = ["--set", "parallel.ulysses_degree=3", "--set", f"output_dir={tmp_path}/run"]
-    nodes = [
-        start(MULTINODE, [*options, "--node-rank", node, "--", *wrong], fake(real=True)) for node in (0, 1)
-    ]
-    texts = [node.communicate(timeout=240)[0] for node in nodes]  # half an hour if one waited for the other
+    right = [*runs.BASE, "train.bins_per_step=4", f"model.path={tiny_pipeline}", f"output_dir={tmp_path}/run"]
+    nodes = []
+    for node in (0, 1):
+        values = [*right, "parallel.ulysses_degree=3"] if node in mistaken else right
+        arguments = [part for value in values for part in ("--set", value)]
+        nodes.append(start(MULTINODE, [*options, "--node-rank", node, "--", *arguments], fake(real=True)))
+    texts = [node.communicate(timeout=120)[0] for node in nodes]
     for node, text in zip(nodes, texts, strict=True):
         assert node.returncode == 1  # torchrun's own
         assert re.search(r"exitcode\s+: 2 ", text)
     sentence = "parallel.ulysses_degree=3: 3 ranks share a bin, which must divide world_size=4"
     assert "".join(texts).count(sentence) == 1
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()

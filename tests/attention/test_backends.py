@@ -438,6 +438,7 @@ def test_auto_names_its_choice(device, dtype, capability, installed, expected, g
             assert choose_backend("auto", device, dtype).name == expected
     assert caplog.text.count(f"attention.backend=auto: {expected} ({torch.device(device).type} in") == 1
     assert gpu.checked == ([] if expected in ("cpu", "reference") else [(expected, device, dtype, 128)])
+    assert ("grow with the square of a clip's tokens" in caplog.text) is (expected == "reference")
 
 
 def test_auto_goes_on_to_the_next_kernel_and_says_why(gpu, caplog):

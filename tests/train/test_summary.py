@@ -101,6 +101,15 @@ def test_ranks_that_share_a_bin_share_its_activations():
     assert 0.25 * alone < shared < 0.26 * alone
 
 
+def test_a_ring_has_buffers():
+    shape = DiTShape(4, 64, 4, 1024, in_channels=16, out_channels=16, text_dim=64)
+    recipe = load_recipe(None, [f"packing.max_tokens={sum(LENS)}", "parallel.cp_size=4"])
+    parts = estimate_memory(shape, recipe, zero_stage=3, world_size=4, zero={}, ring_degree=2)
+    # bf16: two blocks of k and v; fp32: gradients of three blocks, and of q
+    assert parts["ring buffers"] == 250 * 256 * (2 * 2 * 2 + 3 * 2 * 4 + 4)
+    assert "ring buffers" not in estimate(shape, "parallel.cp_size=4", stage=3, world_size=4)
+
+
 def test_states_follow_the_stage():
     shape = DiTShape(4, 64, 4, 1024, in_channels=16, out_channels=16, text_dim=64)
     for stage, (weights, gradients, optimizer) in {

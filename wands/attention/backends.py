@@ -77,6 +77,11 @@ def _first_right(device: torch.device, dtype: torch.dtype, head_dim: int) -> str
         if not fault:
             return name
         _log_once(logging.WARNING, f"attention.backend=auto: {name} fails the check of its results: {fault}")
+    _log_once(
+        logging.WARNING,
+        f"attention.backend=auto: no flash kernel runs on {device.type} in {dtype}; the reference needs "
+        "memory for whole score matrices, which grow with the square of a clip's tokens",
+    )
     return "reference"
 
 

@@ -44,9 +44,8 @@ def train(
     """
     recipe, sampler = job.recipe, job.sampler
     start_step = resume[1].step if resume else 0
-    check_agreement(
-        plan_digests(job, start_step), device
-    )  # before ranks that differ could wait for each other
+    # Before ranks that differ could wait for each other.
+    check_agreement(plan_digests(job, start_step), device)
     groups = ContextGroups.build(job.grid(rank), device)
     engine = build_engine(build_model(job, groups, device), job.ds_config, recipe, sampler.total_steps)
     saved, step, past = _resume(engine, job, resume, rank, say) if resume else (None, 0, ())

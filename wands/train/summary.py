@@ -6,6 +6,7 @@ import numpy as np
 
 from wands.config import Recipe
 from wands.train.ds_config import learning_rate
+from wands.train.engine import accelerator_type, ranks_per_node
 from wands.train.job import Job
 from wands.variants import TEXT_LEN, DiTShape
 
@@ -34,7 +35,8 @@ def start_block(job: Job, start_step: int) -> str:
         (
             "grid",
             f"{job.world_size} ranks = dp {job.dp_size} x ring {job.degrees.ring} x ulysses {job.degrees.ulysses}"
-            + (f" (parallel.cp_size={recipe.parallel.cp_size})" if recipe.parallel.cp_size else ""),
+            + (f" (parallel.cp_size={recipe.parallel.cp_size})" if recipe.parallel.cp_size else "")
+            + (", all-to-alls between nodes" if ranks_per_node() % job.degrees.ulysses else ""),
         ),
         (
             "engine",
@@ -87,7 +89,6 @@ def _attention(job: Job) -> str:
     import torch
 
     from wands.attention.varlen import choose_backend
-    from wands.train.engine import accelerator_type
 
     recipe, device = job.recipe, torch.device(accelerator_type())
     dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
@@ -101,6 +102,7 @@ def _memory_line(job: Job) -> str:
         zero_stage=job.zero_stage,
         world_size=job.world_size,
         zero=job.ds_config["zero_optimization"],
+        ring_degree=job.degrees.ring,
     )
     total = sum(parts.values())
     inner = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
@@ -112,7 +114,13 @@ def _gb(size: float) -> str:
 
 
 def estimate_memory(
-    shape: DiTShape, recipe: Recipe, *, zero_stage: int, world_size: int, zero: dict[str, object]
+    shape: DiTShape,
+    recipe: Recipe,
+    *,
+    zero_stage: int,
+    world_size: int,
+    zero: dict[str, object],
+    ring_degree: int = 1,
 ) -> dict[str, float]:
     """Bytes that one rank holds at the peak of a step, by component.
 
@@ -125,6 +133,7 @@ def estimate_memory(
         zero_stage: 0 to 3.
         world_size: ranks that share the states.
         zero: the `zero_optimization` section, for offload and live parameters.
+        ring_degree: ranks that share each sample's tokens.
     """
     params = shape.num_params
     share = {stage: world_size if zero_stage >= stage else 1 for stage in (1, 2, 3)}
@@ -140,11 +149,20 @@ def estimate_memory(
     if zero_stage == 3:
         parts["gathered weights"] = 4.0 * min(float(zero.get("stage3_max_live_parameters", 1e9)), params)  # type: ignore[arg-type]
     parts["activations"] = _activation_bytes(shape, recipe, tokens)
+    if ring_degree > 1:
+        narrow = _narrow_bytes(recipe)
+        # In backward: the block of keys and values that is here and the one that is coming; in fp32 the gradients of three blocks
+        # (made here, on their way out, on their way in) and those of the queries.
+        parts["ring buffers"] = tokens * shape.dim * (2 * 2 * narrow + 3 * 2 * 4 + 4)
     return parts
 
 
+def _narrow_bytes(recipe: Recipe) -> int:
+    return 2 if recipe.precision.compute == "bf16" else 4
+
+
 def _activation_bytes(shape: DiTShape, recipe: Recipe, tokens: float) -> float:
-    narrow = 2 if recipe.precision.compute == "bf16" else 4
+    narrow = _narrow_bytes(recipe)
     # Kept for backward by one block, per token: fp32 residual stream, norms and modulated products (about 12 d), the narrow
     # inputs and outputs of the linears and of both attentions (about 14 d), and the feed-forward's two hidden states.
     block = tokens * (12 * 4 * shape.dim + 14 * narrow * shape.dim + 2 * narrow * shape.ffn_dim)
