@@ -84,8 +84,8 @@ def variant_contract(variant: Variant) -> dict[str, Any]:
 
 
 def build_manifest(variant: Variant, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of `manifest.json`, as JSON will give it back."""
-    return plain(
+    """The content of `manifest.json`, as JSON will give it back; `digest` tells whether it was altered since."""
+    manifest = plain(
         {
             "format": FORMAT,
             "schema_version": SCHEMA_VERSION,
@@ -93,6 +93,7 @@ def build_manifest(variant: Variant, fingerprint: Mapping[str, Any]) -> dict[str
             "fingerprint": fingerprint,
         }
     )
+    return manifest | {"digest": digest(manifest)}
 
 
 def plain(value: Any) -> Any:

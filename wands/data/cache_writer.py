@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import h5py
+import numpy as np
 from torch import Tensor
 
 from wands.data.cache_format import (
@@ -128,7 +129,10 @@ class CacheWriter:
             group = file.create_group(sample_path(row))
             group.create_dataset("latents", data=latent_bits)
             group.create_dataset("text_embeds", data=text_bits)
-            group.attrs.update(key=to_text(key), dtype="bfloat16", crc32=crc32, meta=text)
+            # Of fixed length they lie in the object's header, which HDF5 guards by a checksum of its own.
+            group.attrs.update(
+                key=np.bytes_(to_text(key)), dtype=np.bytes_("bfloat16"), crc32=crc32, meta=np.bytes_(text)
+            )
         except (OSError, RuntimeError) as error:
             raise self._drop_shard(size, error) from None
         shape = tuple(latents.shape)
