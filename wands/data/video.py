@@ -2,7 +2,10 @@
 
 Time is in seconds from the first timestamp of the video stream. Frames are chosen by timestamp, never by
 number. Headers and seek tables lie: they are only trusted where they were seen to be right.
+torch is imported where it is used: the processes of `wands check` do without it.
 """
+
+from __future__ import annotations
 
 import os
 from collections import deque
@@ -12,16 +15,18 @@ from fractions import Fraction
 from itertools import chain, islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import av
 import numpy as np
-import torch
 from av.stream import Disposition
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, VideoReformatter
 
 from wands.data.clip import TIME_SLACK, ClipSpec, plan_size, plan_windows
 from wands.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
 
 # What PyAV was seen to raise on damaged files: FFmpegError is not all.
 _BROKEN = (av.FFmpegError, IndexError, OSError, ValueError)
@@ -424,6 +429,8 @@ def _cannot_read(path: Path, error: Exception) -> str:
 
 def to_pixels(frames: np.ndarray) -> torch.Tensor:
     """Scale uint8 [F, H, W, 3] to the VAE's float32 [3, F, H, W] in [-1, 1]."""
+    import torch
+
     assert frames.dtype == np.uint8, frames.dtype
     pixels = torch.from_numpy(np.ascontiguousarray(frames)).permute(3, 0, 1, 2)
     return pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1.0)
@@ -431,6 +438,8 @@ def to_pixels(frames: np.ndarray) -> torch.Tensor:
 
 def to_frames(pixels: torch.Tensor) -> np.ndarray:
     """Inverse of `to_pixels`: [3, F, H, W] in [-1, 1], any float type, clamped, to uint8 [F, H, W, 3]."""
+    import torch
+
     scaled = pixels.detach().float().add(1.0).mul_(127.5).round_().clamp_(0, 255)
     return scaled.to(torch.uint8).permute(1, 2, 3, 0).contiguous().cpu().numpy()
 

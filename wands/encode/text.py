@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import html
-import re
 from pathlib import Path
 from typing import Any
 
-import ftfy
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
+from wands.data.captions import CLEANING_VERSION as CLEANING_VERSION
+from wands.data.captions import clean_caption
 from wands.encode.pipeline import find_part, quiet_without_terminal
 from wands.errors import ConfigError
 from wands.variants import TEXT_LEN
-
-CLEANING_VERSION = 1
-"""Changes when `clean_caption` gives another text for any caption: it is part of a cache's fingerprint."""
-
-
-def clean_caption(caption: str) -> str:
-    """Repair broken Unicode, resolve HTML entities twice, make every run of white space one blank.
-
-    Source: `prompt_clean` of diffusers' Wan pipelines, `whitespace` cleaning of the official tokenizer.
-    """
-    text = html.unescape(html.unescape(ftfy.fix_text(caption)))
-    return re.sub(r"\s+", " ", text).strip()
 
 
 class TextEncoder:
