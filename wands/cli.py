@@ -270,18 +270,16 @@ def export(checkpoint: Path, out: Path, **options: Any) -> None:
 @click.option("--device", help="Where to sample [default: cuda if there is one].")
 @click.option("--fps", type=int, help="Of the mp4 [default: the variant's].")
 @click.option("--save-latents", is_flag=True, help="Keep each sample's latents beside its mp4.")
-@click.option("--cp-size", type=click.IntRange(1), help="Ranks that share a video [default: all processes].")
 @click.option("--ulysses-degree", type=click.IntRange(1), help="Ranks that share heads [default: the most].")
 @click.option("--ring-degree", type=click.IntRange(1), help="Ranks that share tokens [default: the rest].")
-def infer(model: str, prompts: tuple[str, ...], prompts_file: Path | None, **options: Any) -> None:
+def infer(model: str, prompts: tuple[str, ...], **options: Any) -> None:
     """Sample videos from prompts with a pipeline, or with the weights of a training checkpoint.
 
     One process: wands infer. Several, which share each video: torchrun --nproc-per-node N -m wands infer ...
     """
     from wands.commands.infer import infer as run
-    from wands.commands.prompts import read_prompts
 
-    results = run(model, [*prompts, *(read_prompts(prompts_file) if prompts_file else [])], **options)
+    results = run(model, prompts, **options)
     for result in results:
         click.echo(f"{result.video}  seed {result.request.seed}  {result.seconds:.1f} s")
     if results:  # the first rank has them

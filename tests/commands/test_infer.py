@@ -401,9 +401,10 @@ def test_ranks_share_pipelines_of_all_kinds(run_world, tiny_pipeline: Path, kind
 
 @pytest.fixture
 def as_one_of(monkeypatch: pytest.MonkeyPatch):
-    """Set what a launcher tells its first process."""
+    """Set what a launcher tells its first process, but for where the others are: it meets none."""
 
     def tell(world_size: int) -> None:
+        monkeypatch.delenv("MASTER_ADDR", raising=False)
         for name, value in (("WORLD_SIZE", world_size), ("RANK", 0), ("LOCAL_RANK", 0)):
             monkeypatch.setenv(name, str(value))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world_size))
@@ -415,12 +416,11 @@ def as_one_of(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("world_size", "asked", "message"),
     [
-        (1, {"cp_size": 2}, "infer.cp_size=2 must make up world_size=1, because all processes share each video; start 2"),
-        (4, {"cp_size": 2}, "infer.cp_size=2 must make up world_size=4, because"),
+        (1, {"ring_degree": 2}, "infer.ring_degree=2 must make up world_size=1, because all processes share each video; start 2"),
         (4, {"ring_degree": 3}, "infer.ring_degree=3 must make up world_size=4, because"),
         (8, {"ring_degree": 2, "ulysses_degree": 2}, "infer.ulysses_degree=2, infer.ring_degree=2 must make up world_size=8"),
         (8, {"ulysses_degree": 8}, "infer.ulysses_degree=8 must divide num_heads=4 of wan2.1-t2v-"),
-        (6, {"ring_degree": 2}, "infer.ulysses_degree=3 must divide num_heads=4 of wan2.1-t2v-"),
+        (6, {"ring_degree": 2}, "world_size=6, infer.ring_degree=2 leaves infer.ulysses_degree=3, which must divide num_heads=4"),
         (2, {"device": "cpu"}, "infer.device=cpu is one device for several processes; leave it out"),
     ],
 )  # fmt: skip
@@ -435,16 +435,6 @@ def test_ranks_that_cannot_share_a_video(
     assert not (tmp_path / "out").exists()
 
 
-def test_more_processes_than_gpus(
-    as_one_of, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    as_one_of(4)
-    monkeypatch.setattr(sharing, "accelerator_type", lambda: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"^4 processes on this node have 2 GPUs; start one for each GPU"):
-        infer(tiny_pipeline, ["a"], out_dir=tmp_path, **SMALL)
-
-
 def test_heads_decide_how_many_ranks_share_them(as_one_of, tiny_pipeline: Path) -> None:
     variant = find_pipeline(tiny_pipeline).variant  # four heads
     for world_size, degrees in ((1, (1, 1)), (2, (2, 1)), (6, (2, 3)), (8, (4, 2))):
@@ -454,16 +444,146 @@ def test_heads_decide_how_many_ranks_share_them(as_one_of, tiny_pipeline: Path) 
     assert plan_ranks(variant, ulysses_degree=2)[0] == RankGrid(8, 0, ulysses_degree=2, ring_degree=4)
 
 
-def launch(*options: object) -> subprocess.CompletedProcess[str]:
-    """`wands infer` on two processes of torchrun."""
+# What each of two ranks is given beside one prompt, and what both say. Relative paths lie in a folder of the rank's own.
+DIFFERENCES: dict[str, tuple[list[dict], str]] = {
+    "seed": (
+        [{"seed": 1}, {"seed": 2}],
+        "the command of rank 1 (prompt 1.seed=2, not 1) differs from that of rank 0; start every rank with the same command.",
+    ),
+    "prompts": (
+        [{}, {"prompts_file": Path("one_more.txt")}],
+        "the command of rank 1 (number of prompts=2, not 1) differs",
+    ),
+    "dtype": ([{"dtype": "bf16"}, {}], "the command of rank 1 (dtype=fp32, not bf16) differs"),
+    "degrees": (
+        [{"ring_degree": 2}, {"ulysses_degree": 2}],
+        "the command of rank 1 (ring_degree=1, not 2) differs",
+    ),
+    "pipeline": (
+        [{}, {"model": Path("weights")}],
+        "the model of rank 1 (pipeline=weights, not same) differs from that of rank 0; start every rank with the same model.",
+    ),
+    "newest step": (
+        [{"checkpoint": Path("run")}] * 2,
+        "the model of rank 1 (checkpoint.step=step_00000002, not step_00000001) differs from that of rank 0",
+    ),
+    "shift": ([{"model": Path("shift")}] * 2, "the pipeline of rank 1 (scheduler.flow_shift=8.0, not 3.0)"),
+    "text encoder": (
+        [{"model": Path("text")}] * 2,
+        "the text_encoder of rank 1 (encoder.embed_tokens.weight=",
+    ),
+    "weights": ([{"model": Path("weights")}] * 2, "the transformer of rank 1 (proj_out.bias="),
+    "software": ([{"version": "9"}, {"version": "8"}], "the software of rank 1 (wands=8, not 9)"),
+}
+MISTAKES: dict[str, tuple[list[dict], str]] = {
+    "a folder": (
+        [{}, {"transformer": Path("nowhere")}],
+        "[rank 1] infer.transformer=nowhere is no diffusers transformer folder",
+    ),
+    "a prompt file": ([{}, {"prompts_file": Path("no.txt")}], "[rank 1] infer.prompt_file=no.txt cannot be"),
+    "an option": ([{"seed": -1}, {}], "infer.seed=-1 is refused"),
+    "weights": ([{"model": Path("damaged")}] * 2, "[rank 1] damaged: its transformer cannot be loaded"),
+}
+
+
+def make_places(tiny_pipeline: Path, root: Path) -> None:
+    """A working folder for each of two ranks, whose files have the same names and not all the same contents."""
+    model = WanTransformer3DModel.from_pretrained(str(tiny_pipeline), subfolder="transformer")
+    for rank in range(2):
+        place = root / str(rank)
+        for name in ("same", "shift", "text", "weights", "damaged"):
+            shutil.copytree(tiny_pipeline, place / name)
+        for step in range(1, rank + 2):
+            make_checkpoint(place / "run", model, step)
+        (place / "one_more.txt").write_text("a cat")
+    change_weight(place / "text" / "text_encoder" / "model.safetensors", "shared.weight")
+    change_weight(place / "weights" / "transformer" / "diffusion_pytorch_model.safetensors", "proj_out.bias")
+    (place / "damaged" / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(b"cut")
+    config = place / "shift" / "scheduler" / "scheduler_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"flow_shift": 8.0}))
+
+
+def change_weight(file: Path, name: str) -> None:
+    """The last bit of one element."""
+    state = load_file(file)
+    state[name].view(torch.int32).flatten()[5] ^= 1
+    save_file(state, file, metadata={"format": "pt"})
+
+
+def infer_apart(root: Path, cases: list[list[dict]]) -> list[tuple[str, bool] | None]:
+    """What this rank says in each case, and whether it knows that all say so; None where it samples."""
+    rank = int(os.environ["RANK"])
+    os.chdir(root / str(rank))
+    said: list[tuple[str, bool] | None] = []
+    for case in cases:
+        options = {"model": Path("same"), "prompts": ["a dog"]} | case[rank]
+        sharing.__version__ = options.pop("version", "1")
+        try:
+            infer(out_dir=root / "out", **options, **SMALL)
+            said.append(None)
+        except WandsError as error:
+            said.append((str(error), error.agreed))
+    return said
+
+
+@pytest.mark.parametrize("kinds", [DIFFERENCES, MISTAKES], ids=["differences", "mistakes"])
+def test_all_ranks_end_with_one_sentence(
+    run_world, tiny_pipeline: Path, tmp_path: Path, kinds: dict[str, tuple[list[dict], str]]
+) -> None:
+    """Without it they mix videos in silence, or wait for each other for ever."""
+    make_places(tiny_pipeline, tmp_path)
+    first, second = run_world(2, infer_apart, tmp_path, [case for case, _ in kinds.values()], timeout=120)
+    assert first == second
+    for (name, (_, wanted)), said in zip(kinds.items(), first, strict=True):
+        assert said is not None, name
+        text, agreed = said
+        assert text.startswith(wanted), name
+        assert agreed, name
+        assert "\n" not in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_are_compared_wherever_an_offload_keeps_them(tiny_pipeline: Path) -> None:
+    plain = load_pipeline(find_pipeline(tiny_pipeline))
+    for name in ("transformer", "text_encoder"):
+        module = getattr(plain, name)
+        wanted = sharing._checksums(module, torch.device("cpu"))
+        assert wanted.keys() >= {key for key, _ in module.named_parameters()}
+        for offload in ("model", "sequential"):
+            other = getattr(load_pipeline(find_pipeline(tiny_pipeline), offload=offload), name)
+            before = {key: value.device for key, value in other.named_parameters()}
+            assert sharing._checksums(other, torch.device("cpu")) == wanted
+            assert {key: value.device for key, value in other.named_parameters()} == before
+        for key, parameter in module.named_parameters():
+            parameter.data.view(torch.int32).flatten()[-1] ^= 1
+            found = sharing._checksums(module, torch.device("cpu"))
+            assert found[key] != wanted[key]
+            wanted = found
+
+
+def test_a_process_alone_asks_nothing_of_deepspeed(tiny_pipeline: Path, tmp_path: Path) -> None:
+    """It takes seconds to load, and judges whether there is an accelerator by itself."""
+    call = f"infer({str(tiny_pipeline)!r}, ['a'], out_dir=Path({str(tmp_path)!r}), **{SMALL})"
+    program = f"""
+import sys
+from pathlib import Path
+from wands.commands.infer import infer
+{call}
+assert "deepspeed" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+    assert len(records(tmp_path)) == 1
+
+
+def launch(*options: object, rank_1: str = "") -> subprocess.CompletedProcess[str]:
+    """`wands infer` on two processes of torchrun; the second is given more options."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", port]
+    started = f'exec "$0" -m wands infer "$@" $(test $RANK = 0 || echo {rank_1})'
+    command += ["--no-python", "bash", "-c", started, sys.executable]
     command += [
-        "-m",
-        "wands",
-        "infer",
         "--prompt",
         "a dog",
         "--height",
@@ -497,6 +617,16 @@ def test_torchrun_samples_one_video_and_tells_once(tiny_pipeline: Path, tmp_path
         load_file(p)["latents"] for p in (tmp_path / "out" / "000_a-dog.safetensors", alone.latents)
     )
     assert (latents - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_torchrun_tells_the_mistake_of_a_rank_that_is_not_the_first(
+    tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    ended = launch("--model", tiny_pipeline, "--out", tmp_path / "out", rank_1="--transformer nowhere")
+    assert ended.returncode != 0
+    assert "wands: [rank 1] infer.transformer=nowhere is no diffusers transformer folder" in ended.stderr
+    assert ended.stderr.count("wands: ") == 1
+    assert not (tmp_path / "out").exists()
 
 
 # -------------------------------------------------------------------------------------------------- mistakes

@@ -7,8 +7,10 @@ whole pipeline on the same latents but for the transformer, which they run toget
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -24,11 +26,12 @@ from diffusers import WanPipeline
 
 from wands.commands.contact_sheet import SheetRow, pick_frames, save_contact_sheet
 from wands.commands.pipeline import find_pipeline, load_pipeline
-from wands.commands.prompts import SampleRequest, SizeRule, build_requests, raise_problems
-from wands.commands.sharing import own_device, plan_ranks, share_pipeline
+from wands.commands.prompts import SampleRequest, SizeRule, build_requests, raise_problems, read_prompts
+from wands.commands.sharing import check_commands, own_device, plan_ranks, share_pipeline
 from wands.data.video import save_video
 from wands.errors import WandsError
 from wands.files import atomic_path
+from wands.train.engine import start_together
 from wands.variants import TEXT_LEN
 
 log = logging.getLogger(__name__)
@@ -68,6 +71,7 @@ def infer(
     prompts: Sequence[str | SampleRequest],
     *,
     out_dir: Path,
+    prompts_file: Path | None = None,
     height: Several[int] = None,
     width: Several[int] = None,
     num_frames: Several[int] = None,
@@ -83,7 +87,6 @@ def infer(
     device: str | None = None,
     fps: int | None = None,
     save_latents: bool = False,
-    cp_size: int | None = None,
     ulysses_degree: int | None = None,
     ring_degree: int | None = None,
 ) -> list[InferResult]:
@@ -97,6 +100,7 @@ def infer(
         model: diffusers pipeline folder or Hub id.
         prompts: texts, or requests (`read_prompts`) whose explicitly set fields win over the options below.
         out_dir: made when missing.
+        prompts_file: more prompts, behind `prompts`; see `read_prompts`.
         height: pixels, default 480. This and the next seven: once for all prompts, or once per prompt.
         width: pixels, default 832.
         num_frames: 4k+1, default 81.
@@ -112,20 +116,18 @@ def infer(
         device: default: CUDA when there is one; under a launcher each rank takes the one of its own.
         fps: of the mp4; default: the variant's.
         save_latents: keep the final latents beside each mp4.
-        cp_size: ranks that share a video, which are all; this and the next two as in a recipe's `parallel`.
-        ulysses_degree: ranks that share heads.
-        ring_degree: ranks that share tokens.
+        ulysses_degree: ranks that share heads, as in a recipe's `parallel`; default: the most that can.
+        ring_degree: ranks that share tokens; default: the rest of them all.
 
     Returns:
         One result per prompt, in order; none on ranks other than the first, which alone decodes and writes.
 
     Raises:
         ConfigError: the model cannot be used, options are wrong, or the ranks that were started cannot share a
-            video: all at once, before weights are read.
+            video: all at once, before weights are read. Also when the ranks were given different things.
         CheckpointError: the checkpoint is missing, incomplete, or of another model.
         WandsError: a file cannot be written.
     """
-    source = find_pipeline(model, transformer=transformer, checkpoint=checkpoint)
     options = {
         "height": height,
         "width": width,
@@ -136,28 +138,38 @@ def infer(
         "seed": seed,
         "negative_prompt": negative_prompt,
     }
-    rule = SizeRule(source.vae_stride, source.variant.dit.patch_size)
-    requests, problems = build_requests(prompts, options, rule)
-    grid, misfits = plan_ranks(source.variant, cp_size, ulysses_degree, ring_degree)
+    # A process that is alone has nobody to meet, and DeepSpeed, which sampling does not need, is not loaded.
+    together = start_together if os.environ.get("WORLD_SIZE", "1") != "1" else contextlib.nullcontext
+    with together():
+        source = find_pipeline(model, transformer=transformer, checkpoint=checkpoint)
+        rule = SizeRule(source.vae_stride, source.variant.dit.patch_size)
+        asked = [*prompts, *(read_prompts(prompts_file) if prompts_file else [])]
+        requests, problems = build_requests(asked, options, rule)
+        grid, misfits = plan_ranks(source.variant, ulysses_degree, ring_degree)
+        if grid.world_size > 1:
+            device, refused = own_device(device)
+            misfits += refused
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        raise_problems([*problems, *misfits, *_run_problems(out_dir, offload, device, fps)])
+    chosen = "bf16" if dtype == "bf16" or (dtype == "auto" and device != "cpu") else "fp32"
     if grid.world_size > 1:
-        device, refused = own_device(device)
-        misfits += refused
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    raise_problems([*problems, *misfits, *_run_problems(out_dir, offload, device, fps)])
+        check_commands(source, requests, chosen, grid)
     log.info(
         "sampling %d videos on %s with %s", len(requests), device, source.checkpoint or transformer or model
     )
-    low = dtype == "bf16" or (dtype == "auto" and device != "cpu")
-    pipeline = load_pipeline(
-        source, dtype=torch.bfloat16 if low else torch.float32, device=device, offload=offload
-    )
+    with together():
+        pipeline = load_pipeline(
+            source,
+            dtype=torch.bfloat16 if chosen == "bf16" else torch.float32,
+            device=device,
+            offload=offload,
+        )
     if grid.world_size > 1:
-        # Only now: what is wrong with the weights every rank finds alone, and before there is a group it is told once.
         share_pipeline(pipeline, grid)
     if grid.rank > 0:
         _sample_along(pipeline, requests)
         return []
-    origin = {"model": source.model, "dtype": "bf16" if low else "fp32"}
+    origin = {"model": source.model, "dtype": chosen}
     if transformer or source.checkpoint:
         origin["transformer"] = str(transformer or source.checkpoint)
     return _run(pipeline, requests, out_dir, fps or source.variant.fps, save_latents, origin)

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import diffusers
 import torch
+import transformers
 from diffusers import WanPipeline
 
+from wands import __version__
 from wands.attention.hybrid import ContextAttention
 from wands.attention.varlen import choose_backend
+from wands.commands.pipeline import PipelineSource
+from wands.commands.prompts import SampleRequest
 from wands.config import ParallelSection
 from wands.errors import ConfigError
 from wands.model.sharded import shard_transformer
 from wands.parallel.mesh import ContextGroups, RankGrid, choose_degrees
 from wands.train.engine import accelerator_type, init_process_group, ranks_per_node
+from wands.train.watchdog import check_agreement, tensor_checksum
 from wands.variants import Variant
 
 log = logging.getLogger(__name__)
 
 
 def plan_ranks(
-    variant: Variant,
-    cp_size: int | None = None,
-    ulysses_degree: int | None = None,
-    ring_degree: int | None = None,
+    variant: Variant, ulysses_degree: int | None = None, ring_degree: int | None = None
 ) -> tuple[RankGrid, list[str]]:
     """Find this rank's place; all ranks, alone without a launcher, are one context-parallel group.
 
     Args:
         variant: whose heads are shared.
-        cp_size: ranks that the user wants in the group; None is all.
         ulysses_degree: ranks that share heads; None chooses as for a recipe with `parallel.cp_size` alone.
         ring_degree: ranks that share tokens; None is the rest.
 
@@ -38,16 +43,16 @@ def plan_ranks(
         The place, and what is wrong with it: nothing, or one sentence.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    options = {"cp_size": cp_size, "ulysses_degree": ulysses_degree, "ring_degree": ring_degree}
+    options = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree}
     asked = {name: value for name, value in options.items() if value is not None}
     assert min(asked.values(), default=1) > 0, asked
     known = (ulysses_degree or 1) * (ring_degree or 1)
     fits = known == world_size if ulysses_degree and ring_degree else world_size % known == 0
-    if cp_size not in (None, world_size) or not fits:
+    if not fits:
         given = ", ".join(f"infer.{name}={value}" for name, value in asked.items())
         return RankGrid(world_size, rank), [
             f"{given} must make up world_size={world_size}, because all processes share each video; start "
-            f"{cp_size or known} with a launcher, or leave the options out."
+            f"{known} with a launcher, or leave the options out."
         ]
     parallel = ParallelSection(cp_size=world_size, ulysses_degree=ulysses_degree, ring_degree=ring_degree)
     try:
@@ -58,12 +63,13 @@ def plan_ranks(
             model=variant.name,
         )
     except ConfigError as error:
-        return RankGrid(world_size, rank), [str(error).replace("parallel.", "infer.")]
+        text = str(error).replace("parallel.cp_size", "world_size").replace("parallel.", "infer.")
+        return RankGrid(world_size, rank), [text]
     return RankGrid(world_size, rank, *degrees), []
 
 
 def own_device(asked: str | None) -> tuple[str, list[str]]:
-    """The device of one of several ranks, and what is wrong with it, which all ranks of a node find alike.
+    """The device of one of several ranks, and what is wrong with it.
 
     Args:
         asked: what the user wants, which cannot be.
@@ -75,12 +81,48 @@ def own_device(asked: str | None) -> tuple[str, list[str]]:
         )
     if accelerator_type() == "cpu":
         return "cpu", problems
-    # torchrun calls it LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE.
-    started = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
-    present = torch.cuda.device_count()
-    if started > present:
-        problems.append(f"{started} processes on this node have {present} GPUs; start one for each GPU.")
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}", problems
+
+
+def check_commands(
+    source: PipelineSource, requests: Sequence[SampleRequest], dtype: str, grid: RankGrid
+) -> None:
+    """Compare over all ranks what each was asked for; every rank must call it.
+
+    Ranks with other seeds would write a mixture of their videos, and ranks with more prompts wait for the others for ever.
+
+    Args:
+        source: what was found; a checkpoint is its step folder, for each rank looked for the newest by itself.
+        requests: every option spelled out.
+        dtype: of transformer and text encoder, "auto" resolved.
+        grid: from `plan_ranks`.
+
+    Raises:
+        ConfigError: the same sentence on all ranks names the first thing that differs, and where.
+    """
+    _, _, device = init_process_group()
+    software = {
+        "wands": __version__,
+        "torch": str(torch.__version__),
+        "diffusers": diffusers.__version__,
+        "transformers": transformers.__version__,
+    }
+    model = {
+        "pipeline": source.model,
+        "transformer": None if source.checkpoint else "/".join(source.dit_folder),
+        "checkpoint": source.checkpoint
+        and {"folder": str(source.checkpoint.parent), "step": source.checkpoint.name},
+        "config": _public(source.dit),
+    }
+    command: dict[str, Any] = {
+        "number of prompts": len(requests),
+        "dtype": dtype,
+        "ulysses_degree": grid.ulysses_degree,
+        "ring_degree": grid.ring_degree,
+    }
+    command |= {f"prompt {i}": request.model_dump() for i, request in enumerate(requests, start=1)}
+    parts = {"software": software, "model": model, "command": command}
+    check_agreement({name: json.dumps(part, sort_keys=True) for name, part in parts.items()}, device)
 
 
 def share_pipeline(pipeline: WanPipeline, grid: RankGrid) -> None:
@@ -89,11 +131,15 @@ def share_pipeline(pipeline: WanPipeline, grid: RankGrid) -> None:
     From here on every rank must make the same calls; all of them then have the same latents.
 
     Args:
-        pipeline: from `load_pipeline`, with the same weights on every rank.
+        pipeline: from `load_pipeline`.
         grid: from `plan_ranks`.
+
+    Raises:
+        ConfigError: weights or scheduler of the ranks differ; the same sentence on all of them.
     """
     assert grid.dp_size == 1, f"{grid.dp_size} groups would sample the same video"
     _, _, device = init_process_group()
+    _check_pipelines(pipeline, device)
     groups = ContextGroups.build(grid, device)
     log.info(
         "sampling on %d ranks: Ulysses %d x ring %d", grid.cp_size, grid.ulysses_degree, grid.ring_degree
@@ -110,3 +156,45 @@ def share_pipeline(pipeline: WanPipeline, grid: RankGrid) -> None:
             cp_rank=grid.cp_rank,
             group=groups.cp,
         )
+
+
+def _check_pipelines(pipeline: WanPipeline, device: torch.device) -> None:
+    """Compare over all ranks what each loaded: a node's own copy of a folder may hold other bits under the same name.
+
+    Nothing of the VAE: one rank decodes.
+    """
+    parts = {
+        "pipeline": {
+            "scheduler": _public(pipeline.scheduler.config),
+            "boundary_ratio": pipeline.config.boundary_ratio,
+        }
+    }
+    for name in ("text_encoder", "transformer", "transformer_2"):
+        if (module := getattr(pipeline, name)) is not None:
+            parts[name] = _checksums(module, device)
+    check_agreement({name: json.dumps(part, sort_keys=True) for name, part in parts.items()}, device)
+
+
+@torch.no_grad()
+def _checksums(module: torch.nn.Module, device: torch.device) -> dict[str, str]:
+    """Name of each parameter -> 16 hex digits that change with its bits, wherever an offload keeps it."""
+    sums = {}
+    for place, part in module.named_modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            sums[f"{place}.{name}".lstrip(".")] = tensor_checksum(_held(part, name, parameter).to(device))
+    values = torch.stack(list(sums.values())).tolist()  # one wait for the device
+    return {name: f"{value % (1 << 64):016x}" for name, value in zip(sums, values, strict=True)}
+
+
+def _held(part: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """The values of a parameter, which accelerate's hooks hold where it is on the meta device between two calls."""
+    if not parameter.is_meta:
+        return parameter
+    hooks = getattr(part._hf_hook, "hooks", [part._hf_hook])
+    weights = next(found for hook in hooks if (found := getattr(hook, "weights_map", None)) is not None)
+    return weights[name]
+
+
+def _public(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what diffusers notes in it for itself, such as its own version."""
+    return {key: value for key, value in config.items() if not key.startswith("_")}
