@@ -251,7 +251,10 @@ class CacheIndex:
             }
             if lengths != {len(index)} or len(index.shard_bytes) != len(index.shard_names):
                 raise ValueError("arrays of different lengths")
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except (
+            *(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error),
+            RuntimeError,  # a method or a password that zipfile does not know
+        ) as error:
             raise CacheError(
                 f"cache={path.parent} has a damaged {path.name} ({reason(error)}); run the same wands "
                 "preprocess again, it rebuilds the index from the shards."

@@ -1,0 +1,290 @@
+"""Check every bit of a latent cache that anything ever reads.
+
+python -m data_tools.verify CACHE [--workers N]
+
+Exit code 0: sound. 1: something is wrong; each line names the sample or the part of a file, and the cure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from wands.commands.progress import progress
+from wands.data.cache_format import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    CacheIndex,
+    digest,
+    read_manifest,
+    reason,
+    sample_path,
+)
+from wands.errors import CacheError, WandsError
+
+MANIFEST_KEYS = {"format", "schema_version", "variant", "fingerprint", "digest"}
+DAMAGE = (OSError, KeyError, ValueError, RuntimeError, TypeError)
+"""What h5py raises for a file whose structures are broken."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        place: file name, with the sample's key where it is one sample's.
+        what: what was found there.
+        cure: what to do.
+    """
+
+    place: str
+    what: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.what}; {self.cure}"
+
+
+@dataclass
+class Report:
+    """What `verify` saw.
+
+    Attributes:
+        problems: empty for a sound cache.
+        num_samples: samples in the shards, indexed or not.
+        num_bytes: bytes of latents and text whose checksum was computed.
+        num_unguarded: samples of an older wands, whose captions no checksum guards.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    num_samples: int = 0
+    num_bytes: int = 0
+    num_unguarded: int = 0
+
+    def add(self, other: Report) -> None:
+        self.problems += other.problems
+        self.num_samples += other.num_samples
+        self.num_bytes += other.num_bytes
+        self.num_unguarded += other.num_unguarded
+
+
+def verify(
+    path: str | Path, workers: int | None = None, advance: Callable[[], object] = lambda: None
+) -> Report:
+    """Read a whole cache and compare all it holds with its checksums and with itself.
+
+    Guarded are: latents and text by the CRC-32 of the sample, kept in shard and index; keys, captions and all
+    structures of a shard by HDF5's own checksums; the index by those of the zip file and by comparing it with
+    the shards; the manifest by its digest. Bits that no reader looks at, such as gaps in a shard, are not
+    read. Not guarded is what lies outside an HDF5 header: metadata of one sample above 64 KiB.
+
+    Args:
+        path: cache folder; need not be finished.
+        workers: threads; the checksums and reads of several shards run side by side.
+        advance: called after each shard.
+
+    Raises:
+        CacheError: `path` is no cache at all.
+    """
+    path, report = Path(path), Report()
+    shards = sorted(file.name for file in path.glob("shard-*.h5"))
+    fingerprint = _check_manifest(path, shards, report)
+    index = _check_index(path, report)
+    names, rows = sorted(shards), defaultdict[str, dict[int, int]](dict)
+    if index:
+        names = sorted({*shards, *index.shard_names})
+        for i, (shard, row) in enumerate(zip(index.shards.tolist(), index.rows.tolist(), strict=True)):
+            if not 0 <= shard < len(index.shard_names) or row in rows[index.shard_names[shard]]:
+                report.problems.append(
+                    Problem(f"{INDEX_NAME} ({index.keys[i]})", "no place of its own", REBUILD)
+                )
+            else:
+                rows[index.shard_names[shard]][row] = i
+
+    def check(name: str) -> Report:
+        found = Report()
+        found.problems = list(_check_shard(path / name, fingerprint, index, rows[name], found))
+        advance()
+        return found
+
+    with ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1)) as pool:
+        for found in pool.map(check, names):
+            report.add(found)
+    return report
+
+
+REBUILD = "run the same wands preprocess again: it rebuilds the index from the shards."
+
+
+def _check_manifest(path: Path, shards: list[str], report: Report) -> str | None:
+    """Digest of the fingerprint that shards must carry; None where the manifest is not to be trusted."""
+    cure = "restore it, or copy it from a cache of the same model and settings."
+    try:
+        manifest = read_manifest(path)
+    except CacheError as error:
+        if not shards:
+            raise
+        report.problems.append(Problem(MANIFEST_NAME, f"cannot be used ({error})", cure))
+        return None
+    stored = manifest.pop("digest", None)
+    unknown = manifest.keys() - MANIFEST_KEYS
+    if unknown or (stored is not None and stored != digest(manifest)):
+        what = f"has an unknown {', '.join(sorted(unknown))}" if unknown else "was altered: wrong digest"
+        report.problems.append(Problem(MANIFEST_NAME, what, cure))
+        return None
+    return digest(manifest["fingerprint"])
+
+
+def _check_index(path: Path, report: Report) -> CacheIndex | None:
+    if not (path / INDEX_NAME).exists():
+        report.problems.append(
+            Problem(INDEX_NAME, "is missing: the cache is unfinished", "run the same wands preprocess again.")
+        )
+        return None
+    try:
+        index = CacheIndex.from_file(path / INDEX_NAME)
+    except CacheError as error:
+        what = str(error).partition("(")[2].partition(");")[0]
+        report.problems.append(Problem(INDEX_NAME, f"is damaged ({what})", REBUILD))
+        return None
+    if list(index.keys) != sorted(set(index.keys)):
+        report.problems.append(Problem(INDEX_NAME, "names a key twice or out of order", REBUILD))
+    return index
+
+
+def _check_shard(
+    path: Path, fingerprint: str | None, index: CacheIndex | None, rows: dict[int, int], report: Report
+) -> Iterator[Problem]:
+    """Problems of one shard; `rows` says which sample of the index each of its rows is."""
+    cure = f"delete {path.name} and run the same wands preprocess again: it encodes what is missing."
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        yield Problem(path.name, f"cannot be read ({reason(error)}), {len(rows)} samples", cure)
+        return
+    try:
+        if index and path.name in index.shard_names:
+            size = int(index.shard_bytes[index.shard_names.index(path.name)])
+            if (found := os.fstat(descriptor).st_size) != size:
+                yield Problem(path.name, f"has {found:,} bytes, the index says {size:,}", cure)
+        try:
+            file = h5py.File(path, "r", locking=False)
+        except DAMAGE as error:
+            yield Problem(path.name, f"is damaged ({reason(error)}), {len(rows)} samples", cure)
+            return
+        with file:
+            try:
+                carried = file.attrs["fingerprint"]
+                if fingerprint is not None and carried != fingerprint:
+                    yield Problem(path.name, f"carries fingerprint {carried}, not the manifest's", cure)
+                present = {int(name) for name in file["samples"]}
+            except DAMAGE as error:
+                yield Problem(path.name, f"has damaged structures ({reason(error)})", cure)
+                present = set()
+            for row in sorted(present | rows.keys()):
+                i = rows.get(row)
+                name = (
+                    f"{path.name} ({index.keys[i]})" if index and i is not None else f"{path.name} row {row}"
+                )
+                try:
+                    group = file[sample_path(row)]
+                    stored = _read_sample(group, descriptor)
+                except DAMAGE as error:
+                    yield Problem(name, f"cannot be read ({reason(error)})", cure)
+                    continue
+                report.num_samples += 1
+                report.num_bytes += stored["num_bytes"]
+                report.num_unguarded += not stored["guarded"]
+                if stored["crc32"] != stored["computed"]:
+                    what = f"wrong checksum of latents and text ({stored['computed']:08x}, "
+                    yield Problem(name, f"{what}not {stored['crc32']:08x})", cure)
+                elif index and i is not None:
+                    yield from _compare(name, index, i, stored)
+    finally:
+        os.close(descriptor)
+
+
+def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
+    """All that a reader could ask of a sample.
+
+    The bits are read beside HDF5, which lets but one thread read at a time.
+    """
+    attrs = {name: group.attrs[name] for name in ("key", "dtype", "crc32", "meta")}
+    if attrs["dtype"] not in ("bfloat16", b"bfloat16"):
+        raise ValueError(f"dtype {attrs['dtype']}")
+    computed = num_bytes = 0
+    for name in ("latents", "text_embeds"):
+        stored = group[name]
+        if stored.dtype != np.uint16:
+            raise ValueError(f"{name} of {stored.dtype}")
+        offset = stored.id.get_offset()
+        content = stored[()].tobytes() if offset is None else os.pread(descriptor, stored.nbytes, offset)
+        computed = zlib.crc32(content, computed)
+        num_bytes += len(content)
+    meta = json.loads(attrs["meta"])
+    return {
+        "key": json.loads(attrs["key"]),
+        "latent_shapes": list(group["latents"].shape),
+        "text_lens": group["text_embeds"].shape[0],
+        "crc32": int(attrs["crc32"]),
+        "num_frames": meta["num_frames"],
+        "fps": float(np.float32(meta["fps"])),
+        "computed": computed,
+        "num_bytes": num_bytes,
+        "guarded": isinstance(attrs["meta"], bytes),
+    }
+
+
+def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> Iterator[Problem]:
+    """Where index and shard disagree. The shard's own values have just passed their checksums."""
+    if stored["key"] != index.keys[i]:
+        yield Problem(f"{INDEX_NAME} ({index.keys[i]})", f"{name} holds {stored['key']}", REBUILD)
+    for column in ("latent_shapes", "text_lens", "crc32", "num_frames", "fps"):
+        ours = getattr(index, column)[i].tolist()
+        if ours != stored[column]:
+            what = f"{column} {ours}, the shard has {stored[column]}"
+            yield Problem(f"{INDEX_NAME} ({index.keys[i]})", what, REBUILD)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 1 when something is wrong, 2 for a mistake of the user's."""
+    parser = argparse.ArgumentParser(prog="python -m data_tools.verify", description=__doc__.splitlines()[0])
+    parser.add_argument("cache", type=Path, help="folder written by wands preprocess")
+    parser.add_argument("--workers", type=int, help="threads (default: cores, at most 4)")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        with progress("shards", len(list(options.cache.glob("shard-*.h5")))) as advance:
+            report = verify(options.cache, options.workers, advance)
+    except WandsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for problem in report.problems:
+        print(problem)
+    print(
+        f"{options.cache}: {report.num_samples:,} samples, {report.num_bytes:,} bytes of latents and text read, "
+        f"{len(report.problems):,} problem(s)"
+    )
+    if report.num_unguarded:
+        print(
+            f"{report.num_unguarded:,} samples come from an older wands: their captions have no checksum; "
+            "python -m data_tools.merge into a new folder adds one."
+        )
+    return 1 if report.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
