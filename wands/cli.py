@@ -127,6 +127,64 @@ def preprocess(source: str, out: Path, model: str, max_frames: int, **options: A
 
 
 @main.command()
+@click.argument("source")
+@click.option(
+    "--model", help="Pipeline folder or Hub id that tells the variant and counts caption tokens exactly."
+)
+@click.option("--height", type=int, help="Exact height in pixels; needs --width.")
+@click.option("--width", type=int, help="Exact width in pixels; needs --height.")
+@click.option("--center-crop", is_flag=True, help="Fill --height x --width by cutting, not by stretching.")
+@click.option(
+    "--max-pixels",
+    type=int,
+    help="Scale larger clips down to this area; each keeps its aspect [default: 399360].",
+)
+@click.option(
+    "--max-frames",
+    type=int,
+    default=81,
+    show_default=True,
+    help="Longest sample, in frames (4k+1 is kept); 0 keeps whole clips.",
+)
+@click.option(
+    "--clip-mode",
+    type=click.Choice(["head", "middle", "slide"]),
+    default="head",
+    show_default=True,
+    help="Which part of a longer clip: its start, its middle, or all of it as several samples.",
+)
+@click.option("--split", default="train", show_default=True, help="Split of a datasets source.")
+@click.option("--video-column", help="Column with the video of a datasets source.")
+@click.option("--caption-column", help="Column with the caption of a datasets source.")
+@click.option("--fps", type=float, help="Frame rate to resample to [default: the variant's].")
+@click.option(
+    "--max-tokens", type=int, default=32760, show_default=True, help="Bin size whose fill is predicted."
+)
+@click.option("--bins-per-step", type=int, default=1, show_default=True, help="Bins of an optimizer step.")
+@click.option("--workers", "num_workers", type=click.IntRange(1), help="Processes [default: one per core].")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all findings to this file.")
+@click.option(
+    "--html", "html_path", type=click.Path(path_type=Path), help="Write a page with thumbnails to this file."
+)
+def check(
+    source: str, max_frames: int, json_path: Path | None, html_path: Path | None, **options: Any
+) -> None:
+    """Say what wands preprocess will make of each clip of SOURCE, and which clips it will reject and why.
+
+    Takes SOURCE and the options of wands preprocess; needs no model and no GPU. Exit code 0 when every clip can be used, with
+    or without warnings, 1 when any is rejected, 2 when SOURCE or an option is wrong.
+    """
+    from wands.commands.check import check as run
+    from wands.commands.check import save_report
+
+    report = run(source, max_frames=max_frames or None, **options)
+    click.echo(report.render())
+    save_report(report, json_path, html_path)
+    if report.count("rejected"):
+        sys.exit(1)
+
+
+@main.command()
 @click.argument("recipe", required=False)
 @click.option(
     "--deepspeed", "ds_config", type=click.Path(path_type=Path), help="DeepSpeed JSON [default: ZeRO-2]."

@@ -7,6 +7,10 @@ from fractions import Fraction
 from typing import Literal
 
 from wands.errors import ConfigError, DataError
+from wands.variants import Variant
+
+MAX_PIXELS = 480 * 832
+"""Default bound of a frame's area: Wan's 480p class, whatever the aspect."""
 
 # Matroska and FLV round timestamps to 1 ms: a frame due at 62.5 ms may carry 63 ms and must still be chosen.
 TIME_SLACK = 1e-3
@@ -74,6 +78,48 @@ class ClipSpec:
             raise ConfigError("clip_mode=slide needs a window length; give max_frames")
         assert multiple >= 2, "yuv420p and the VAE both need even sizes"
         assert self.frame_stride >= 1
+
+    @classmethod
+    def of_variant(
+        cls,
+        variant: Variant,
+        *,
+        fps: float | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        center_crop: bool = False,
+        max_pixels: int | None = None,
+        max_frames: int | None = 81,
+        clip_mode: Literal["head", "middle", "slide"] = "head",
+    ) -> "ClipSpec":
+        """What `wands preprocess` and `wands check` do with clips unless told otherwise.
+
+        Args:
+            variant: gives strides and, unless `fps` does, the frame rate.
+            fps: frames per second of the samples.
+            height: exact height in pixels, with `width`.
+            width: exact width in pixels.
+            center_crop: fill height x width by cutting rather than by stretching.
+            max_pixels: default: `MAX_PIXELS`; no bound with `height` and `width`.
+            max_frames: longest sample; None keeps whole clips.
+            clip_mode: which part of a longer clip.
+
+        Raises:
+            ConfigError: a value that cannot be, or options that exclude each other.
+        """
+        if max_pixels is None and height is None:
+            max_pixels = MAX_PIXELS
+        return cls(
+            fps=fps if fps is not None else variant.fps,
+            height=height,
+            width=width,
+            center_crop=center_crop,
+            max_pixels=max_pixels,
+            max_frames=max_frames,
+            clip_mode=clip_mode,
+            size_multiple=variant.vae_stride[1] * variant.dit.patch_size[1],
+            frame_stride=variant.vae_stride[0],
+        )
 
     def legal_frames(self, num_frames: int) -> int:
         """The largest 1 + k * frame_stride that is <= num_frames (0 for 0)."""

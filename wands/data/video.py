@@ -7,6 +7,7 @@ torch is imported where it is used: the processes of `wands check` do without it
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -83,6 +84,7 @@ class DecodedClip:
         start_seconds: time of ``frames[0]``.
         suffix: to be appended to the clip's key: "" or, in slide mode, "#0000", "#0001", ...
         source: the file it came from.
+        variable_fps: the pictures read up to its end do not lie at even distances in time.
     """
 
     frames: np.ndarray
@@ -90,6 +92,7 @@ class DecodedClip:
     start_seconds: float
     suffix: str
     source: VideoInfo
+    variable_fps: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.reached = 0.0  # seconds up to which frames were decoded
+        self._steps = (math.inf, 0.0)  # shortest and longest time from one frame to the next
         self._open()
         try:
             self._frames = self._decode()
@@ -181,6 +185,12 @@ class _Reader:
             sar=Fraction(self._stream.sample_aspect_ratio or 1),
         )
 
+    @property
+    def variable_fps(self) -> bool:
+        """Whether the frames decoded so far lie at distances that no rounding explains (FLV: 1 ms each)."""
+        shortest, longest = self._steps
+        return longest - shortest > max(2.5e-3, 0.1 * shortest) if longest else False
+
     def tolerance(self, duration: float) -> float:
         """Seconds by which an honest header may overstate: 2 %, at least two frames."""
         return max(0.02 * duration, 2 / self._rate)
@@ -247,7 +257,7 @@ class _Reader:
 
     def _decode(self) -> Iterator[_Frame]:
         damaged = lost = False
-        end = 0.0
+        end, before = 0.0, None
         clock: deque[int] = deque()  # timestamps of packets that have not come out as a frame yet
         for packet in self._packets():
             if packet.size and packet.dts is not None:
@@ -264,6 +274,10 @@ class _Reader:
                 time = end if stamp is None else float(stamp * self._stream.time_base) - self._origin
                 end = time + (float((picture.duration or 0) * self._stream.time_base) or 1 / self._rate)
                 self.reached = max(self.reached, end)
+                if before is not None:
+                    shortest, longest = self._steps
+                    self._steps = (min(shortest, time - before), max(longest, time - before))
+                before = time
                 healed = picture.key_frame and not self._is_avi
                 damaged = picture.is_corrupt or (damaged and not healed)
                 yield _Frame(time, end, picture, damaged, lost)
@@ -371,7 +385,7 @@ def _read_windows(
             raise reader.error(f"has no frame at or after {window_start:.3f} s", "correct the row's start")
         if kept == length or index == 0 or kept > spec.frame_stride:
             suffix = f"#{index:04d}" if spec.clip_mode == "slide" else ""
-            yield DecodedClip(frames[:kept], spec.fps, window_start, suffix, reader.info)
+            yield DecodedClip(frames[:kept], spec.fps, window_start, suffix, reader.info, reader.variable_fps)
         if filled < length:
             return
 

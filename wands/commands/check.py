@@ -1,0 +1,337 @@
+"""`wands check`: what `wands preprocess` will make of a source, clip by clip, without a model.
+
+Every clip is decoded by the same function as in `wands preprocess`, so the two cannot disagree; it runs in processes of
+its own, so that a file which crashes or hangs a decoder is one more rejected clip.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from wands.commands.check_report import CheckedClip, CheckedSample, CheckReport, PackingForecast
+from wands.commands.progress import progress
+from wands.data.captions import clean_caption, estimate_tokens
+from wands.data.clip import ClipSpec
+from wands.data.isolated import Crash, map_isolated
+from wands.data.packing import plan_epoch
+from wands.data.source import ManifestRow, load_source
+from wands.data.video import VideoInfo, decode_clip, probe
+from wands.errors import ConfigError, DataError
+from wands.files import write_text
+from wands.variants import TEXT_LEN, VARIANTS, Variant, variant_of
+
+ASSUMED = "wan2.1-t2v-1.3b"
+"""Variant whose strides and rate count where no model is given; all of Wan 2.1 share them."""
+LIMIT_SECONDS = 300.0
+"""One clip may be decoded for so long; a decoder that hangs is ended then."""
+SAMPLE_OVERHEAD = 2304
+"""Bytes of a shard per sample beside its numbers and caption: HDF5's groups, attributes, paths. Measured: 2.2 to 2.4 kB."""
+THUMBNAIL = (176, 120)  # pixels, width and height at most
+
+
+def check(
+    source: str,
+    *,
+    model: str | Path | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    center_crop: bool = False,
+    max_pixels: int | None = None,
+    max_frames: int | None = 81,
+    clip_mode: Literal["head", "middle", "slide"] = "head",
+    fps: float | None = None,
+    split: str = "train",
+    video_column: str | None = None,
+    caption_column: str | None = None,
+    max_tokens: int = 32760,
+    bins_per_step: int = 1,
+    num_workers: int | None = None,
+    limit_seconds: float = LIMIT_SECONDS,
+) -> CheckReport:
+    """Look at every clip of a source as `wands preprocess` with the same options will.
+
+    Args:
+        source: folder, table or Hugging Face dataset, see `wands.data.source.load_source`.
+        model: diffusers pipeline folder or Hub id: its DiT's config names the variant and its tokenizer counts
+            caption tokens. Default: Wan 2.1's strides and rate, and an estimate.
+        height: exact height in pixels, with `width`.
+        width: exact width in pixels.
+        center_crop: fill height x width by cutting rather than by stretching.
+        max_pixels: scale larger clips down to this area. Default: 399,360; no bound with `height` and `width`.
+        max_frames: longest sample; None keeps whole clips.
+        clip_mode: which frames of a longer clip.
+        fps: frames per second of the samples. Default: the variant's own.
+        split: of a dataset.
+        video_column: of a table or dataset.
+        caption_column: of a table or dataset.
+        max_tokens: capacity of a bin, as `packing.max_tokens` of a recipe.
+        bins_per_step: as `train.bins_per_step` of a recipe.
+        num_workers: processes that decode. Default: one per core.
+        limit_seconds: longest time for one clip.
+
+    Raises:
+        ConfigError: options that exclude each other, or a model that is not there.
+        DataError: the source does not exist or holds no clip at all.
+    """
+    started = time.monotonic()
+    for name, value in (("max_tokens", max_tokens), ("bins_per_step", bins_per_step)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1; give what the recipe has.")
+    variant = _read_variant(model) if model else VARIANTS[ASSUMED]
+    spec = ClipSpec.of_variant(
+        variant,
+        fps=fps,
+        height=height,
+        width=width,
+        center_crop=center_crop,
+        max_pixels=max_pixels,
+        max_frames=max_frames,
+        clip_mode=clip_mode,
+    )
+    rows, rejections = load_source(
+        source, split=split, video_column=video_column, caption_column=caption_column
+    )
+    clips = [CheckedClip(item.key, item.path, reason=item.reason) for item in rejections]
+    captions = [clean_caption(row.caption) for row in rows]
+    count = _counter(model)
+    lengths = {caption: count(caption) for caption in sorted(set(captions))}
+    looks = _look_at_all(rows, captions, spec, num_workers, limit_seconds)
+    first_with: dict[str, str] = {}
+    for row, caption, look in zip(rows, captions, looks, strict=True):
+        clip = CheckedClip(row.key, str(row.path), caption, lengths[caption], look.source, reason=look.reason)
+        twin = first_with.setdefault(look.digest, row.key) if look.digest else row.key
+        clips.append(
+            replace(
+                clip,
+                samples=tuple(_sample(row.key, window, variant) for window in look.windows),
+                warnings=tuple(_warnings(clip, look, spec, twin, exact=model is not None)),
+                thumbnail=look.thumbnail,
+            )
+        )
+    order = ("rejected", "warned", "fine")
+    clips.sort(key=lambda clip: (order.index(clip.verdict), clip.key))
+    return CheckReport(
+        source=source,
+        variant=variant.name if model else "Wan 2.1 text-to-video",
+        spec=spec,
+        clips=tuple(clips),
+        exact_text=model is not None,
+        cache_bytes=sum(_cache_bytes(clip, variant) for clip in clips),
+        packing=_forecast(clips, variant, max_tokens, bins_per_step),
+        seconds=time.monotonic() - started,
+    )
+
+
+def save_report(report: CheckReport, json_path: Path | None = None, html_path: Path | None = None) -> None:
+    """Write the report as JSON, as a page for a browser, or both; each file whole or not at all.
+
+    Raises:
+        WandsError: a file cannot be written.
+    """
+    from wands.commands.check_page import render_page
+
+    if json_path is not None:
+        write_text(json_path, report.to_json())
+    if html_path is not None:
+        write_text(html_path, render_page(report))
+
+
+# ---- one clip, in a worker
+
+
+@dataclass(frozen=True)
+class _Task:
+    path: Path
+    spec: ClipSpec
+    start: float | None
+    end: float | None
+
+
+@dataclass(frozen=True)
+class _Window:
+    suffix: str
+    start_seconds: float
+    num_frames: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What decoding a clip showed. `digest` names the pictures of all its samples, "" where there are none."""
+
+    windows: tuple[_Window, ...] = ()
+    source: VideoInfo | None = None
+    variable_fps: bool = False
+    digest: str = ""
+    thumbnail: bytes = b""
+    reason: str = ""
+
+
+def _look_at(task: _Task) -> _Look:
+    look, windows, digest = _Look(), [], hashlib.blake2b(digest_size=16)
+    try:
+        with task.path.open("rb"):
+            pass
+        for clip in decode_clip(task.path, task.spec, task.start, task.end):
+            frames = clip.frames
+            windows.append(_Window(clip.suffix, clip.start_seconds, *frames.shape[:3]))
+            # Every 16th pixel of every frame: no two clips that differ agree in all of them.
+            digest.update(repr(frames.shape).encode() + frames[:, ::4, ::4].tobytes())
+            look = replace(
+                look,
+                source=clip.source,
+                variable_fps=clip.variable_fps,
+                thumbnail=look.thumbnail or _thumbnail(frames[len(frames) // 2]),
+            )
+    except DataError as error:
+        look = replace(look, reason=str(error))
+    except OSError as error:
+        reason = f"video={task.path} cannot be read ({error.strerror}); mend its permissions"
+        look = replace(look, reason=reason)
+    except MemoryError:
+        look = replace(look, reason="does not fit into memory; lower --max-frames or --max-pixels")
+    if look.source is None:
+        with suppress(DataError, MemoryError):  # then there is nothing to tell of it
+            look = replace(look, source=probe(task.path))
+    return replace(look, windows=tuple(windows), digest=digest.hexdigest() if windows else "")
+
+
+def _thumbnail(frame: np.ndarray) -> bytes:
+    from PIL import Image
+
+    picture = Image.fromarray(frame)
+    picture.thumbnail(THUMBNAIL)
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=72)
+    return buffer.getvalue()
+
+
+def _look_at_all(
+    rows: Sequence[ManifestRow],
+    captions: Sequence[str],
+    spec: ClipSpec,
+    num_workers: int | None,
+    limit_seconds: float,
+) -> list[_Look]:
+    looks = [_Look(reason="empty caption once cleaned; write one")] * len(rows)
+    wanted = [number for number, caption in enumerate(captions) if caption]
+    tasks = [_Task(rows[number].path, spec, rows[number].start, rows[number].end) for number in wanted]
+    with progress("clips", len(tasks)) as advance:
+        for place, look in map_isolated(
+            _look_at, tasks, num_workers=num_workers, limit_seconds=limit_seconds, preload=[__name__]
+        ):
+            if isinstance(look, Crash):
+                path = tasks[place].path
+                look = _Look(
+                    reason=f"video={path} cannot be decoded: {look.reason}; replace or re-encode the file"
+                )
+            looks[wanted[place]] = look
+            advance()
+    return looks
+
+
+# ---- what follows from it
+
+
+def _sample(key: str, window: _Window, variant: Variant) -> CheckedSample:
+    tokens = int(np.prod(_latent_size(window, variant))) // int(np.prod(variant.dit.patch_size))
+    return CheckedSample(
+        key + window.suffix, window.start_seconds, window.num_frames, window.height, window.width, tokens
+    )
+
+
+def _latent_size(window: _Window | CheckedSample, variant: Variant) -> tuple[int, int, int]:
+    stride = variant.vae_stride
+    return (window.num_frames - 1) // stride[0] + 1, window.height // stride[1], window.width // stride[2]
+
+
+def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, twin: str, *, exact: bool) -> list[str]:
+    warnings = []
+    if twin != clip.key:
+        warnings.append(f"duplicate: the same pictures as {twin}; keep one of them")
+    if clip.text_tokens > TEXT_LEN:
+        count = f"{clip.text_tokens:,}" if exact else f"about {clip.text_tokens:,}"
+        warnings.append(f"caption of {count} tokens: all beyond {TEXT_LEN} is cut")
+    source = look.source
+    if source is None or not look.windows:
+        return warnings
+    if look.variable_fps:
+        warnings.append(f"variable frame rate (mean {source.fps:.5g}): frames are taken by their time")
+    if source.fps < 0.95 * spec.fps:
+        warnings.append(f"{source.fps:.4g} fps: frames are repeated to reach {spec.fps:g}")
+    if source.rotation:
+        warnings.append(f"rotation flag of {source.rotation} degrees: turned upright")
+    if source.sar != 1:
+        shown = "x".join(f"{float(side):.0f}" for side in source.display_size)
+        warnings.append(f"pixel aspect {source.sar.numerator}:{source.sar.denominator}: taken as {shown}")
+    if max(window.num_frames for window in look.windows) == 1:
+        warnings.append("becomes a still: one frame")
+    return warnings
+
+
+def _cache_bytes(clip: CheckedClip, variant: Variant) -> int:
+    text = 2 * min(clip.text_tokens, TEXT_LEN) * variant.dit.text_dim
+    other = SAMPLE_OVERHEAD + len(clip.caption.encode())
+    return sum(
+        2 * variant.dit.in_channels * int(np.prod(_latent_size(sample, variant))) + text + other
+        for sample in clip.samples
+    )
+
+
+def _forecast(
+    clips: Sequence[CheckedClip], variant: Variant, max_tokens: int, bins_per_step: int
+) -> PackingForecast | None:
+    samples = [sample for clip in clips for sample in clip.samples]
+    if not samples:
+        return None
+    try:
+        plan = plan_epoch(
+            np.array([sample.num_tokens for sample in samples]),
+            max_tokens=max_tokens,
+            bins_per_step=bins_per_step,
+            seed=0,
+            epoch=0,
+            cost=variant.dit.forward_flops,
+            keys=[sample.key for sample in samples],
+        )
+    except DataError as error:
+        return PackingForecast(max_tokens, bins_per_step, 0.0, 0, str(error))
+    return PackingForecast(max_tokens, bins_per_step, plan.fill, plan.num_steps)
+
+
+def _counter(model: str | Path | None) -> Callable[[str], int]:
+    """How the tokens of a cleaned caption are counted."""
+    if model is None:
+        return estimate_tokens
+    from transformers import AutoTokenizer
+
+    from wands.encode.pipeline import CONFIG_FILES, find_part
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns of each caption beyond 512 tokens
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer", CONFIG_FILES))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"model={model}: its tokenizer cannot be loaded ({reason}).") from None
+    return lambda caption: len(tokenizer(caption).input_ids)
+
+
+def _read_variant(model: str | Path) -> Variant:
+    from wands.encode.pipeline import CONFIG_FILES, find_part, read_json
+
+    config = read_json(find_part(model, "transformer", CONFIG_FILES) / "config.json")
+    try:
+        return variant_of(config)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"model={model}: {error}; give a text-to-video pipeline of Wan 2.1.") from None
