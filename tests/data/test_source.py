@@ -37,7 +37,7 @@ def test_folder_with_captions_beside_the_clips(tmp_path: Path) -> None:
             "b.mp4": "x",
             "b.txt": "\ufeff A dog.\n",
             "a/deep/c.MOV": "x",
-            "a/deep/c.json": '{"cap": ["A cat.", "another"]}',
+            "a/deep/c.json": '{"cap": ["A cat."]}',
             "日本/été.webm": "x",
             "日本/été.txt": "桜",
             "both.mkv": "x",
@@ -304,7 +304,7 @@ def test_csv_mistakes(tmp_path: Path) -> None:
         ({"metadata.csv": ""}, "", "lists no clip"),
         ({"metadata.json": "[]"}, "", "lists no clip"),
         ({"metadata.json": "{"}, "", r"cannot be read .*; save it as UTF-8 json"),
-        ({"metadata.json": '{"a.mp4": "x"}'}, "", "a list of objects is wanted, found dict"),
+        ({"metadata.json": '"a.mp4"'}, "", "a list of objects is wanted, found str"),
         ({"metadata.csv": "video,caption\na,b".encode("utf-16")}, "", "save it as UTF-8 csv"),
         (
             {"metadata.csv": "a", "metadata.json": "[]"},

@@ -1,4 +1,4 @@
-"""Tables of clips: csv, jsonl and json files -> rows with lower-case column names, and their meaning."""
+"""Tables of clips: csv, jsonl, json and line-aligned txt files -> rows with lower-case names, and their meaning."""
 
 import csv
 import io
@@ -11,8 +11,13 @@ from typing import Any
 
 from wands.errors import DataError
 
-VIDEO_COLUMNS = ("video", "video_path", "file_name", "file_path", "path")
-CAPTION_COLUMNS = ("caption", "prompt", "text", "cap")
+# fmt: off
+VIDEO_COLUMNS = (
+    "video", "video_path", "file_name", "file_path", "path", "video_file_name",
+    "image", "image_path", "image_file_name",
+)
+CAPTION_COLUMNS = ("caption", "prompt", "text", "cap", "captions", "vila_caption", "gemini_v2_caption")
+# fmt: on
 
 # Line (or item) number from 1, and the row; in place of an unreadable row the reason.
 NumberedRow = tuple[int, dict[str, Any] | str]
@@ -50,9 +55,17 @@ class Columns:
 
     def pick(self, row: dict[str, Any]) -> tuple[Any, Any]:
         """Return (video, caption) of a row with lower-case names; None where the row has none."""
-        videos = (row[name] for name in self.video_names if name in row)
-        captions = (row[name] for name in self.caption_names if name in row)
-        return next(videos, None), next(captions, None)
+        return _first(row, self.video_names), self.pick_caption(row)
+
+    def pick_caption(self, row: dict[str, Any]) -> Any:
+        """Return the caption of a row with lower-case names; None where the row has none."""
+        return _first(row, self.caption_names)
+
+
+def _first(row: dict[str, Any], names: Iterable[str]) -> Any:
+    """The first column that is filled: a table of videos and images leaves one of the two empty."""
+    present = [row[name] for name in names if name in row]
+    return next((value for value in present if value not in (None, "")), next(iter(present), None))
 
 
 def read_window(row: dict[str, Any]) -> tuple[float | None, float | None]:
@@ -80,8 +93,56 @@ def read_window(row: dict[str, Any]) -> tuple[float | None, float | None]:
     return start, end
 
 
+def read_frames(row: dict[str, Any]) -> tuple[int, int] | None:
+    """Read a row's optional start_frame and end_frame, both inclusive, as NVIDIA's meta.json has them.
+
+    Raises:
+        DataError: one of them is missing, no whole number, or nothing lies between them.
+    """
+    first, last = row.get("start_frame"), row.get("end_frame")
+    if first in (None, "") and last in (None, ""):
+        return None
+    try:
+        frames = int(str(first)), int(str(last))
+    except ValueError:
+        frames = (0, -1)
+    if not 0 <= frames[0] <= frames[1]:
+        raise DataError(
+            f"start_frame={first} end_frame={last} must be whole numbers, 0 <= start_frame <= end_frame; "
+            "correct them"
+        )
+    return frames
+
+
+def read_pairs(videos: Path, captions: Path) -> list[NumberedRow]:
+    """Read two text files whose n-th lines belong together: a clip's path, its caption.
+
+    Raises:
+        DataError: one of them cannot be read, or they differ in length: no line can then be trusted.
+    """
+    columns = []
+    for file in (videos, captions):
+        try:
+            lines = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n").rstrip("\n").split("\n")
+        except (OSError, ValueError) as error:
+            raise DataError(f"source={file} cannot be read ({error}); save it as UTF-8 text") from error
+        columns.append([line.strip() for line in lines])
+    if len(columns[0]) != len(columns[1]):
+        raise DataError(
+            f"source={videos.parent}: {videos.name} has {len(columns[0]):,} lines and {captions.name} "
+            f"{len(columns[1]):,}; line n of one must belong to line n of the other"
+        )
+    return [
+        (number, {"video": video, "caption": caption})
+        for number, (video, caption) in enumerate(zip(*columns, strict=True), start=1)
+        if video or caption
+    ]
+
+
 def read_table(table: Path) -> list[NumberedRow]:
-    """Read a .csv, .jsonl or .json (list of objects) file in UTF-8, with or without a byte order mark.
+    """Read a .csv, .jsonl or .json file in UTF-8, with or without a byte order mark.
+
+    A .json is a list of objects, or one object of file name: caption(s), or file name: object.
 
     Raises:
         DataError: it is none of these, or cannot be read as a whole.
@@ -135,6 +196,11 @@ def _jsonl_rows(data: bytes) -> Iterator[NumberedRow]:
 
 def _json_rows(text: str) -> Iterator[NumberedRow]:
     rows = json.loads(text)
+    if isinstance(rows, dict):
+        rows = [
+            {**value, "file_name": name} if isinstance(value, dict) else {"file_name": name, "caption": value}
+            for name, value in rows.items()
+        ]
     if not isinstance(rows, list):
         raise ValueError(f"a list of objects is wanted, found {type(rows).__name__}")
     for number, row in enumerate(rows, start=1):

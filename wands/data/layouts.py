@@ -1,0 +1,348 @@
+"""Folders of clips as other trainers lay them out: captions beside the clips, tables, line-aligned text, archives."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from wands.data.archive import TAR_EXTENSIONS, TarReader, TarSample
+from wands.data.hf_dataset import write_clip
+from wands.data.manifest import (
+    CLIP_EXTENSIONS,
+    IMAGE_EXTENSIONS,
+    VIDEO_EXTENSIONS,
+    Scan,
+    check_captions,
+    check_file,
+    clip_key,
+    locate,
+    read_range,
+    safe_name,
+)
+from wands.data.table import Columns, NumberedRow, read_pairs, read_table
+from wands.errors import DataError
+
+_TABLES = (
+    "metadata.csv",
+    "metadata.jsonl",
+    "metadata.json",
+    "meta.json",  # NVIDIA DFM
+    "videos2caption.json",  # FastVideo
+    "json_of_internal_datasets.json",  # VideoX-Fun
+)
+# diffusion-pipe: the folder is the data set, this file has its captions.
+_CAPTIONS_OF_FOLDER = "captions.json"
+_MERGE = "merge.txt"  # FastVideo
+_VIDEO_LINES = ("videos.txt", "video.txt")  # finetrainers
+_CAPTION_LINES = ("prompts.txt", "captions.txt", "prompt.txt", "caption.txt")
+# Where tools keep the clips of a table whose paths do not name that folder: FastVideo, DiffSynth.
+_CLIP_FOLDERS = ("videos", "train")
+
+
+def find_listing(folder: Path, source: str, split: str) -> Path | None:
+    """The file that lists a folder's clips, if there is one: in the folder, else in that of the split.
+
+    Raises:
+        DataError: there are several.
+    """
+    names = (*_TABLES, _CAPTIONS_OF_FOLDER, _MERGE)
+    for place in (folder, folder / split):
+        found = [place / name for name in names if (place / name).is_file()]
+        if any((place / name).is_file() for name in _CAPTION_LINES):
+            found += [place / name for name in _VIDEO_LINES if (place / name).is_file()]
+        if place / _MERGE in found:  # it names the others
+            found = [place / _MERGE]
+        if len(found) > 1:
+            raise DataError(
+                f"source={source} holds {' and '.join(file.name for file in found)}; name the one that counts"
+            )
+        if found:
+            return found[0]
+    return None
+
+
+def scan_listing(listing: Path, columns: Columns, cache_dir: Path | None, scan: Scan) -> None:
+    """Read a file that lists clips; which kind it is, its name says."""
+    if listing.name == _CAPTIONS_OF_FOLDER and _scan_captioned_folder(listing, columns, cache_dir, scan):
+        return
+    if listing.name == _MERGE:
+        _scan_merged(listing, columns, scan)
+        return
+    if listing.name in _VIDEO_LINES:
+        captions = [listing.with_name(name) for name in _CAPTION_LINES]
+        present = [file for file in captions if file.is_file()]
+        if len(present) != 1:
+            raise DataError(
+                f"source={listing.parent} holds {len(present)} files of captions for {listing.name}; keep one "
+                f"of {', '.join(_CAPTION_LINES)}"
+            )
+        _scan_rows(listing, read_pairs(listing, present[0]), Columns(columns.source), listing.parent, scan)
+        return
+    _scan_rows(listing, read_table(listing), columns, listing.parent, scan)
+
+
+def _scan_rows(table: Path, rows: list[NumberedRow], columns: Columns, folder: Path, scan: Scan) -> None:
+    """Add the clips that a table's rows name; their paths count from ``folder``."""
+    if not rows:
+        raise DataError(f"source={table} lists no clip; add rows with a video and a caption")
+    readable = [row for _, row in rows if isinstance(row, dict)]
+    if readable:
+        columns.check({name for row in readable for name in row})
+    folders = (folder, *(folder / name for name in _CLIP_FOLDERS))
+    for number, row in rows:
+        where = f"{table.name}:{number}"
+        if isinstance(row, str):
+            scan.reject(where, table, row)
+            continue
+        video, caption = columns.pick(row)
+        try:
+            if not isinstance(video, str) or not video.strip():
+                raise DataError("no video in this row; write its path")
+            name, path = locate(video.strip(), folders)
+            scan.add(where, name, path, check_captions(caption, where), read_range(row, path))
+        except DataError as error:
+            scan.reject(where, video or table, str(error))
+
+
+def _scan_merged(listing: Path, columns: Columns, scan: Scan) -> None:
+    """FastVideo's merge.txt: each line a folder of clips and, after a comma, the table of its captions."""
+    try:
+        lines = listing.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        raise DataError(f"source={listing} cannot be read ({error}); save it as UTF-8 text") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) != 2 or not all(parts):
+            scan.reject(
+                f"{listing.name}:{number}",
+                listing,
+                "unreadable line; write a folder, a comma and its table on it",
+            )
+            continue
+        # FastVideo counts them from where it is started; a data set that was moved as a whole, from the list.
+        folder, table = (
+            next(
+                (path for path in (Path(part).absolute(), listing.parent / part) if path.exists()), Path(part)
+            )
+            for part in parts
+        )
+        if not table.is_file():
+            reason = f"no such table (looked for {parts[1]}); correct the path"
+            scan.reject(f"{listing.name}:{number}", parts[1], reason)
+            continue
+        _scan_rows(table, read_table(table), columns, folder, scan)
+
+
+def _scan_captioned_folder(listing: Path, columns: Columns, cache_dir: Path | None, scan: Scan) -> bool:
+    """diffusion-pipe: captions.json has the captions of the files beside it, and of members of archives.
+
+    Returns:
+        False if it is a table of another form.
+    """
+    rows = read_table(listing)
+    if not rows or any(isinstance(row, str) or set(row) != {"file_name", "caption"} for _, row in rows):
+        return False
+    captions = {str(row["file_name"]): row["caption"] for _, row in rows if isinstance(row, dict)}
+    folder, missing = listing.parent, set(captions)
+    for path in sorted(folder.iterdir()):
+        name = path.name
+        if name.startswith("."):
+            continue
+        if name.lower().endswith(TAR_EXTENSIONS):
+            missing -= scan_tar(path, folder, columns, captions, cache_dir, scan)
+        elif name.lower().endswith(CLIP_EXTENSIONS):
+            missing.discard(name)
+            try:
+                check_file(name, path)
+                if name not in captions:
+                    raise DataError(f"no entry in {listing.name}; add one with its captions")
+                scan.add(clip_key(name), name, path, check_captions(captions[name], listing.name))
+            except DataError as error:
+                scan.reject(clip_key(name), path, str(error))
+    for name in sorted(missing):
+        try:  # other tools' captions.json may name clips in sub-folders
+            found, path = locate(name, (folder,))
+            scan.add(clip_key(found), found, path, check_captions(captions[name], listing.name))
+        except DataError as error:
+            scan.reject(f"{listing.name}:{name}", name, str(error))
+    return True
+
+
+def scan_folder(folder: Path, columns: Columns, cache_dir: Path | None, scan: Scan) -> int:
+    """Add the clips of a folder with the captions beside them, and those of archives in it.
+
+    Returns:
+        The number of clips and archives, usable or not.
+    """
+    found = 0
+    for root, files in _walk(folder, scan):
+        present = set(files)
+        for file in files:
+            path = root / file
+            if file.lower().endswith(TAR_EXTENSIONS):
+                found += 1
+                scan_tar(path, folder, columns, {}, cache_dir, scan)
+            if not file.lower().endswith(CLIP_EXTENSIONS):
+                continue
+            found += 1
+            name = path.relative_to(folder).as_posix()
+            try:
+                check_file(name, path)
+                if clip := _clip_of_poster(file, present):
+                    raise DataError(f"taken for the poster of {clip}; rename it if it is a clip of its own")
+                written, captions = _read_sidecar(path, present, columns)
+                scan.add(written, name, path, captions)
+            except DataError as error:
+                scan.reject(clip_key(name), path, str(error))
+    return found
+
+
+def _walk(folder: Path, scan: Scan) -> Iterator[tuple[Path, list[str]]]:
+    """Folders in sorted order with their visible files; each real folder once, so that links cannot loop."""
+    seen: set[tuple[int, int]] = set()
+
+    def unreadable(error: OSError) -> None:
+        name = os.path.relpath(error.filename, folder)
+        scan.reject(name, error.filename, f"folder cannot be read ({error.strerror}); mend its permissions")
+
+    for root, folders, files in os.walk(folder, followlinks=True, onerror=unreadable):
+        status = os.stat(root)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield Path(root), sorted(name for name in files if not name.startswith("."))
+
+
+def _clip_of_poster(file: str, present: set[str]) -> str | None:
+    """The video of the same stem beside an image: a caption there is the video's."""
+    if not file.lower().endswith(IMAGE_EXTENSIONS):
+        return None
+    stem = PurePosixPath(file).stem
+    return next((stem + extension for extension in VIDEO_EXTENSIONS if stem + extension in present), None)
+
+
+def _read_sidecar(clip: Path, present: set[str], columns: Columns) -> tuple[str, list[str]]:
+    """Read the captions beside a clip: same stem, .txt before .json before .jsonl (its first line).
+
+    Returns:
+        The file's name, and what it says.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    names = [f"{clip.stem}{ending}" for ending in (".txt", ".json", ".jsonl")]
+    file = next((clip.with_name(name) for name in names if name in present), None)
+    if file is None:
+        raise DataError(f"missing caption; write one in {names[0]} or {names[1]} beside it")
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file.name} cannot be read ({error}); save it as UTF-8 text") from error
+    return file.name, _caption_in_file(file.name, data, columns)[0]
+
+
+def _caption_in_file(name: str, data: bytes, columns: Columns) -> tuple[list[str], dict[str, Any]]:
+    """The captions in a file of one clip, and the JSON object they stand in.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    row: dict[str, Any] = {}
+    try:
+        value: Any = data.decode("utf-8-sig")
+        if name.endswith((".json", ".jsonl")):
+            value = json.loads(value.strip().split("\n")[0] if name.endswith(".jsonl") else value)
+            if not isinstance(value, dict):
+                raise DataError(f"{name} holds a {type(value).__name__}; write an object with a caption")
+            row = {str(key).lower(): item for key, item in value.items()}
+            value = columns.pick_caption(row)
+    except ValueError as error:  # not UTF-8, not JSON
+        raise DataError(f"{name} cannot be read ({error}); save it as UTF-8 text") from error
+    return check_captions(value, name), row
+
+
+def scan_tar(
+    archive: Path,
+    folder: Path,
+    columns: Columns,
+    captions: dict[str, Any],
+    cache_dir: Path | None,
+    scan: Scan,
+) -> set[str]:
+    """Add the clips of an archive that lies in ``folder``.
+
+    Args:
+        archive: the tar.
+        folder: of the source.
+        columns: of the .json of a sample.
+        captions: by member name; they count before those in the archive.
+        cache_dir: where clips are written, by content.
+        scan: to add to.
+
+    Returns:
+        The names in ``captions`` that were met.
+    """
+    place = archive.relative_to(folder).as_posix()
+    base = next(place[: -len(end)] for end in TAR_EXTENSIONS if place.lower().endswith(end))
+    met: set[str] = set()
+    try:
+        with TarReader(archive) as reader:
+            for sample in reader.samples:
+                key = f"{base}/{sample.key}"
+                try:
+                    extension, video = _clip_of_sample(sample)
+                    written = video.name.removeprefix("./")
+                    where = f"{place}:{written}"
+                    row: dict[str, Any] = {}
+                    if written in captions:
+                        met.add(written)
+                        texts = check_captions(captions[written], _CAPTIONS_OF_FOLDER)
+                    else:
+                        texts, row = _caption_of_sample(reader, sample, extension, columns)
+                    _, path = write_clip(reader.read(video), written, cache_dir)
+                    scan.add(where, f"{key}.{extension}", path, texts, read_range(row, path))
+                except DataError as error:
+                    scan.reject(safe_name(key), place, str(error))
+            for refusal in reader.refusals:
+                scan.reject(f"{place}:{refusal.name}".rstrip(":"), place, refusal.reason)
+    except DataError as error:
+        scan.reject(place, archive, str(error))
+    return met
+
+
+def _clip_of_sample(sample: TarSample) -> tuple[str, Any]:
+    """Extension and member of a sample's video, or of its image if it has no video.
+
+    Raises:
+        DataError: it has none.
+    """
+    for known in (VIDEO_EXTENSIONS, IMAGE_EXTENSIONS):
+        for extension, member in sorted(sample.members.items(), key=lambda item: len(item[0])):
+            if f".{extension}".endswith(known):
+                return extension, member
+    found = ", ".join(sorted(sample.members))
+    if "pth" in sample.members:
+        raise DataError(f"holds latents ({found}), no clip; python -m data_tools.import_shards reads them")
+    raise DataError(f"no clip among its members ({found}); add one, or remove the sample")
+
+
+def _caption_of_sample(
+    reader: TarReader, sample: TarSample, clip: str, columns: Columns
+) -> tuple[list[str], dict[str, Any]]:
+    """Captions beside the member with extension ``clip``: .txt, .caption, .json; and the object of a .json.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    inner = clip.rpartition(".")[0]  # wds takes "1.0.mp4" for key 1 and extension 0.mp4
+    for ending in ("txt", "caption", "json"):
+        for extension in (f"{inner}.{ending}".strip("."), ending):
+            if extension in sample.members:
+                name = f"{sample.key}.{extension}"
+                return _caption_in_file(name, reader.read(sample.members[extension]), columns)
+    raise DataError("missing caption; put a .txt or .json of the same name beside it in the archive")
