@@ -1,0 +1,175 @@
+"""Put several caches of the same model and settings into one.
+
+python -m data_tools.merge OUT CACHE...
+
+Nothing is encoded again. Killed at any moment, the same command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wands.commands.progress import progress
+from wands.data.cache import CacheWriter, LatentCache
+from wands.data.cache_format import INDEX_NAME, first_difference, to_bits
+from wands.errors import CacheError, ConfigError, WandsError
+from wands.variants import VARIANTS, Variant
+
+SHOWN = 5
+"""Keys named in a message about many."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What `merge` did.
+
+    Attributes:
+        num_samples: in the merged cache.
+        num_copied: of them, those copied by this run; the others were there from an earlier one.
+        duplicates: keys that several caches had with the same content, kept once.
+    """
+
+    num_samples: int
+    num_copied: int
+    duplicates: list[str]
+
+
+def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
+    """Copy the samples of several caches into one, bit by bit, each checksum verified on the way.
+
+    Args:
+        out: folder of the merged cache: new, or that of an earlier run with the same caches.
+        paths: the caches. Where several have a sample of one key, all must have the same latents and text;
+            the first one's metadata is kept.
+
+    Raises:
+        CacheError: caches of another fingerprint (what differs is named), or a damaged one.
+        ConfigError: samples of one key that differ, or an `out` that holds something else.
+    """
+    caches = [LatentCache(path, verify=True) for path in paths]
+    if any(cache.path.resolve() == Path(out).resolve() for cache in caches):
+        raise ConfigError(f"OUT={out} is one of the caches to merge; give a new folder.")
+    for cache in caches[1:]:
+        _check_alike(caches[0], cache)
+    places: dict[str, tuple[LatentCache, int]] = {}
+    duplicates, differing = [], []
+    for cache in caches:
+        for i, key in enumerate(cache.keys):
+            if key not in places:
+                places[key] = (cache, i)
+            elif _signature(*places[key]) == _signature(cache, i):
+                duplicates.append(key)
+            else:
+                differing.append(f"{key} (in {places[key][0].path} and {cache.path})")
+    if differing:
+        raise ConfigError(
+            f"{len(differing):,} key(s) stand for different samples: {', '.join(differing[:SHOWN])}; take them "
+            "out of one cache with python -m data_tools.split CACHE KEEP DROP --keys-file FILE."
+        )
+    copied = copy_samples(caches[0], Path(out), list(places.values()))
+    return Merged(len(places), copied, duplicates)
+
+
+def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCache, int]]) -> int:
+    """Write samples of other caches into a cache of their own; take up a copy that was killed.
+
+    Args:
+        like: gives variant, fingerprint and the embedding of "".
+        out: folder to write.
+        places: (cache, position) of each sample.
+
+    Returns:
+        How many samples this run has copied.
+
+    Raises:
+        CacheError: a damaged sample, no space, or an `out` with another fingerprint.
+        ConfigError: `out` holds a finished cache with samples that are not among these.
+    """
+    keys = {cache.keys[i] for cache, i in places}
+    if (out / INDEX_NAME).exists() and (others := sorted(set(LatentCache(out).keys) - keys)):
+        raise ConfigError(
+            f"OUT={out} is a finished cache with {len(others):,} other sample(s), such as {others[0]}; give a "
+            "new folder, or merge that cache too."
+        )
+    copied = 0
+    with CacheWriter(out, to_variant(like.manifest["variant"]), like.fingerprint) as writer:
+        with progress("samples", len(places)) as advance:
+            for cache, i in places:
+                meta = cache.meta(i)
+                if not writer.has(cache.keys[i], meta["content"]):
+                    sample = cache.read(i)
+                    writer.add(sample.sample_id, sample.latents, sample.text_embeds, meta)
+                    copied += 1
+                advance()
+        writer.commit(like.null_text_embeds, keys)
+    return copied
+
+
+def to_variant(contract: dict[str, Any]) -> Variant:
+    """A variant with the contract that a manifest holds; sizes of the DiT, which no cache knows, are those of any."""
+    base = next(iter(VARIANTS.values()))
+    dit = replace(
+        base.dit,
+        patch_size=tuple(contract["patch_size"]),
+        in_channels=contract["latent_channels"],
+        text_dim=contract["text_dim"],
+    )
+    return replace(
+        base,
+        name=contract["name"],
+        vae_stride=tuple(contract["vae_stride"]),
+        conditions=tuple(contract["conditions"]),
+        dit=dit,
+    )
+
+
+def _check_alike(first: LatentCache, other: LatentCache) -> None:
+    ours, theirs = (
+        {**cache.manifest["fingerprint"], "variant": cache.manifest["variant"]} for cache in (first, other)
+    )
+    if difference := first_difference(ours, theirs):
+        name, one, two = difference
+        raise CacheError(
+            f"cache={other.path} has {name}={two} but {first.path} has {one}; only caches made with the same "
+            "model and settings can be one: encode one of them again, or train on both side by side."
+        )
+    if to_bits(first.null_text_embeds).tobytes() != to_bits(other.null_text_embeds).tobytes():
+        raise CacheError(
+            f"cache={other.path} has another embedding of the empty caption than {first.path}; one of them was "
+            "altered: see python -m data_tools.verify."
+        )
+
+
+def _signature(cache: LatentCache, i: int) -> tuple[Any, ...]:
+    index = cache.index
+    numbers = (index.text_lens, index.crc32, index.num_frames, index.fps)
+    return (*index.latent_shapes[i].tolist(), *(column[i].item() for column in numbers))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 2 for a mistake of the user's."""
+    parser = argparse.ArgumentParser(prog="python -m data_tools.merge", description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder of the merged cache")
+    parser.add_argument("cache", type=Path, nargs="+", help="folders written by wands preprocess")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        merged = merge(options.out, options.cache)
+    except WandsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.out}: {merged.num_samples:,} samples, {merged.num_copied:,} of them copied now")
+    if merged.duplicates:
+        names = ", ".join(merged.duplicates[:SHOWN])
+        print(f"{len(merged.duplicates):,} were in several caches with the same content, kept once: {names}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
