@@ -58,6 +58,7 @@ def write_clip(
     stamps_ms: list[int] | None = None,
     first_stamp: int = 0,
     title: str = "",
+    pix_fmt: str | None = None,
 ) -> Path:
     """Encode pictures (default: numbered ones)."""
     pictures = pictures if pictures is not None else [numbered(i) for i in range(num_frames)]
@@ -65,7 +66,7 @@ def write_clip(
         output.metadata["title"] = title
         stream = output.add_stream(codec, rate=fps, options=options)
         stream.height, stream.width = pictures[0].shape[:2]
-        stream.pix_fmt = {"mjpeg": "yuvj420p", "gif": "rgb8"}.get(codec, "yuv420p")
+        stream.pix_fmt = pix_fmt or {"mjpeg": "yuvj420p", "gif": "rgb8"}.get(codec, "yuv420p")
         if sar:
             stream.codec_context.sample_aspect_ratio = sar
         if rotation:
@@ -450,6 +451,25 @@ BROKEN = {
     "no frames": (lambda path: no_frames(path / "a.mp4"), "no frame that can be decoded|no video stream"),
     "tiny": (lambda path: write_clip(path / "a.mp4", [np.zeros((8, 64, 3), np.uint8)] * 9), "below 16 px"),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "stamps", "variable"),
+    [
+        ("even.mkv", [round(i * 1000 / 24) for i in range(20)], False),  # 41 and 42 ms
+        ("even.mp4", None, False),
+        ("even.avi", None, False),
+        ("even.flv", None, False),
+        ("one_missing.mkv", [40 * i + 40 * (i > 9) for i in range(20)], True),
+        ("phone.mkv", [33 * i + (i * i) % 17 for i in range(20)], True),
+    ],
+)
+def test_variable_frame_rate_is_told_from_rounding(
+    tmp_path: Path, name: str, stamps: list[int] | None, variable: bool
+) -> None:
+    path = write_clip(tmp_path / name, num_frames=20, stamps_ms=stamps)
+    for start in (None, 0.1):
+        assert decode_one(path, ClipSpec(fps=16), start).variable_fps is variable
 
 
 @pytest.mark.parametrize("kind", BROKEN)

@@ -24,7 +24,7 @@ from wands.data.captions import clean_caption, estimate_tokens
 from wands.data.clip import ClipSpec
 from wands.data.isolated import Crash, map_isolated
 from wands.data.packing import plan_epoch
-from wands.data.source import ManifestRow, load_source
+from wands.data.source import VIDEO_EXTENSIONS, load_source
 from wands.data.video import VideoInfo, decode_clip, probe
 from wands.errors import ConfigError, DataError
 from wands.files import write_text
@@ -101,14 +101,23 @@ def check(
     rows, rejections = load_source(
         source, split=split, video_column=video_column, caption_column=caption_column
     )
-    clips = [CheckedClip(item.key, item.path, reason=item.reason) for item in rejections]
     captions = [clean_caption(row.caption) for row in rows]
     count = _counter(model)
     lengths = {caption: count(caption) for caption in sorted(set(captions))}
-    looks = _look_at_all(rows, captions, spec, num_workers, limit_seconds)
+    tasks = [
+        _Task(row.path, spec, row.start, row.end) if text else None
+        for row, text in zip(rows, captions, strict=True)
+    ]
+    tasks += [_Task(Path(item.path), spec) if _is_clip(item.path) else None for item in rejections]
+    looks = _look_at_all(tasks, num_workers, limit_seconds)
+    clips = [
+        CheckedClip(item.key, item.path, source=look.source, reason=item.reason, thumbnail=look.thumbnail)
+        for item, look in zip(rejections, looks[len(rows) :], strict=True)
+    ]
     first_with: dict[str, str] = {}
-    for row, caption, look in zip(rows, captions, looks, strict=True):
-        clip = CheckedClip(row.key, str(row.path), caption, lengths[caption], look.source, reason=look.reason)
+    for row, caption, look in zip(rows, captions, looks, strict=False):  # looks go on
+        reason = look.reason if caption else "empty caption once cleaned; write one"
+        clip = CheckedClip(row.key, str(row.path), caption, lengths[caption], look.source, reason=reason)
         twin = first_with.setdefault(look.digest, row.key) if look.digest else row.key
         clips.append(
             replace(
@@ -153,8 +162,8 @@ def save_report(report: CheckReport, json_path: Path | None = None, html_path: P
 class _Task:
     path: Path
     spec: ClipSpec
-    start: float | None
-    end: float | None
+    start: float | None = None
+    end: float | None = None
 
 
 @dataclass(frozen=True)
@@ -181,8 +190,10 @@ class _Look:
 def _look_at(task: _Task) -> _Look:
     look, windows, digest = _Look(), [], hashlib.blake2b(digest_size=16)
     try:
-        with task.path.open("rb"):
-            pass
+        with task.path.open("rb") as file:  # as `wands preprocess` does before it decodes
+            file.seek(0, 2)
+            file.seek(0)
+            file.read(1 << 16)
         for clip in decode_clip(task.path, task.spec, task.start, task.end):
             frames = clip.frames
             windows.append(_Window(clip.suffix, clip.start_seconds, *frames.shape[:3]))
@@ -217,28 +228,33 @@ def _thumbnail(frame: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def _look_at_all(
-    rows: Sequence[ManifestRow],
-    captions: Sequence[str],
-    spec: ClipSpec,
-    num_workers: int | None,
-    limit_seconds: float,
-) -> list[_Look]:
-    looks = [_Look(reason="empty caption once cleaned; write one")] * len(rows)
-    wanted = [number for number, caption in enumerate(captions) if caption]
-    tasks = [_Task(rows[number].path, spec, rows[number].start, rows[number].end) for number in wanted]
-    with progress("clips", len(tasks)) as advance:
+def _look_at_all(tasks: Sequence[_Task | None], num_workers: int | None, limit_seconds: float) -> list[_Look]:
+    """Decode in worker processes; what is no task is not looked at."""
+    looks = [_Look()] * len(tasks)
+    wanted = [(number, task) for number, task in enumerate(tasks) if task]
+    with progress("clips", len(wanted)) as advance:
         for place, look in map_isolated(
-            _look_at, tasks, num_workers=num_workers, limit_seconds=limit_seconds, preload=[__name__]
+            _look_at,
+            [task for _, task in wanted],
+            num_workers=num_workers,
+            limit_seconds=limit_seconds,
+            preload=[__name__],
         ):
+            number, task = wanted[place]
             if isinstance(look, Crash):
-                path = tasks[place].path
-                look = _Look(
-                    reason=f"video={path} cannot be decoded: {look.reason}; replace or re-encode the file"
-                )
-            looks[wanted[place]] = look
+                reason = f"video={task.path} cannot be decoded: {look.reason}; replace or re-encode the file"
+                look = _Look(reason=reason)
+            looks[number] = look
             advance()
     return looks
+
+
+def _is_clip(path: str) -> bool:
+    """Whether what was rejected, for want of a caption for example, is a file that can be looked at."""
+    try:
+        return os.path.isabs(path) and path.lower().endswith(VIDEO_EXTENSIONS) and os.path.isfile(path)
+    except ValueError:  # a name that no system takes
+        return False
 
 
 # ---- what follows from it

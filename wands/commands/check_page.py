@@ -45,7 +45,7 @@ h2 { font-size: 15px; margin: 0 0 10px; }
 .panel { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 14px 16px; }
 .bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: 4px 10px; align-items: center; }
 .bars span { font-variant-numeric: tabular-nums; text-align: right; }
-.bars i { display: block; height: 13px; min-width: 2px; border-radius: 3px; background: var(--bar); }
+.bars i { display: block; height: 13px; border-radius: 3px; background: var(--bar); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 14px; margin: 0; }
 dt { color: var(--faint); } dd { margin: 0; }
 .tools { display: flex; gap: 8px; flex-wrap: wrap; margin-bottom: 10px; }
@@ -84,7 +84,7 @@ p.fine { background: var(--good-bg); color: var(--good); display: inline-block; 
 <div class="scroll"><table>
 <thead><tr><th data-column="0">verdict</th><th data-column="1">clip</th><th data-column="2">is</th>
 <th class="number" data-column="3">frames</th><th class="number" data-column="4">size</th>
-<th class="number" data-column="5">tokens</th><th class="number" data-column="6">text</th>
+<th class="number" data-column="5">tokens</th><th class="number" data-column="6">text tokens</th>
 <th data-column="7">notes</th></tr></thead>
 <tbody>
 $rows
@@ -177,7 +177,9 @@ def _bars(tokens: np.ndarray) -> str:
     for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
         label = f"{low:,.0f} - {high:,.0f}" if low != high and len(counts) > 1 else f"{tokens[0]:,}"
         width = 100 * count / counts.max()
-        bars.append(f'<span>{label}</span><i style="width:{width:.1f}%"></i><span>{count:,}</span>')
+        bars.append(
+            f'<span>{label}</span><i style="width:max({width:.1f}%, {min(int(count), 1) * 2}px)"></i><span>{count:,}</span>'
+        )
     return f'<div class="bars">{"".join(bars)}</div>'
 
 

@@ -98,6 +98,7 @@ class _Worker(Generic[Item, Result]):
         self.process = context.Process(target=_serve, args=(theirs, function), daemon=True)
         self.process.start()
         theirs.close()  # or its end would never be seen
+        self.pipe.recv()  # it has started: from here on its time counts
         self.index, self.started = -1, 0.0
 
     def give(self, numbered: tuple[int, Item]) -> None:
@@ -128,6 +129,7 @@ def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
     import traceback
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    pipe.send("ready")
     while True:
         try:
             item = pipe.recv()
