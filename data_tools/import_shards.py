@@ -1,0 +1,420 @@
+"""Turn shards that another trainer has encoded into a latent cache, without their videos.
+
+python -m data_tools.import_shards SHARDS --model DIR_OR_HUB_ID --out CACHE [--fps N]
+
+SHARDS is a file or folder: the tars of NVIDIA DFM / Megatron-Bridge (Energon: .pth latents, .json with the caption)
+or the .tfrec files of MaxDiffusion. Latents are read by torch's loader of plain tensors, pickles of text are never
+opened: captions are encoded anew. TFRecords hold no captions, so there the embeddings are taken as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import inspect
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_tools.tfrecord import parse_example, parse_tensor, read_records
+from wands.data.archive import TAR_EXTENSIONS, TarReader
+from wands.data.cache import CacheWriter
+from wands.data.cache_format import write_whole
+from wands.data.source import Rejection
+from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json
+from wands.encode.text import CLEANING_VERSION, TextEncoder, clean_caption
+from wands.errors import ConfigError, DataError, WandsError
+from wands.variants import TEXT_LEN, Variant, variant_of
+
+REJECTS_NAME = "rejects.jsonl"
+CONTRAST, JITTER = 0.4, 0.3
+"""Assumed spread, in log units, of one clip's contrast against all clips' and of a channel's against the clip's."""
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """One sample of a shard, or why it cannot be read.
+
+    Attributes:
+        key: file and number in it.
+        path: the shard.
+        latents: [C, f, h, w], any float type, as stored.
+        caption: None where the format has none.
+        text_embeds: [L, D] where the format has no caption.
+        content: digest of what the sample is made from.
+        encoding: what the shard says of how the latents were made; must be the same in a whole cache.
+        source: the video, as far as it is told.
+        problem: the rule that is broken; the cure.
+    """
+
+    key: str
+    path: Path
+    latents: Tensor | None = None
+    caption: str | None = None
+    text_embeds: Tensor | None = None
+    content: str = ""
+    encoding: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What an import did: samples in the cache, those of them from an earlier run, what was rejected."""
+
+    num_samples: int
+    num_reused: int
+    rejected: tuple[Rejection, ...]
+
+
+def import_shards(
+    source: str | Path, out: str | Path, model: str | Path, *, fps: float | None = None, device: str = "cpu"
+) -> ImportReport:
+    """Write the samples of encoded shards to a cache, or go on with an import that was interrupted.
+
+    Args:
+        source: a shard, or a folder with shards at any depth.
+        out: cache folder.
+        model: pipeline folder or Hub id whose VAE and text encoder the shards were made with: shards do not say.
+            What can be checked is: channels, size, normalisation, width of the text.
+        fps: frames per second of the clips, which shards do not say either. Default: the variant's own.
+        device: where the text encoder runs.
+
+    Raises:
+        ConfigError: the model is not complete.
+        DataError: there are no shards, or none of their samples can be used.
+        CacheError: the cache was begun otherwise, or the disk is full.
+    """
+    variant = _read_variant(model)
+    shards = _find_shards(Path(source))
+    samples = _read_all(shards, Path(source))
+    rejected: list[Rejection] = []
+    first = next(_checked(samples, variant, _vae_std(model), rejected), None)
+    if first is None:
+        reason = f" (first: {rejected[0].reason})" if rejected else ""
+        raise DataError(f"source={source} gave no sample, {len(rejected)} rejected{reason}")
+    rejected.clear()
+    settings = {
+        "imported": first.encoding,
+        "cleaning": CLEANING_VERSION,
+        "text_len": TEXT_LEN,
+        "text_dtype": "bf16",
+        "stored_dtype": "bf16",
+    }
+    fingerprint = fingerprint_pipeline(model) | {"settings": settings}
+    encoder = TextEncoder.load(model, device)
+    accepted, num_reused = set(), 0
+    with CacheWriter(out, variant, fingerprint) as writer:
+        for sample in _checked(_read_all(shards, Path(source)), variant, _vae_std(model), rejected):
+            if sample.encoding != first.encoding:
+                reason = (
+                    f"encoded with {sample.encoding}, the first sample with {first.encoding}; import it alone"
+                )
+                rejected.append(Rejection(sample.key, str(sample.path), reason))
+                continue
+            accepted.add(sample.key)
+            if writer.has(sample.key, sample.content):
+                num_reused += 1
+                continue
+            assert sample.latents is not None
+            text = sample.text_embeds
+            if text is None:
+                text = encoder.encode(sample.caption or "")
+            writer.add(
+                sample.key,
+                sample.latents.to(torch.bfloat16),
+                text.to(torch.bfloat16),
+                _metadata(sample, variant, fps or variant.fps),
+            )
+        lines = [json.dumps(asdict(item)) + "\n" for item in rejected]
+        write_whole(writer.path / REJECTS_NAME, "".join(lines).encode())
+        writer.commit(encoder.encode(""), accepted)
+    return ImportReport(len(accepted), num_reused, tuple(rejected))
+
+
+def _metadata(sample: EncodedSample, variant: Variant, fps: float) -> dict[str, Any]:
+    assert sample.latents is not None
+    _, frames, rows, columns = sample.latents.shape
+    time, down, across = variant.vae_stride
+    return {
+        "caption": clean_caption(sample.caption) if sample.caption else None,
+        "source": sample.source,
+        "start_seconds": 0.0,
+        "num_frames": (frames - 1) * time + 1,
+        "height": rows * down,
+        "width": columns * across,
+        "fps": fps,
+        "content": sample.content,
+    }
+
+
+# ---- checks
+
+
+def _checked(
+    samples: Iterator[EncodedSample], variant: Variant, std: Tensor, rejected: list[Rejection]
+) -> Iterator[EncodedSample]:
+    """The samples that a cache of ``variant`` can hold; the others go to ``rejected``."""
+    for sample in samples:
+        try:
+            if sample.problem:
+                raise DataError(sample.problem)
+            assert sample.latents is not None
+            check_latents(sample.latents, variant, std)
+            _check_text(sample, variant)
+        except DataError as error:
+            rejected.append(Rejection(sample.key, str(sample.path), str(error)))
+        else:
+            yield sample
+
+
+def _check_text(sample: EncodedSample, variant: Variant) -> None:
+    text = sample.text_embeds
+    if text is None:
+        if not clean_caption(sample.caption or ""):
+            raise DataError("missing caption in its .json; write one, the pickle beside it is never opened")
+        return
+    if text.ndim != 2 or text.shape[1] != variant.dit.text_dim or not 1 <= len(text) <= TEXT_LEN:
+        raise DataError(
+            f"text embedding of shape {tuple(text.shape)} is not [1 to {TEXT_LEN}, {variant.dit.text_dim}] of "
+            f"{variant.name}; give the model that the shards were made for"
+        )
+    if not text.isfinite().all():
+        raise DataError("text embedding holds numbers that are not finite; encode the clip again")
+
+
+def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
+    """Make sure that latents fit a variant and are normalised.
+
+    Whether they are normalised, the spread of each channel tells: near 1 it is, near the VAE's own ``std`` it is
+    not. A clip's contrast scales all channels, so the profile over channels counts more than the size.
+
+    Args:
+        latents: [C, f, h, w].
+        variant: whose DiT shall be trained on them.
+        std: [C], latents_std of the VAE.
+
+    Raises:
+        DataError: they do not fit, are not finite, or look as the VAE gives them.
+    """
+    channels, patch = variant.dit.in_channels, variant.dit.patch_size
+    if latents.ndim != 4 or latents.shape[0] != channels or 0 in latents.shape:
+        raise DataError(
+            f"latents of shape {tuple(latents.shape)} are not [{channels}, frames, rows, columns] of "
+            f"{variant.name}; give the model that the shards were made for"
+        )
+    if any(size % step for size, step in zip(latents.shape[1:], patch, strict=True)):
+        raise DataError(
+            f"latents of shape {tuple(latents.shape)} are not multiples of patch_size={patch}; encode the clip "
+            "again at a size that is"
+        )
+    if not latents.is_floating_point() or not latents.isfinite().all():
+        raise DataError("latents hold numbers that are not finite; encode the clip again")
+    spread = latents.float().flatten(1).std(dim=1, correction=0)
+    if (spread == 0).any():
+        raise DataError("latents are constant in a channel; encode the clip again")
+    raw, normalised = _unlikelihood(spread / std), _unlikelihood(spread)
+    if raw < normalised:
+        raise DataError(
+            f"latents look as the VAE gives them, not normalised (spread {spread.min():.2f} to "
+            f"{spread.max():.2f} over channels in the VAE's own profile; DFM leaves clips of low contrast so); "
+            "encode the clip again"
+        )
+
+
+def _unlikelihood(spread: Tensor) -> float:
+    """How ill the spreads of the channels, float [C], fit 1, up to a contrast that they share."""
+    logs = spread.double().log()
+    contrast = logs.mean()
+    shared = contrast**2 / (CONTRAST**2 + JITTER**2 / len(logs))
+    return float(shared + ((logs - contrast) ** 2).sum() / JITTER**2) / 2
+
+
+def _vae_std(model: str | Path) -> Tensor:
+    from diffusers import AutoencoderKLWan
+
+    default = inspect.signature(AutoencoderKLWan.__init__).parameters["latents_std"].default
+    config = read_json(find_part(model, "vae", CONFIG_FILES) / "config.json")
+    return torch.tensor(config.get("latents_std", default))
+
+
+def _read_variant(model: str | Path) -> Variant:
+    config = read_json(find_part(model, "transformer", CONFIG_FILES) / "config.json")
+    try:
+        return variant_of(config)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"model={model}: {error}; give a text-to-video pipeline of Wan 2.1.") from None
+
+
+# ---- formats
+
+
+def _find_shards(source: Path) -> list[Path]:
+    found = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+    shards = [path for path in found if _is_tar(path) or _is_tfrecord(path)]
+    if not shards:
+        what = (
+            f"looked for {' '.join(TAR_EXTENSIONS)} .tfrec .tfrecord" if source.exists() else "no such folder"
+        )
+        raise DataError(f"source={source} holds no shards ({what}); give the folder that holds them")
+    if len({_is_tar(path) for path in shards}) > 1:
+        raise DataError(f"source={source} holds both tars and TFRecords; give the folder of one of them")
+    return shards
+
+
+def _is_tar(path: Path) -> bool:
+    return path.name.lower().endswith(TAR_EXTENSIONS)
+
+
+def _is_tfrecord(path: Path) -> bool:
+    return bool(re.search(r"\.tfrec(ord)?s?(-\d+-of-\d+)?$", path.name.lower()))
+
+
+def _read_all(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample]:
+    root = source if source.is_dir() else source.parent
+    for path in shards:
+        name = path.relative_to(root).as_posix()
+        try:
+            yield from _read_energon(path, name) if _is_tar(path) else _read_tfrecord(path, name)
+        except DataError as error:
+            yield EncodedSample(name, path, problem=str(error))
+
+
+def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
+    """Samples of a tar of DFM or Megatron-Bridge: .pth [C, f, h, w], .json; its .pickle is left alone."""
+    base = next(name[: -len(end)] for end in TAR_EXTENSIONS if name.lower().endswith(end))
+    with TarReader(path) as reader:
+        for sample in reader.samples:
+            key = f"{base}/{sample.key}"
+            try:
+                if missing := [f".{part}" for part in ("pth", "json") if part not in sample.members]:
+                    raise DataError(f"no {' and no '.join(missing)} in its shard; give shards of DFM")
+                tensor, info = reader.read(sample.members["pth"]), reader.read(sample.members["json"])
+                yield _energon_sample(key, path, tensor, info)
+            except DataError as error:
+                yield EncodedSample(key, path, problem=str(error))
+        for refusal in reader.refusals:
+            yield EncodedSample(f"{name}:{refusal.name}".rstrip(":"), path, problem=refusal.reason)
+
+
+def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> EncodedSample:
+    try:
+        latents = torch.load(io.BytesIO(tensor), map_location="cpu", weights_only=True)
+    except Exception as error:  # damage and foreign pickles end in as many types as there are causes
+        brief = " ".join(str(error).split())[:120]
+        raise DataError(f".pth is no plain tensor ({brief}); nothing else is ever unpickled") from None
+    if not isinstance(latents, Tensor):
+        raise DataError(f".pth holds a {type(latents).__name__}, not a tensor; give shards of DFM")
+    try:
+        told = json.loads(info)
+    except ValueError as error:
+        raise DataError(f".json cannot be read ({error}); give shards of DFM") from None
+    if not isinstance(told, dict) or not isinstance(told.get("caption", ""), str):
+        raise DataError(".json is no object with a caption; give shards of DFM")
+    version = told.get("model_version", "wan2.1")
+    if version != "wan2.1":
+        raise DataError(
+            f"model_version={version} is not wan2.1, whose latents this wands trains on; leave it out"
+        )
+    caption = told.get("caption", "")
+    return EncodedSample(
+        key,
+        path,
+        latents=latents,
+        caption=caption,
+        content=_digest(tensor, caption.encode()),
+        encoding={
+            "from": "energon",
+            "posterior": "mean" if told.get("deterministic_latents", True) else "sample",
+            "vae_tiling": bool(told.get("memory_optimization", True)),
+        },
+        source=str(told.get("video_path", "")),
+    )
+
+
+def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample]:
+    """Samples of a file of MaxDiffusion: latents [C, f, h, w], encoder_hidden_states [L, D]."""
+    for number, record in enumerate(read_records(path)):
+        key = f"{name.rpartition('.')[0]}/{number:06d}"
+        try:
+            if isinstance(record, DataError):
+                raise record
+            features = parse_example(record)
+            if missing := {"latents", "encoder_hidden_states"} - set(features):
+                raise DataError(
+                    f"record has no {' and no '.join(sorted(missing))}; give MaxDiffusion's own shards"
+                )
+            latents, text = (
+                _without_batch(parse_tensor(features[part]), ndim)
+                for part, ndim in (("latents", 4), ("encoder_hidden_states", 2))
+            )
+            yield EncodedSample(
+                key,
+                path,
+                latents=latents,
+                text_embeds=_without_pads(text),
+                content=_digest(record),
+                encoding={"from": "maxdiffusion", "posterior": "unknown", "vae_tiling": "unknown"},
+            )
+        except DataError as error:
+            yield EncodedSample(key, path, problem=str(error))
+
+
+def _without_batch(tensor: Tensor, ndim: int) -> Tensor:
+    return tensor[0] if tensor.ndim == ndim + 1 and len(tensor) == 1 else tensor
+
+
+def _without_pads(text: Tensor) -> Tensor:
+    """Text embeddings up to the last row that is not zero: training appends the zeros itself."""
+    if text.ndim != 2:
+        return text
+    used = (text != 0).any(dim=1).nonzero()
+    return text[: int(used.max()) + 1 if len(used) else 1]
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 2 for a mistake of the user's."""
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        prog="python -m data_tools.import_shards", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("shards", type=Path, help="tar or .tfrec file, or a folder of them")
+    parser.add_argument(
+        "--model", required=True, help="pipeline folder or Hub id that they were encoded with"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="cache folder")
+    parser.add_argument("--fps", type=float, help="frame rate of the clips (default: the variant's)")
+    parser.add_argument("--device", default="cpu", help="where the text encoder runs (default cpu)")
+    options = parser.parse_args(arguments)
+    try:
+        report = import_shards(
+            options.shards, options.out, options.model, fps=options.fps, device=options.device
+        )
+    except WandsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    reused = f", {report.num_reused:,} of them from an earlier run" if report.num_reused else ""
+    print(f"{options.out}: {report.num_samples:,} samples{reused}")
+    print(f"{len(report.rejected):,} rejected" + (f", listed in {REJECTS_NAME}:" if report.rejected else ""))
+    for item in report.rejected[:50]:
+        print(f"  {item.key}: {item.reason}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""TFRecord files and the tf.train.Example messages in them, without TensorFlow.
+
+A record is its length (8 bytes), a checksum of those, the data, a checksum of it. The checksums are CRC-32C, turned
+and offset so that a checksum of checksums stays sound. Only what `tf.io.serialize_tensor` writes is decoded.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wands.errors import DataError
+
+_POLYNOMIAL = 0x82F63B78
+_BLOCK = 4096
+_DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16}
+"""tensorflow.DataType of the types that latents and embeddings come in."""
+
+
+# ---- checksum
+
+
+@cache
+def _byte_table() -> np.ndarray:
+    """CRC of each single byte, uint32 [256]."""
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
+    return table
+
+
+@cache
+def _skip_tables() -> np.ndarray:
+    """What each byte of a CRC becomes after `_BLOCK` zero bytes, uint32 [4, 256]."""
+    state = (np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32))[:, None]).astype(
+        np.uint32
+    )
+    table = _byte_table()
+    for _ in range(_BLOCK):
+        state = table[state & 0xFF] ^ (state >> 8)
+    return state
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32C (Castagnoli) of some bytes.
+
+    All blocks of 4096 bytes are taken at once, a byte of each in a step, and their checksums are then chained: a
+    loop over single bytes takes minutes for the 28 MB of one sample.
+    """
+    table, size = _byte_table(), len(data) // _BLOCK * _BLOCK
+    crc = 0xFFFFFFFF
+    if size:
+        columns = np.frombuffer(data, np.uint8, size).reshape(-1, _BLOCK).T.astype(np.uint32)
+        blocks = np.zeros(columns.shape[1], np.uint32)
+        for column in columns:
+            blocks = table[(blocks ^ column) & 0xFF] ^ (blocks >> 8)
+        first, second, third, fourth = _skip_tables().tolist()
+        for block in blocks.tolist():
+            crc = (
+                first[crc & 0xFF]
+                ^ second[crc >> 8 & 0xFF]
+                ^ third[crc >> 16 & 0xFF]
+                ^ fourth[crc >> 24]
+                ^ block
+            )
+    plain = table.tolist()
+    for byte in data[size:]:
+        crc = plain[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    return crc ^ 0xFFFFFFFF
+
+
+def masked_crc32c(data: bytes) -> int:
+    """The checksum as TFRecord stores it."""
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+# ---- records
+
+
+def read_records(path: Path) -> Iterator[bytes | DataError]:
+    """Every record of a file; in place of a damaged one, what is wrong. A damaged length ends the file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            while head := file.read(12):
+                length, checksum = struct.unpack("<QI", head) if len(head) == 12 else (0, 0)
+                if len(head) < 12 or masked_crc32c(head[:8]) != checksum:
+                    yield DataError("length of the record is damaged; it and what follows is lost")
+                    return
+                if length + 4 > size - file.tell():
+                    yield DataError(f"file ends inside the record ({length:,} bytes); replace the file")
+                    return
+                data = file.read(length)
+                (checksum,) = struct.unpack("<I", file.read(4))
+                intact = masked_crc32c(data) == checksum
+                yield data if intact else DataError("checksum of the record is wrong; replace the file")
+    except OSError as error:
+        raise DataError(f"source={path} cannot be read ({error.strerror}); mend its permissions") from None
+
+
+# ---- messages
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """(number, value) of each field of a protobuf message; the value of a length-delimited one is its bytes.
+
+    Raises:
+        ValueError: not a protobuf message.
+    """
+    place = 0
+    while place < len(data):
+        tag, place = _varint(data, place)
+        number, kind = tag >> 3, tag & 7
+        if kind == 0:
+            value, place = _varint(data, place)
+            yield number, value
+        elif kind in (1, 2, 5):
+            length, place = _varint(data, place) if kind == 2 else (8 if kind == 1 else 4, place)
+            if place + length > len(data):
+                raise ValueError("a field ends beyond its message")
+            yield number, data[place : place + length]
+            place += length
+        else:
+            raise ValueError(f"unknown wire type {kind}")
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if place >= len(data):
+            break
+        byte = data[place]
+        value, place = value | (byte & 0x7F) << shift, place + 1
+        if byte < 0x80:
+            return value, place
+    raise ValueError("a number does not end")
+
+
+def _last(data: bytes, number: int) -> bytes | None:
+    """The last value of a length-delimited field, which counts where there are several."""
+    values = [value for found, value in _fields(data) if found == number and isinstance(value, bytes)]
+    return values[-1] if values else None
+
+
+def parse_example(data: bytes) -> dict[str, bytes]:
+    """The features of a tf.train.Example that hold bytes, by name; a list's first value.
+
+    Raises:
+        DataError: it is no such message.
+    """
+    features: dict[str, bytes] = {}
+    try:
+        for number, entry in _fields(_last(data, 1) or b""):  # Example.features -> Features.feature, a map
+            if number != 1 or not isinstance(entry, bytes):
+                continue
+            name, feature = _last(entry, 1), _last(entry, 2)
+            listed = _last(feature, 1) if feature else None  # Feature.bytes_list
+            value = next((v for n, v in _fields(listed) if n == 1), None) if listed else None
+            if name is not None and isinstance(value, bytes):
+                features[name.decode()] = value
+    except ValueError as error:
+        raise DataError(f"record is no tf.train.Example ({error}); give MaxDiffusion's own shards") from None
+    return features
+
+
+def parse_tensor(data: bytes) -> Tensor:
+    """What `tf.io.serialize_tensor` wrote, in its own type.
+
+    Raises:
+        DataError: it is no such message, of another type, or its bytes do not fill its shape.
+    """
+    try:
+        kind, shape = 0, []
+        for number, value in _fields(data):
+            if number == 1 and isinstance(value, int):
+                kind = value
+            elif number == 2 and isinstance(value, bytes):
+                sizes = [dict(_fields(size)).get(1, 0) for found, size in _fields(value) if found == 2]  # type: ignore[arg-type]
+                shape = [int(size) for size in sizes]  # type: ignore[arg-type]
+        content = _last(data, 4) or b""
+    except ValueError as error:
+        raise DataError(f"is no serialized tensor ({error}); give MaxDiffusion's own shards") from None
+    if kind not in _DTYPES:
+        raise DataError(f"is a tensor of TensorFlow's type {kind}; floats are wanted")
+    wanted = int(np.prod(shape, dtype=object)) * _DTYPES[kind].itemsize
+    if wanted != len(content) or not content:
+        raise DataError(
+            f"tensor of shape {shape} holds {len(content):,} bytes, not {wanted:,}; replace the file"
+        )
+    return torch.frombuffer(bytearray(content), dtype=_DTYPES[kind]).reshape(shape)
