@@ -388,6 +388,8 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine, "accelerator_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(ConfigError, match="4 processes were started on a node with 2 GPUs"), start_together():
         raise AssertionError("not reached")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

@@ -7,10 +7,8 @@ whole pipeline on the same latents but for the transformer, which they run toget
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import re
 import sys
 import time
@@ -138,9 +136,7 @@ def infer(
         "seed": seed,
         "negative_prompt": negative_prompt,
     }
-    # A process that is alone has nobody to meet, and DeepSpeed, which sampling does not need, is not loaded.
-    together = start_together if os.environ.get("WORLD_SIZE", "1") != "1" else contextlib.nullcontext
-    with together():
+    with start_together():
         source = find_pipeline(model, transformer=transformer, checkpoint=checkpoint)
         rule = SizeRule(source.vae_stride, source.variant.dit.patch_size)
         asked = [*prompts, *(read_prompts(prompts_file) if prompts_file else [])]
@@ -157,7 +153,7 @@ def infer(
     log.info(
         "sampling %d videos on %s with %s", len(requests), device, source.checkpoint or transformer or model
     )
-    with together():
+    with start_together():
         pipeline = load_pipeline(
             source,
             dtype=torch.bfloat16 if chosen == "bf16" else torch.float32,

@@ -114,13 +114,15 @@ def start_together() -> Iterator[None]:
         WandsError: what the first rank with a mistake found, on every rank.
         Exception: a rank's own, where it is none that a user can mend; the other ranks raise a WandsError that names it.
     """
+    alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ  # no launcher
+    if not alone:
+        check_gpus()  # without a GPU a rank could not even tell the others
     mine: Exception | None = None
-    check_gpus()  # without a GPU a rank could not even tell the others
     try:
         yield
     except Exception as error:
         mine = error
-    if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:  # no launcher
+    if alone:
         if mine is not None:
             raise mine
         return
