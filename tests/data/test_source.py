@@ -386,9 +386,7 @@ def test_folder_of_parquet_files(dataset: Any, tmp_path: Path) -> None:
     stamp = next((tmp_path / "clips").iterdir()).stat().st_mtime_ns
     check_dataset(tmp_path / "pq", tmp_path, "train")
     assert next((tmp_path / "clips").iterdir()).stat().st_mtime_ns == stamp  # written once
-    with pytest.raises(
-        DataError, match=r"could not be loaded as a Hugging Face dataset \(Unknown split .dev"
-    ):
+    with pytest.raises(DataError, match=r"could not be loaded as a Hugging Face dataset \(Bad split: dev"):
         load_source(str(tmp_path / "pq"), split="dev")
     with pytest.raises(DataError, match="no caption column"):
         load_source(str(tmp_path / "pq"), caption_column="poem")
@@ -422,13 +420,13 @@ def test_hub_dataset_by_name(dataset: Any, tmp_path: Path, monkeypatch: pytest.M
     rows = {"Video": [str(snapshot / "videos/a.mp4")], "CAPTION": ["one"], "start": [0.5]}
     asked = []
 
-    def load_dataset(name: str, split: str) -> Any:
-        asked.append((name, split))
-        return datasets.Dataset.from_dict(rows)
+    def load_dataset(name: str, split: str, streaming: bool) -> Any:
+        asked.append((name, split, streaming))
+        return datasets.Dataset.from_dict(rows).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     found, rejections = load_source("owner/name", split="test")
-    assert asked == [("owner/name", "test")]
+    assert asked == [("owner/name", "test", True)]
     assert found == [ManifestRow("videos/a@0.500", snapshot / "videos/a.mp4", "one", 0.5)]
     assert rejections == []
 
@@ -438,6 +436,54 @@ def test_hub_dataset_by_name(dataset: Any, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(DataError, match=r"\(first line\)"):
         load_source("owner/name")
+
+
+def test_streamed_rows_that_name_files_of_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    import huggingface_hub
+
+    hub, asked = lay(tmp_path / "hub", {"videos/a.mp4": "x", "videos/b.mp4": "y"}), []
+
+    def hf_hub_download(repo: str, name: str, repo_type: str, revision: str | None) -> str:
+        asked.append((repo, name, repo_type, revision))
+        if not (hub / name).is_file():
+            raise FileNotFoundError(f"404: {name}\nmore")
+        return str(hub / name)
+
+    videos = ["videos/a.mp4", "hf://datasets/o/n@refs%2Fpr%2F1/videos/b.mp4", "videos/c.mp4", "../../x.mp4"]
+    rows = {"clip": videos, "text": ["one", "two", "three", "four"], "other": [0] * 4}
+    stream = datasets.Dataset.from_dict(rows).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    found, rejections = load_source("o/n", video_column="clip", caption_column="text")
+    assert found == [
+        ManifestRow("videos/a", hub / "videos/a.mp4", "one"),
+        ManifestRow("videos/b", hub / "videos/b.mp4", "two"),
+    ]
+    assert asked == [
+        ("o/n", "videos/a.mp4", "dataset", None),
+        ("o/n", "videos/b.mp4", "dataset", "refs/pr/1"),
+        ("o/n", "videos/c.mp4", "dataset", None),
+    ]
+    assert [(r.key, r.reason) for r in rejections] == [
+        ("train:2", "videos/c.mp4 cannot be fetched from the Hub (404: videos/c.mp4); check the row"),
+        ("train:3", "its path leads out of the dataset's repository; correct it"),
+    ]
+
+
+def test_a_stream_that_breaks_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def rows() -> Any:
+        yield {"video": "/gone.mp4", "text": "one"}
+        raise ConnectionError("reset by peer\nmore")
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    with pytest.raises(DataError, match=r"source=o/n could not be loaded .* \(reset by peer\); check"):
+        load_source("o/n")
 
 
 def test_no_network_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 from wands.data.table import Columns
 from wands.errors import DataError
@@ -12,6 +14,8 @@ from wands.errors import DataError
 
 def read_dataset(source: str, split: str, columns: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (index, row with lower-case names) of a split, videos undecoded: a path, or {"path", "bytes"}.
+
+    Rows are streamed: nothing is copied to disk before its turn, whatever the size of the dataset.
 
     Args:
         source: an existing folder (of `save_to_disk`, or of data files), else a name on the Hub.
@@ -24,14 +28,21 @@ def read_dataset(source: str, split: str, columns: Columns) -> Iterator[tuple[in
     import datasets
 
     data = _load(source, split)
-    columns.check(data.column_names)
-    wanted = {*columns.video_names, *columns.caption_names, "start", "end"}
-    data = data.select_columns([name for name in data.column_names if name.lower() in wanted])
-    for name, feature in data.features.items():
-        if isinstance(feature, datasets.Video):  # reading a row would call torchcodec
-            data = data.cast_column(name, datasets.Video(decode=False))
-    for index, row in enumerate(data):
-        yield index, {name.lower(): value for name, value in row.items()}
+    try:
+        columns.check(data.column_names)
+        wanted = {*columns.video_names, *columns.caption_names, "start", "end"}
+        data = data.select_columns([name for name in data.column_names if name.lower() in wanted])
+        for name, feature in data.features.items():
+            if isinstance(feature, datasets.Video):  # reading a row would call torchcodec
+                data = data.cast_column(name, datasets.Video(decode=False))
+            elif isinstance(feature, datasets.Image):
+                data = data.cast_column(name, datasets.Image(decode=False))
+        for index, row in enumerate(data):
+            yield index, {name.lower(): value for name, value in row.items()}
+    except DataError:
+        raise
+    except Exception as error:  # a connection that breaks, a damaged file in the middle
+        raise _cannot_load(source, split, error) from error
 
 
 def _load(source: str, split: str) -> Any:
@@ -40,19 +51,54 @@ def _load(source: str, split: str) -> Any:
     saved = any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
     try:
         if not saved:
-            return datasets.load_dataset(source, split=split)
+            data = datasets.load_dataset(source, split=split, streaming=True)
+            # Some files name their columns only when the first row is read.
+            return data if data.features is not None else data._resolve_features()
         data = datasets.load_from_disk(source)
         if not isinstance(data, datasets.DatasetDict):
             return data
         if split in data:
             return data[split]
     except Exception as error:  # no connection, no such split, damaged files: as many types as causes
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"source={source} could not be loaded as a Hugging Face dataset ({reason}); check the name, the "
-            f"split ({split}) and the network, or give a folder of clips"
-        ) from error
+        raise _cannot_load(source, split, error) from error
     raise DataError(f"source={source} has no split {split}; use one of {', '.join(sorted(data))}")
+
+
+def _cannot_load(source: str, split: str, error: Exception) -> DataError:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return DataError(
+        f"source={source} could not be loaded as a Hugging Face dataset ({reason}); check the name, the "
+        f"split ({split}) and the network, or give a folder of clips"
+    )
+
+
+def fetch_clip(source: str, written: str) -> tuple[str, Path]:
+    """Download a clip that a row of a Hub dataset names, unless the Hub's cache has it.
+
+    Args:
+        source: the dataset, owner/name.
+        written: path in its repository, or an hf:// address as videofolder gives it when streamed.
+
+    Returns:
+        Its path in the repository, and the file.
+
+    Raises:
+        DataError: the name leads out of the repository, or it cannot be fetched.
+    """
+    from huggingface_hub import hf_hub_download
+
+    address = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", written)
+    repo, revision, name = address.groups() if address else (source, None, written)
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise DataError("its path leads out of the dataset's repository; correct it")
+    try:
+        path = hf_hub_download(
+            repo, name, repo_type="dataset", revision=unquote(revision) if revision else None
+        )
+    except Exception as error:  # not there, no connection, no access
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        raise DataError(f"{name} cannot be fetched from the Hub ({reason}); check the row") from None
+    return name, Path(path)
 
 
 def write_clip(data: bytes, written: str | None, folder: Path | None) -> tuple[str, Path]:

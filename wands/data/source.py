@@ -6,11 +6,12 @@ files, or a name). An image is a clip of one frame; several captions of one clip
 What cannot be used comes back as a `Rejection` with its reason; a file name is never taken for a caption.
 """
 
+import os
 import re
 from pathlib import Path
 
 from wands.data.archive import TAR_EXTENSIONS
-from wands.data.hf_dataset import read_dataset, write_clip
+from wands.data.hf_dataset import fetch_clip, read_dataset, write_clip
 from wands.data.layouts import find_listing, scan_folder, scan_listing, scan_tar
 from wands.data.manifest import (
     CLIP_EXTENSIONS,
@@ -72,11 +73,11 @@ def load_source(
             found = scan_folder(path, columns, cache_dir, scan)
             if not scan.entries and (any(path.rglob("*.parquet")) or any(path.rglob("*.arrow"))):
                 scan = Scan()  # what was found are pictures of its README, or clips that its rows name
-                _scan_dataset(str(path), path, split, columns, cache_dir, scan)
+                _scan_dataset(str(path), split, columns, cache_dir, scan, path)
             elif not found:
                 raise DataError(f"source={source} holds no clip; {_what_was_sought(path)}")
     elif _may_be_hub_name(source):
-        _scan_dataset(source, Path.cwd(), split, columns, cache_dir, scan)
+        _scan_dataset(source, split, columns, cache_dir, scan)
     else:
         raise DataError(
             f"source={source} does not exist (looked for {path}); correct the path, or name a Hugging Face "
@@ -97,8 +98,14 @@ def _may_be_hub_name(source: str) -> bool:
 
 
 def _scan_dataset(
-    source: str, folder: Path, split: str, columns: Columns, cache_dir: Path | None, scan: Scan
+    source: str,
+    split: str,
+    columns: Columns,
+    cache_dir: Path | None,
+    scan: Scan,
+    folder: Path | None = None,
 ) -> None:
+    """Add the clips of a dataset; paths in its rows count from ``folder``, without one from its repository."""
     for index, row in read_dataset(source, split, columns):
         video, caption = columns.pick(row)
         if isinstance(video, bytes):
@@ -110,7 +117,10 @@ def _scan_dataset(
             if data:
                 name, path = write_clip(data, written, cache_dir)
             elif isinstance(written, str) and written:
-                name, path = locate(written, (folder,))
+                if folder is None and not os.path.isabs(written):
+                    name, path = fetch_clip(source, written)
+                else:
+                    name, path = locate(written, (folder or Path.cwd(),))
                 name = re.sub(r"^.*/snapshots/[0-9a-f]{40}/", "", name)  # the Hub cache's own folders
             else:
                 raise DataError("no video in this row; remove it")
