@@ -220,6 +220,7 @@ def test_diffusion_pipe_captions_json(tmp_path: Path) -> None:
         ("3", "a list of objects is wanted"),
         ("{}", "lists no clip"),
         ('{"clip.mp4": ["a", 3]}', None),
+        ('{"clip.mp4": []}', None),
     ],
 )
 def test_diffusion_pipe_malformed(tmp_path: Path, content: str, message: str | None) -> None:
@@ -229,7 +230,17 @@ def test_diffusion_pipe_malformed(tmp_path: Path, content: str, message: str | N
         with pytest.raises(DataError, match=message):
             load_source(str(tmp_path))
     else:
-        assert load(tmp_path) == ({}, {"clip": "caption is a int, not text; write text in captions.json"})
+        problem = "caption is a int, not text; write text" if "3" in content else "missing caption; write one"
+        assert load(tmp_path) == ({}, {"clip": f"{problem} in captions.json"})
+
+
+def test_captions_json_as_a_list_names_clips_twice(tmp_path: Path) -> None:
+    clip(tmp_path / "clip.mp4", 40)
+    listing = [{"file_name": "clip.mp4", "caption": text} for text in ("one", "two")]
+    write(tmp_path / "captions.json", listing)
+    rows, rejected = load(tmp_path)
+    assert rows == {"clip": ("clip.mp4", "one")}
+    assert "duplicate of an earlier row" in rejected["clip"]
 
 
 @pytest.mark.parametrize(
@@ -341,6 +352,8 @@ def shard_members(mp4: list[bytes]) -> list[tuple[str, bytes]]:
         ("000003.txt", b"no clip"),
         ("__key__/000004.mp4", mp4[3]),
         ("__key__/000004.json", b'{"caption": "deep", "start": 0, "end": 0.5}'),
+        ("__key__/000004.depth.mp4", mp4[0]),
+        ("__key__/000004.jpg", b"a thumbnail"),
     ]
 
 
@@ -360,7 +373,9 @@ def test_webdataset_tars(tmp_path: Path, mp4: list[bytes], ending: str) -> None:
         "shard-000000/__key__/000004@0.000-0.500": "deep",
         "shard-000001/000000": "Last.",
     }
-    assert set(rejected) == {"shard-000000/000002", "shard-000000/000003"}
+    others = {f"shard-000000{ending}:__key__/000004.{other}" for other in ("depth.mp4", "jpg")}
+    assert set(rejected) == {"shard-000000/000002", "shard-000000/000003"} | others
+    assert all("beside __key__/000004.mp4" in rejected[other] for other in others)
     assert "missing caption" in rejected["shard-000000/000002"]
     assert "no clip among its members (txt)" in rejected["shard-000000/000003"]
     by_key = {row.key: row.path for row in load_source(str(source), cache_dir=cache)[0]}

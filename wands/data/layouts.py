@@ -146,6 +146,8 @@ def _scan_captioned_folder(listing: Path, columns: Columns, cache_dir: Path | No
     if not rows or any(isinstance(row, str) or set(row) != {"file_name", "caption"} for _, row in rows):
         return False
     captions = {str(row["file_name"]): row["caption"] for _, row in rows if isinstance(row, dict)}
+    if len(captions) < len(rows):  # a list that names a clip twice: the last must not silently win
+        return False
     folder, missing = listing.parent, set(captions)
     for path in sorted(folder.iterdir()):
         name = path.name
@@ -295,7 +297,10 @@ def scan_tar(
             for sample in reader.samples:
                 key = f"{base}/{sample.key}"
                 try:
-                    extension, video = _clip_of_sample(sample)
+                    (extension, video), *others = _clips_of_sample(sample)
+                    for _, other in others:
+                        reason = f"beside {video.name} of the same key, which counts; give it another name"
+                        scan.reject(f"{place}:{other.name}", place, reason)
                     written = video.name.removeprefix("./")
                     where = f"{place}:{written}"
                     row: dict[str, Any] = {}
@@ -315,16 +320,21 @@ def scan_tar(
     return met
 
 
-def _clip_of_sample(sample: TarSample) -> tuple[str, Any]:
-    """Extension and member of a sample's video, or of its image if it has no video.
+def _clips_of_sample(sample: TarSample) -> list[tuple[str, Any]]:
+    """Extension and member of a sample's videos, then its images; the first is the clip.
 
     Raises:
         DataError: it has none.
     """
-    for known in (VIDEO_EXTENSIONS, IMAGE_EXTENSIONS):
-        for extension, member in sorted(sample.members.items(), key=lambda item: len(item[0])):
-            if f".{extension}".endswith(known):
-                return extension, member
+    members = sorted(sample.members.items(), key=lambda item: (len(item[0]), item[0]))
+    clips = [
+        (extension, member)
+        for known in (VIDEO_EXTENSIONS, IMAGE_EXTENSIONS)
+        for extension, member in members
+        if f".{extension}".endswith(known)
+    ]
+    if clips:
+        return clips
     found = ", ".join(sorted(sample.members))
     if "pth" in sample.members:
         raise DataError(f"holds latents ({found}), no clip; python -m data_tools.import_shards reads them")

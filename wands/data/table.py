@@ -14,9 +14,9 @@ from wands.errors import DataError
 # fmt: off
 VIDEO_COLUMNS = (
     "video", "video_path", "file_name", "file_path", "path", "video_file_name",
-    "image", "image_path", "image_file_name",
+    "image", "image_path", "image_file_name", "mp4",
 )
-CAPTION_COLUMNS = ("caption", "prompt", "text", "cap", "captions", "vila_caption", "gemini_v2_caption")
+CAPTION_COLUMNS = ("caption", "prompt", "text", "cap", "captions", "vila_caption", "gemini_v2_caption", "txt")
 # fmt: on
 
 # Line (or item) number from 1, and the row; in place of an unreadable row the reason.
