@@ -118,8 +118,8 @@ def main(local_rank: int | None, verbose: bool) -> None:
 def preprocess(source: str, out: Path, model: str, max_frames: int, **options: Any) -> None:
     """Encode SOURCE into a latent cache.
 
-    SOURCE is a folder of clips with .txt or .json captions of the same name, a metadata.csv / .jsonl / .json (or a folder that
-    holds one), or a Hugging Face datasets name or folder.
+    SOURCE is a folder of clips and images with .txt or .json captions of the same name, a table such as metadata.csv / .jsonl /
+    .json or captions.json (or a folder that holds one), tar archives, or a Hugging Face datasets name or folder.
     """
     from wands.commands.preprocess import preprocess as run
 
