@@ -22,6 +22,7 @@ LAYERS = {
     "wands.attention.ring": 2,
     "wands.attention.hybrid": 2,
     "wands.flow": 1,
+    "wands.data.bins": 1,
     "wands.data.packing": 1,
     "wands.data.patchify": 1,
     "wands.parallel.layout": 1,

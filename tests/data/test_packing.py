@@ -1,14 +1,15 @@
-"""The plan of an epoch: complete, reproducible, as full as best-fit decreasing and much more level."""
+"""The plan of an epoch: complete, reproducible, at least as full as best-fit decreasing and much more level."""
 
 from __future__ import annotations
 
 import hashlib
-import time
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from bench_packing import MIXES, best_fit, decreasing, length_mix
+from bench_packing import MIXES, best_fit, decreasing, length_bias, length_mix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,25 +64,79 @@ def test_invariants(lens: list[int], bins_per_step: int, seed: int, epoch: int):
 def test_never_more_bins_than_best_fit_decreasing(lens: list[int]):
     reference = len(decreasing(best_fit)(np.array(lens), 100))
     found = plan(lens, bins_per_step=1)
-    assert sum(1 for step in found.steps for bin in step if bin) == reference
+    assert sum(1 for step in found.steps for bin in step if bin) <= reference
 
 
 @pytest.mark.parametrize(
-    ("mix", "max_tokens", "fill"), [("A", 75_600, 0.968), ("B", 131_072, 0.983), ("C", 131_072, 0.984)]
+    ("mix", "max_tokens", "fill", "bias"),
+    [
+        ("A", 75_600, 0.97, 0.45),
+        ("A", 131_072, 0.985, 0.28),
+        ("B", 75_600, 0.97, 0.17),
+        ("B", 131_072, 0.99, 0.07),
+    ],
 )
-def test_realistic_lengths_are_packed_full_and_level(mix: str, max_tokens: int, fill: float):
+def test_realistic_lengths_are_packed_full_and_level(mix: str, max_tokens: int, fill: float, bias: float):
     lens = length_mix(*MIXES[mix])
-    start = time.process_time()
     found = plan(lens, max_tokens, 64, cost=SHAPE.forward_flops)
-    assert time.process_time() - start < 3.0  # 0.1 to 0.3 s on an idle core
     assert found.fill >= fill
-    assert found.imbalance(64, SHAPE.forward_flops) <= 1.035
-    assert found.imbalance(8, SHAPE.forward_flops) <= 1.01
+    assert found.imbalance(64, SHAPE.forward_flops) <= 1 / 0.985
+    assert found.imbalance(8, SHAPE.forward_flops) <= 1 / 0.985
+    assert found.length_bias()[0] <= bias
 
     bins = [tuple(bin) for bin in decreasing(best_fit)(lens, max_tokens)]
     order = np.random.default_rng(0).permutation(len(bins) // 64 * 64).reshape(-1, 64)
     random_steps = EpochPlan(tuple(tuple(bins[i] for i in step) for step in order), lens, max_tokens)
     assert random_steps.imbalance(64, SHAPE.forward_flops) > 1.08
+
+
+def test_full_steps_keep_to_the_level():
+    lens = length_mix(*MIXES["C"], num_samples=5000)
+    found = plan(lens, 131_072, 8, cost=SHAPE.forward_flops)
+    full = EpochPlan(found.steps[:-1], lens, 131_072)
+    assert 1.0 / packing.LEVEL - 0.01 < full.imbalance(8, SHAPE.forward_flops) <= 1.0 / packing.LEVEL
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), num=st.integers(1, 7), allowed=st.floats(0.5, 20.0))
+def test_the_cuts_are_the_best_of_all(data: st.DataObject, num: int, allowed: float):
+    draws = st.floats(0.0, 5.0)
+    bias, waits = np.full((num, num + 1), np.inf), np.full((num, num + 1), np.inf)
+    for i, j in itertools.combinations(range(num + 1), 2):
+        bias[i, j] = data.draw(draws)
+        waits[i, j] = data.draw(draws) if j - i > 1 else 0.0
+
+    def total(cuts: Sequence[int], of: np.ndarray) -> float:
+        return sum(of[i, j] for i, j in itertools.pairwise(cuts))
+
+    found = packing._best_cuts(bias, waits, allowed)
+    assert (found[0], found[-1]) == (0, num)
+    assert total(found, waits) <= allowed
+    slack = num / packing.WAITS  # waiting is counted in units, rounded up
+    for size in range(num):
+        for inner in itertools.combinations(range(1, num), size):
+            cuts = (0, *inner, num)
+            if total(cuts, waits) <= allowed * (1 - slack):
+                assert total(found, bias) <= total(cuts, bias) + 1e-9
+
+
+def test_when_no_cuts_level_enough_all_are_made():
+    waits = np.full((3, 4), 5.0)
+    assert packing._best_cuts(np.zeros((3, 4)), waits, 1.0) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("bins_per_step", [4, 16])
+def test_length_bias_is_the_plain_one_and_chance_has_its_share(bins_per_step: int):
+    lens = length_mix(*MIXES["A"], num_samples=2000)
+    found = plan(lens, 75_600, bins_per_step, cost=SHAPE.forward_flops)
+    bias, chance = found.length_bias()
+    assert bias == pytest.approx(length_bias(found.steps, lens))
+    sizes = np.cumsum([sum(map(len, step)) for step in found.steps])[:-1]
+    drawn = np.split(np.random.default_rng(0).permutation(len(lens)), sizes)
+    assert chance == pytest.approx(length_bias([[part.tolist()] for part in drawn], lens), rel=0.15)
+    assert bias > chance  # bins that one clip fills alone cannot be mixed and level
+    alike = plan([50] * 64, bins_per_step=4)
+    assert alike.length_bias() == (0.0, 0.0)
 
 
 def test_steps_keep_about_the_order_of_nothing():
@@ -97,7 +152,7 @@ def test_the_plan_is_pinned():
     # Resuming on another machine must find the same plan; a change here breaks running jobs.
     lens = length_mix(*MIXES["A"], num_samples=500)
     found = plan(lens, 75_600, 8, seed=3, epoch=2, cost=SHAPE.forward_flops)
-    assert hashlib.sha256(repr(found.steps).encode()).hexdigest()[:16] == "4a9e55de57549bd8"
+    assert hashlib.sha256(repr(found.steps).encode()).hexdigest()[:16] == "a288ba1a34005073"
 
 
 def test_a_tight_fit_is_found():
@@ -205,12 +260,18 @@ def test_epochs_differ_and_are_whole(monkeypatch: pytest.MonkeyPatch):
     check_epochs_differ_and_are_whole()
     shuffle, spread = packing.permutation, packing._spread
     monkeypatch.setattr(
-        packing, "permutation", lambda length, seed, epoch, what: shuffle(length, seed, 0, what)
+        packing, "permutation", lambda length, seed, epoch, *what: shuffle(length, seed, 0, *what)
+    )
+    pack = packing.pack_bins
+    monkeypatch.setattr(
+        packing,
+        "pack_bins",
+        lambda lens, costs, max_tokens, seed, epoch: pack(lens, costs, max_tokens, seed, 0),
     )
     with pytest.raises(AssertionError):
         check_epochs_differ_and_are_whole()
     monkeypatch.setattr(packing, "permutation", shuffle)
-    monkeypatch.setattr(packing, "_spread", lambda bins, bins_per_step, cost: ((),) * bins_per_step)
+    monkeypatch.setattr(packing, "_spread", lambda bins, bins_per_step, cost: bins[:1])
     with pytest.raises(AssertionError):
         check_epochs_differ_and_are_whole()
     monkeypatch.setattr(packing, "_spread", spread)

@@ -1,35 +1,36 @@
 """The plan of an epoch: which samples form a bin, which bins form a step, which rank forwards which bin.
 
 Everything here is a pure function of the lengths, the seed and the epoch, so every rank derives the whole
-plan alone, before the first byte of data is read. Sorting uses raw Philox words and exact Python sums: the
-plan is the same on every machine.
+plan alone, before the first byte of data is read. Sorting uses raw Philox words, exact integers and sums in a
+fixed order: the plan is the same on every machine.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace
-from operator import itemgetter
+from itertools import pairwise
 
 import numpy as np
 
+from wands.data.bins import Bin, level_bins, pack_bins
 from wands.errors import DataError
 from wands.flow.keys import permutation
 
-Bin = tuple[int, ...]
-"""Sample indices that are packed into one forward; () is an empty bin that pads the last step."""
 Step = tuple[Bin, ...]
 Cost = Callable[[Sequence[int]], float] | tuple[float, float]
 """Cost of a pack from its samples' lengths, additive over samples, such as ``DiTShape.forward_flops``; or its
 coefficients (a, b) in a * sum(L) + b * sum(L^2)."""
 
-LEVEL = 0.98
-"""Mean over slowest bin of a step that the plan aims at, by sorting bins over as few steps as will do."""
+LEVEL = 0.987
+"""Mean over slowest bin of a step, over the full steps of an epoch, that the plan keeps to; it spends the rest
+on steps whose lengths are as mixed as the data's."""
 
-TAIL_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6)
-"""Shares of the tokens, in the shortest samples, placed for fill instead of level cost; tried in turn."""
+MAX_CUTS = 96
+"""Places between sorted bins where steps of unlike cost may be parted: enough, and quick."""
+
+WAITS = 1024
+"""Steps in which waiting is counted when these places are chosen."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,18 @@ class EpochPlan:
                 slowest += max(costs)
         return slowest / mean
 
+    def length_bias(self) -> tuple[float, float]:
+        """How unlike the data's the lengths inside a step are: 0 is alike, 1 is nothing in common.
+
+        Returns:
+            Mean over the steps of the Kolmogorov-Smirnov distance between the lengths of a step's samples and
+            of all samples; and the same for random steps of as many samples, which is what chance does.
+        """
+        of_step = [[i for bin in step for i in bin] for step in self.steps]
+        ends = np.cumsum([len(samples) for samples in of_step])
+        at_random = np.split(permutation(len(self.seq_lens), "length bias"), ends[:-1])
+        return _mean_distance(of_step, self.seq_lens), _mean_distance(at_random, self.seq_lens)
+
 
 def plan_epoch(
     seq_lens: np.ndarray,
@@ -92,12 +105,12 @@ def plan_epoch(
 ) -> EpochPlan:
     """Fill bins to `max_tokens`, level their cost, and put bins of like cost into the same step.
 
-    Equal token counts are very unequal time, for attention grows with the square of each sample. So bins are
-    packed level, as far as that needs no more bins than best-fit decreasing does. What is still uneven is
-    evened out inside steps: bins are sorted by cost over windows of as few random steps as reach LEVEL, cut
-    into steps, and the steps are shuffled. Every epoch's gradient is unbiased; the lengths inside one step
-    are somewhat more alike than the data's. The bins that are left over form the last step; they are split
-    until every rank has work, and only then padded with ().
+    Equal token counts are very unequal time, for attention grows with the square of each sample. `pack_bins`
+    makes bins as level as it can; what is still uneven, such as bins that one long sample fills alone, is
+    evened out by the choice of a step's bins: sorted by cost, cut where it leaves the lengths inside steps
+    most like the data's, mixed between two cuts, and the steps shuffled. Every epoch's gradient is unbiased;
+    how much more alike the lengths inside one step are is `EpochPlan.length_bias`. The bins that are left
+    over form the last step; they are split until every rank has work, and only then padded with ().
 
     The number of steps depends on the lengths alone, never on the epoch.
 
@@ -119,14 +132,17 @@ def plan_epoch(
     seq_lens = np.asarray(seq_lens, dtype=np.int64)
     _check_lengths(seq_lens, max_tokens, keys)
     bin_cost = bin_costs(seq_lens, cost)
-    bins = _pack(seq_lens, max_tokens, seed, epoch, bin_cost)
+    sample_costs = np.array([bin_cost((i,)) for i in range(len(seq_lens))], dtype=np.float64)
+    bins = pack_bins(seq_lens, sample_costs, max_tokens, seed, epoch)
     bins = [bins[i] for i in permutation(len(bins), seed, epoch, "bins")]
 
-    num_full = len(bins) // bins_per_step
-    steps = _level_steps(bins[: num_full * bins_per_step], bins_per_step, bin_cost)
-    steps = [steps[i] for i in permutation(num_full, seed, epoch, "steps")]
-    if rest := bins[num_full * bins_per_step :]:
-        steps.append(_spread(rest, bins_per_step, bin_cost))
+    rest, bins = _part_rest(bins, len(bins) % bins_per_step, bins_per_step, bin_cost)
+    steps = _level_steps(bins, bins_per_step, bin_cost, seq_lens, (seed, epoch))
+    steps = [steps[i] for i in permutation(len(steps), seed, epoch, "steps")]
+    if rest:
+        spread = _spread(rest, bins_per_step, bin_cost)
+        leveled = level_bins(spread, seq_lens, sample_costs, max_tokens, (seed, epoch, -1))
+        steps.append((*leveled, *[()] * (bins_per_step - len(leveled))))
     return EpochPlan(tuple(steps), seq_lens, max_tokens)
 
 
@@ -176,108 +192,128 @@ def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | 
         )
 
 
-def _pack(
-    seq_lens: np.ndarray, max_tokens: int, seed: int, epoch: int, bin_cost: Callable[[Bin], float]
-) -> list[Bin]:
-    """As many bins as best-fit decreasing needs, which follows from the lengths alone, but level.
+def _part_rest(
+    bins: Sequence[Bin], num_rest: int, bins_per_step: int, bin_cost: Callable[[Bin], float]
+) -> tuple[list[Bin], list[Bin]]:
+    """The first bins of which no sample alone costs more than a rank's share of the last step, and all others.
 
-    Samples of about the same length change places from epoch to epoch.
+    They are spread over the ranks of a whole step, where all would wait for one long sample. If there are
+    too few of them, the bins follow whose costliest sample is the cheapest.
     """
-    lengths, costs = seq_lens.tolist(), [bin_cost((i,)) for i in range(len(seq_lens))]
-    shuffled = permutation(len(seq_lens), seed, epoch, "samples")
-    longest_first = shuffled[np.argsort(-seq_lens[shuffled], kind="stable")]
-    fullest = _Bins(lengths, max_tokens)
-    fullest.fill(longest_first.tolist(), may_open=True)
-
-    coarse = seq_lens[shuffled] // (max_tokens // 64 + 1)
-    order = shuffled[np.argsort(-coarse, kind="stable")]
-    tokens_before = seq_lens[order].cumsum() - seq_lens[order]
-    for share in TAIL_SHARES:
-        num_level = int(np.searchsorted(tokens_before, (1.0 - share) * seq_lens.sum()))
-        level = _Bins(lengths, max_tokens, len(fullest.samples))
-        head, tail = order[:num_level].tolist(), order[num_level:].tolist()
-        if level.level(head, costs) and level.fill(tail, may_open=False) and all(level.samples):
-            return [tuple(bin) for bin in level.samples]
-    return [tuple(bin) for bin in fullest.samples]
+    share = num_rest / bins_per_step * sum(map(bin_cost, bins)) / len(bins)
+    costliest = [max(bin_cost((i,)) for i in bin) for bin in bins]
+    chosen = sorted(range(len(bins)), key=lambda i: max(costliest[i], share))[:num_rest]
+    others = sorted(set(range(len(bins))) - set(chosen))
+    return [bins[i] for i in chosen], [bins[i] for i in others]
 
 
-class _Bins:
-    """Bins being packed: their samples and the room they have left."""
+def _level_steps(
+    bins: Sequence[Bin],
+    bins_per_step: int,
+    bin_cost: Callable[[Bin], float],
+    seq_lens: np.ndarray,
+    key: tuple[int, int],
+) -> list[Step]:
+    """Sort bins by cost, part them into groups of whole steps, and mix inside each group.
 
-    def __init__(self, lengths: list[int], max_tokens: int, num_bins: int = 0) -> None:
-        self.lengths = lengths
-        self.max_tokens = max_tokens
-        self.samples: list[list[int]] = [[] for _ in range(num_bins)]
-        self.room = [max_tokens] * num_bins
-
-    def level(self, order: list[int], costs: list[float]) -> bool:
-        """Put each sample, in `order`, into the bin of least cost that has room; False if there is none."""
-        by_cost: list[tuple[float, int]] = [(0, number) for number in range(len(self.room))]
-        by_room: list[
-            tuple[int, int, float]
-        ] = []  # (-room, number, cost) of bins too full for an earlier sample
-        for sample in order:
-            length = self.lengths[sample]
-            while by_room and -by_room[0][0] >= length:
-                _, number, cost = heappop(by_room)
-                heappush(by_cost, (cost, number))
-            while by_cost and self.room[by_cost[0][1]] < length:
-                cost, number = heappop(by_cost)
-                heappush(by_room, (-self.room[number], number, cost))
-            if not by_cost:
-                return False
-            cost, number = by_cost[0]
-            self.samples[number].append(sample)
-            self.room[number] -= length
-            heapreplace(by_cost, (cost + costs[sample], number))
-        return True
-
-    def fill(self, order: list[int], may_open: bool) -> bool:
-        """Put each sample, in `order`, into the fullest bin with room, else a new one; False if barred."""
-        with_room: dict[int, list[int]] = {}
-        for number, room in enumerate(self.room):
-            with_room.setdefault(room, []).append(number)
-        rooms = sorted(with_room)  # distinct amounts of room: few, for clips come in few lengths
-        for sample in order:
-            place = bisect_left(rooms, self.lengths[sample])
-            if place < len(rooms):
-                numbers = with_room[rooms[place]]
-                number = numbers.pop()
-                if not numbers:
-                    del with_room[rooms.pop(place)]
-            elif may_open:
-                number = len(self.samples)
-                self.samples.append([])
-                self.room.append(self.max_tokens)
-            else:
-                return False
-            self.samples[number].append(sample)
-            self.room[number] -= self.lengths[sample]
-            if self.room[number] not in with_room:
-                insort(rooms, self.room[number])
-            with_room.setdefault(self.room[number], []).append(number)
-        return True
-
-
-def _level_steps(bins: list[Bin], bins_per_step: int, bin_cost: Callable[[Bin], float]) -> list[Step]:
-    """Cut bins into full steps, sorted by cost over windows of as few steps as reach LEVEL."""
-    costed = [(bin_cost(bin), bin) for bin in bins]
-    num_steps, window = len(bins) // bins_per_step, 1
-    while True:
-        width = window * bins_per_step
-        chunks = [sorted(costed[i : i + width], key=itemgetter(0)) for i in range(0, len(costed), width)]
-        ordered = [pair for chunk in chunks for pair in chunk]
-        slowest = sum(ordered[i][0] for i in range(bins_per_step - 1, len(ordered), bins_per_step))
-        if window >= num_steps or sum(cost for cost, _ in ordered) >= LEVEL * slowest * bins_per_step:
-            steps = (ordered[i : i + bins_per_step] for i in range(0, len(ordered), bins_per_step))
-            return [tuple(bin for _, bin in step) for step in steps]
-        window *= 2
-
-
-def _spread(bins: Sequence[Bin], bins_per_step: int, bin_cost: Callable[[Bin], float]) -> Step:
-    """Split the costliest bin in two halves of like cost until there are `bins_per_step`; pad with () when
-    none splits.
+    Every step of a group gets its share of the bins with long samples and of those with short ones.
     """
+    if not bins:
+        return []
+    costs = np.array([bin_cost(bin) for bin in bins], dtype=np.float64)
+    order = np.argsort(-costs, kind="stable")
+    by_cost = [bins[i] for i in order.tolist()]
+    lens = seq_lens.tolist()
+    steps: list[Step] = []
+    for first, end in _group_steps(by_cost, costs[order], bins_per_step, seq_lens):
+        group = by_cost[first * bins_per_step : end * bins_per_step]
+        group.sort(key=lambda bin: sorted((lens[i] for i in bin), reverse=True), reverse=True)
+        size = end - first
+        dealt = np.concatenate([permutation(size, *key, "deal", first, row) for row in range(bins_per_step)])
+        of_step: list[list[Bin]] = [[] for _ in range(size)]
+        for bin, step in zip(group, dealt.tolist(), strict=True):
+            of_step[step].append(bin)
+        steps += map(tuple, of_step)
+    return steps
+
+
+def _group_steps(
+    bins: Sequence[Bin], costs: np.ndarray, bins_per_step: int, seq_lens: np.ndarray
+) -> list[tuple[int, int]]:
+    """Where to part bins, costliest first, so that groups keep to LEVEL and are most like the data.
+
+    Args:
+        bins: of all full steps, costliest first.
+        costs: float64, theirs.
+        bins_per_step: divides their number.
+        seq_lens: int64 [N].
+
+    Returns:
+        (first, end) of each group, in steps.
+    """
+    num_steps = len(bins) // bins_per_step
+    places = np.unique(np.linspace(0, num_steps, min(num_steps, MAX_CUTS) + 1).astype(np.int64))
+    num_groups = len(places) - 1  # the finest
+    before = np.concatenate([[0.0], costs.cumsum()])[places * bins_per_step]
+    slowest = costs[places[:-1] * bins_per_step] * bins_per_step
+    # The share of the data's samples up to each of some lengths, for all and for each finest group.
+    edges = np.unique(np.sort(seq_lens)[np.linspace(0, len(seq_lens) - 1, 128).astype(np.int64)])
+    bucket = np.searchsorted(edges, seq_lens)
+    group_of = np.repeat(np.arange(num_groups), np.diff(places) * bins_per_step).tolist()
+    cells = np.array([(group, i) for group, bin in zip(group_of, bins, strict=True) for i in bin])
+    held = np.bincount(cells[:, 0] * len(edges) + bucket[cells[:, 1]], minlength=num_groups * len(edges))
+    up_to = np.zeros((num_groups + 1, len(edges)))
+    up_to[1:] = held.reshape(num_groups, -1).cumsum(axis=0)
+    of_all = np.bincount(bucket, minlength=len(edges)).cumsum() / len(seq_lens)
+
+    bias = np.full((num_groups, num_groups + 1), np.inf)
+    waits = np.full((num_groups, num_groups + 1), np.inf)
+    for i in range(num_groups):
+        steps = places[i + 1 :] - places[i]
+        inside = (up_to[i + 1 :] - up_to[i]).cumsum(axis=1)
+        bias[i, i + 1 :] = np.abs(inside / inside[:, -1:] - of_all).max(axis=1) * steps
+        waits[i, i + 1 :] = steps * slowest[i] - (before[i + 1 :] - before[i])
+    cuts = _best_cuts(bias, waits, allowed=before[-1] / LEVEL - before[-1])
+    return [(int(places[i]), int(places[j])) for i, j in pairwise(cuts)]
+
+
+def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]:
+    """The cuts of 0..G of least total bias whose waits add up to no more than is allowed, by dynamic programming.
+
+    Args:
+        bias: float64 [G, G+1], of the interval from the row to the column.
+        waits: likewise; never negative.
+        allowed: if no cuts keep to it, all are made.
+
+    Returns:
+        0, the cuts between, G.
+    """
+    num = len(bias)
+    units = np.ceil(np.minimum(waits / max(allowed, 1e-300), 2.0) * WAITS).astype(np.int64)
+    best = np.full((num + 1, WAITS + 1), np.inf)  # up to a cut, with no more waiting than so much
+    best[0] = 0.0
+    came_from = np.zeros((num + 1, WAITS + 1), dtype=np.int64)
+    for j in range(1, num + 1):
+        for i in range(j):
+            wait = int(units[i, j])
+            if wait > WAITS:
+                continue
+            total = best[i, : WAITS + 1 - wait] + bias[i, j]
+            better = total < best[j, wait:]
+            best[j, wait:][better] = total[better]
+            came_from[j, wait:][better] = i
+    if not np.isfinite(best[num, WAITS]):
+        return list(range(num + 1))
+    cuts, spent = [num], WAITS
+    while cuts[-1]:
+        i = int(came_from[cuts[-1], spent])
+        spent -= int(units[i, cuts[-1]])
+        cuts.append(i)
+    return cuts[::-1]
+
+
+def _spread(bins: Sequence[Bin], bins_per_step: int, bin_cost: Callable[[Bin], float]) -> list[Bin]:
+    """Split the costliest bin in two halves of like cost until there are `bins_per_step` or none splits."""
     spread = list(bins)
     while len(spread) < bins_per_step:
         divisible = [i for i, bin in enumerate(spread) if len(bin) > 1]
@@ -288,4 +324,14 @@ def _spread(bins: Sequence[Bin], bins_per_step: int, bin_cost: Callable[[Bin], f
         for sample in sorted(whole, key=lambda i: bin_cost((i,)), reverse=True):
             min(halves, key=lambda half: bin_cost(tuple(half))).append(sample)
         spread += [tuple(half) for half in halves]
-    return tuple(spread) + ((),) * (bins_per_step - len(spread))
+    return spread
+
+
+def _mean_distance(of_step: Sequence[Sequence[int] | np.ndarray], seq_lens: np.ndarray) -> float:
+    lengths, which, counts = np.unique(seq_lens, return_inverse=True, return_counts=True)
+    of_all = counts.cumsum() / len(seq_lens)
+    distances = []
+    for samples in of_step:
+        inside = np.bincount(which[samples], minlength=len(lengths)).cumsum()
+        distances.append(float(np.abs(inside / inside[-1] - of_all).max()))
+    return sum(distances) / len(distances)
