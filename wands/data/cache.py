@@ -10,6 +10,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from wands.variants import Variant
 __all__ = ["CacheIndex", "CacheWriter", "LatentCache"]
 
 MAX_HANDLES = 32
+PER_PROCESS = ("_pid", "_lock", "_handles", "_offsets")
 CURE = "encode again with wands preprocess --model of the model you train, into another --out."
 
 
@@ -46,7 +48,8 @@ class LatentCache:
     """Random access to the samples of a finished cache.
 
     Shards are opened at the first read, once per process, and never pickled: a cache may be handed to worker
-    processes of any start method. Reading is safe from several threads; HDF5 lets them read one at a time.
+    processes of any start method. HDF5 is asked, one thread at a time, where a sample lies and whose it is;
+    the bits, which lie in one piece, are then read beside it: by several threads at once, and twice as fast.
 
     Attributes:
         keys: sample ids, sorted; `read(i)` gives the sample called `keys[i]`.
@@ -137,21 +140,22 @@ class LatentCache:
         num_frames = self.latent_shape(i)[0]
         first, end = (0, num_frames) if frames is None else frames
         assert 0 <= first <= end <= num_frames, (frames, num_frames)
-        with self._own_handles():
-            group = self._group(i)
-            try:
-                stored, text = group["latents"], group["text_embeds"][()]
-                if stored.shape != tuple(self.index.latent_shapes[i]) or len(text) != self.index.text_lens[i]:
-                    raise self._damaged(
-                        i, f"has latents {stored.shape} and {len(text)} text tokens, not what the index says"
-                    )
-                if self.verify or (first, end) == (0, num_frames):
-                    bits = stored[()]
-                else:
-                    bits = np.zeros(stored.shape, stored.dtype)
-                    bits[:, first:end] = stored[:, first:end]
-            except (OSError, KeyError) as error:
-                raise self._damaged(i, f"cannot be read ({reason(error)})") from None
+        offsets, file = self._place(i)
+        shape, text_shape = self._shapes(i)
+        text = np.empty(text_shape, np.uint16)
+        try:
+            _read_into(text, file, offsets[1])
+            if self.verify or (first, end) == (0, num_frames):
+                bits = np.empty(shape, np.uint16)
+                _read_into(bits, file, offsets[0])
+            else:
+                bits = np.zeros(shape, np.uint16)
+                frame = 2 * shape[2] * shape[3]
+                for channel in range(shape[0]):
+                    start = offsets[0] + (channel * num_frames + first) * frame
+                    _read_into(bits[channel, first:end], file, start)
+        except OSError as error:
+            raise self._damaged(i, f"cannot be read ({reason(error)})") from None
         if self.verify and (found := checksum(bits, text)) != self.index.crc32[i]:
             raise self._damaged(i, f"has a wrong checksum ({found:08x}, not {self.index.crc32[i]:08x})")
         latents = from_bits(bits)
@@ -220,28 +224,65 @@ class LatentCache:
     def _forget_handles(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._handles: OrderedDict[str, h5py.File] = OrderedDict()
+        self._handles: OrderedDict[str, tuple[h5py.File, FileIO]] = OrderedDict()
+        self._offsets: dict[int, tuple[int, int]] = {}
 
     def _own_handles(self) -> threading.Lock:
         if self._pid != os.getpid():  # a forked child: HDF5 promises nothing for handles opened by the parent
             self._forget_handles()
         return self._lock
 
-    def _group(self, i: int) -> h5py.Group:
+    def _shard(self, i: int) -> tuple[h5py.File, FileIO]:
+        """The shard of sample `i` as HDF5 and as bytes; the latter is closed when its last reader is done."""
         name = self.index.shard_names[self.index.shards[i]]
+        if name not in self._handles:
+            path = self.path / name
+            self._handles[name] = open_shard(path, digest(self.fingerprint)), FileIO(path)
+        self._handles.move_to_end(name)
+        if len(self._handles) > MAX_HANDLES:
+            self._handles.popitem(last=False)[1][0].close()
+        return self._handles[name]
+
+    def _group(self, i: int) -> h5py.Group:
         try:
-            if name not in self._handles:
-                self._handles[name] = open_shard(self.path / name, digest(self.fingerprint))
-            self._handles.move_to_end(name)
-            if len(self._handles) > MAX_HANDLES:
-                self._handles.popitem(last=False)[1].close()
-            group = self._handles[name][sample_path(int(self.index.rows[i]))]
+            group = self._shard(i)[0][sample_path(int(self.index.rows[i]))]
             found = json.loads(group.attrs["key"])
         except (OSError, KeyError, ValueError) as error:
             raise self._damaged(i, f"cannot be read ({reason(error)})") from None
         if found != self.index.keys[i]:
             raise self._damaged(i, f"is not where the index says, {found} is")
         return group
+
+    def _shapes(self, i: int) -> tuple[tuple[int, ...], tuple[int, int]]:
+        """Shapes of latents and text of sample `i`, by the index."""
+        text = (int(self.index.text_lens[i]), self.null_text_embeds.shape[1])
+        return tuple(self.index.latent_shapes[i].tolist()), text
+
+    def _place(self, i: int) -> tuple[tuple[int, int], FileIO]:
+        """Where latents and text of sample `i` begin, in bytes of its shard; and that file."""
+        with self._own_handles():
+            try:
+                file = self._shard(i)[1]
+            except OSError as error:
+                raise self._damaged(i, f"cannot be read ({reason(error)})") from None
+            if i not in self._offsets:
+                group = self._group(i)
+                try:
+                    latents, text = group["latents"], group["text_embeds"]
+                    offsets = [stored.id.get_offset() for stored in (latents, text)]
+                    found = (latents.shape, text.shape, latents.dtype, text.dtype)
+                except (OSError, KeyError, RuntimeError) as error:
+                    raise self._damaged(i, f"cannot be read ({reason(error)})") from None
+                if found != (*self._shapes(i), np.uint16, np.uint16):
+                    raise self._damaged(
+                        i, f"has latents {found[0]} and text {found[1]}, not what the index says"
+                    )
+                if any(
+                    at is None and stored.size for at, stored in zip(offsets, (latents, text), strict=True)
+                ):
+                    raise self._damaged(i, "is not stored in one piece")
+                self._offsets[i] = (offsets[0] or 0, offsets[1] or 0)
+            return self._offsets[i], file
 
     def _damaged(self, i: int, what: str) -> CacheError:
         shard = self.index.shard_names[self.index.shards[i]]
@@ -251,10 +292,18 @@ class LatentCache:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in vars(self).items() if name not in ("_pid", "_lock", "_handles")
-        }
+        return {name: value for name, value in vars(self).items() if name not in PER_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._forget_handles()
+
+
+def _read_into(array: np.ndarray, file: FileIO, offset: int) -> None:
+    """Fill a contiguous array from a place in a file; the system gives at most 2 GiB at a time."""
+    view = array.data.cast("B") if array.size else memoryview(b"")
+    while view:
+        count = os.preadv(file.fileno(), [view], offset)
+        if count == 0:
+            raise OSError("the file ends too early")
+        view, offset = view[count:], offset + count

@@ -1,0 +1,307 @@
+"""How fast samples come out of the latent cache: beside plain file reads, safetensors files and WebDataset tars.
+
+    python scripts/bench_cache.py              # 1 GiB of samples in each layout, two minutes, no GPU, no data
+
+All layouts hold the same bf16 tensors: latents as of 33 to 81 frames at 480p, text of 20 to 200 tokens.
+A round reads every sample once in each layout, one layout after the other and each round another one first,
+so that a disk that slows down slows all. Printed is MB/s (median of the rounds) and the ratio to plain reads
+(median of each round's ratio, smallest and largest).
+
+plain        one file per shard, one preadv per tensor into new memory, offsets known: what a disk gives
+wands        LatentCache.read
+safetensors  a file per sample, safetensors.torch.load_file
+tar scanned  WebDataset as it is: a shard is a stream; a random sample costs all that lies before it
+tar indexed  the same tars with the offsets of all members known, which WebDataset does not keep
+
+Sequential is the order of writing, random a permutation. In `cold` rounds the page cache is emptied of the
+files before each pass (POSIX_FADV_DONTNEED; a machine below a virtual one may still keep them), in `warm`
+rounds everything was read before. A cold pass of wands also begins with no shard open and no place of a
+sample looked up; opening the index is outside. Of each tensor one number per memory page is added up, so that no layout
+may put off its reading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import shutil
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load, load_file, save, save_file
+from torch import Tensor
+
+from wands.data.cache import CacheWriter, LatentCache
+from wands.variants import VARIANTS
+
+Pair = tuple[Tensor, Tensor]
+PAGE = 4096
+PER_SHARD = 64
+SCANNED = 24
+"""Random reads of a tar that is scanned; a whole permutation of them would take the square of the time."""
+
+
+def make_samples(num_bytes: int, seed: int = 0) -> Iterator[Pair]:
+    """Latents bf16 [16, f, h, w] and text bf16 [L, 4096] until there are `num_bytes` of them."""
+    draw = np.random.default_rng(seed)
+    while num_bytes > 0:
+        frames = int(draw.integers(9, 22))
+        height, width = ((60, 104), (104, 60), (78, 80))[draw.integers(3)]
+        shapes = (16, frames, height, width), (int(draw.integers(20, 201)), 4096)
+        bits = [draw.integers(0, 1 << 16, shape, np.uint16) for shape in shapes]
+        num_bytes -= sum(array.nbytes for array in bits)
+        latents, text = (torch.from_numpy(array).view(torch.bfloat16) for array in bits)
+        yield latents, text
+
+
+class Plain:
+    """The floor: offsets in memory, file descriptors open."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.places: list[tuple[int, int, list[torch.Size]]] = []
+        self.descriptors: list[int] = []
+
+    def write(self, samples: Iterable[Pair]) -> None:
+        file = None
+        for i, pair in enumerate(samples):
+            if i % PER_SHARD == 0:
+                if file:
+                    file.close()
+                file = (self.folder / f"{i // PER_SHARD:05d}.bin").open("wb")
+                self.descriptors.append(os.open(file.name, os.O_RDONLY))
+            assert file
+            self.places.append((i // PER_SHARD, file.tell(), [tensor.shape for tensor in pair]))
+            for tensor in pair:
+                file.write(tensor.view(torch.uint16).numpy().tobytes())
+        assert file
+        file.close()
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def read(self, i: int) -> Pair:
+        shard, offset, shapes = self.places[i]
+        tensors = []
+        for shape in shapes:
+            array = np.empty(shape, np.uint16)
+            assert os.preadv(self.descriptors[shard], [array], offset) == array.nbytes
+            offset += array.nbytes
+            tensors.append(torch.from_numpy(array).view(torch.bfloat16))
+        return tensors[0], tensors[1]
+
+    def forget(self) -> None:
+        """Begin anew, as a process that was just started."""
+
+    def sequential(self) -> Iterator[Pair]:
+        return self.random(range(len(self)))
+
+    def random(self, order: Sequence[int]) -> Iterator[Pair]:
+        return map(self.read, order)
+
+
+class Wands(Plain):
+    """The latent cache, as `wands train` reads it."""
+
+    def write(self, samples: Iterable[Pair]) -> None:
+        with CacheWriter(self.folder, VARIANTS["wan2.1-t2v-1.3b"], {}, max_samples=PER_SHARD) as writer:
+            for i, (latents, text) in enumerate(samples):
+                meta = {
+                    "num_frames": 4 * latents.shape[1] - 3,
+                    "fps": 16.0,
+                    "content": "",
+                    "caption": "A clip.",
+                }
+                writer.add(f"folder/clip {i:06d}", latents, text, meta)
+            writer.commit(torch.zeros(1, 4096, dtype=torch.bfloat16))
+        self.cache = LatentCache(self.folder)
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+    def forget(self) -> None:
+        self.cache = LatentCache(self.folder)
+
+    def read(self, i: int) -> Pair:
+        sample = self.cache.read(i)
+        return sample.latents, sample.text_embeds
+
+
+class Safetensors(Plain):
+    """A file per sample."""
+
+    def write(self, samples: Iterable[Pair]) -> None:
+        self.count = 0
+        for i, (latents, text) in enumerate(samples):
+            save_file({"latents": latents, "text_embeds": text}, self.folder / f"{i:06d}.safetensors")
+            self.count += 1
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, i: int) -> Pair:
+        tensors = load_file(self.folder / f"{i:06d}.safetensors")
+        return tensors["latents"], tensors["text_embeds"]
+
+
+class TarScanned(Plain):
+    """WebDataset: tars that are read from their beginning."""
+
+    def write(self, samples: Iterable[Pair]) -> None:
+        self.members: list[tuple[int, int, int]] = []
+        tar = None
+        for i, (latents, text) in enumerate(samples):
+            if i % PER_SHARD == 0:
+                if tar:
+                    tar.close()
+                tar = tarfile.TarFile(self._path(i), "w")
+            assert tar
+            content = save({"latents": latents, "text_embeds": text})
+            member = tarfile.TarInfo(f"{i:06d}.safetensors")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+            self.members.append((i, tar.offset - -len(content) // 512 * -512, len(content)))
+        assert tar
+        tar.close()
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def sequential(self) -> Iterator[Pair]:
+        for i in range(0, len(self), PER_SHARD):
+            yield from self._stream(i)
+
+    def read(self, i: int) -> Pair:
+        stream = self._stream(i)
+        for _ in range(i % PER_SHARD):
+            next(stream)
+        return next(stream)
+
+    def _path(self, i: int) -> Path:
+        return self.folder / f"{i // PER_SHARD:05d}.tar"
+
+    def _stream(self, i: int) -> Iterator[Pair]:
+        with tarfile.open(self._path(i), "r|") as tar:
+            for member in tar:
+                file = tar.extractfile(member)
+                assert file
+                tensors = load(file.read())
+                yield tensors["latents"], tensors["text_embeds"]
+
+
+class TarIndexed(TarScanned):
+    """The same tars, any member at once."""
+
+    def share(self, other: TarScanned) -> None:
+        self.members = other.members
+        self.descriptors = [os.open(path, os.O_RDONLY) for path in sorted(self.folder.glob("*.tar"))]
+
+    def read(self, i: int) -> Pair:
+        _, offset, size = self.members[i]
+        tensors = load(os.pread(self.descriptors[i // PER_SHARD], size, offset))
+        return tensors["latents"], tensors["text_embeds"]
+
+
+def empty_page_cache(folder: Path) -> None:
+    """Ask the system to forget what it holds of the files in `folder`."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def rate(samples: Iterator[Pair]) -> float:
+    """MB/s of one pass."""
+    num_bytes, total = 0, 0
+    started = time.perf_counter()
+    for pair in samples:
+        for tensor in pair:
+            total += int(tensor.view(torch.uint16).numpy().reshape(-1)[:: PAGE // 2].sum())
+            num_bytes += tensor.nbytes
+    assert total > 0
+    return num_bytes / (time.perf_counter() - started) / 1e6
+
+
+def main() -> None:
+    """Write the layouts, check that they agree, read them in turn, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, default=1024, help="size of each layout")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dir", type=Path, help="where to write (default: a temporary folder)")
+    options = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="bench_cache.", dir=options.dir))
+    try:
+        run(root, options.mib << 20, options.rounds)
+    finally:
+        shutil.rmtree(root)
+
+
+def run(root: Path, num_bytes: int, rounds: int) -> None:
+    """The whole comparison in the folder `root`."""
+    layouts: dict[str, Plain] = {}
+    for name, kind in (("plain", Plain), ("wands", Wands), ("safetensors", Safetensors), ("tar", TarScanned)):
+        (root / name).mkdir()
+        layouts[name] = kind(root / name)
+        layouts[name].write(make_samples(num_bytes))
+    indexed = TarIndexed(root / "tar")
+    scanned = layouts.pop("tar")
+    assert isinstance(scanned, TarScanned)
+    indexed.share(scanned)
+    layouts |= {"tar scanned": scanned, "tar indexed": indexed}
+    count = len(layouts["plain"])
+    for i, wanted in enumerate(layouts["plain"].sequential()):
+        if i % 16 == 0:
+            for name, layout in layouts.items():
+                same = (
+                    torch.equal(*(t.view(torch.int16) for t in two))
+                    for two in zip(wanted, layout.read(i), strict=True)
+                )
+                assert all(same), (name, i)
+    print(
+        f"{count} samples, {num_bytes >> 20} MiB a layout, {rounds} rounds; MB/s, ratio to plain (spread)\n"
+    )
+    print(
+        f"{'':14}"
+        + "".join(f"{a + ', ' + p:>24}" for a in ("sequential", "random") for p in ("cold", "warm"))
+    )
+    order = np.random.default_rng(1).permutation(count).tolist()
+    rates: dict[tuple[str, str, str], list[float]] = {}
+    for access in ("sequential", "random"):
+        for state in ("cold", "warm"):
+            for number in range(rounds):
+                names = [*layouts][number % len(layouts) :] + [*layouts][: number % len(layouts)]
+                for name, layout in ((name, layouts[name]) for name in names):
+                    if access == "sequential" and name == "tar indexed":
+                        continue
+                    if state == "cold":
+                        layout.forget()
+                        empty_page_cache(layout.folder)
+                    reads: Callable[[], Iterator[Pair]] = layout.sequential
+                    if access == "random":
+                        wanted_order = order[:SCANNED] if name == "tar scanned" else order
+                        reads = lambda layout=layout, o=wanted_order: layout.random(o)  # noqa: E731
+                    rates.setdefault((name, access, state), []).append(rate(reads()))
+    for name in layouts:
+        cells = []
+        for access in ("sequential", "random"):
+            for state in ("cold", "warm"):
+                ours, plain = rates.get((name, access, state)), rates["plain", access, state]
+                if ours is None:
+                    cells.append("-")
+                    continue
+                ratios = [a / b for a, b in zip(ours, plain, strict=True)]
+                middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+                cells.append(f"{statistics.median(ours):,.0f} {middle:.2f} ({low:.2f}-{high:.2f})")
+        print(f"{name:14}" + "".join(f"{cell:>24}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
