@@ -103,19 +103,22 @@ def test_noise_is_standard_normal():
 
 
 def test_a_rank_with_part_of_the_tokens_holds_that_part_of_the_noise():
-    lens = (7, 5)
-    keys = [key("a"), key("b")]
-    whole = ContextLayout.build(lens)
-    index = torch.tensor([3, 4, 5, 6, 9, 10, -1, -1])  # as a rank of a ring would hold, with tail padding
-    part = ContextLayout(lens, index, torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), (4, 2))
-    clean = torch.cat([clean_of("a", 7), clean_of("b", 5)])
-    local = torch.where((index < 0)[:, None], 0.0, clean[index.clamp(min=0)])
-    full, here = corrupt(clean, whole, keys, FLOW, 0), corrupt(local, part, keys, FLOW, 0)
-    assert torch.equal(here.tokens[:6], full.tokens[index[:6]])
-    assert torch.equal(here.target[:6], full.target[index[:6]])
-    assert torch.equal(here.sigmas, full.sigmas)
-    assert not here.tokens[6:].any()
-    assert not here.target[6:].any()
+    lens, keys = (7, 6, 1), [key("a"), key("b"), key("c")]
+    clean = torch.cat([clean_of("a", 7), clean_of("b", 6), clean_of("c", 1)])
+    full = corrupt(clean, ContextLayout.build(lens), keys, FLOW, 0)
+    num_pads = 0
+    for rank in range(6):
+        part = ContextLayout.build(lens, ulysses_degree=2, ring_degree=3, cp_rank=rank)
+        index, valid = part.token_index, part.num_valid
+        local = torch.where((index < 0)[:, None], 0.0, clean[index.clamp(min=0)])
+        here = corrupt(local, part, keys, FLOW, 0)
+        assert torch.equal(here.tokens[:valid], full.tokens[index[:valid]])
+        assert torch.equal(here.target[:valid], full.target[index[:valid]])
+        assert torch.equal(here.sigmas, full.sigmas)
+        assert not here.tokens[valid:].any()
+        assert not here.target[valid:].any()
+        num_pads += len(index) - valid
+    assert num_pads > 0
 
 
 # Traps: each check is shown to fail once the bug is patched in.

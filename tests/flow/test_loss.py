@@ -37,7 +37,7 @@ def test_value_and_gradient_are_the_hand_written_formula(reduction: str):
         errors = (pred[row : row + length] - target[row : row + length]).detach()
         value += share * float((errors**2).sum()) / P
         gradient[row : row + length] = 2 * share * errors / P
-        assert float(per_sample[s]) == pytest.approx(float((errors**2).mean()))
+        assert float(per_sample[s]) == pytest.approx(float((errors**2).sum()) / P)
         row += length
     assert float(loss.detach()) == pytest.approx(value, rel=1e-6)
     torch.testing.assert_close(pred.grad, gradient, rtol=1e-6, atol=1e-9)
@@ -60,7 +60,7 @@ def test_bf16_predictions_are_compared_in_fp32():
     pred = torch.full((64, P), 1.0078125, dtype=torch.bfloat16)
     loss, per_sample = flow_matching_loss(pred, target, torch.zeros(64, dtype=torch.int64), torch.ones(1))
     assert loss.dtype == per_sample.dtype == torch.float32
-    assert float(per_sample) == pytest.approx(0.0078125**2, rel=1e-6)
+    assert float(per_sample) == pytest.approx(64 * 0.0078125**2, rel=1e-6)
 
 
 def test_a_sample_without_tokens_here_counts_zero():
