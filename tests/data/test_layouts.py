@@ -1,9 +1,11 @@
 """Every layout of another trainer, built as that trainer documents it, with real tiny clips."""
 
+import errno
 import io
 import json
 import os
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from wands.data.archive import TarReader
 from wands.data.clip import ClipSpec
 from wands.data.manifest import ManifestRow, Rejection
 from wands.data.source import load_source
 from wands.data.video import decode_clip, save_video
-from wands.errors import DataError
+from wands.errors import CacheError, DataError
 
 FPS = 8
 
@@ -357,8 +360,18 @@ def shard_members(mp4: list[bytes]) -> list[tuple[str, bytes]]:
     ]
 
 
+def no_clip_again(copy: Callable[..., None]) -> Callable[..., None]:
+    def checked(reader: TarReader, member: tarfile.TarInfo, target: Any) -> None:
+        assert not member.name.endswith(".mp4")
+        copy(reader, member, target)
+
+    return checked
+
+
 @pytest.mark.parametrize("ending", [".tar", ".tar.gz", ".tgz"])
-def test_webdataset_tars(tmp_path: Path, mp4: list[bytes], ending: str) -> None:
+def test_webdataset_tars(
+    tmp_path: Path, mp4: list[bytes], ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """WebDataset: shard-000000.tar, a sample is all members with one key; each sample in one shard."""
     mode = "w" if ending == ".tar" else "w:gz"
     source = tmp_path / "shards"
@@ -382,7 +395,12 @@ def test_webdataset_tars(tmp_path: Path, mp4: list[bytes], ending: str) -> None:
     assert by_key["shard-000000/000000"].read_bytes() == mp4[0]
     assert by_key["shard-000000/000001"].read_bytes() == mp4[1]
     assert {path.parent for path in by_key.values()} == {cache}
-    assert len(list(cache.iterdir())) == 3  # by content; what has no caption is not written
+    assert len(list(cache.iterdir())) == 4  # what has no caption is not written
+    written = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    with monkeypatch.context() as patch:  # a later run reads no clip again
+        patch.setattr(TarReader, "_copy", no_clip_again(TarReader._copy))
+        assert {row.key: row.path for row in load_source(str(source), cache_dir=cache)[0]} == by_key
+    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == written
     single = load_source(str(source / f"shard-000001{ending}"), cache_dir=cache)[0]
     assert [row.key for row in single] == ["shard-000001/000000"]
 
@@ -434,6 +452,20 @@ def test_archives_never_write_outside_the_target(tmp_path: Path, mp4: list[bytes
         assert "no regular file" in reasons[f"evil.tar:{name}"]
     assert "same name" in reasons["evil.tar:good.mp4"]
     assert len(reasons) == 8
+
+
+def test_a_full_disk_ends_the_scan(tmp_path: Path, mp4: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tar(tmp_path / "a.tar", shard_members(mp4))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(TarReader, "_copy", full)
+    with TarReader(path) as reader:
+        video = reader.samples[0].members["mp4"]
+        with pytest.raises(CacheError, match=r"cannot take 000000\.mp4 .*No space left.*HF_DATASETS_CACHE"):
+            reader.unpack(video, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def cuts(data: bytes) -> list[int]:
@@ -507,3 +539,63 @@ def test_pictures_of_a_readme_do_not_hide_a_dataset(tmp_path: Path, monkeypatch:
     found, rejections = load_source(str(source), cache_dir=tmp_path / "clips")
     assert [row.caption for row in found] == ["one"]
     assert rejections == []
+
+
+NASTY = [
+    {"video": "x" * 5000, "caption": "long"},
+    {"video": "clip.mp4", "caption": "x", "start": 10**400},
+    {"video": "clip.mp4", "caption": "x", "start_frame": float("inf"), "end_frame": 1},
+    {"video": "clip.mp4", "caption": {"a": 1}},
+    {"video": ["clip.mp4"], "caption": "x"},
+    {"video": "clip.mp4", "caption": ["x", None]},
+    {"video": "clip.mp4/x", "caption": "x"},
+    {"video": "~/clip.mp4", "caption": "x"},
+]
+
+
+def test_nasty_values_are_rejected(tmp_path: Path) -> None:
+    clip(tmp_path / "clip.mp4", 40)
+    write(tmp_path / "metadata.jsonl", "\n".join(map(json.dumps, NASTY)) + "\n" + "[" * 100_000)
+    rows, rejected = load(tmp_path)
+    assert rows == {}
+    assert len(rejected) == len(NASTY) + 1
+    (tmp_path / "metadata.jsonl").unlink()
+    write(tmp_path / "clip.json", "[" * 100_000)
+    assert "cannot be read" in load(tmp_path)[1]["clip"]
+    write(tmp_path / "meta.json", "[" * 100_000)
+    with pytest.raises(DataError, match="cannot be read"):
+        load_source(str(tmp_path))
+
+
+LISTINGS = {
+    "metadata.csv": "video,prompt,start,end\nclip.mp4,a cat,0,1\nimage.png,a tree,,\n",
+    "metadata.jsonl": '{"video_path": "clip.mp4", "caption": "a"}\n{"image_path": "image.png", "caption": "b"}\n',
+    "metadata.json": '[{"file_path": "clip.mp4", "text": "a cat", "type": "video", "start": 0.5}]',
+    "meta.json": '[{"file_name": "clip.mp4", "start_frame": 0, "end_frame": 5, "vila_caption": "a"}]',
+    "videos2caption.json": '[{"path": "clip.mp4", "cap": ["a", "b"], "fps": 8.0}]',
+    "captions.json": '{"clip.mp4": ["a", "b"], "image.png": ["c"]}',
+    "videos.txt": "clip.mp4\nimage.png\n",
+    "merge.txt": ".,table.json\n",
+}
+
+
+@pytest.mark.parametrize("name", LISTINGS)
+def test_random_damage_to_a_listing_never_crashes(tmp_path: Path, name: str) -> None:
+    clip(tmp_path / "clip.mp4", 40)
+    image(tmp_path / "image.png", 80)
+    write(tmp_path / "prompts.txt", "a cat\na tree\n")
+    write(tmp_path / "table.json", [{"path": "clip.mp4", "cap": ["a"]}])
+    rng, outcomes = np.random.default_rng(0), set()
+    for _ in range(150):
+        data = bytearray(LISTINGS[name].encode())
+        for place in rng.integers(len(data), size=int(rng.integers(1, 6))):
+            data[place] = rng.choice([rng.integers(256), *b'\0"{}[],:\n\\/.'])
+        (tmp_path / name).write_bytes(data)
+        try:
+            rows, rejections = load_source(str(tmp_path / name))
+            outcomes.add("read")
+            assert len(rows) + len(rejections) > 0
+        except DataError as error:
+            outcomes.add("refused" if "; " in str(error) else str(error))
+    assert "read" in outcomes
+    assert outcomes <= {"read", "refused"}

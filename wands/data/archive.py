@@ -4,12 +4,18 @@ A sample is all members of one folder that share their name up to the first dot.
 lead out of the archive are refused: they are of no use in a data set, and elsewhere they have overwritten files.
 """
 
+import gzip
+import hashlib
+import io
+import os
 import tarfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import IO
 
-from wands.errors import DataError
+from wands.errors import CacheError, DataError
 
 TAR_EXTENSIONS = (".tar", ".tar.gz", ".tgz")
 
@@ -44,9 +50,10 @@ class TarReader:
         Raises:
             DataError: it is no tar archive or cannot be read at all.
         """
+        self._path = path.absolute()
         try:
             self._tar = tarfile.open(path, "r:*")  # noqa: SIM115 - closed by __exit__
-        except (OSError, EOFError, tarfile.TarError) as error:
+        except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
             raise DataError(f"is no tar archive that can be read ({_brief(error)}); replace it") from None
         self.refusals: list[Refusal] = []
         self.samples: list[TarSample] = []
@@ -64,17 +71,57 @@ class TarReader:
         Raises:
             DataError: the archive ends inside it.
         """
+        buffer = io.BytesIO()
+        self._copy(member, buffer)
+        return buffer.getvalue()
+
+    def unpack(self, member: tarfile.TarInfo, folder: Path) -> Path:
+        """Copy a regular member to a file that is named by its place, unless it is there already.
+
+        By place, not by content: a later run does not read the archives again to find out what it has.
+
+        Returns:
+            The file, in ``folder`` itself.
+
+        Raises:
+            DataError: the archive ends inside it.
+            CacheError: the disk is full or refuses.
+        """
+        status = self._path.stat()
+        place = (str(self._path), status.st_size, status.st_mtime_ns, member.offset_data, member.size)
+        digest = hashlib.sha256(repr(place).encode("utf-8", "surrogateescape")).hexdigest()
+        path = folder.absolute() / f"{digest}{PurePosixPath(member.name).suffix.lower()}"
+        if path.is_file() and path.stat().st_size == member.size:
+            return path
+        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            file = self._tar.extractfile(member)
-            assert file is not None, member.name
-            data = file.read()
-        except (OSError, EOFError, tarfile.TarError, ValueError) as error:
+            folder.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                self._copy(member, file)
+            os.replace(partial, path)
+        except OSError as error:
+            raise CacheError(
+                f"{folder} cannot take {member.name} of {self._path} ({error.strerror or error}: {member.size:,} bytes); "
+                "free some space, or name another disk with HF_DATASETS_CACHE"
+            ) from None
+        finally:
+            partial.unlink(missing_ok=True)
+        return path
+
+    def _copy(self, member: tarfile.TarInfo, target: IO[bytes]) -> None:
+        size = 0
+        try:
+            source = self._tar.extractfile(member)
+            assert source is not None, member.name
+            while block := source.read(1 << 20):
+                size += len(block)
+                target.write(block)
+        except (EOFError, tarfile.TarError, ValueError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(
                 f"cannot be read from its archive ({_brief(error)}); replace the archive"
             ) from None
-        if len(data) != member.size:
-            raise DataError(f"is cut off in its archive ({len(data):,} of {member.size:,} bytes); replace it")
-        return data
+        if size != member.size:
+            raise DataError(f"is cut off in its archive ({size:,} of {member.size:,} bytes); replace it")
 
     def _list(self) -> None:
         samples: dict[str, TarSample] = {}
@@ -107,7 +154,7 @@ class TarReader:
             stream.seek(self._tar.offset)
             whole = stream.read(512) == bytes(512)
             problem = "" if whole else f"no end mark at byte {self._tar.offset:,}"
-        except (OSError, EOFError, tarfile.TarError, ValueError) as error:
+        except (OSError, EOFError, tarfile.TarError, ValueError, zlib.error) as error:
             problem = _brief(error)
         if problem:
             self.refusals.append(

@@ -101,6 +101,15 @@ def fetch_clip(source: str, written: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
+def clips_dir(folder: Path | None) -> Path:
+    """Where clips go that are no files of their own: ``folder``, or else the cache of `datasets`."""
+    if folder is not None:
+        return folder
+    import datasets
+
+    return Path(datasets.config.HF_DATASETS_CACHE) / "wands_clips"
+
+
 def write_clip(data: bytes, written: str | None, folder: Path | None) -> tuple[str, Path]:
     """Write a clip that came as bytes to a file named by its content, unless it is there already.
 
@@ -112,10 +121,7 @@ def write_clip(data: bytes, written: str | None, folder: Path | None) -> tuple[s
     Returns:
         A name that stays the same when the dataset's order changes, and the file.
     """
-    if folder is None:
-        import datasets
-
-        folder = Path(datasets.config.HF_DATASETS_CACHE) / "wands_clips"
+    folder = clips_dir(folder)
     digest = hashlib.sha256(data).hexdigest()
     origin = PurePosixPath(written or "clip")
     path = folder.absolute() / f"{digest}{origin.suffix}"

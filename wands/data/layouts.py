@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from wands.data.archive import TAR_EXTENSIONS, TarReader, TarSample
-from wands.data.hf_dataset import write_clip
+from wands.data.hf_dataset import clips_dir
 from wands.data.manifest import (
     CLIP_EXTENSIONS,
     IMAGE_EXTENSIONS,
@@ -263,7 +263,7 @@ def _caption_in_file(name: str, data: bytes, columns: Columns) -> tuple[list[str
                 raise DataError(f"{name} holds a {type(value).__name__}; write an object with a caption")
             row = {str(key).lower(): item for key, item in value.items()}
             value = columns.pick_caption(row)
-    except ValueError as error:  # not UTF-8, not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
         raise DataError(f"{name} cannot be read ({error}); save it as UTF-8 text") from error
     return check_captions(value, name), row
 
@@ -283,7 +283,7 @@ def scan_tar(
         folder: of the source.
         columns: of the .json of a sample.
         captions: by member name; they count before those in the archive.
-        cache_dir: where clips are written, by content.
+        cache_dir: where clips are written.
         scan: to add to.
 
     Returns:
@@ -309,7 +309,7 @@ def scan_tar(
                         texts = check_captions(captions[written], _CAPTIONS_OF_FOLDER)
                     else:
                         texts, row = _caption_of_sample(reader, sample, extension, columns)
-                    _, path = write_clip(reader.read(video), written, cache_dir)
+                    path = reader.unpack(video, clips_dir(cache_dir))
                     scan.add(where, f"{key}.{extension}", path, texts, read_range(row, path))
                 except DataError as error:
                     scan.reject(safe_name(key), place, str(error))

@@ -188,7 +188,10 @@ def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
         raise DataError("a URL is no file; download the clip and write its path")
     folder = folders[0]
     paths = [Path(os.path.normpath(base / video)) for base in folders]
-    path = next((path for path in paths if path.is_file()), None)
+    try:
+        path = next((path for path in paths if path.is_file()), None)
+    except OSError as error:
+        raise DataError(f"path cannot be looked up ({error.strerror}); correct it") from None
     if path is None:
         raise DataError(f"no such file (looked for {paths[0]}); correct the path, it counts from {folder}")
     name = path.relative_to(folder) if path.is_relative_to(folder) else path.relative_to(path.anchor)

@@ -47,8 +47,8 @@ def load_source(
         split: of a Hugging Face dataset, or the sub-folder of a data set that has one table for each split.
         video_column: of a table or dataset; default: the first of `table.VIDEO_COLUMNS` that is there.
         caption_column: likewise, of `table.CAPTION_COLUMNS`.
-        cache_dir: where clips that a dataset or an archive holds are written, by content; default: in the
-            cache of `datasets`.
+        cache_dir: where clips that a dataset or an archive holds are written; default: in the cache of
+            `datasets`.
 
     Returns:
         The usable rows, and what was rejected with the reason.

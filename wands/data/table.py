@@ -82,7 +82,7 @@ def read_window(row: dict[str, Any]) -> tuple[float | None, float | None]:
             continue
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise DataError(f"{name}={value} is no number of seconds; correct it")
@@ -157,7 +157,7 @@ def read_table(table: Path) -> list[NumberedRow]:
             rows = list(_json_rows(table.read_text(encoding="utf-8-sig")))
         else:
             raise DataError(f"source={table} is no table; give a .csv, .jsonl or .json file, or a folder")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, not JSON
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
         raise DataError(f"source={table} cannot be read ({error}); save it as UTF-8 {kind[1:]}") from error
     return [(number, row if isinstance(row, str) else _lower(row)) for number, row in rows]
 
@@ -188,7 +188,7 @@ def _jsonl_rows(data: bytes) -> Iterator[NumberedRow]:
             continue
         try:
             row = json.loads(line.decode("utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             yield number, f"unreadable line ({error}); write one JSON object on it"
             continue
         yield number, row if isinstance(row, dict) else "not an object; write one JSON object on the line"
