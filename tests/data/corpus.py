@@ -14,6 +14,7 @@ from pathlib import Path
 
 import av
 import numpy as np
+from PIL import Image
 
 from tests.data.test_video import damage, half, write_clip, write_sound
 from wands.data.clip import ClipSpec
@@ -65,6 +66,13 @@ def _videos(frames: list[np.ndarray]) -> dict[str, tuple[Callable[[Path], object
     def made(writer: Callable[[Path], Path], then: Callable[[Path], object]) -> Callable[[Path], object]:
         return lambda path: then(writer(path))
 
+    def picture(path: Path, mode: str = "RGB", orientation: int = 1) -> Path:
+        image = Image.fromarray(frames[0]).convert(mode)
+        exif = image.getexif()
+        exif[0x0112] = orientation
+        image.save(path, exif=exif)
+        return path
+
     faststart = clip(container={"movflags": "+faststart"})
     return {
         "whole.mp4": (clip(), SAMPLE),
@@ -113,6 +121,17 @@ def _videos(frames: list[np.ndarray]) -> dict[str, tuple[Callable[[Path], object
         "hash # percent %23 'quote\" new\nline.mp4": (clip(), SAMPLE),
         f"{LONG}.mp4": (clip(), SAMPLE),
         "UPPER.MP4": (clip(fmt="mp4"), SAMPLE),
+        "image.png": (picture, SAMPLE),
+        "image with alpha.png": (lambda path: picture(path, mode="RGBA"), SAMPLE),
+        "image of a turned phone.jpg": (lambda path: picture(path, orientation=6), SAMPLE),
+        "image cut.jpg": (made(picture, half), "no frame"),
+        "image cut.png": (made(picture, half), "no frame"),
+        "image that moves.webp": (
+            lambda path: Image.fromarray(frames[0]).save(
+                path, save_all=True, append_images=[Image.fromarray(frames[9])]
+            ),
+            "no frame",
+        ),
     }
 
 

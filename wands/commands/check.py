@@ -23,8 +23,9 @@ from wands.commands.progress import progress
 from wands.data.captions import clean_caption, estimate_tokens
 from wands.data.clip import ClipSpec
 from wands.data.isolated import Crash, map_isolated
+from wands.data.manifest import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ManifestRow
 from wands.data.packing import plan_epoch
-from wands.data.source import VIDEO_EXTENSIONS, load_source
+from wands.data.source import load_source
 from wands.data.video import VideoInfo, decode_clip, probe
 from wands.errors import ConfigError, DataError
 from wands.files import write_text
@@ -34,8 +35,8 @@ ASSUMED = "wan2.1-t2v-1.3b"
 """Variant whose strides and rate count where no model is given; all of Wan 2.1 share them."""
 LIMIT_SECONDS = 300.0
 """One clip may be decoded for so long; a decoder that hangs is ended then."""
-SAMPLE_OVERHEAD = 2304
-"""Bytes of a shard per sample beside its numbers and caption: HDF5's groups, attributes, paths. Measured: 2.2 to 2.4 kB."""
+SAMPLE_OVERHEAD = 1350
+"""Bytes of a shard per sample beside its numbers and caption: HDF5's groups, attributes, paths. Measured: 1.2 to 1.4 kB."""
 THUMBNAIL = (176, 120)  # pixels, width and height at most
 
 
@@ -114,11 +115,12 @@ def check(
         CheckedClip(item.key, item.path, source=look.source, reason=item.reason, thumbnail=look.thumbnail)
         for item, look in zip(rejections, looks[len(rows) :], strict=True)
     ]
-    first_with: dict[str, str] = {}
+    first_with: dict[str, ManifestRow] = {}
     for row, caption, look in zip(rows, captions, looks, strict=False):  # looks go on
         reason = look.reason if caption else "empty caption once cleaned; write one"
         clip = CheckedClip(row.key, str(row.path), caption, lengths[caption], look.source, reason=reason)
-        twin = first_with.setdefault(look.digest, row.key) if look.digest else row.key
+        first = first_with.setdefault(look.digest, row) if look.digest else row
+        twin = "" if first.path == row.path else first.key  # one file has several captions, or ranges
         clips.append(
             replace(
                 clip,
@@ -229,22 +231,24 @@ def _thumbnail(frame: np.ndarray) -> bytes:
 
 
 def _look_at_all(tasks: Sequence[_Task | None], num_workers: int | None, limit_seconds: float) -> list[_Look]:
-    """Decode in worker processes; what is no task is not looked at."""
+    """Decode each clip once, in worker processes; what is no task is not looked at."""
     looks = [_Look()] * len(tasks)
-    wanted = [(number, task) for number, task in enumerate(tasks) if task]
+    numbers: dict[_Task, list[int]] = {}  # a clip of several captions is several rows
+    for number, task in enumerate(tasks):
+        if task:
+            numbers.setdefault(task, []).append(number)
+    wanted = list(numbers)
     with progress("clips", len(wanted)) as advance:
         for place, look in map_isolated(
-            _look_at,
-            [task for _, task in wanted],
-            num_workers=num_workers,
-            limit_seconds=limit_seconds,
-            preload=[__name__],
+            _look_at, wanted, num_workers=num_workers, limit_seconds=limit_seconds, preload=[__name__]
         ):
-            number, task = wanted[place]
             if isinstance(look, Crash):
-                reason = f"video={task.path} cannot be decoded: {look.reason}; replace or re-encode the file"
-                look = _Look(reason=reason)
-            looks[number] = look
+                path = wanted[place].path
+                look = _Look(
+                    reason=f"video={path} cannot be decoded: {look.reason}; replace or re-encode the file"
+                )
+            for number in numbers[wanted[place]]:
+                looks[number] = look
             advance()
     return looks
 
@@ -252,7 +256,7 @@ def _look_at_all(tasks: Sequence[_Task | None], num_workers: int | None, limit_s
 def _is_clip(path: str) -> bool:
     """Whether what was rejected, for want of a caption for example, is a file that can be looked at."""
     try:
-        return os.path.isabs(path) and path.lower().endswith(VIDEO_EXTENSIONS) and os.path.isfile(path)
+        return os.path.isabs(path) and path.lower().endswith(CLIP_EXTENSIONS) and os.path.isfile(path)
     except ValueError:  # a name that no system takes
         return False
 
@@ -274,7 +278,7 @@ def _latent_size(window: _Window | CheckedSample, variant: Variant) -> tuple[int
 
 def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, twin: str, *, exact: bool) -> list[str]:
     warnings = []
-    if twin != clip.key:
+    if twin:
         warnings.append(f"duplicate: the same pictures as {twin}; keep one of them")
     if clip.text_tokens > TEXT_LEN:
         count = f"{clip.text_tokens:,}" if exact else f"about {clip.text_tokens:,}"
@@ -282,16 +286,17 @@ def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, twin: str, *, exac
     source = look.source
     if source is None or not look.windows:
         return warnings
+    is_image = clip.path.lower().endswith(IMAGE_EXTENSIONS)
     if look.variable_fps:
         warnings.append(f"variable frame rate (mean {source.fps:.5g}): frames are taken by their time")
-    if source.fps < 0.95 * spec.fps:
+    if source.fps < 0.95 * spec.fps and not is_image:
         warnings.append(f"{source.fps:.4g} fps: frames are repeated to reach {spec.fps:g}")
     if source.rotation:
         warnings.append(f"rotation flag of {source.rotation} degrees: turned upright")
     if source.sar != 1:
         shown = "x".join(f"{float(side):.0f}" for side in source.display_size)
         warnings.append(f"pixel aspect {source.sar.numerator}:{source.sar.denominator}: taken as {shown}")
-    if max(window.num_frames for window in look.windows) == 1:
+    if max(window.num_frames for window in look.windows) == 1 and not is_image:
         warnings.append("becomes a still: one frame")
     return warnings
 
@@ -334,13 +339,12 @@ def _counter(model: str | Path | None) -> Callable[[str], int]:
 
     from wands.encode.pipeline import CONFIG_FILES, find_part
 
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns of each caption beyond 512 tokens
     try:
         tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer", CONFIG_FILES))
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"model={model}: its tokenizer cannot be loaded ({reason}).") from None
-    return lambda caption: len(tokenizer(caption).input_ids)
+    return lambda caption: len(tokenizer(caption, verbose=False).input_ids)  # it would warn beyond 512
 
 
 def _read_variant(model: str | Path) -> Variant:

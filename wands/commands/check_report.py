@@ -193,6 +193,8 @@ def describe_source(clip: CheckedClip) -> str:
     info = clip.source
     if info is None:
         return ""
+    if info.container.endswith("_pipe"):  # FFmpeg gives an image a rate too
+        return f"{info.width}x{info.height}, {info.codec} image"
     frames = f", {info.num_frames:,} frames" if info.num_frames else ""
     return f"{info.width}x{info.height} {info.fps:.5g} fps, {info.duration:.2f} s{frames}, {info.codec}"
 

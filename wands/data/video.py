@@ -159,6 +159,9 @@ class _Reader:
             if self._stream.codec_context is None:
                 raise self.error("is in a codec that FFmpeg does not know", "convert it to H.264")
             self._stream.thread_type = "AUTO"
+            if self._stream.codec_context.name == "mjpeg":
+                # Left to itself it fills what is missing of a cut picture with grey and calls it whole.
+                self._stream.codec_context.options = {"err_detect": "explode"}
         except BaseException:
             self._container.close()
             raise
