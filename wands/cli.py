@@ -186,6 +186,26 @@ def check(
 
 @main.command()
 @click.argument("recipe", required=False)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="JSON-lines file to write.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change a key of the recipe; repeatable.",
+)
+@click.option(
+    "--epoch", type=click.IntRange(0), default=0, show_default=True, help="Pass over the data to plan."
+)
+def pack(recipe: str | None, out: Path, overrides: tuple[str, ...], epoch: int) -> None:
+    """Write the bins and steps of an epoch that wands train RECIPE will forward, to look at."""
+    from wands.commands.pack import pack as run
+
+    click.echo(run(recipe, overrides=overrides, out=out, epoch=epoch).render())
+
+
+@main.command()
+@click.argument("recipe", required=False)
 @click.option(
     "--deepspeed", "ds_config", type=click.Path(path_type=Path), help="DeepSpeed JSON [default: ZeRO-2]."
 )

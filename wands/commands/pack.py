@@ -1,0 +1,135 @@
+"""`wands pack`: write the plan of an epoch to a file, bin by bin, exactly as `wands train` will forward it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wands.config import load_recipe
+from wands.files import atomic_path
+from wands.train.ds_config import load_ds_config
+from wands.train.job import Job, prepare_job
+
+FORMAT = "wands-plan-1"
+"""First words of a plan file; another number means other keys."""
+
+
+@dataclass(frozen=True)
+class PackResult:
+    """What was planned and written.
+
+    Attributes:
+        path: the file.
+        header: its first line.
+    """
+
+    path: Path
+    header: dict[str, Any]
+
+    def render(self) -> str:
+        """The plan in a few lines for the terminal."""
+        head = self.header
+        levels = ", ".join(f"{level:.3f} on {dp}" for dp, level in head["efficiency"].items())
+        return "\n".join(
+            [
+                f"epoch {head['epoch']}, seed {head['seed']}: {head['num_samples']} samples, {head['num_tokens']} tokens",
+                f"bins        {head['num_bins']} of at most {head['max_tokens']} tokens, fill {head['fill']:.3f}",
+                f"steps       {head['num_steps']} of {head['bins_per_step']} bins; the epoch begins at step {head['first_step']}",
+                f"efficiency  mean over slowest rank: {levels or '1 on one rank'}",
+                f"bias        lengths in a step are {head['length_bias']:.3f} from the data's (Kolmogorov-Smirnov), in random "
+                f"steps {head['length_bias_of_chance']:.3f}",
+                f"written     {self.path}",
+            ]
+        )
+
+
+def pack(recipe_path: str | None, *, overrides: Sequence[str], out: Path, epoch: int = 0) -> PackResult:
+    """Plan one epoch of a recipe's data and write it as JSON lines.
+
+    The first line describes the whole plan: format, seed, epoch, first_step, num_samples, num_tokens, num_bins,
+    num_steps, bins_per_step, max_tokens, fill (of the full steps), efficiency (dp_size -> mean over slowest
+    rank), length_bias and length_bias_of_chance (`EpochPlan.length_bias`), cost (a and b of
+    a * sum(L) + b * sum(L^2), in FLOPs of a forward) and data_fingerprint, which also stands in checkpoints.
+    Each line after it is an optimizer step: step, num_samples, num_tokens, fill, efficiency, and its bins, each
+    with keys, indices and tokens of its samples and its cost, where 1 is the mean of the epoch's bins.
+
+    Args:
+        recipe_path: as `wands train` takes it.
+        overrides: likewise.
+        out: file to create or replace.
+        epoch: pass over the data, from 0.
+
+    Raises:
+        WandsError: what `wands train` would refuse before it starts, or `out` cannot be written.
+    """
+    recipe = load_recipe(recipe_path, overrides)
+    job = prepare_job(
+        recipe,
+        load_ds_config(None),
+        world_size=recipe.parallel.group_size,  # the plan is the same at any dp_size
+        device_type="cpu",
+        names=("the built-in DeepSpeed config", str(recipe_path or "the recipe")),
+        encoders=lambda path: {},  # hashing them takes longer than planning; wands train does it
+    )
+    header = _header(job, epoch)
+    first, mean_cost = header["first_step"], header.pop("mean_cost")
+    with atomic_path(out) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(header) + "\n")
+        for step in range(first, first + header["num_steps"]):
+            file.write(json.dumps(_step_line(job, step, mean_cost), ensure_ascii=False) + "\n")
+    return PackResult(out, header)
+
+
+def _header(job: Job, epoch: int) -> dict[str, Any]:
+    sampler, shape = job.sampler, job.shape
+    plan = sampler.epoch_plan(epoch)
+    bins = [bin for step in plan.steps for bin in step if bin]
+    bias, of_chance = plan.length_bias()
+    return {
+        "format": FORMAT,
+        "seed": sampler.seed,
+        "epoch": epoch,
+        "first_step": epoch * sampler.steps_per_epoch,
+        "num_samples": len(sampler.keys),
+        "num_tokens": int(sampler.seq_lens.sum()),
+        "num_bins": len(bins),
+        "num_steps": plan.num_steps,
+        "bins_per_step": sampler.bins_per_step,
+        "max_tokens": sampler.max_tokens,
+        "fill": plan.fill,
+        "efficiency": {
+            str(dp): 1.0 / plan.imbalance(dp, sampler.cost)
+            for dp in range(2, sampler.bins_per_step + 1)
+            if sampler.bins_per_step % dp == 0
+        },
+        "length_bias": bias,
+        "length_bias_of_chance": of_chance,
+        "cost": [shape.linear_flops_per_token(), shape.attention_flops_per_squared_token()],
+        "data_fingerprint": job.data_fingerprint(),
+        "mean_cost": sum(map(sampler.bin_cost, bins)) / len(bins),
+    }
+
+
+def _step_line(job: Job, step: int, mean_cost: float) -> dict[str, Any]:
+    sampler = job.sampler
+    plan = sampler.step_plan(step)
+    costs = [sampler.bin_cost(bin) / mean_cost for bin in plan.bins]
+    return {
+        "step": step,
+        "num_samples": plan.num_samples,
+        "num_tokens": plan.num_tokens,
+        "fill": round(plan.num_tokens / (sampler.max_tokens * sum(map(bool, plan.bins))), 4),
+        "efficiency": round(sum(costs) / len(costs) / max(costs), 4),
+        "bins": [
+            {
+                "keys": [sampler.keys[i] for i in bin],
+                "indices": list(bin),
+                "tokens": [int(sampler.seq_lens[i]) for i in bin],
+                "cost": round(cost, 4),
+            }
+            for bin, cost in zip(plan.bins, costs, strict=True)
+        ],
+    }
