@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import io
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -89,10 +90,19 @@ def import_shards(
         device: where the text encoder runs.
 
     Raises:
-        ConfigError: the model is not complete.
+        ConfigError: the model is not complete, or an option cannot be.
         DataError: there are no shards, or none of their samples can be used.
         CacheError: the cache was begun otherwise, or the disk is full.
     """
+    if fps is not None and not (math.isfinite(fps) and fps > 0):
+        raise ConfigError(f"fps={fps} must be positive; use the rate of the clips, e.g. 16")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        brief = " ".join(str(error).split())[:120]
+        raise ConfigError(
+            f"device={device} cannot be used ({brief}); use cpu, or cuda with an NVIDIA GPU"
+        ) from None
     variant = _read_variant(model)
     shards = _find_shards(Path(source))
     samples = _read_all(shards, Path(source))

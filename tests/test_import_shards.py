@@ -234,6 +234,20 @@ def test_sources_without_a_sample(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize(
+    "options", [["--fps", "0"], ["--fps", "nan"], ["--device", "nonsense"], ["--model", "gone"]]
+)
+def test_options_that_cannot_be(
+    model: Path, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    energon(tmp_path / "a.tar", [energon_sample(latents(0))])
+    arguments = [str(tmp_path / "a.tar"), "--model", str(model), "--out", str(tmp_path / "cache")]
+    assert main([*arguments, *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {options[0][2:]}=")
+    assert error.count("\n") == 1
+
+
 def test_another_encoding_is_another_cache(model: Path, tmp_path: Path) -> None:
     for name, tiling in (("a", True), ("b", False)):
         energon(tmp_path / f"{name}.tar", [energon_sample(latents(0), memory_optimization=tiling)])

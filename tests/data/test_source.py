@@ -473,6 +473,18 @@ def test_streamed_rows_that_name_files_of_the_repository(
     ]
 
 
+def test_streamed_webdataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` names the columns of WebDataset tars by their members' endings."""
+    import datasets
+
+    rows = {"__key__": ["a", "b"], "mp4": [{"bytes": b"x", "path": "a.mp4"}] * 2, "txt": ["one", ""]}
+    stream = datasets.Dataset.from_dict(rows).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    found, rejections = load_source("o/n", cache_dir=tmp_path)
+    assert [(row.caption, row.path.read_bytes()) for row in found] == [("one", b"x")]
+    assert [rejection.key for rejection in rejections] == ["train:1"]
+
+
 def test_a_stream_that_breaks_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
