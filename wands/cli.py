@@ -177,7 +177,7 @@ def check(
     from wands.commands.check import check as run
     from wands.commands.check import save_report
 
-    report = run(source, max_frames=max_frames or None, **options)
+    report = run(source, max_frames=max_frames or None, thumbnails=html_path is not None, **options)
     click.echo(report.render())
     save_report(report, json_path, html_path)
     if report.count("rejected"):

@@ -130,6 +130,7 @@ def test_the_report(report: CheckReport, clips: Path) -> None:
     assert (sample.num_frames, sample.height, sample.width) == (9, 48, 96)
     assert sample.num_tokens == 3 * 3 * 6
     assert city.thumbnail[:3] == b"\xff\xd8\xff"
+    assert check(str(clips), **SMALL, thumbnails=False).clips[-1].thumbnail == b""
     totals = report.totals()
     assert (totals["clips"], totals["samples"], totals["rejected"]) == (5, 4, 1)
     assert totals["tokens"] == sum(sample.num_tokens for sample in report.samples)

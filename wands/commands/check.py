@@ -38,6 +38,7 @@ LIMIT_SECONDS = 300.0
 SAMPLE_OVERHEAD = 1350
 """Bytes of a shard per sample beside its numbers and caption: HDF5's groups, attributes, paths. Measured: 1.2 to 1.4 kB."""
 THUMBNAIL = (176, 120)  # pixels, width and height at most
+KEPT_THUMBNAILS = 20_000  # 100 MB; a page shows fewer
 
 
 def check(
@@ -58,6 +59,7 @@ def check(
     bins_per_step: int = 1,
     num_workers: int | None = None,
     limit_seconds: float = LIMIT_SECONDS,
+    thumbnails: bool = True,
 ) -> CheckReport:
     """Look at every clip of a source as `wands preprocess` with the same options will.
 
@@ -79,6 +81,7 @@ def check(
         bins_per_step: as `train.bins_per_step` of a recipe.
         num_workers: processes that decode. Default: one per core.
         limit_seconds: longest time for one clip.
+        thumbnails: make pictures for the page, of the first 20,000 clips at most.
 
     Raises:
         ConfigError: options that exclude each other, or a model that is not there.
@@ -105,11 +108,10 @@ def check(
     captions = [clean_caption(row.caption) for row in rows]
     count = _counter(model)
     lengths = {caption: count(caption) for caption in sorted(set(captions))}
-    tasks = [
-        _Task(row.path, spec, row.start, row.end) if text else None
-        for row, text in zip(rows, captions, strict=True)
-    ]
-    tasks += [_Task(Path(item.path), spec) if _is_clip(item.path) else None for item in rejections]
+    tasks: list[_Task | None] = [_Task(row.path, spec, row.start, row.end, thumbnails) for row in rows]
+    for item in rejections:
+        clip_path = Path(item.path) if _is_clip(item.path) else None
+        tasks.append(_Task(clip_path, spec, thumbnails=thumbnails) if clip_path else None)
     looks = _look_at_all(tasks, num_workers, limit_seconds)
     clips = [
         CheckedClip(item.key, item.path, source=look.source, reason=item.reason, thumbnail=look.thumbnail)
@@ -117,8 +119,9 @@ def check(
     ]
     first_with: dict[str, ManifestRow] = {}
     for row, caption, look in zip(rows, captions, looks, strict=False):  # looks go on
-        reason = look.reason if caption else "empty caption once cleaned; write one"
-        clip = CheckedClip(row.key, str(row.path), caption, lengths[caption], look.source, reason=reason)
+        if not caption:
+            look = replace(look, windows=(), digest="", reason="empty caption once cleaned; write one")
+        clip = CheckedClip(row.key, str(row.path), caption, lengths[caption], look.source, reason=look.reason)
         first = first_with.setdefault(look.digest, row) if look.digest else row
         twin = "" if first.path == row.path else first.key  # one file has several captions, or ranges
         clips.append(
@@ -166,6 +169,7 @@ class _Task:
     spec: ClipSpec
     start: float | None = None
     end: float | None = None
+    thumbnails: bool = True
 
 
 @dataclass(frozen=True)
@@ -205,8 +209,9 @@ def _look_at(task: _Task) -> _Look:
                 look,
                 source=clip.source,
                 variable_fps=clip.variable_fps,
-                thumbnail=look.thumbnail or _thumbnail(frames[len(frames) // 2]),
             )
+            if task.thumbnails and not look.thumbnail:
+                look = replace(look, thumbnail=_thumbnail(frames[len(frames) // 2]))
     except DataError as error:
         look = replace(look, reason=str(error))
     except OSError as error:
@@ -248,7 +253,7 @@ def _look_at_all(tasks: Sequence[_Task | None], num_workers: int | None, limit_s
                     reason=f"video={path} cannot be decoded: {look.reason}; replace or re-encode the file"
                 )
             for number in numbers[wanted[place]]:
-                looks[number] = look
+                looks[number] = look if number < KEPT_THUMBNAILS else replace(look, thumbnail=b"")
             advance()
     return looks
 

@@ -62,8 +62,10 @@ td { border-top: 1px solid var(--line); padding: 8px 10px; vertical-align: top; 
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.picture { width: 130px; } td.picture img { display: block; max-width: 120px; max-height: 84px; border-radius: 4px; }
 td.picture div { width: 120px; height: 62px; border-radius: 4px; border: 1px dashed var(--line); }
-td.name { max-width: 300px; overflow-wrap: anywhere; } td.name q { color: var(--faint); display: block; max-height: 4.4em;
+td.name { min-width: 170px; max-width: 300px; overflow-wrap: anywhere; }
+td.name q { color: var(--faint); display: block; max-height: 4.4em;
   overflow: auto; }
+td.is { min-width: 130px; }
 td.notes { min-width: 260px; max-width: 460px; overflow-wrap: anywhere; }
 td.notes p { margin: 0 0 4px; padding: 3px 8px; border-radius: 5px; }
 .rejected p.reason { background: var(--bad-bg); color: var(--bad); }
@@ -200,7 +202,7 @@ def _row(clip: CheckedClip) -> str:
     cells = (
         ("picture", order, image),
         ("name", clip.key, f"<b>{escape(clip.key)}</b>{caption}"),
-        ("", describe_source(clip), escape(describe_source(clip))),
+        ("is", describe_source(clip), escape(describe_source(clip))),
         ("number", frames, f"{frames:,}{many}" if first else ""),
         ("number", first.width * first.height if first else 0, size),
         ("number", tokens, f"{tokens:,}" if first else ""),

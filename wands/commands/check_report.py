@@ -207,7 +207,7 @@ def describe_samples(clip: CheckedClip) -> str:
     frames = sum(sample.num_frames for sample in clip.samples)
     tokens = sum(sample.num_tokens for sample in clip.samples)
     heading = f"{many} samples, " if many > 1 else ""
-    return f"{heading}{frames:,} frames {first.width}x{first.height}, {tokens:,} tokens"
+    return f"{heading}{frames:,} frame{'s' * (frames > 1)} {first.width}x{first.height}, {tokens:,} tokens"
 
 
 def _table(clips: Sequence[CheckedClip], width: int | None) -> str:
