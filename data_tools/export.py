@@ -1,0 +1,160 @@
+"""Write a latent cache in a form that other programs read: safetensors files, or WebDataset tars.
+
+python -m data_tools.export CACHE OUT --format safetensors|webdataset
+
+OUT holds export.json, the manifest of the cache; null_text.safetensors, the embedding of the empty caption; and
+safetensors  a file per sample with latents and text_embeds in bf16; key, caption and the rest in its header
+webdataset   the same files in tars of 1 GiB, each with the caption as .txt and the rest as .json beside it
+
+python -m data_tools.import_cache brings either back, bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import os
+import shutil
+import sys
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from safetensors.torch import save
+
+from wands.commands.progress import progress
+from wands.data.cache import LatentCache
+from wands.data.cache_format import disk_error, to_text
+from wands.errors import ConfigError, WandsError
+from wands.files import publish
+
+EXPORT_NAME, NULL_NAME = "export.json", "null_text.safetensors"
+EXPORT_FORMAT = "wands export"
+FORMATS = ("safetensors", "webdataset")
+NAME_LENGTH = 150
+"""Of a file, cut: file systems and tars take 255 bytes."""
+
+
+def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 << 30) -> int:
+    """Write every sample of a cache to another folder, each checksum verified on the way.
+
+    The folder appears when all of it is there; what a killed run has left is removed by the next.
+
+    Args:
+        path: the cache.
+        out: folder to make.
+        format: one of `FORMATS`.
+        max_bytes: of one tar, reached but for one sample.
+
+    Returns:
+        Samples written.
+
+    Raises:
+        CacheError: a damaged cache, or no space.
+        ConfigError: `out` is there already.
+    """
+    assert format in FORMATS, format
+    cache, out = LatentCache(path, verify=True), Path(out).absolute()
+    if out.exists():
+        raise ConfigError(f"OUT={out} is there already; give a new folder.")
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        manifest = {
+            "format": EXPORT_FORMAT,
+            "layout": format,
+            "num_samples": len(cache),
+            "cache": cache.manifest,
+        }
+        (temporary / EXPORT_NAME).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        (temporary / NULL_NAME).write_bytes(save({"text_embeds": cache.null_text_embeds.contiguous()}))
+        with progress("samples", len(cache)) as advance:
+            tars = _Tars(temporary, max_bytes) if format == "webdataset" else None
+            for i in range(len(cache)):
+                name, meta, content = file_name(i, cache.keys[i]), cache.meta(i), _to_bytes(cache, i)
+                if tars:
+                    known = {"key": cache.keys[i], "crc32": f"{cache.index.crc32[i]:08x}", **meta}
+                    tars.add(name, content, str(meta.get("caption") or ""), json.dumps(known))
+                else:
+                    (temporary / f"{name}.safetensors").write_bytes(content)
+                advance()
+            if tars:
+                tars.close()
+        os.sync()
+        publish(temporary, out)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise disk_error(out, cache.num_bytes, error) from None
+    return len(cache)
+
+
+def file_name(i: int, key: str) -> str:
+    """A name that any file system takes, without a dot: WebDataset takes what follows one for the kind of file."""
+    readable = quote(key.encode("utf-8", "surrogateescape"), safe="").replace(".", "%2E")
+    return f"{i:08d}-{readable}"[:NAME_LENGTH]
+
+
+def _to_bytes(cache: LatentCache, i: int) -> bytes:
+    sample = cache.read(i)
+    header = {
+        "key": to_text(sample.sample_id),
+        "meta": json.dumps(cache.meta(i)),
+        "crc32": f"{cache.index.crc32[i]:08x}",
+    }
+    tensors = {"latents": sample.latents.contiguous(), "text_embeds": sample.text_embeds.contiguous()}
+    return save(tensors, header)
+
+
+class _Tars:
+    """One tar after the other."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+        self._tar: tarfile.TarFile | None = None
+        self._count = 0
+
+    def add(self, name: str, content: bytes, caption: str, known: str) -> None:
+        if self._tar is None or self._tar.offset >= self._max_bytes:
+            self.close()
+            path = self._folder / f"shard-{self._count:05d}.tar"
+            self._tar = tarfile.TarFile(path, "w", format=tarfile.PAX_FORMAT)
+            self._count += 1
+        parts = {
+            "safetensors": content,
+            "txt": caption.encode("utf-8", "replace"),
+            "json": known.encode(),
+        }
+        for extension, part in parts.items():
+            member = tarfile.TarInfo(f"{name}.{extension}")
+            member.size = len(part)
+            self._tar.addfile(member, io.BytesIO(part))
+
+    def close(self) -> None:
+        if self._tar:
+            self._tar.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 2 for a mistake of the user's."""
+    assert __doc__
+    parser = argparse.ArgumentParser(prog="python -m data_tools.export", description=__doc__.splitlines()[0])
+    parser.add_argument("cache", type=Path, help="folder written by wands preprocess")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--format", choices=FORMATS, required=True)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        count = export(options.cache, options.out, options.format)
+    except WandsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.out}: {count:,} samples")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

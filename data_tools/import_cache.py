@@ -1,0 +1,296 @@
+"""Turn encoded samples of another form into a latent cache: what data_tools.export wrote, or a musubi-tuner cache.
+
+python -m data_tools.import_cache SOURCE OUT [--model DIR_OR_HUB_ID]
+
+SOURCE is a folder with export.json (safetensors files or tars), or the cache_directory of musubi-tuner for Wan
+(*_wan.safetensors and *_wan_te.safetensors). The latter does not say what it was encoded with: --model does.
+No pickle is ever opened, nothing is unpacked. Killed at any moment, the same command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from data_tools.export import EXPORT_FORMAT, EXPORT_NAME, FORMATS, NULL_NAME
+from data_tools.import_shards import check_latents
+from data_tools.merge import to_variant
+from wands.data.archive import TarReader
+from wands.data.cache import CacheWriter
+from wands.data.cache_format import checksum, reason, to_bits
+from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json
+from wands.errors import ConfigError, DataError, WandsError
+from wands.variants import TEXT_LEN, variant_of
+
+PICKLES = {".pth", ".pt", ".pkl", ".pickle", ".ckpt", ".bin"}
+MUSUBI_FPS = 16.0
+"""Frames per second to which musubi-tuner brings videos for Wan."""
+MUSUBI_LATENTS = re.compile(
+    r"(?P<base>.+?)(_(?P<first>\d{5})-(?P<count>\d{3,}))?_\d{4,}x\d{4,}_wan\.safetensors"
+)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One sample on its way into a cache: latents bf16 [C, f, h, w], text_embeds bf16 [L, D]."""
+
+    key: str
+    latents: Tensor
+    text_embeds: Tensor
+    meta: dict[str, Any]
+
+
+def import_cache(source: str | Path, out: str | Path, model: str | None = None) -> int:
+    """Write encoded samples to a cache, or go on with an import that was interrupted.
+
+    Args:
+        source: folder of an export, or cache folder of musubi-tuner.
+        out: cache folder.
+        model: pipeline folder or Hub id with the VAE and the text encoder that musubi-tuner used.
+
+    Returns:
+        Samples in the cache.
+
+    Raises:
+        CacheError: `out` was begun otherwise, or no space.
+        ConfigError: no `model` where one is needed, or one where it would be ignored.
+        DataError: nothing to import, or a file that is damaged, unsafe, or does not fit; it is named.
+    """
+    source = Path(source)
+    if (source / EXPORT_NAME).is_file():
+        if model is not None:
+            raise ConfigError(
+                f"--model={model} is not needed: {source} says what it was encoded with; leave it out."
+            )
+        return _import_export(source, Path(out))
+    if any(source.glob("*_wan.safetensors")):
+        if model is None:
+            raise ConfigError(
+                f"--model is needed: the cache of musubi-tuner in {source} does not name its encoders."
+            )
+        return _import_musubi(source, Path(out), model)
+    if pickles := sorted(path for path in source.glob("*") if path.suffix in PICKLES):
+        raise DataError(
+            f"source={source} holds pickles such as {pickles[0].name}, which can run any program when opened "
+            "(DiffSynth keeps its cache so); run wands preprocess on the videos instead."
+        )
+    raise DataError(
+        f"source={source} has neither {EXPORT_NAME} nor *_wan.safetensors; give a folder of data_tools.export or "
+        "the cache_directory of musubi-tuner."
+    )
+
+
+def _import_export(source: Path, out: Path) -> int:
+    try:
+        manifest = json.loads((source / EXPORT_NAME).read_text(encoding="utf-8"))
+        stored, count, layout = manifest["cache"], manifest["num_samples"], manifest["layout"]
+        variant, fingerprint = to_variant(stored["variant"]), stored["fingerprint"]
+        null_text = load((source / NULL_NAME).read_bytes())["text_embeds"]
+        if manifest["format"] != EXPORT_FORMAT or layout not in FORMATS:
+            raise ValueError(f"format {manifest['format']}, layout {layout}")
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise DataError(
+            f"source={source} has a damaged {EXPORT_NAME} or {NULL_NAME} ({reason(error)}); export again."
+        ) from None
+    items = _read_folder(source) if layout == "safetensors" else _read_tars(source)
+    seen: set[str] = set()
+    with CacheWriter(out, variant, fingerprint) as writer:
+        for item in items:
+            if item.key in seen:
+                raise DataError(f"source={source} has {item.key} twice; export again.")
+            seen.add(item.key)
+            if not writer.has(item.key, item.meta["content"]):
+                writer.add(item.key, item.latents, item.text_embeds, item.meta)
+        if len(seen) != count:
+            raise DataError(
+                f"source={source} has {len(seen):,} samples of {count:,}; restore the others or export again."
+            )
+        writer.commit(null_text, seen)
+    return count
+
+
+def _read_folder(source: Path) -> Iterator[Item]:
+    for path in sorted(source.iterdir()):
+        if path.suffix in PICKLES:
+            raise DataError(f"{path} is a pickle, which can run any program when opened; remove it.")
+        if path.suffix == ".safetensors" and path.name != NULL_NAME:
+            yield _exported(path.read_bytes(), str(path))
+
+
+def _read_tars(source: Path) -> Iterator[Item]:
+    for path in sorted(source.glob("*.tar")):
+        try:
+            reader = TarReader(path)
+        except DataError as error:
+            raise DataError(f"{path} {error}.") from None
+        with reader as tar:
+            for refusal in tar.refusals:
+                raise DataError(f"{path}: {refusal.name or 'archive'}: {refusal.reason}.")
+            for sample in tar.samples:
+                for extension in sample.members:
+                    if f".{extension.rpartition('.')[2]}" in PICKLES:
+                        raise DataError(
+                            f"{path}: {sample.key}.{extension} is a pickle, which can run any program when opened; "
+                            "export again, or see data_tools.import_shards."
+                        )
+                if "safetensors" not in sample.members:
+                    raise DataError(f"{path}: {sample.key} has no .safetensors; export again.")
+                yield _exported(tar.read(sample.members["safetensors"]), f"{path}: {sample.key}.safetensors")
+
+
+def _exported(content: bytes, place: str) -> Item:
+    """One sample of an export, its checksum verified."""
+    try:
+        header, tensors = _header(content), load(content)
+        latents, text = tensors["latents"], tensors["text_embeds"]
+        if latents.dtype != torch.bfloat16 or text.dtype != torch.bfloat16:
+            raise ValueError(f"not bf16 but {latents.dtype} and {text.dtype}")
+        found = checksum(to_bits(latents), to_bits(text))
+        if found != int(header["crc32"], 16):
+            raise ValueError(f"wrong checksum ({found:08x}, not {header['crc32']})")
+        return Item(json.loads(header["key"]), latents, text, json.loads(header["meta"]))
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise DataError(f"{place} is damaged ({reason(error)}); export again.") from None
+
+
+def _header(content: bytes) -> dict[str, str]:
+    """The text that a safetensors file carries beside its tensors."""
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]).get("__metadata__", {})
+
+
+# ---- musubi-tuner
+
+
+def _import_musubi(source: Path, out: Path, model: str) -> int:
+    from diffusers import AutoencoderKLWan
+
+    from wands.encode.text import CLEANING_VERSION, TextEncoder
+
+    try:
+        variant = variant_of(read_json(find_part(model, "transformer", CONFIG_FILES) / "config.json"))
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"model={model}: {error}; give a text-to-video pipeline of Wan 2.1.") from None
+    vae = AutoencoderKLWan.load_config(find_part(model, "vae", CONFIG_FILES))
+    std = torch.tensor(vae["latents_std"])
+    settings = {
+        "imported": "musubi-tuner",
+        "cleaning": CLEANING_VERSION,
+        "text_len": TEXT_LEN,
+        "text_dtype": "bf16",
+        "stored_dtype": "bf16",
+    }
+    count = 0
+    keys = set()
+    with CacheWriter(out, variant, fingerprint_pipeline(model) | {"settings": settings}) as writer:
+        for path in sorted(source.glob("*_wan.safetensors")):
+            item = _musubi_item(path)
+            try:
+                check_latents(item.latents, variant, std)
+                if item.text_embeds.ndim != 2 or item.text_embeds.shape[1] != variant.dit.text_dim:
+                    raise DataError(
+                        f"text of shape {tuple(item.text_embeds.shape)} is not [L, {variant.dit.text_dim}] of "
+                        f"{variant.name}; give the model that it was encoded for"
+                    )
+                if not 1 <= len(item.text_embeds) <= TEXT_LEN or not item.text_embeds.isfinite().all():
+                    raise DataError(
+                        f"text of {len(item.text_embeds)} tokens is not 1 to {TEXT_LEN} of finite numbers; cache it again"
+                    )
+            except DataError as error:
+                raise DataError(f"{path}: {error}.") from None
+            keys.add(item.key)
+            if not writer.has(item.key, item.meta["content"]):
+                meta = item.meta | {"num_frames": (item.latents.shape[1] - 1) * variant.vae_stride[0] + 1}
+                writer.add(item.key, item.latents, item.text_embeds, meta)
+            count += 1
+        writer.commit(TextEncoder.load(model).encode(""), keys)
+    return count
+
+
+def _musubi_item(path: Path) -> Item:
+    """Latents and text of one clip, as musubi-tuner 0.2 names files and tensors.
+
+    Source: kohya-ss/musubi-tuner, src/musubi_tuner/dataset (save_latent_cache_wan,
+    save_text_encoder_output_cache_wan).
+    """
+    named = MUSUBI_LATENTS.fullmatch(path.name)
+    if named is None:
+        raise DataError(
+            f"{path} has no name of musubi-tuner's (CLIP_FIRST-COUNT_WxH_wan.safetensors); remove it."
+        )
+    text_path = path.with_name(f"{named['base']}_wan_te.safetensors")
+    latent_bytes, text_bytes = _read_file(path), _read_file(text_path)
+    try:
+        latents = _tensor(latent_bytes, r"latents_\d+x\d+x\d+_\w+")
+        text = _tensor(text_bytes, r"varlen_t5_(?!preservation)\w+")
+        caption = _header(text_bytes).get("caption1")
+    except (ValueError, SafetensorError) as error:
+        raise DataError(
+            f"{path} or {text_path.name} is damaged or of another model ({reason(error)})."
+        ) from None
+    meta = {
+        "caption": caption,
+        "source": named["base"],
+        "start_seconds": int(named["first"] or 0) / MUSUBI_FPS,
+        "fps": MUSUBI_FPS,
+        "content": hashlib.blake2b(latent_bytes + text_bytes, digest_size=16).hexdigest(),
+    }
+    return Item(path.name.removesuffix("_wan.safetensors"), latents, text, meta)
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({reason(error)}); cache it again with musubi-tuner."
+        ) from None
+
+
+def _tensor(content: bytes, pattern: str) -> Tensor:
+    tensors = load(content)
+    if any(name.startswith("f_indices") for name in tensors):
+        raise ValueError("f_indices: one-frame training, which a text-to-video model has no use for")
+    names = [name for name in tensors if re.fullmatch(pattern, name)]
+    if len(names) != 1:
+        raise ValueError(f"tensors {', '.join(sorted(tensors))}")
+    return tensors[names[0]].to(torch.bfloat16)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 2 for a mistake of the user's."""
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        prog="python -m data_tools.import_cache", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "source", type=Path, help="folder of data_tools.export, or cache folder of musubi-tuner"
+    )
+    parser.add_argument("out", type=Path, help="cache folder")
+    parser.add_argument("--model", help="pipeline folder or Hub id that musubi-tuner encoded with")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        count = import_cache(options.source, options.out, options.model)
+    except WandsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.out}: {count:,} samples")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
