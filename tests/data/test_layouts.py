@@ -271,6 +271,17 @@ def test_finetrainers_line_aligned(tmp_path: Path, videos: str, captions: str) -
         load_source(str(tmp_path))
 
 
+def test_sidecars_that_are_named_like_a_listing(tmp_path: Path) -> None:
+    names = {"video": ".txt", "prompt": ".txt", "captions": ".json", "metadata": ".json"}
+    for stem, ending in names.items():
+        clip(tmp_path / f"{stem}.mp4", 40)
+        caption = f"caption of {stem}"
+        write(tmp_path / f"{stem}{ending}", caption if ending == ".txt" else {"caption": caption})
+    rows, rejected = load(tmp_path)
+    assert rows == {stem: (f"{stem}.mp4", f"caption of {stem}") for stem in names}
+    assert rejected == {}
+
+
 def test_dfm_sidecars(tmp_path: Path) -> None:
     """NVIDIA DFM, Megatron-Bridge: flat folder of .mp4 with .json, in older releases .jsonl, of the same name."""
     for index in range(5):

@@ -51,6 +51,7 @@ def find_listing(folder: Path, source: str, split: str) -> Path | None:
         found = [place / name for name in names if (place / name).is_file()]
         if any((place / name).is_file() for name in _CAPTION_LINES):
             found += [place / name for name in _VIDEO_LINES if (place / name).is_file()]
+        found = [file for file in found if not _is_sidecar(file)]
         if place / _MERGE in found:  # it names the others
             found = [place / _MERGE]
         if len(found) > 1:
@@ -60,6 +61,11 @@ def find_listing(folder: Path, source: str, split: str) -> Path | None:
         if found:
             return found[0]
     return None
+
+
+def _is_sidecar(file: Path) -> bool:
+    """Whether a clip of the same stem lies beside it: video.txt is then the caption of video.mp4."""
+    return any(file.with_suffix(extension).exists() for extension in CLIP_EXTENSIONS)
 
 
 def scan_listing(listing: Path, columns: Columns, cache_dir: Path | None, scan: Scan) -> None:
