@@ -57,7 +57,7 @@ def test_bias_is_none_by_chance_and_large_when_sorted():
 
 def test_the_verdict_sees_a_better_scheme():
     def row(name: str, fill: float, efficiency: float, bias: float) -> Row:
-        return Row(name, fill, 0.0, dict.fromkeys(CASES, efficiency), dict.fromkeys(CASES, bias))
+        return Row(name, fill, 0.0, False, dict.fromkeys(CASES, efficiency), dict.fromkeys(CASES, bias))
 
     ours = row("wands", 0.98, 0.98, 0.1)
     assert row("fuller", 0.99, 0.98, 0.1).beats(ours, CASES[0])
@@ -65,6 +65,8 @@ def test_the_verdict_sees_a_better_scheme():
     assert not row("fuller, less level", 0.99, 0.97, 0.1).beats(ours, CASES[0])
     assert not ours.beats(ours, CASES[0])
     assert ours.line([row("fuller", 0.99, 0.98, 0.1), ours]).endswith("fuller")
+    accumulated = Row("larger steps", 0.98, 0.0, True, ours.efficiency, dict.fromkeys(CASES, 0.0))
+    assert ours.line([accumulated, ours]).endswith("none")
     assert ours.line([row("less level", 0.98, 0.97, 0.1), ours]).endswith("none")
 
 
@@ -80,6 +82,6 @@ def test_it_runs_and_prints_one_table():
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     lines = done.stdout.splitlines()
     assert sum(line.startswith("scheme") for line in lines) == 1
-    for name in (*SCHEMES, "wands "):
+    for name in (*SCHEMES, "wands ", "  4 micro steps"):
         assert sum(line.startswith(name) for line in lines) >= 6
     assert lines[-1].startswith("planning 2000 clips")

@@ -89,3 +89,11 @@ def test_contradictions_inside_the_recipe():
 def test_recipe_is_immutable():
     with pytest.raises(Exception, match="frozen"):
         load_recipe(None).train.seed = 3
+
+
+def test_levelled_bins_must_divide_a_step():
+    with pytest.raises(
+        ConfigError, match=r"packing.level_bins=3 must divide train.bins_per_step=8; use the dp_size"
+    ):
+        load_recipe(None, ["packing.level_bins=3", "train.bins_per_step=8"])
+    assert load_recipe(None, ["packing.level_bins=4", "train.bins_per_step=8"]).packing.level_bins == 4

@@ -65,6 +65,9 @@ class PackingSection(Section):
     """False forwards the same bins one sample at a time: the same steps, slower."""
     max_tokens: int = Field(default=32760, gt=0)
     """Video tokens of one bin, the most that one forward holds."""
+    level_bins: int | None = Field(default=None, gt=0)
+    """Bins whose cost is levelled to each other; the dp_size that is trained on, when a step has several micro steps. Then a
+    step takes costly and cheap groups of so many, and its lengths are more mixed. Default: all bins of a step."""
 
 
 class ParallelSection(Section):
@@ -328,6 +331,11 @@ def _validation_problems(error: ValidationError) -> Iterator[tuple[str, str]]:
 def _cross_checks(recipe: Recipe) -> Iterator[str]:
     if recipe.data.cache and recipe.data.mock:
         yield f"data.cache={recipe.data.cache} and data.mock are both set; keep one of them."
+    if recipe.packing.level_bins and recipe.train.bins_per_step % recipe.packing.level_bins:
+        yield (
+            f"packing.level_bins={recipe.packing.level_bins} must divide train.bins_per_step={recipe.train.bins_per_step}; use "
+            "the dp_size that is trained on, or leave it out."
+        )
     parallel = recipe.parallel
     known = (parallel.ulysses_degree or 1) * (parallel.ring_degree or 1)
     both = parallel.ulysses_degree and parallel.ring_degree

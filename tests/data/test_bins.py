@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wands.data.bins as bins_module
-from wands.data.bins import best_fit, fewest_bins, fill_exactly, level, level_bins, pack_bins
+from wands.data.bins import best_fit, even_out, fewest_bins, fill_exactly, level, pack_bins
 
 LENS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
@@ -86,7 +86,7 @@ def test_levelling_finds_what_is_level():
 
 def test_bins_of_samples_are_levelled_like_bins_of_lengths():
     lens = np.array([30, 30, 30] + [10] * 9 + [77])
-    after = level_bins([(0, 1, 2), tuple(range(3, 12))], lens, (lens**2).astype(float), 90, (0,))
+    after = even_out([(0, 1, 2), tuple(range(3, 12))], lens, (lens**2).astype(float), 90, (0,))
     assert sorted(i for bin in after for i in bin) == list(range(12))
     assert sorted(int((lens[list(bin)] ** 2).sum()) for bin in after) == [1500, 2100]
 

@@ -23,10 +23,22 @@ SHAPE = VARIANTS["wan2.1-t2v-14b"].dit
 
 
 def plan(
-    lens, max_tokens: int = 100, bins_per_step: int = 4, seed: int = 0, epoch: int = 0, cost=COST
+    lens,
+    max_tokens: int = 100,
+    bins_per_step: int = 4,
+    seed: int = 0,
+    epoch: int = 0,
+    cost=COST,
+    level_bins: int | None = None,
 ) -> EpochPlan:
     return plan_epoch(
-        np.array(lens), max_tokens=max_tokens, bins_per_step=bins_per_step, seed=seed, epoch=epoch, cost=cost
+        np.array(lens),
+        max_tokens=max_tokens,
+        bins_per_step=bins_per_step,
+        seed=seed,
+        epoch=epoch,
+        cost=cost,
+        level_bins=level_bins,
     )
 
 
@@ -88,6 +100,36 @@ def test_realistic_lengths_are_packed_full_and_level(mix: str, max_tokens: int, 
     order = np.random.default_rng(0).permutation(len(bins) // 64 * 64).reshape(-1, 64)
     random_steps = EpochPlan(tuple(tuple(bins[i] for i in step) for step in order), lens, max_tokens)
     assert random_steps.imbalance(64, SHAPE.forward_flops) > 1.08
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 100), min_size=1, max_size=80),
+    level_bins=st.integers(1, 4),
+    micro_steps=st.integers(1, 4),
+    epoch=st.integers(0, 3),
+)
+def test_steps_of_several_groups_are_whole_too(
+    lens: list[int], level_bins: int, micro_steps: int, epoch: int
+):
+    size = level_bins * micro_steps
+    found = plan(lens, bins_per_step=size, epoch=epoch, level_bins=level_bins)
+    assert sorted(samples_of(found)) == list(range(len(lens)))
+    assert all(len(step) == size for step in found.steps)
+    assert all(sum(lens[i] for i in bin) <= 100 for step in found.steps for bin in step)
+    assert found.num_steps == plan(lens, bins_per_step=size).num_steps
+
+
+def test_levelling_micro_steps_alone_keeps_steps_mixed():
+    lens = length_mix(*MIXES["A"], num_samples=8000)
+    cost = SHAPE.forward_flops
+    whole = plan(lens, 75_600, 32, cost=cost)
+    apart = plan(lens, 75_600, 32, cost=cost, level_bins=8)
+    assert apart.imbalance(8, cost) <= 1 / 0.98
+    assert apart.fill == pytest.approx(whole.fill, abs=0.002)
+    assert apart.length_bias()[0] < 0.4 * whole.length_bias()[0]
+    assert apart.length_bias()[0] < 1.5 * apart.length_bias()[1]  # about what chance does
+    assert apart.imbalance(32, cost) > 1.2 > whole.imbalance(32, cost)  # not for ranks that all wait
 
 
 def test_full_steps_keep_to_the_level():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wands.data.sampler as sampler_module
-from wands.data.packing import assign_bins
+from wands.data.packing import assign_bins, plan_epoch
 from wands.data.sampler import PlanSampler
 from wands.errors import DataError
 
@@ -96,6 +96,18 @@ def test_the_same_samples_form_the_step_at_any_dp_size():
     at = {dp: assign_bins(plan.bins, dp, cost) for dp in (1, 2, 4)}
     assert {len(micro_steps) * dp for dp, micro_steps in at.items()} == {4}
     assert len({frozenset(Counter(bin for ranks in at[dp] for bin in ranks).items()) for dp in at}) == 1
+
+
+def test_the_bins_that_are_levelled_are_the_plan_s():
+    lens = [90] * 8 + [45] * 16 + [20] * 40
+    found = build(lens, bins_per_step=8, level_bins=2).epoch_plan(0)
+    assert (
+        found.steps
+        == plan_epoch(
+            np.array(lens), max_tokens=100, bins_per_step=8, seed=0, epoch=0, cost=(1.0, 0.01), level_bins=2
+        ).steps
+    )
+    assert found.steps != build(lens, bins_per_step=8).epoch_plan(0).steps
 
 
 def test_too_long_samples_are_named_before_anything_runs():

@@ -72,7 +72,7 @@ def pack_bins(
     return [tuple(next(waiting[one]) for one in bin) for bin in contents]
 
 
-def level_bins(
+def even_out(
     bins: Sequence[Bin], seq_lens: np.ndarray, sample_costs: np.ndarray, max_tokens: int, key: tuple[int, ...]
 ) -> list[Bin]:
     """The same samples in as many bins, none empty, of more even cost.

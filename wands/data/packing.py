@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from wands.data.bins import Bin, level_bins, pack_bins
+from wands.data.bins import Bin, even_out, pack_bins
 from wands.errors import DataError
 from wands.flow.keys import permutation
 
@@ -102,6 +102,7 @@ def plan_epoch(
     epoch: int,
     cost: Cost,
     keys: Sequence[str] | None = None,
+    level_bins: int | None = None,
 ) -> EpochPlan:
     """Fill bins to `max_tokens`, level their cost, and put bins of like cost into the same step.
 
@@ -122,6 +123,9 @@ def plan_epoch(
         epoch: other epochs are packed and ordered differently.
         cost: of a pack.
         keys: names of the samples, for the error message.
+        level_bins: bins that are levelled to each other, for ranks that wait for each other in every micro step;
+            it divides `bins_per_step`. A step of several such groups takes costly and cheap ones, so that its
+            lengths are less alike. None: all bins of a step.
 
     Returns:
         A plan with every sample exactly once.
@@ -131,17 +135,19 @@ def plan_epoch(
     """
     seq_lens = np.asarray(seq_lens, dtype=np.int64)
     _check_lengths(seq_lens, max_tokens, keys)
+    assert level_bins is None or bins_per_step % level_bins == 0, (bins_per_step, level_bins)
     bin_cost = bin_costs(seq_lens, cost)
     sample_costs = np.array([bin_cost((i,)) for i in range(len(seq_lens))], dtype=np.float64)
     bins = pack_bins(seq_lens, sample_costs, max_tokens, seed, epoch)
     bins = [bins[i] for i in permutation(len(bins), seed, epoch, "bins")]
 
-    rest, bins = _part_rest(bins, len(bins) % bins_per_step, bins_per_step, bin_cost)
-    steps = _level_steps(bins, bins_per_step, bin_cost, seq_lens, (seed, epoch))
+    rest, bins = _part_rest(bins, bins_per_step, sample_costs)
+    groups = _level_steps(bins, level_bins or bins_per_step, bin_cost, seq_lens, (seed, epoch))
+    steps = _mix_groups(groups, bins_per_step, bin_cost, (seed, epoch))
     steps = [steps[i] for i in permutation(len(steps), seed, epoch, "steps")]
     if rest:
         spread = _spread(rest, bins_per_step, bin_cost)
-        leveled = level_bins(spread, seq_lens, sample_costs, max_tokens, (seed, epoch, -1))
+        leveled = even_out(spread, seq_lens, sample_costs, max_tokens, (seed, epoch, -1))
         steps.append((*leveled, *[()] * (bins_per_step - len(leveled))))
     return EpochPlan(tuple(steps), seq_lens, max_tokens)
 
@@ -193,17 +199,20 @@ def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | 
 
 
 def _part_rest(
-    bins: Sequence[Bin], num_rest: int, bins_per_step: int, bin_cost: Callable[[Bin], float]
+    bins: Sequence[Bin], bins_per_step: int, sample_costs: np.ndarray
 ) -> tuple[list[Bin], list[Bin]]:
-    """The first bins of which no sample alone costs more than a rank's share of the last step, and all others.
+    """The bins that are too few for a step, and all others, which make up whole steps.
 
-    They are spread over the ranks of a whole step, where all would wait for one long sample. If there are
-    too few of them, the bins follow whose costliest sample is the cheapest.
+    The rest is spread over the ranks of a whole step, where all would wait for one long sample. So it is the
+    first bins of which no sample alone costs more than a rank's share of that step; if there are too few of
+    them, the bins follow whose costliest sample is the cheapest.
     """
-    share = num_rest / bins_per_step * sum(map(bin_cost, bins)) / len(bins)
-    costliest = [max(bin_cost((i,)) for i in bin) for bin in bins]
-    chosen = sorted(range(len(bins)), key=lambda i: max(costliest[i], share))[:num_rest]
-    others = sorted(set(range(len(bins))) - set(chosen))
+    num_rest = len(bins) % bins_per_step
+    costs = sample_costs.tolist()
+    share = num_rest / bins_per_step * sum(costs) / len(bins)
+    costliest = [max(share, *[costs[i] for i in bin]) for bin in bins]
+    chosen = sorted(range(len(bins)), key=costliest.__getitem__)[:num_rest]
+    others = sorted(set(range(len(bins))).difference(chosen))
     return [bins[i] for i in chosen], [bins[i] for i in others]
 
 
@@ -234,6 +243,25 @@ def _level_steps(
         for bin, step in zip(group, dealt.tolist(), strict=True):
             of_step[step].append(bin)
         steps += map(tuple, of_step)
+    return steps
+
+
+def _mix_groups(
+    groups: Sequence[Step],
+    bins_per_step: int,
+    bin_cost: Callable[[Bin], float],
+    key: tuple[int, int],
+) -> list[Step]:
+    """Steps of one group from each share of the groups, from the costliest to the cheapest."""
+    if not groups or len(groups[0]) == bins_per_step:
+        return list(groups)
+    by_cost = sorted(groups, key=lambda group: sum(map(bin_cost, group)), reverse=True)
+    num_steps = len(groups) * len(groups[0]) // bins_per_step
+    steps: list[Step] = [()] * num_steps
+    for start in range(0, len(groups), num_steps):
+        order = permutation(num_steps, *key, "groups", start).tolist()
+        for group, step in zip(by_cost[start : start + num_steps], order, strict=True):
+            steps[step] += group
     return steps
 
 

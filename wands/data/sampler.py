@@ -55,6 +55,7 @@ class PlanSampler:
         cost: of a pack, for levelling the ranks.
         epochs: passes over the data, when `max_steps` is None.
         max_steps: optimizer steps; goes on into as many epochs as that takes.
+        level_bins: as in `plan_epoch`.
 
     Attributes:
         steps_per_epoch: the same in every epoch.
@@ -76,6 +77,7 @@ class PlanSampler:
         cost: Cost,
         epochs: int = 1,
         max_steps: int | None = None,
+        level_bins: int | None = None,
     ) -> None:
         assert len(seq_lens) == len(keys)
         self.seq_lens = np.asarray(seq_lens, dtype=np.int64)
@@ -84,6 +86,7 @@ class PlanSampler:
         self.bins_per_step = bins_per_step
         self.seed = seed
         self.cost = cost
+        self.level_bins = level_bins
         self.bin_cost = bin_costs(self.seq_lens, cost)
         self._occurrence_of = _occurrences(keys)
         self._plan = (0, self._plan_epoch(0))
@@ -118,6 +121,7 @@ class PlanSampler:
             epoch=epoch,
             cost=self.cost,
             keys=self.keys,
+            level_bins=self.level_bins,
         )
 
 

@@ -179,6 +179,7 @@ def prepare_job(
         cost=cost,
         epochs=recipe.train.epochs,
         max_steps=recipe.train.max_steps,
+        level_bins=recipe.packing.level_bins,
     )
     collator = PackingCollator(shape, recipe.flow, recipe.train.seed, data.null_text_embeds)
     return Job(recipe, ds_config, config, shape, variant, data, sampler, collator, world_size, degrees)
