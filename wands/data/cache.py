@@ -144,7 +144,6 @@ class LatentCache:
         shape, text_shape = self._shapes(i)
         text = np.empty(text_shape, np.uint16)
         try:
-            _read_into(text, file, offsets[1])
             if self.verify or (first, end) == (0, num_frames):
                 bits = np.empty(shape, np.uint16)
                 _read_into(bits, file, offsets[0])
@@ -154,6 +153,7 @@ class LatentCache:
                 for channel in range(shape[0]):
                     start = offsets[0] + (channel * num_frames + first) * frame
                     _read_into(bits[channel, first:end], file, start)
+            _read_into(text, file, offsets[1])  # behind the latents: the disk has read ahead
         except OSError as error:
             raise self._damaged(i, f"cannot be read ({reason(error)})") from None
         if self.verify and (found := checksum(bits, text)) != self.index.crc32[i]:
