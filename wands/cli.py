@@ -115,15 +115,25 @@ def main(local_rank: int | None, verbose: bool) -> None:
     show_default=True,
     help="Of the text encoder.",
 )
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Processes to start; each takes a GPU, in turn, and the next clip that nobody has.",
+)
 def preprocess(source: str, out: Path, model: str, max_frames: int, **options: Any) -> None:
-    """Encode SOURCE into a latent cache.
+    """Encode SOURCE into a latent cache, or go on with one.
 
+    Several processes: --workers N, or torchrun --nproc-per-node N -m wands preprocess ... with SOURCE and --out on a shared disk.
     SOURCE is a folder of clips and images with .txt or .json captions of the same name, a table such as metadata.csv / .jsonl /
     .json or captions.json (or a folder that holds one), tar archives, or a Hugging Face datasets name or folder.
     """
     from wands.commands.preprocess import preprocess as run
 
-    click.echo(run(source, out, model, max_frames=max_frames or None, **options).render())
+    report = run(source, out, model, max_frames=max_frames or None, **options)
+    if report is not None:  # the first rank has it
+        click.echo(report.render())
 
 
 @main.command()

@@ -21,6 +21,7 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
+from wands.commands import encoding
 from wands.commands import preprocess as module
 from wands.commands import progress as progress_module
 from wands.commands.preprocess import PreprocessReport, preprocess
@@ -143,7 +144,7 @@ def test_bug_in_the_pixels_is_caught(
     monkeypatch: pytest.MonkeyPatch,
     bug: Callable[[np.ndarray], torch.Tensor],
 ) -> None:
-    monkeypatch.setattr(module, "to_pixels", bug)
+    monkeypatch.setattr(encoding, "to_pixels", bug)
     preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **SMALL)
     latents, _ = stock_sample(tiny_pipeline, one_clip / "man.mp4", "")
     assert differs(LatentCache(tmp_path / "cache").read(0).latents, latents) > 10
@@ -536,12 +537,14 @@ def test_full_disk_is_one_sentence_and_the_next_run_goes_on(
     assert "Traceback" not in errors
     messages = output.splitlines()
     assert len(messages) == 3, output
-    for message, file in zip(messages, ("manifest.json", ".text.tmp", "shard-0000"), strict=True):
+    for message, file in zip(messages, ("manifest.json", "text-0.journal", "shard-0000"), strict=True):
         assert message.startswith(f"CacheError: cache={tmp_path / 'cache'} cannot take {file}")
         assert "File too large" in message
-    assert not list((tmp_path / "cache").glob(".*"))
+    assert [path.name for path in (tmp_path / "cache").glob(".*")] == [".work"]  # what is encoded is kept
     report = preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **WINDOWS)
     assert report.num_accepted > 3
+    assert report.num_reused >= 2
+    assert not list((tmp_path / "cache").glob(".*"))
     LatentCache(tmp_path / "cache", verify=True).read(0)
 
 

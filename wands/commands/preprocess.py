@@ -1,43 +1,49 @@
 """`wands preprocess`: clips and captions in, a latent cache out.
 
-Captions are encoded first, then clips: UMT5 and the VAE are never in memory together. What cannot be used is
-left out, and said.
+The phases: scan the source, hand out what the cache lacks, encode captions and then clips (`wands/commands/encoding.py`; UMT5 and
+the VAE are never in memory together), write the index. What cannot be used is left out, and said.
 """
 
 from __future__ import annotations
 
-import gc
+import fcntl
 import hashlib
 import json
+import os
+import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from wands.commands.progress import progress
+from wands.commands.claims import Claims
+from wands.commands.encoding import WORK_NAME, Row, WorkerStats, encode_share
+from wands.commands.workers import Crew, follow_leader, lock_work, start_workers, tell_followers
 from wands.data.cache import CacheWriter, LatentCache
-from wands.data.cache_format import write_whole
+from wands.data.cache_format import Entry, disk_error, write_whole
 from wands.data.clip import ClipSpec
 from wands.data.histogram import token_histogram
 from wands.data.source import ManifestRow, Rejection, load_source
-from wands.data.video import decode_clip, to_pixels
 from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json
 from wands.encode.spool import TextSpool
-from wands.encode.text import CLEANING_VERSION, TextEncoder, clean_caption
-from wands.encode.vae import WanVideoEncoder
-from wands.errors import CacheError, ConfigError, DataError
+from wands.encode.text import CLEANING_VERSION, clean_caption
+from wands.errors import CacheError, ConfigError, DataError, WandsError
 from wands.variants import TEXT_LEN, Variant, variant_of
 
 MAX_PIXELS = 480 * 832
 """Default bound of a frame's area: Wan's 480p class, whatever the aspect."""
 REJECTS_NAME = "rejects.jsonl"
 SHOWN_REJECTIONS = 50
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CAPTIONS_IN_PIECE = 32
+SCAN_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,12 @@ class PreprocessReport:
         num_shards: HDF5 files.
         num_bytes: their size.
         seconds: wall time.
+        num_relabelled: samples whose latents were taken from the cache, because only the caption or the name
+            of the clip is new.
+        num_workers: processes that encoded.
+        waited: share of the encoders' time in the pass over clips that they stood still for a clip to be
+            decoded; None when nothing was encoded.
+        lost_workers: what ended processes early, while the others went on.
     """
 
     out: Path
@@ -70,6 +82,10 @@ class PreprocessReport:
     num_shards: int
     num_bytes: int
     seconds: float
+    num_relabelled: int = 0
+    num_workers: int = 1
+    waited: float | None = None
+    lost_workers: tuple[str, ...] = ()
 
     def render(self) -> str:
         """The report as the terminal shows it."""
@@ -79,6 +95,12 @@ class PreprocessReport:
             token_histogram(self.tokens),
         ]
         lines.append(f"  {self.num_bytes:,} bytes in {self.num_shards:,} shard(s), {self.seconds:.1f} s")
+        if self.waited is not None:
+            by = f"{self.num_workers} processes, encoders" if self.num_workers > 1 else "encoder"
+            lines.append(f"  {by} waited {self.waited:.1%} of the time for decoding")
+        if self.num_relabelled:
+            lines.append(f"{self.num_relabelled:,} samples keep their latents: only caption or name is new")
+        lines += [f"{lost}; the others took over its work" for lost in self.lost_workers]
         if self.num_left_out:
             lines.append(
                 f"{self.num_left_out:,} samples of earlier runs are not in the source: left out of the index"
@@ -115,12 +137,16 @@ def preprocess(
     video_column: str | None = None,
     caption_column: str | None = None,
     max_samples: int = 512,
-) -> PreprocessReport:
+    workers: int = 1,
+) -> PreprocessReport | None:
     """Encode a source of clips into a latent cache, or go on with one that an earlier run began.
 
     A clip that is already in the cache, made from the same file, caption and range, is not encoded again.
-    Settings other than those the cache was begun with are refused. Afterwards the index holds what the source
-    holds, no more.
+    If only its caption or its name is new, its latents are kept. Settings other than those the cache was begun
+    with are refused. Afterwards the index holds what the source holds, no more.
+
+    Under a launcher (RANK, WORLD_SIZE) its processes share the work, otherwise `workers` processes that this one
+    starts: each takes the next clip that nobody has. All need the source and `out` on a file system they share.
 
     Args:
         source: folder, table or Hugging Face dataset, see `wands.data.source.load_source`.
@@ -141,169 +167,161 @@ def preprocess(
         split: of a dataset.
         video_column: of a table or dataset.
         caption_column: of a table or dataset.
-        max_samples: of one shard. A run that is killed loses the shard it was writing.
+        max_samples: of one shard.
+        workers: processes to start; 1 encodes in this one.
+
+    Returns:
+        What was done; None on the ranks of a launcher but the first.
 
     Raises:
         ConfigError: options that exclude each other, or a model that is not complete.
         DataError: the source holds nothing that can be used.
         CacheError: the cache was begun with other settings, or the disk is full.
     """
-    started = time.monotonic()
-    place = _device(device)
-    text_place = _device(text_device) if text_device else place
-    variant = _read_variant(model)
-    if max_pixels is None and height is None:
-        max_pixels = MAX_PIXELS
-    spec = ClipSpec(
-        fps=fps if fps is not None else variant.fps,
-        height=height,
-        width=width,
-        center_crop=center_crop,
-        max_pixels=max_pixels,
-        max_frames=max_frames,
-        clip_mode=clip_mode,
-        size_multiple=variant.vae_stride[1] * variant.dit.patch_size[1],
-        frame_stride=variant.vae_stride[0],
-    )
-    rows, rejected = load_source(
-        source, split=split, video_column=video_column, caption_column=caption_column
-    )
-    settings = {
+    crew = Crew.find(workers, device, text_device)
+    if crew.rank > 0:
+        follow_leader(Path(out) / WORK_NAME, crew)
+        return None
+    with tell_followers(crew) as begin:
+        started = time.monotonic()
+        variant = _read_variant(model)
+        spec = ClipSpec(
+            fps=fps if fps is not None else variant.fps,
+            height=height,
+            width=width,
+            center_crop=center_crop,
+            max_pixels=MAX_PIXELS if max_pixels is None and height is None else max_pixels,
+            max_frames=max_frames,
+            clip_mode=clip_mode,
+            size_multiple=variant.vae_stride[1] * variant.dit.patch_size[1],
+            frame_stride=variant.vae_stride[0],
+        )
+        rows, rejected = load_source(
+            source, split=split, video_column=video_column, caption_column=caption_column
+        )
+        fingerprint = fingerprint_pipeline(model) | {"settings": _settings(spec, text_dtype)}
+        with CacheWriter(out, variant, fingerprint, max_samples=max_samples) as writer:
+            job = _Job(writer, crew, {"model": str(model), "clip": asdict(spec), "text_dtype": text_dtype})
+            with job.work_folder():
+                scan = _Scan.of(rows, writer.entries, rejected)
+                null_text = _known_null_text(writer.path)
+                if scan.pending or null_text is None:
+                    job.hand_out(scan.pending, null_text is None)
+                    begin(job.token)
+                    job.run()
+                return _finish(job, scan, null_text, source=source, variant=variant, started=started)
+
+
+def _settings(spec: ClipSpec, text_dtype: str) -> dict[str, Any]:
+    """What of the options decides the bits of a sample."""
+    return {
         "clip": asdict(spec),
         "cleaning": CLEANING_VERSION,
         "text_len": TEXT_LEN,
         "text_dtype": text_dtype,
+        "vae_dtype": "fp32",
+        "vae_tiling": False,
+        "stored_dtype": "bf16",
     }
-    settings |= {"vae_dtype": "fp32", "vae_tiling": False, "stored_dtype": "bf16"}
-    fingerprint = fingerprint_pipeline(model) | {"settings": settings}
-
-    with CacheWriter(out, variant, fingerprint, max_samples=max_samples) as writer:
-        run = _Run(spec, writer, rows, rejected)
-        null_text = _known_null_text(writer.path)
-        with TextSpool(writer.path / ".text.tmp") as spool:
-            if run.pending or null_text is None:
-                encoder = TextEncoder.load(model, text_place, DTYPES[text_dtype])
-                null_text = encoder.encode("")
-                run.encode_captions(encoder, spool)
-                del encoder
-                _free_memory()
-            if run.pending:
-                run.encode_clips(WanVideoEncoder.load(model, place), spool)
-        run.write_rejects()
-        if not run.accepted:
-            first = f" (first: {run.rejected[0].reason})" if run.rejected else ""
-            raise DataError(
-                f"source={source} gave no sample, {len(run.rejected)} rejected{first}; "
-                f"every reason is in {writer.path / REJECTS_NAME}."
-            )
-        num_left_out = len(writer.keys - run.accepted)
-        writer.commit(null_text, run.accepted)
-    cache = LatentCache(out)
-    return PreprocessReport(
-        out=Path(out),
-        variant=variant.name,
-        num_accepted=len(cache),
-        num_reused=len(run.reused),
-        num_left_out=num_left_out,
-        num_cut_captions=int((cache.index.text_lens == TEXT_LEN).sum()),
-        rejected=tuple(run.rejected),
-        tokens=cache.num_tokens(variant.dit.patch_size),
-        num_shards=len(cache.index.shard_names),
-        num_bytes=cache.num_bytes,
-        seconds=time.monotonic() - started,
-    )
 
 
-class _Run:
-    """The rows of one run, and what has become of them."""
-
-    def __init__(
-        self, spec: ClipSpec, writer: CacheWriter, rows: Sequence[ManifestRow], rejected: Sequence[Rejection]
-    ) -> None:
-        self.spec, self.writer = spec, writer
-        self.rejected = list(rejected)
-        self.reused: set[str] = set()
-        self.added: set[str] = set()
-        self.pending: list[
-            tuple[ManifestRow, str, str]
-        ] = []  # row, cleaned caption, digest of what it is made from
-        for row in rows:
-            caption = clean_caption(row.caption)
-            if not caption:
-                self.reject(row, "empty caption once cleaned; write one")
-                continue
-            try:
-                content = _content(row, caption)
-            except OSError as error:
-                self.reject(row, f"video={row.path} cannot be read ({error.strerror}); mend its permissions")
-                continue
-            if writer.has(row.key, content):
-                self.reused.add(row.key)
-            else:
-                self.pending.append((row, caption, content))
-
-    @property
-    def accepted(self) -> set[str]:
-        """Keys of every sample that the source gave."""
-        return self.reused | self.added
-
-    def reject(self, row: ManifestRow, reason: str) -> None:
-        self.rejected.append(Rejection(row.key, str(row.path), reason))
-
-    def encode_captions(self, encoder: TextEncoder, spool: TextSpool) -> None:
-        """Equal captions once."""
-        captions = sorted({caption for _, caption, _ in self.pending})
-        with progress("captions", len(captions)) as advance:
-            for caption in captions:
-                spool.add(caption, encoder.encode(caption))
-                advance()
-
-    def encode_clips(self, encoder: WanVideoEncoder, spool: TextSpool) -> None:
-        """Decode, encode and store; a clip that cannot be used is rejected and the next one taken."""
-        with progress("clips", len(self.pending)) as advance:
-            for row, caption, content in self.pending:
-                try:
-                    self._encode_clip(encoder, row, caption, content, spool.read(caption))
-                except DataError as error:
-                    self.reject(row, str(error))
-                except (torch.OutOfMemoryError, MemoryError):
-                    _free_memory()
-                    self.reject(row, "does not fit into memory; lower --max-frames or --max-pixels")
-                advance()
-
-    def _encode_clip(
-        self, encoder: WanVideoEncoder, row: ManifestRow, caption: str, content: str, text_embeds: Tensor
-    ) -> None:
-        for clip in decode_clip(row.path, self.spec, row.start, row.end):
-            key = row.key + clip.suffix
-            if self.writer.has(key, content):  # a window of a clip that an earlier run did not finish
-                self.reused.add(key)
-                continue
-            latents = encoder.encode(to_pixels(clip.frames))
-            if not latents.isfinite().all():
-                raise DataError(f"video={row.path} encodes to numbers that are not finite; replace the file")
-            meta = {
-                "caption": caption,
-                "source": str(row.path),
-                "start_seconds": clip.start_seconds,
-                "num_frames": len(clip.frames),
-                "height": clip.frames.shape[1],
-                "width": clip.frames.shape[2],
-                "fps": clip.fps,
-                "content": content,
-            }
-            self.writer.add(key, latents.to(torch.bfloat16), text_embeds, meta)
-            self.added.add(key)
-
-    def write_rejects(self) -> None:
-        lines = [json.dumps(asdict(item)) + "\n" for item in self.rejected]
-        write_whole(self.writer.path / REJECTS_NAME, "".join(lines).encode())
+# ---- scan
 
 
-def _content(row: ManifestRow, caption: str) -> str:
-    """Digest of what a sample is made from: the file by its size and both ends, the caption, the range.
+@dataclass
+class _Scan:
+    """The rows of the source, beside what the cache has of them.
 
-    Size and time of change alone would encode a data set anew because it was copied.
+    Attributes:
+        contents: key of each usable row -> digest of what its samples are made from.
+        pending: rows with a window that the cache lacks.
+        rejected: what cannot be used, so far.
+        before: keys of all samples that the cache had.
+    """
+
+    contents: dict[str, str]
+    pending: list[Row]
+    rejected: list[Rejection]
+    before: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[ManifestRow], entries: Mapping[str, Entry], rejected: Sequence[Rejection]
+    ) -> _Scan:
+        """Compare the rows of a source with a cache."""
+        scan = cls({}, [], list(rejected), {key: entry.content for key, entry in entries.items()})
+        windows = _windows(entries)
+        with ThreadPoolExecutor(SCAN_THREADS) as pool:  # small reads of many files: waiting for the disk
+            for row, found in zip(rows, pool.map(_examine, rows), strict=True):
+                if isinstance(found, Rejection):
+                    scan.rejected.append(found)
+                    continue
+                scan.contents[row.key] = found.content
+                if (pending := scan._lacking(found, windows, entries)) is not None:
+                    scan.pending.append(pending)
+        return scan
+
+    def _lacking(
+        self, row: Row, windows: Mapping[str, Mapping[str, Entry]], entries: Mapping[str, Entry]
+    ) -> Row | None:
+        """The row with what it needs not encode, or None if the cache has all of it."""
+        if self.before.get(row.key) == row.content:
+            return None
+        present = tuple(
+            row.key + suffix
+            for suffix in windows.get(row.video, {})
+            if self.before.get(row.key + suffix) == row.content
+        )
+        whole = windows.get(row.video, {})
+        if sum(entry.last for entry in whole.values()) != 1 or len(whole) != 1 + _last_number(whole):
+            return Row(**{**vars(row), "present": present})
+        latents = tuple(
+            (entry.shard, entry.row, suffix)
+            for suffix, entry in sorted(whole.items())
+            if row.key + suffix not in present
+        )
+        return Row(**{**vars(row), "latents": latents}) if latents else None
+
+    def accepted(self, entries: Mapping[str, Entry]) -> set[str]:
+        """Keys of every sample that the source gives: a row's own, or those of its windows."""
+        return {
+            key for key, entry in entries.items() if self.contents.get(key.partition("#")[0]) == entry.content
+        }
+
+
+def _windows(entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
+    """Digest of a video -> suffix of a window -> a sample that has its latents."""
+    windows: dict[str, dict[str, Entry]] = defaultdict(dict)
+    for key, entry in entries.items():
+        if entry.video:
+            windows[entry.video]["".join(key.partition("#")[1:])] = entry
+    return windows
+
+
+def _last_number(windows: Mapping[str, Entry]) -> int:
+    last = next(suffix for suffix, entry in windows.items() if entry.last)
+    return int(last[1:] or 0)
+
+
+def _examine(row: ManifestRow) -> Row | Rejection:
+    caption = clean_caption(row.caption)
+    if not caption:
+        return Rejection(row.key, str(row.path), "empty caption once cleaned; write one")
+    try:
+        content, video = _digests(row, caption)
+    except OSError as error:
+        return Rejection(
+            row.key,
+            str(row.path),
+            f"video={row.path} cannot be read ({error.strerror}); mend its permissions",
+        )
+    return Row(row.key, str(row.path), caption, row.start, row.end, content, video)
+
+
+def _digests(row: ManifestRow, caption: str) -> tuple[str, str]:
+    """What a sample is made from, and what its latents are: the file by its size and both ends, range, caption.
+
+    Size and time of change alone would encode a data set anew because it was copied. The settings are the same in all of a cache.
     """
     with row.path.open("rb") as file:
         size = file.seek(0, 2)
@@ -311,8 +329,11 @@ def _content(row: ManifestRow, caption: str) -> str:
         head = file.read(1 << 16)
         file.seek(max(0, size - (1 << 16)))
         ends = head + file.read(1 << 16)
-    rest = json.dumps([size, caption, row.start, row.end])
-    return hashlib.blake2b(ends + rest.encode(), digest_size=16).hexdigest()
+    content, video = (
+        hashlib.blake2b(ends + json.dumps(rest).encode(), digest_size=16).hexdigest()
+        for rest in ([size, caption, row.start, row.end], [size, row.start, row.end])
+    )
+    return content, video
 
 
 def _read_variant(model: str | Path) -> Variant:
@@ -345,20 +366,173 @@ def _known_null_text(path: Path) -> Tensor | None:
         return None
 
 
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# ---- encode
+
+
+class _Job:
+    """The leader's side of a run: fills the work folder, has it worked off, collects what the workers made."""
+
+    def __init__(self, writer: CacheWriter, crew: Crew, options: dict[str, Any]) -> None:
+        self.writer, self.crew, self.options = writer, crew, options
+        self.work = writer.path / WORK_NAME
+        self.token = uuid.uuid4().hex
+        self.num_workers = crew.size
+        self.lost: list[str] = []
+        self.handed_out = False
+
+    @contextmanager
+    def work_folder(self) -> Iterator[None]:
+        """Make the folder and take in what an earlier run left there; only `clear` removes it."""
+        try:
+            self.work.mkdir(exist_ok=True)
+            lock = lock_work(self.work)
+        except OSError as error:
+            raise disk_error(self.work, 0, error, cache=self.writer.path) from None
+        try:
+            self.take_in()
+            yield
+        finally:
+            os.close(lock)
+
+    def take_in(self) -> None:
+        """Samples that no shard holds yet go into shards; waits for workers that have not ended."""
+        self.writer.refresh()
+        for path in sorted(self.work.glob("samples-*.journal")):
+            with path.open("rb") as journal:
+                fcntl.flock(journal, fcntl.LOCK_EX)
+                self.writer.refresh()
+                self.writer.adopt(path)
+
+    def hand_out(self, rows: Sequence[Row], with_null_text: bool) -> None:
+        """Write down the work.
+
+        Raises:
+            CacheError: the disk is full.
+        """
+        if not self.crew.launched:
+            self.num_workers = max(1, min(self.crew.size, len(rows)))
+        spool = TextSpool(self.work.glob("text-*.journal"))
+        wanted = {row.caption for row in rows} | ({""} if with_null_text else set())
+        captions = sorted(caption for caption in wanted if caption not in spool)
+        pieces = [captions[i : i + CAPTIONS_IN_PIECE] for i in range(0, len(captions), CAPTIONS_IN_PIECE)]
+        options = self.options | {
+            "token": self.token,
+            "digest": self.writer.digest,
+            "max_samples": self.writer.max_samples,
+            "needs_vae": any(not row.latents for row in rows),
+        }
+        try:
+            for path in [*self.work.glob("rejects-*"), *self.work.glob("worker-*")]:
+                path.unlink()
+            for name, values in (("captions", pieces), ("rows", [asdict(row) for row in rows])):
+                lines = (json.dumps(value) + "\n" for value in values)
+                (self.work / f"{name}.jsonl").write_text("".join(lines))
+                Claims.create(self.work / f"{name}.claims", len(values))
+            for slot in range(self.num_workers):
+                (self.work / f"text-{slot}.journal").touch()
+                (self.work / f"samples-{slot}.journal").touch()
+            (self.work / "run.json").write_text(json.dumps(options))
+        except OSError as error:
+            raise disk_error(self.work, 0, error, cache=self.writer.path) from None
+        self.handed_out = True
+
+    def run(self) -> None:
+        """Have the work done, by this process and the others.
+
+        Raises:
+            WandsError: what ended every worker.
+        """
+        if self.crew.launched or self.num_workers == 1:
+            encode_share(self.work, 0, self.token, *self.crew.devices(0))
+        else:
+            self.lost = start_workers(self.work, self.token, self.crew, self.num_workers)
+        self.take_in()
+        errors = [stats.error for stats in self.stats() if stats.error]
+        if not all(_all_done(self.work / f"{name}.claims") for name in ("captions", "rows")):
+            if errors:
+                raise WandsError(errors[0])
+            raise WandsError(
+                f"cache={self.writer.path} is unfinished: {'; '.join(self.lost)}; run the same command again, "
+                "it goes on where it stopped."
+            )
+        self.lost += [f"a worker ended early ({error})" for error in errors]
+
+    def stats(self) -> list[WorkerStats]:
+        """What the workers say of themselves."""
+        return [
+            WorkerStats(**json.loads(path.read_text())) for path in sorted(self.work.glob("worker-*.json"))
+        ]
+
+    def rejections(self) -> list[Rejection]:
+        """What the workers could not use, each clip once."""
+        found: dict[str, Rejection] = {}
+        for path in self.work.glob("rejects-*.jsonl"):
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith(
+                    "\n"
+                ):  # a killed worker's last one may be torn; another has rejected it again
+                    rejection = Rejection(**json.loads(line))
+                    found[rejection.key] = rejection
+        return [found[key] for key in sorted(found)]
+
+    def clear(self) -> None:
+        """Remove the work folder: all of it is done."""
+        shutil.rmtree(self.work)
+
+
+def _all_done(path: Path) -> bool:
+    claims = Claims(path)
     try:
-        torch.empty(0, device=name)
-        return torch.device(name)
-    except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ConfigError(
-            f"device={name} cannot be used ({reason}); use cpu, or cuda with an NVIDIA GPU."
-        ) from None
+        return claims.num_done() == claims.num_pieces
+    finally:
+        claims.close()
 
 
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+# ---- finish
+
+
+def _finish(
+    job: _Job, scan: _Scan, null_text: Tensor | None, *, source: str, variant: Variant, started: float
+) -> PreprocessReport:
+    """Write rejects and index, and say what was done.
+
+    Raises:
+        DataError: there is no sample.
+        CacheError: the disk is full.
+    """
+    writer = job.writer
+    stats = job.stats() if job.handed_out else []
+    rejected = scan.rejected + (job.rejections() if job.handed_out else [])
+    accepted = scan.accepted(writer.entries)
+    if null_text is None:
+        null_text = TextSpool(job.work.glob("text-*.journal")).read("")
+    lines = [json.dumps(asdict(item)) + "\n" for item in rejected]
+    write_whole(writer.path / REJECTS_NAME, "".join(lines).encode())
+    if not accepted:
+        job.clear()
+        first = f" (first: {rejected[0].reason})" if rejected else ""
+        raise DataError(
+            f"source={source} gave no sample, {len(rejected)} rejected{first}; "
+            f"every reason is in {writer.path / REJECTS_NAME}."
+        )
+    writer.commit(null_text, accepted)
+    job.clear()
+    cache = LatentCache(writer.path)
+    waited, worked = (sum(getattr(worker, name) for worker in stats) for name in ("waited", "worked"))
+    return PreprocessReport(
+        out=writer.path,
+        variant=variant.name,
+        num_accepted=len(cache),
+        num_reused=sum(scan.before.get(key) == writer.entries[key].content for key in accepted),
+        num_left_out=len(writer.keys - accepted),
+        num_cut_captions=int((cache.index.text_lens == TEXT_LEN).sum()),
+        rejected=tuple(rejected),
+        tokens=cache.num_tokens(variant.dit.patch_size),
+        num_shards=len(cache.index.shard_names),
+        num_bytes=cache.num_bytes,
+        seconds=time.monotonic() - started,
+        num_relabelled=sum(len(row.latents) for row in scan.pending),
+        num_workers=job.num_workers,
+        waited=waited / (waited + worked) if any(worker.num_windows for worker in stats) else None,
+        lost_workers=tuple(job.lost),
+    )

@@ -158,6 +158,37 @@ class Entry:
     num_frames: int
     fps: float
     content: str
+    video: str = ""
+    """Digest of what the latents are made from, without the caption; empty in caches of earlier versions."""
+    last: bool = False
+    """No other window of its clip follows."""
+
+    @classmethod
+    def of(
+        cls,
+        key: str,
+        shard: str,
+        row: int,
+        latent_shape: tuple[int, ...],
+        text_len: int,
+        crc32: int,
+        meta: Mapping[str, Any],
+    ) -> Entry:
+        """From what a shard holds of a sample; `meta` is its metadata."""
+        c, f, h, w = latent_shape
+        return cls(
+            key=key,
+            shard=shard,
+            row=row,
+            latent_shape=(c, f, h, w),
+            text_len=text_len,
+            crc32=crc32,
+            num_frames=meta["num_frames"],
+            fps=meta["fps"],
+            content=meta["content"],
+            video=meta.get("video", ""),
+            last=meta.get("last", False),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,23 +348,41 @@ def read_entries(path: Path, fingerprint: str) -> Iterator[Entry]:
     try:
         with open_shard(path, fingerprint) as file:
             for name, group in file["samples"].items():
-                meta = json.loads(group.attrs["meta"])
-                yield Entry(
-                    key=json.loads(group.attrs["key"]),
-                    shard=path.name,
-                    row=int(name),
-                    latent_shape=group["latents"].shape,
-                    text_len=group["text_embeds"].shape[0],
-                    crc32=int(group.attrs["crc32"]),
-                    num_frames=meta["num_frames"],
-                    fps=meta["fps"],
-                    content=meta["content"],
+                yield Entry.of(
+                    json.loads(group.attrs["key"]),
+                    path.name,
+                    int(name),
+                    group["latents"].shape,
+                    group["text_embeds"].shape[0],
+                    int(group.attrs["crc32"]),
+                    json.loads(group.attrs["meta"]),
                 )
     except (OSError, KeyError, ValueError, RuntimeError) as error:
-        raise CacheError(
-            f"cache={path.parent} has a damaged {path.name} ({reason(error)}); delete that file and run the "
-            "same wands preprocess again: its clips are then encoded once more."
-        ) from None
+        raise CacheError(_damaged_shard(path, error)) from None
+
+
+def read_stored(path: Path, fingerprint: str, row: int) -> tuple[np.ndarray, dict[str, Any]]:
+    """The latents of one sample of a finished shard, checked: uint16 [C, f, h, w] and the metadata.
+
+    Raises:
+        CacheError: the shard is damaged or of another cache.
+    """
+    try:
+        with open_shard(path, fingerprint) as file:
+            group = file[sample_path(row)]
+            latents, text = group["latents"][()], group["text_embeds"][()]
+            if checksum(latents, text) != int(group.attrs["crc32"]):
+                raise OSError(f"wrong checksum of {json.loads(group.attrs['key'])}")
+            return latents, json.loads(group.attrs["meta"])
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise CacheError(_damaged_shard(path, error)) from None
+
+
+def _damaged_shard(path: Path, error: Exception) -> str:
+    return (
+        f"cache={path.parent} has a damaged {path.name} ({reason(error)}); delete that file and run the "
+        "same wands preprocess again: its clips are then encoded once more."
+    )
 
 
 # ---- whole files
@@ -354,11 +403,18 @@ def write_whole(path: Path, content: bytes) -> None:
         raise disk_error(path, len(content), error) from None
 
 
-def disk_error(path: Path, num_bytes: int, error: Exception) -> CacheError:
-    """The sentence for a write that failed: no space, a quota, a file size limit, a read-only disk."""
+def disk_error(path: Path, wanted: int, error: Exception, cache: Path | None = None) -> CacheError:
+    """The sentence for a write that failed: no space, a quota, a file size limit, a read-only disk.
+
+    Args:
+        path: the file.
+        wanted: bytes.
+        error: what the system said.
+        cache: folder of the cache; default: the file's.
+    """
     free = shutil.disk_usage(path.parent).free
     return CacheError(
-        f"cache={path.parent} cannot take {path.name} ({reason(error)}: {num_bytes:,} bytes wanted, "
+        f"cache={cache or path.parent} cannot take {path.name} ({reason(error)}: {wanted:,} bytes wanted, "
         f"{free:,} free); free some space or choose another --out, then run the same command again: finished "
         "shards are kept."
     )

@@ -1,4 +1,4 @@
-"""The latent cache, written: one shard after the other, each complete or not there at all.
+"""The latent cache, written: shards, each complete or not there at all, then the index.
 
 Every file is written under a temporary name, synced and renamed: HDF5 files of a killed process are lost, so
 a shard is the unit of resume, and a folder without an index is an unfinished cache that no reader opens. The
@@ -31,6 +31,7 @@ from wands.data.cache_format import (
     digest,
     disk_error,
     first_difference,
+    from_bits,
     read_entries,
     read_manifest,
     reason,
@@ -41,6 +42,7 @@ from wands.data.cache_format import (
     to_text,
     write_whole,
 )
+from wands.data.journal import read_records
 from wands.errors import CacheError
 from wands.files import publish
 from wands.variants import Variant
@@ -49,7 +51,161 @@ SLACK = 1 << 17
 """Bytes claimed beyond the samples for HDF5's own tables of one shard."""
 
 
-class CacheWriter:
+class ShardWriter:
+    """Adds samples to shards of its own; several processes may each have one in the same folder.
+
+    A shard's number is claimed by creating its temporary file, so that no two writers ever share one.
+
+    Attributes:
+        path: cache folder.
+        digest: of the manifest's fingerprint; each shard carries it.
+        max_samples: of one shard.
+        max_bytes: of one shard.
+    """
+
+    def __init__(
+        self, path: Path, fingerprint: str, max_samples: int = 512, max_bytes: int = 1 << 30, first: int = 0
+    ) -> None:
+        """Name the folder; nothing is written before the first sample.
+
+        Args:
+            path: cache folder, with its manifest.
+            fingerprint: digest of the manifest's fingerprint.
+            max_samples: of one shard.
+            max_bytes: of one shard, reached but for one sample.
+            first: number to begin with; numbers in use are skipped.
+        """
+        self.path = path
+        self.max_samples, self.max_bytes = max_samples, max_bytes
+        self.digest, self._next = fingerprint, first
+        self._entries: dict[str, Entry] = {}
+        self._file: h5py.File | None = None
+        self._pending: list[Entry] = []
+        self._num_bytes = 0
+
+    def has(self, key: str, content: str) -> bool:
+        """Whether a finished shard already holds `key`, made from the same `content`."""
+        return key in self._entries and self._entries[key].content == content
+
+    def add(self, key: str, latents: Tensor, text_embeds: Tensor, meta: Mapping[str, Any]) -> None:
+        """Append one sample.
+
+        Args:
+            key: unique name; becomes the sample id of training.
+            latents: bf16 [C, f, h, w], normalised.
+            text_embeds: bf16 [L, D], trimmed to its real length.
+            meta: JSON values; must hold `num_frames`, `fps` and `content` (a digest of what the sample is
+                made from), usually also `caption`, `source`, the window, `video` (a digest of what the
+                latents are made from) and `last` (no window of the clip follows).
+
+        Raises:
+            CacheError: the disk is full; the unfinished shard is removed.
+        """
+        assert (latents.ndim, text_embeds.ndim) == (4, 2), (latents.shape, text_embeds.shape)
+        assert "\0" not in key, "the index separates keys by NUL"
+        latent_bits, text_bits = to_bits(latents), to_bits(text_embeds)
+        row, crc32 = len(self._pending), checksum(latent_bits, text_bits)
+        size = latent_bits.nbytes + text_bits.nbytes
+        try:
+            file = self._open_shard(size + 4 * len(text := json.dumps(meta)))
+            group = file.create_group(sample_path(row))
+            group.create_dataset("latents", data=latent_bits)
+            group.create_dataset("text_embeds", data=text_bits)
+            # Of fixed length they lie in the object's header, which HDF5 guards by a checksum of its own.
+            group.attrs.update(
+                key=np.bytes_(to_text(key)), dtype=np.bytes_("bfloat16"), crc32=crc32, meta=np.bytes_(text)
+            )
+        except (OSError, RuntimeError) as error:
+            raise self._drop_shard(size, error) from None
+        self._pending.append(
+            Entry.of(key, shard_name(self._next), row, tuple(latents.shape), len(text_embeds), crc32, meta)
+        )
+        self._num_bytes += size
+        if row + 1 >= self.max_samples or self._num_bytes >= self.max_bytes:
+            self.finish_shard()
+
+    def finish_shard(self) -> None:
+        """Give the samples added since the last shard their file.
+
+        Raises:
+            CacheError: the disk is full; the shard is removed.
+        """
+        if self._file is None:
+            return
+        try:
+            partial = sample_path(len(self._pending))
+            if partial in self._file:  # Ctrl-C came in the middle of a sample
+                del self._file[partial]
+            self._file.close()
+            if not self._pending:
+                self._temporary.unlink()
+                self._file = None
+                return
+            publish(self._temporary, self.path / shard_name(self._next))
+        except (OSError, RuntimeError) as error:
+            raise self._drop_shard(self._num_bytes, error) from None
+        self._entries.update((entry.key, entry) for entry in self._pending)
+        self._file, self._pending, self._num_bytes = None, [], 0
+        self._next += 1
+
+    @property
+    def _temporary(self) -> Path:
+        return self.path / f".{shard_name(self._next)}.tmp"
+
+    def _claim_number(self) -> None:
+        while True:
+            try:
+                os.close(os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+            except FileExistsError:
+                self._next += 1
+                continue
+            if not (self.path / shard_name(self._next)).exists():
+                return
+            self._temporary.unlink()  # finished by another writer before the temporary name was ours
+            self._next += 1
+
+    def _open_shard(self, num_bytes: int) -> h5py.File:
+        """The shard being written, with `num_bytes` more of the disk claimed for it.
+
+        A write that fails inside HDF5 leaves a file that can neither be closed nor forgotten, and the process
+        ends by a segmentation fault; so that space is asked for before HDF5 needs it.
+        """
+        try:
+            if self._file is None:
+                self._claim_number()
+                self._reserve(num_bytes + SLACK)
+                self._file = h5py.File(self._temporary, "w", libver=LIBVER)
+                self._file.attrs["fingerprint"] = self.digest
+            self._reserve(self._file.id.get_filesize() + num_bytes + SLACK)
+        except OSError as error:
+            self.finish_shard()  # what it holds already has its space
+            self._temporary.unlink(missing_ok=True)
+            raise disk_error(self.path / shard_name(self._next), num_bytes, error) from None
+        return self._file
+
+    def _reserve(self, num_bytes: int) -> None:
+        descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise  # any other: a file system that cannot promise space
+        finally:
+            os.close(descriptor)
+
+    def _drop_shard(self, wanted: int, error: Exception) -> CacheError:
+        """Give up the unfinished shard, so that neither its file nor its entries are met again."""
+        try:
+            if self._file is not None:
+                self._file.close()
+        except (OSError, RuntimeError):
+            pass  # what could not be written before cannot be flushed now; the file goes anyway
+        self._temporary.unlink(missing_ok=True)
+        self._file, self._pending, self._num_bytes = None, [], 0
+        return disk_error(self.path / shard_name(self._next), wanted, error)
+
+
+class CacheWriter(ShardWriter):
     """Adds samples to a cache, new or begun by an earlier run with the same fingerprint.
 
     Use as a context manager and call `commit` at the end. Leaving early, by an error or Ctrl-C, keeps the
@@ -77,81 +233,52 @@ class CacheWriter:
             CacheError: the folder holds something else, a cache with another fingerprint (both values are
                 named), or another process writes to it.
         """
-        self.path = Path(path)
-        self.max_samples, self.max_bytes = max_samples, max_bytes
-        self._file: h5py.File | None = None
-        self._pending: list[Entry] = []
-        self._num_bytes = 0
         manifest = build_manifest(variant, fingerprint)
-        self._digest = digest(manifest["fingerprint"])
+        super().__init__(Path(path), digest(manifest["fingerprint"]), max_samples, max_bytes)
         self._lock = self._claim()
         try:
             self._enter(manifest)
-            shards = sorted(self.path.glob("shard-*.h5"), key=shard_number)
-            # A clip whose caption or file has changed is encoded again: of two samples the later one counts.
-            self._entries = {
-                entry.key: entry for shard in shards for entry in read_entries(shard, self._digest)
-            }
-            self._next = shard_number(shards[-1]) + 1 if shards else 0
+            self._known: set[str] = set()
+            self.refresh()
         except BaseException:
             os.close(self._lock)
             raise
-
-    def has(self, key: str, content: str) -> bool:
-        """Whether a finished shard already holds `key`, made from the same `content`."""
-        return key in self._entries and self._entries[key].content == content
 
     @property
     def keys(self) -> frozenset[str]:
         """Every key in a finished shard."""
         return frozenset(self._entries)
 
-    def add(self, key: str, latents: Tensor, text_embeds: Tensor, meta: Mapping[str, Any]) -> None:
-        """Append one sample.
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Every sample in a finished shard by its key."""
+        return self._entries
 
-        Args:
-            key: unique name; becomes the sample id of training.
-            latents: bf16 [C, f, h, w], normalised.
-            text_embeds: bf16 [L, D], trimmed to its real length.
-            meta: JSON values; must hold `num_frames`, `fps` and `content` (a digest of what the sample is
-                made from), usually also `caption`, `source` and the window.
+    def refresh(self) -> None:
+        """Take in the shards that others have finished since this writer last looked.
 
         Raises:
-            CacheError: the disk is full; the unfinished shard is removed.
+            CacheError: one is damaged.
         """
-        assert (latents.ndim, text_embeds.ndim) == (4, 2), (latents.shape, text_embeds.shape)
-        assert "\0" not in key, "the index separates keys by NUL"
-        latent_bits, text_bits = to_bits(latents), to_bits(text_embeds)
-        row, crc32 = len(self._pending), checksum(latent_bits, text_bits)
-        size = latent_bits.nbytes + text_bits.nbytes
-        try:
-            file = self._open_shard(size + 4 * len(text := json.dumps(meta)))
-            group = file.create_group(sample_path(row))
-            group.create_dataset("latents", data=latent_bits)
-            group.create_dataset("text_embeds", data=text_bits)
-            # Of fixed length they lie in the object's header, which HDF5 guards by a checksum of its own.
-            group.attrs.update(
-                key=np.bytes_(to_text(key)), dtype=np.bytes_("bfloat16"), crc32=crc32, meta=np.bytes_(text)
-            )
-        except (OSError, RuntimeError) as error:
-            raise self._drop_shard(size, error) from None
-        shape = tuple(latents.shape)
-        self._pending.append(
-            Entry(
-                key=key,
-                shard=shard_name(self._next),
-                row=row,
-                latent_shape=shape,
-                text_len=len(text_embeds),
-                crc32=crc32,
-                num_frames=meta["num_frames"],
-                fps=meta["fps"],
-                content=meta["content"],
-            )
-        )
-        self._num_bytes += size
-        if row + 1 >= self.max_samples or self._num_bytes >= self.max_bytes:
-            self._finish_shard()
+        # A clip whose caption or file has changed is encoded again: of two samples the later one counts.
+        for shard in sorted(self.path.glob("shard-*.h5"), key=shard_number):
+            if shard.name not in self._known:
+                self._entries.update((entry.key, entry) for entry in read_entries(shard, self.digest))
+                self._known.add(shard.name)
+                self._next = max(self._next, shard_number(shard) + 1)
+
+    def adopt(self, journal: Path) -> None:
+        """Move the samples of a journal into shards, whatever ended the process that wrote it; the journal goes.
+
+        Raises:
+            CacheError: a sample is damaged, or the disk is full.
+        """
+        for record in read_records(journal):
+            if not self.has(record.name, record.meta["content"]):
+                latents, text_embeds = map(from_bits, record.read())
+                self.add(record.name, latents, text_embeds, record.meta)
+        self.finish_shard()
+        journal.unlink()
 
     def commit(self, null_text_embeds: Tensor, keys: Collection[str] | None = None) -> None:
         """Finish the last shard and write the index: from here on the cache can be read.
@@ -164,7 +291,7 @@ class CacheWriter:
         Raises:
             CacheError: the disk is full.
         """
-        self._finish_shard()
+        self.finish_shard()
         entries = [entry for key, entry in self._entries.items() if keys is None or key in keys]
         index = CacheIndex.build(self.path, entries, to_bits(null_text_embeds))
         write_whole(self.path / INDEX_NAME, index.to_bytes())
@@ -176,13 +303,9 @@ class CacheWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._finish_shard()
+            self.finish_shard()
         finally:
             os.close(self._lock)
-
-    @property
-    def _temporary(self) -> Path:
-        return self.path / f".{shard_name(self._next)}.tmp"
 
     def _claim(self) -> int:
         try:
@@ -224,61 +347,3 @@ class CacheWriter:
             write_whole(self.path / MANIFEST_NAME, json.dumps(manifest, indent=2).encode())
         for leftover in self.path.glob(".*.tmp"):  # a killed run's: the lock is ours, nobody else writes
             leftover.unlink()
-
-    def _open_shard(self, num_bytes: int) -> h5py.File:
-        """The shard being written, with `num_bytes` more of the disk claimed for it.
-
-        A write that fails inside HDF5 leaves a file that can neither be closed nor forgotten, and the process
-        ends by a segmentation fault; so that space is asked for before HDF5 needs it.
-        """
-        try:
-            if self._file is None:
-                self._reserve(num_bytes + SLACK)
-                self._file = h5py.File(self._temporary, "w", libver=LIBVER)
-                self._file.attrs["fingerprint"] = self._digest
-            self._reserve(self._file.id.get_filesize() + num_bytes + SLACK)
-        except OSError as error:
-            self._finish_shard()  # what it holds already has its space
-            self._temporary.unlink(missing_ok=True)
-            raise disk_error(self.path / shard_name(self._next), num_bytes, error) from None
-        return self._file
-
-    def _reserve(self, num_bytes: int) -> None:
-        descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise  # any other: a file system that cannot promise space
-        finally:
-            os.close(descriptor)
-
-    def _finish_shard(self) -> None:
-        if self._file is None:
-            return
-        try:
-            partial = sample_path(len(self._pending))
-            if partial in self._file:  # Ctrl-C came in the middle of a sample
-                del self._file[partial]
-            self._file.close()
-            if not self._pending:
-                self._temporary.unlink()
-                self._file = None
-                return
-            publish(self._temporary, self.path / shard_name(self._next))
-        except (OSError, RuntimeError) as error:
-            raise self._drop_shard(self._num_bytes, error) from None
-        self._entries.update((entry.key, entry) for entry in self._pending)
-        self._file, self._pending, self._num_bytes = None, [], 0
-        self._next += 1
-
-    def _drop_shard(self, wanted: int, error: Exception) -> CacheError:
-        """Give up the unfinished shard, so that neither its file nor its entries are met again."""
-        try:
-            if self._file is not None:
-                self._file.close()
-        except (OSError, RuntimeError):
-            pass  # what could not be written before cannot be flushed now; the file goes anyway
-        self._temporary.unlink(missing_ok=True)
-        self._file, self._pending, self._num_bytes = None, [], 0
-        return disk_error(self.path / shard_name(self._next), wanted, error)
