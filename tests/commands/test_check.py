@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import subprocess
@@ -20,12 +21,14 @@ from tests.data.corpus import build_corpus
 from tests.data.test_video import write_clip
 from wands.cli import main
 from wands.commands import check as module
+from wands.commands import preprocess as preprocess_module
 from wands.commands.check import check, save_report
 from wands.commands.check_page import render_page
 from wands.commands.check_report import CheckReport
 from wands.commands.preprocess import preprocess
 from wands.data.cache import LatentCache
 from wands.data.captions import estimate_tokens
+from wands.data.clip import MAX_PIXELS
 from wands.data.packing import plan_epoch
 from wands.errors import ConfigError, DataError
 from wands.variants import VARIANTS
@@ -112,6 +115,14 @@ def test_options_shared_with_preprocess_are_the_same() -> None:
         assert mine.type.to_info_dict() == other.type.to_info_dict(), name
         if isinstance(mine, click.Option) and isinstance(other, click.Option):
             assert mine.is_flag == other.is_flag
+
+
+def test_defaults_shared_with_preprocess_are_the_same() -> None:
+    ours, theirs = (inspect.signature(function).parameters for function in (check, preprocess))
+    shared = ours.keys() & theirs.keys() - {"model"}
+    assert len(shared) >= 10
+    assert {name: ours[name].default for name in shared} == {name: theirs[name].default for name in shared}
+    assert MAX_PIXELS == preprocess_module.MAX_PIXELS
 
 
 # ---- what it tells
