@@ -133,7 +133,7 @@ def test_the_report(report: CheckReport, clips: Path) -> None:
     assert [clip.key for clip in report.clips] == ["text", "b", "man", "a", "city"]  # the worst first
     assert [clip.verdict for clip in report.clips] == ["rejected", "warned", "warned", "fine", "fine"]
     assert by_key["b"].warnings == ("duplicate: the same pictures as a; keep one of them",)
-    assert by_key["man"].warnings == ("pixel aspect 128:117: taken as 193x144",)
+    assert by_key["man"].warnings == ("pixel aspect: 128:117, taken as 193x144",)
     city = by_key["city"]
     assert city.source is not None
     assert (city.source.fps, city.source.width, city.source.height) == (25, 720, 405)
@@ -145,6 +145,7 @@ def test_the_report(report: CheckReport, clips: Path) -> None:
     totals = report.totals()
     assert (totals["clips"], totals["samples"], totals["rejected"]) == (5, 4, 1)
     assert totals["tokens"] == sum(sample.num_tokens for sample in report.samples)
+    assert dict(report.problems()) == {"cannot be read as a video": 1, "duplicate": 1, "pixel aspect": 1}
     text = report.render(width=150)
     for words in (
         "REJECTED",
@@ -213,9 +214,9 @@ def test_captions_beyond_512_tokens(clips_dir: Path, tiny_pipeline: Path, tmp_pa
     (folder / "long.txt").write_text("a man rides a bicycle " * 400)
     guess, count = (check(str(folder), **SMALL, model=model).clips[0] for model in (None, tiny_pipeline))
     assert any(
-        "caption of about 2,201 tokens: all beyond 512 is cut" in warning for warning in guess.warnings
+        "caption too long: about 2,201 tokens, all beyond 512 is cut" in warning for warning in guess.warnings
     )
-    assert any(f"caption of {count.text_tokens:,} tokens" in warning for warning in count.warnings)
+    assert any(f"caption too long: {count.text_tokens:,} tokens" in warning for warning in count.warnings)
     assert count.text_tokens > 512
 
 

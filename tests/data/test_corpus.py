@@ -60,11 +60,11 @@ def test_a_silent_skip_would_be_seen(checked: tuple[dict[str, str], CheckReport]
 def test_oddities_are_told(checked: tuple[dict[str, str], CheckReport]) -> None:
     warnings = {clip.key: " ".join(clip.warnings) for clip in checked[1].clips}
     for key, words in {
-        "turned": "rotation flag of 90 degrees",
+        "turned": "rotation flag: turned upright by 90 degrees",
         "variable fps": "variable frame rate",
         "leap in time": "variable frame rate",
-        "slow": "5 fps: frames are repeated to reach 16",
-        "wide pixels": "pixel aspect 4:3: taken as 128x64",
+        "slow": "5 fps, frames are repeated to reach 16",
+        "wide pixels": "pixel aspect: 4:3, taken as 128x64",
         "one frame": "becomes a still",
         "whole": "duplicate: the same pictures as UPPER",
         "endless caption": "all beyond 512 is cut",

@@ -287,7 +287,7 @@ def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, twin: str, *, exac
         warnings.append(f"duplicate: the same pictures as {twin}; keep one of them")
     if clip.text_tokens > TEXT_LEN:
         count = f"{clip.text_tokens:,}" if exact else f"about {clip.text_tokens:,}"
-        warnings.append(f"caption of {count} tokens: all beyond {TEXT_LEN} is cut")
+        warnings.append(f"caption too long: {count} tokens, all beyond {TEXT_LEN} is cut")
     source = look.source
     if source is None or not look.windows:
         return warnings
@@ -295,12 +295,12 @@ def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, twin: str, *, exac
     if look.variable_fps:
         warnings.append(f"variable frame rate (mean {source.fps:.5g}): frames are taken by their time")
     if source.fps < 0.95 * spec.fps and not is_image:
-        warnings.append(f"{source.fps:.4g} fps: frames are repeated to reach {spec.fps:g}")
+        warnings.append(f"low frame rate: {source.fps:.4g} fps, frames are repeated to reach {spec.fps:g}")
     if source.rotation:
-        warnings.append(f"rotation flag of {source.rotation} degrees: turned upright")
+        warnings.append(f"rotation flag: turned upright by {source.rotation} degrees")
     if source.sar != 1:
         shown = "x".join(f"{float(side):.0f}" for side in source.display_size)
-        warnings.append(f"pixel aspect {source.sar.numerator}:{source.sar.denominator}: taken as {shown}")
+        warnings.append(f"pixel aspect: {source.sar.numerator}:{source.sar.denominator}, taken as {shown}")
     if max(window.num_frames for window in look.windows) == 1 and not is_image:
         warnings.append("becomes a still: one frame")
     return warnings

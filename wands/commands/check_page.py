@@ -9,7 +9,7 @@ from string import Template
 
 import numpy as np
 
-from wands.commands.check_report import CheckedClip, CheckReport, describe_source
+from wands.commands.check_report import SHOWN_PROBLEMS, CheckedClip, CheckReport, describe_source
 
 MAX_ROWS = 5000
 """Clips on one page: those that are rejected or warned of come first. The JSON has all of them."""
@@ -41,13 +41,14 @@ h2 { font-size: 15px; margin: 0 0 10px; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 10px; margin: 20px 0 14px; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
 .card b { display: block; font-size: 20px; font-weight: 600; font-variant-numeric: tabular-nums; }
-.panels { display: grid; grid-template-columns: 3fr 2fr; gap: 14px; margin-bottom: 22px; }
+.panels { display: grid; grid-template-columns: 5fr 4fr 4fr; gap: 14px; margin-bottom: 22px; }
 .panel { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 14px 16px; }
 .bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: 4px 10px; align-items: center; }
 .bars span { font-variant-numeric: tabular-nums; text-align: right; }
 .bars i { display: block; height: 13px; border-radius: 3px; background: var(--bar); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 14px; margin: 0; }
 dt { color: var(--faint); } dd { margin: 0; }
+dl.counts dt { text-align: right; font-variant-numeric: tabular-nums; }
 .tools { display: flex; gap: 8px; flex-wrap: wrap; margin-bottom: 10px; }
 button, input { font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line); border-radius: 16px;
   padding: 4px 13px; }
@@ -81,6 +82,7 @@ p.fine { background: var(--good-bg); color: var(--good); display: inline-block; 
 <div class="panels">
 <section class="panel"><h2>Tokens of a sample</h2>$histogram</section>
 <section class="panel"><h2>Training</h2><dl>$training</dl></section>
+<section class="panel"><h2>Said of clips</h2><dl class="counts">$problems</dl></section>
 </div>
 <div class="tools" role="toolbar">$buttons<input type="search" placeholder="name, caption, reason" aria-label="search"></div>
 <div class="scroll"><table>
@@ -147,6 +149,10 @@ def render_page(report: CheckReport) -> str:
         cards="".join(f'<div class="card"><b>{value}</b>{name}</div>' for value, name in cards),
         histogram=_bars(report.tokens) if report.samples else '<p class="faint">no sample</p>',
         training="".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in _training(report)),
+        problems="".join(
+            f"<dt>{count:,}</dt><dd>{escape(kind)}</dd>" for kind, count in report.problems()[:SHOWN_PROBLEMS]
+        )
+        or "<dd>nothing</dd>",
         buttons="".join(
             f'<button data-verdict="{key}" aria-pressed="{str(key == "all").lower()}">{name} {count:,}</button>'
             for key, name, count in buttons

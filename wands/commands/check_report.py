@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from wands.data.histogram import token_histogram
 from wands.data.video import VideoInfo
 
 SHOWN_CLIPS = 200
+SHOWN_PROBLEMS = 12
 LOG_WIDTH = 130  # columns where there is no terminal to ask
 
 
@@ -120,6 +123,11 @@ class CheckReport:
         """Clips with this verdict."""
         return sum(clip.verdict == verdict for clip in self.clips)
 
+    def problems(self) -> list[tuple[str, int]]:
+        """What is said of clips, without its numbers and names, and of how many; the most frequent first."""
+        said = ((clip, text) for clip in self.clips for text in (clip.reason, *clip.warnings) if text)
+        return Counter(_kind(clip, text) for clip, text in said).most_common()
+
     def totals(self) -> dict[str, Any]:
         """The numbers of the whole source."""
         frames = sum(sample.num_frames for sample in self.samples)
@@ -164,6 +172,7 @@ class CheckReport:
             f"{totals['clips']:,} clips: {totals['fine']:,} fine, {totals['warned']:,} with warnings, "
             f"{totals['rejected']:,} rejected; looked at in {self.seconds:.1f} s"
         )
+        lines += [f"  {count:7,}  {kind}" for kind, count in self.problems()[:SHOWN_PROBLEMS]]
         if not self.samples:
             return "\n".join([*lines, "no sample: wands preprocess would refuse this source"])
         lines.append(
@@ -208,6 +217,12 @@ def describe_samples(clip: CheckedClip) -> str:
     tokens = sum(sample.num_tokens for sample in clip.samples)
     heading = f"{many} samples, " if many > 1 else ""
     return f"{heading}{frames:,} frame{'s' * (frames > 1)} {first.width}x{first.height}, {tokens:,} tokens"
+
+
+def _kind(clip: CheckedClip, text: str) -> str:
+    """A reason or warning up to its first number, colon or bracket."""
+    text = re.sub(r"=\S+", "", text.removeprefix(f"video={clip.path} "))
+    return re.split(r"[;:(]|\s(?=\S*\d)", text)[0].strip()
 
 
 def _table(clips: Sequence[CheckedClip], width: int | None) -> str:
