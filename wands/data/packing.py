@@ -109,9 +109,10 @@ def plan_epoch(
     Equal token counts are very unequal time, for attention grows with the square of each sample. `pack_bins`
     makes bins as level as it can; what is still uneven, such as bins that one long sample fills alone, is
     evened out by the choice of a step's bins: sorted by cost, cut where it leaves the lengths inside steps
-    most like the data's, mixed between two cuts, and the steps shuffled. Every epoch's gradient is unbiased;
-    how much more alike the lengths inside one step are is `EpochPlan.length_bias`. The bins that are left
-    over form the last step; they are split until every rank has work, and only then padded with ().
+    most like the data's, mixed between two cuts, and the steps shuffled. Over an epoch the gradient is
+    unbiased, as every sample is in one step and counts there as in any other (`StepPlan.denominators`); how
+    much more alike the lengths inside one step are is `EpochPlan.length_bias`. The bins that are left over
+    form the last step; they are split until every rank has work, and only then padded with ().
 
     The number of steps depends on the lengths alone, never on the epoch.
 

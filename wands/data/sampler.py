@@ -22,6 +22,8 @@ class StepPlan:
         bins: sample indices of every bin; () pads the last step of an epoch.
         num_samples: of all bins.
         num_tokens: of all bins.
+        mean_samples: of the steps of an epoch.
+        mean_tokens: likewise.
         occurrence_of: for every sample of the data, how many of the same name stand before it.
     """
 
@@ -31,6 +33,8 @@ class StepPlan:
     bins: Step
     num_samples: int
     num_tokens: int
+    mean_samples: float
+    mean_tokens: float
     occurrence_of: np.ndarray = field(repr=False, compare=False)
 
     def occurrences(self, bin: Bin) -> list[int]:
@@ -38,8 +42,17 @@ class StepPlan:
         return [int(self.occurrence_of[i]) for i in bin]
 
     @property
-    def denominators(self) -> dict[str, int]:
-        """What the summed loss of the step is divided by, for each `loss.reduction`."""
+    def denominators(self) -> dict[str, float]:
+        """What the summed loss of the step is divided by for its gradient, for each `loss.reduction`.
+
+        The same in every step, so that every sample (or token) counts once in an epoch: steps of long clips have
+        fewer samples, and dividing by their own number would count each of these more.
+        """
+        return {"sample": self.mean_samples, "token": self.mean_tokens}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What it is divided by to be the mean loss of the step, for each `loss.reduction`."""
         return {"sample": self.num_samples, "token": self.num_tokens}
 
 
@@ -106,7 +119,17 @@ class PlanSampler:
         bins = self.epoch_plan(epoch).steps[step_in_epoch]
         samples = [i for bin in bins for i in bin]
         num_tokens = int(self.seq_lens[samples].sum())
-        return StepPlan(step, epoch, step_in_epoch, bins, len(samples), num_tokens, self._occurrence_of)
+        return StepPlan(
+            step=step,
+            epoch=epoch,
+            step_in_epoch=step_in_epoch,
+            bins=bins,
+            num_samples=len(samples),
+            num_tokens=num_tokens,
+            mean_samples=len(self.keys) / self.steps_per_epoch,
+            mean_tokens=int(self.seq_lens.sum()) / self.steps_per_epoch,
+            occurrence_of=self._occurrence_of,
+        )
 
     def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
         """The steps from `start_step` to the end of the run."""

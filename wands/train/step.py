@@ -43,7 +43,7 @@ class StepResult:
 
 
 def train_step(
-    engine: Any, shards: list[Shard], job: Job, groups: ContextGroups, device: torch.device, denominator: int
+    engine: Any, shards: list[Shard], job: Job, groups: ContextGroups, device: torch.device, denominator: float
 ) -> StepResult:
     """One optimizer step: every micro batch forward and backward, then the update.
 
@@ -53,7 +53,7 @@ def train_step(
         job: recipe and shape.
         groups: the ranks that share these micro batches.
         device: of the engine.
-        denominator: samples (or tokens) of the step over all ranks.
+        denominator: samples (or tokens) that a step has on average, over all ranks.
     """
     recipe = job.recipe
     total, forwarded = torch.zeros((), device=device), []
