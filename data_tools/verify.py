@@ -27,9 +27,11 @@ from wands.commands.progress import progress
 from wands.data.cache_format import (
     INDEX_NAME,
     MANIFEST_NAME,
+    NO_ID,
     CacheIndex,
     digest,
     read_manifest,
+    read_offsets,
     reason,
     sample_path,
 )
@@ -190,6 +192,9 @@ def _check_shard(
                 carried = file.attrs["fingerprint"]
                 if fingerprint is not None and carried != fingerprint:
                     yield Problem(path.name, f"carries fingerprint {carried}, not the manifest's", cure)
+                known = index.shard_ids[index.shard_names.index(path.name)] if index and rows else NO_ID
+                if known not in (NO_ID, file.attrs.get("id")):
+                    yield Problem(path.name, "is not the shard that was indexed", cure)
                 present = {int(name) for name in file["samples"]}
             except DAMAGE as error:
                 yield Problem(path.name, f"has damaged structures ({reason(error)})", cure)
@@ -242,6 +247,7 @@ def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
         "crc32": int(attrs["crc32"]),
         "num_frames": meta["num_frames"],
         "fps": float(np.float32(meta["fps"])),
+        "offsets": list(read_offsets(group)),
         "computed": computed,
         "num_bytes": num_bytes,
         "guarded": isinstance(attrs["meta"], bytes),
@@ -252,7 +258,10 @@ def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> It
     """Where index and shard disagree. The shard's own values have just passed their checksums."""
     if stored["key"] != index.keys[i]:
         yield Problem(f"{INDEX_NAME} ({index.keys[i]})", f"{name} holds {stored['key']}", REBUILD)
-    for column in ("latent_shapes", "text_lens", "crc32", "num_frames", "fps"):
+    columns = ["latent_shapes", "text_lens", "crc32", "num_frames", "fps"]
+    if index.shard_ids[index.shards[i]] != NO_ID:
+        columns.append("offsets")
+    for column in columns:
         ours = getattr(index, column)[i].tolist()
         if ours != stored[column]:
             what = f"{column} {ours}, the shard has {stored[column]}"

@@ -697,3 +697,45 @@ def test_index_holds_the_keys_asked_for(tmp_path: Path) -> None:
     assert_same(LatentCache(folder), [samples[0], samples[3]])
     write(folder, [])
     assert_same(LatentCache(folder), samples)
+
+
+def test_an_index_without_places_reads_the_same(tmp_path: Path) -> None:
+    """As an older wands wrote it: HDF5 is then asked where each sample lies."""
+    samples = [make_sample(number, text_len=number % 3) for number in range(7)]
+    folder = write(tmp_path / "c", samples, max_samples=3)
+    fast = LatentCache(folder)
+    with np.load(folder / "index.npz") as npz:
+        arrays = {name: npz[name] for name in npz.files if name not in ("offsets", "shard_ids")}
+    np.savez(folder / "index.npz", **arrays)
+    slow = LatentCache(folder)
+    assert set(slow.index.shard_ids) == {"-"}
+    assert len(set(fast.index.shard_ids)) == 3
+    for cache in (fast, slow):
+        assert_same(cache, samples)
+        assert_same(cache, samples)  # places are known now
+        for i, sample in enumerate(samples):
+            frames = sample.latents.shape[1]
+            read = cache.read(i, (frames - 1, frames)).latents
+            assert bits(read[:, -1]) == bits(sample.latents[:, -1])
+            assert not read[:, :-1].any()
+
+
+def test_the_same_samples_in_another_order_are_another_shard(tmp_path: Path) -> None:
+    """Written anew after a shard was lost, and killed before the index: same size, same keys, same shapes."""
+    first, second, third = (make_sample(3 * number) for number in range(3))
+    folder = write(tmp_path / "c", [first, second, third])
+    other = write(tmp_path / "d", [first, third, second])
+    shard = "shard-00000.h5"
+    (folder / shard).write_bytes((other / shard).read_bytes())
+    with pytest.raises(CacheError, match="is in another shard than the one that was indexed"):
+        LatentCache(folder).read(0)  # which itself lies where the index says
+
+
+def test_many_shards_are_read_with_few_handles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "MAX_HANDLES", 2)
+    samples = [make_sample(number) for number in range(8)]
+    cache = LatentCache(write(tmp_path / "c", samples, max_samples=2))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert_same(cache, samples)
+        assert len(os.listdir("/proc/self/fd")) <= before + 4

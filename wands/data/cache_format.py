@@ -162,6 +162,8 @@ class Entry:
     """Digest of what the latents are made from, without the caption; empty in caches of earlier versions."""
     last: bool = False
     """No other window of its clip follows."""
+    offsets: tuple[int, int] = (0, 0)
+    """Where latents and text begin in the shard, in bytes."""
 
     @classmethod
     def of(
@@ -173,6 +175,7 @@ class Entry:
         text_len: int,
         crc32: int,
         meta: Mapping[str, Any],
+        offsets: tuple[int, int],
     ) -> Entry:
         """From what a shard holds of a sample; `meta` is its metadata."""
         c, f, h, w = latent_shape
@@ -188,6 +191,7 @@ class Entry:
             content=meta["content"],
             video=meta.get("video", ""),
             last=meta.get("last", False),
+            offsets=offsets,
         )
 
 
@@ -199,6 +203,7 @@ class CacheIndex:
         keys: sample ids, sorted.
         shard_names: file names of the shards.
         shard_bytes: int64 [shards], their sizes.
+        shard_ids: digests of what they hold; `NO_ID` for one of an older wands, whose offsets are not known.
         shards: int32 [N], which shard holds the sample.
         rows: int32 [N], its number inside the shard.
         latent_shapes: int32 [N, 4], (C, f, h, w).
@@ -206,6 +211,7 @@ class CacheIndex:
         crc32: uint32 [N], of the latents' bits followed by the text's.
         num_frames: int32 [N], pixel frames.
         fps: float32 [N], frames per second after resampling.
+        offsets: int64 [N, 2], where latents and text begin in the shard, in bytes: HDF5 need not be asked.
         null_text: uint16 [L, D], bf16 bits of the embedding of "".
     """
 
@@ -220,6 +226,8 @@ class CacheIndex:
     num_frames: np.ndarray
     fps: np.ndarray
     null_text: np.ndarray
+    offsets: np.ndarray
+    shard_ids: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -253,13 +261,15 @@ class CacheIndex:
             num_frames=np.array([entry.num_frames for entry in entries], np.int32),
             fps=np.array([entry.fps for entry in entries], np.float32),
             null_text=null_text,
+            offsets=np.array([entry.offsets for entry in entries], np.int64).reshape(-1, 2),
+            shard_ids=tuple(read_shard_id(path / name) for name in names),
         )
 
     def to_bytes(self) -> bytes:
         """The npz file. Strings travel as NUL-separated UTF-8, so that no pickle is involved."""
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         buffer = io.BytesIO()
-        arrays |= {"keys": _join(self.keys), "shard_names": _join(self.shard_names)}
+        arrays |= {name: _join(getattr(self, name)) for name in TEXTS}
         np.savez(buffer, allow_pickle=False, **arrays)
         return buffer.getvalue()
 
@@ -272,15 +282,27 @@ class CacheIndex:
         """
         try:
             with np.load(path, allow_pickle=False) as npz:
-                arrays = {name: npz[name] for name in cls.__dataclass_fields__}
-            index = cls(
-                **{**arrays, "keys": _split(arrays["keys"]), "shard_names": _split(arrays["shard_names"])}
-            )
+                later = {"offsets", "shard_ids"} - set(npz.files)  # an index of an older wands
+                arrays = {name: npz[name] for name in cls.__dataclass_fields__ if name not in later}
+            if later:
+                arrays["offsets"] = np.zeros((len(arrays["rows"]), 2), np.int64)
+                arrays["shard_ids"] = _join([NO_ID] * len(arrays["shard_bytes"]))
+            index = cls(**{**arrays, **{name: _split(arrays[name]) for name in TEXTS}})
             lengths = {
                 len(arrays[n])
-                for n in ("shards", "rows", "latent_shapes", "text_lens", "crc32", "num_frames", "fps")
+                for n in (
+                    "shards",
+                    "rows",
+                    "latent_shapes",
+                    "text_lens",
+                    "crc32",
+                    "num_frames",
+                    "fps",
+                    "offsets",
+                )
             }
-            if lengths != {len(index)} or len(index.shard_bytes) != len(index.shard_names):
+            shards = {len(index.shard_bytes), len(index.shard_names), len(index.shard_ids)}
+            if lengths != {len(index)} or len(shards) != 1:
                 raise ValueError("arrays of different lengths")
         except (
             *(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error),
@@ -291,6 +313,10 @@ class CacheIndex:
                 "preprocess again, it rebuilds the index from the shards."
             ) from None
         return index
+
+
+TEXTS = ("keys", "shard_names", "shard_ids")
+NO_ID = "-"
 
 
 def _join(texts: Sequence[str]) -> np.ndarray:
@@ -339,6 +365,33 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
     return file
 
 
+def read_offsets(group: h5py.Group) -> tuple[int, int]:
+    """Where latents and text of a sample begin in its file, in bytes; 0 for an empty one.
+
+    Raises:
+        OSError: they are not stored in one piece.
+    """
+    latents, text = group["latents"], group["text_embeds"]
+    found = [stored.id.get_offset() for stored in (latents, text)]
+    if any(at is None and stored.size for at, stored in zip(found, (latents, text), strict=True)):
+        raise OSError("not stored in one piece")
+    return found[0] or 0, found[1] or 0
+
+
+def shard_id(entries: Sequence[Entry]) -> str:
+    """What tells a shard from any other, of the same size too."""
+    return digest([[entry.key, entry.crc32, entry.offsets] for entry in entries])
+
+
+def read_shard_id(path: Path) -> str:
+    """The `shard_id` that a finished shard carries, or `NO_ID`."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return str(file.attrs.get("id", NO_ID))
+    except OSError as error:
+        raise CacheError(_damaged_shard(path, error)) from None
+
+
 def read_entries(path: Path, fingerprint: str) -> Iterator[Entry]:
     """Every sample of a finished shard.
 
@@ -356,6 +409,7 @@ def read_entries(path: Path, fingerprint: str) -> Iterator[Entry]:
                     group["text_embeds"].shape[0],
                     int(group.attrs["crc32"]),
                     json.loads(group.attrs["meta"]),
+                    read_offsets(group),
                 )
     except (OSError, KeyError, ValueError, RuntimeError) as error:
         raise CacheError(_damaged_shard(path, error)) from None

@@ -34,8 +34,10 @@ from wands.data.cache_format import (
     from_bits,
     read_entries,
     read_manifest,
+    read_offsets,
     reason,
     sample_path,
+    shard_id,
     shard_name,
     shard_number,
     to_bits,
@@ -115,10 +117,14 @@ class ShardWriter:
             group.attrs.update(
                 key=np.bytes_(to_text(key)), dtype=np.bytes_("bfloat16"), crc32=crc32, meta=np.bytes_(text)
             )
+            offsets = read_offsets(group)
         except (OSError, RuntimeError) as error:
             raise self._drop_shard(size, error) from None
         self._pending.append(
-            Entry.of(key, shard_name(self._next), row, tuple(latents.shape), len(text_embeds), crc32, meta)
+            Entry.of(
+                *(key, shard_name(self._next), row, tuple(latents.shape), len(text_embeds), crc32, meta),
+                offsets,
+            )
         )
         self._num_bytes += size
         if row + 1 >= self.max_samples or self._num_bytes >= self.max_bytes:
@@ -136,6 +142,7 @@ class ShardWriter:
             partial = sample_path(len(self._pending))
             if partial in self._file:  # Ctrl-C came in the middle of a sample
                 del self._file[partial]
+            self._file.attrs["id"] = shard_id(self._pending)
             self._file.close()
             if not self._pending:
                 self._temporary.unlink()
