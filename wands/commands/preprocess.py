@@ -68,6 +68,7 @@ class PreprocessReport:
         num_workers: processes that encoded.
         waited: share of the encoders' time in the pass over clips that they stood still for a clip to be
             decoded; None when nothing was encoded.
+        seconds_encoding: of the pass over clips, the models loaded, in the process that was longest at it.
         lost_workers: what ended processes early, while the others went on.
     """
 
@@ -85,6 +86,7 @@ class PreprocessReport:
     num_relabelled: int = 0
     num_workers: int = 1
     waited: float | None = None
+    seconds_encoding: float = 0.0
     lost_workers: tuple[str, ...] = ()
 
     def render(self) -> str:
@@ -534,5 +536,6 @@ def _finish(
         num_relabelled=sum(len(row.latents) for row in scan.pending),
         num_workers=job.num_workers,
         waited=waited / (waited + worked) if any(worker.num_windows for worker in stats) else None,
+        seconds_encoding=max((worker.waited + worker.worked for worker in stats), default=0.0),
         lost_workers=tuple(job.lost),
     )

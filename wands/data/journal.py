@@ -20,7 +20,7 @@ import numpy as np
 from wands.data.cache_format import disk_error
 from wands.errors import CacheError
 
-_HEAD = struct.Struct("<4sIQI")  # magic, bytes of the header, bytes of the arrays, CRC-32 of the arrays
+_HEAD = struct.Struct("<4sIQII")  # magic, bytes of header and arrays, CRC-32 of header and arrays
 _MAGIC = b"wjr1"
 
 
@@ -65,7 +65,7 @@ class Record:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Every whole record of a journal, without its arrays; a torn end is left out.
+    """Every whole record of a journal, without its arrays; a torn end is left out, and all behind a damaged header.
 
     Args:
         path: the file; it may be written to at the same time.
@@ -74,12 +74,17 @@ def read_records(path: Path) -> Iterator[Record]:
         size, position = file.seek(0, os.SEEK_END), 0
         while position + _HEAD.size <= size:
             file.seek(position)
-            magic, header_bytes, num_bytes, crc32 = _HEAD.unpack(file.read(_HEAD.size))
+            magic, header_bytes, num_bytes, header_crc32, crc32 = _HEAD.unpack(file.read(_HEAD.size))
             offset = position + _HEAD.size + header_bytes
             if magic != _MAGIC or offset + num_bytes > size:
                 return
-            header = json.loads(file.read(header_bytes))
+            content = file.read(header_bytes)
+            if zlib.crc32(content) != header_crc32:
+                return
+            header = json.loads(content)
             shapes = tuple(tuple(shape) for shape in header["shapes"])
+            if num_bytes != 2 * sum(int(np.prod(shape)) for shape in shapes):
+                return
             yield Record(header["name"], header["meta"], path, offset, shapes, crc32)
             position = offset + num_bytes
 
@@ -135,7 +140,7 @@ class Journal:
         header = json.dumps(
             {"name": name, "shapes": [array.shape for array in arrays], "meta": meta}
         ).encode()
-        head = _HEAD.pack(_MAGIC, len(header), len(content), zlib.crc32(content))
+        head = _HEAD.pack(_MAGIC, len(header), len(content), zlib.crc32(header), zlib.crc32(content))
         left = memoryview(head + header + content)
         size = len(left)
         try:

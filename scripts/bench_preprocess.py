@@ -1,0 +1,121 @@
+"""Speed of `wands preprocess` with one and with two processes, and how long its encoder waits for decoding.
+
+    python scripts/bench_preprocess.py CLIPS                      # the clips of the demo, minutes on 2 cores
+    python scripts/bench_preprocess.py CLIPS --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --workers 1 2 4 8 --device cuda
+
+CLIPS is a folder of clips, with or without captions; each is copied --copies times, so that the end of a run, when one
+process has the last clip, weighs little. Every run begins with an empty cache. The settings alternate, and each gets the
+median of its rounds, so that a noisy machine hurts all of them. clips/s counts the whole command: start of the processes,
+loading, scan, text, clips, index. `encoding` counts the pass over clips alone, waiting included; `waited` is the share of it
+that encoders stood still. On CPU each process has cores / processes threads. Without --model the tiny pipeline of
+`make_tiny_pipeline.py` encodes, whose VAE costs a small fraction of Wan's: its encoder waits sooner than a real one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from make_tiny_pipeline import build_tiny_pipeline
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = """
+import dataclasses, json, sys
+from wands.commands.preprocess import preprocess
+if __name__ == "__main__":
+    report = preprocess(**json.loads(sys.argv[1]))
+    print(json.dumps([report.num_accepted, len(report.rejected), report.waited, report.seconds_encoding]))
+"""
+
+
+def fill(folder: Path, clips: Path, copies: int) -> int:
+    """Copy the clips with captions; returns their number."""
+    names = sorted(path for path in clips.rglob("*") if path.suffix in (".mp4", ".mpg", ".mkv", ".webm"))
+    if not names:
+        sys.exit(f"{clips} holds no clip")
+    for copy in range(copies):
+        for path in names:
+            target = folder / f"{path.stem}-{copy}{path.suffix}"
+            shutil.copy(path, target)  # equal files: in an empty cache none has latents for another
+            target.with_suffix(".txt").write_text(f"The clip called {path.stem}.")
+    return copies * len(names)
+
+
+def run_once(options: dict[str, object], cores: int) -> tuple[float, float, float]:
+    """Run the command in a fresh process; returns its seconds, those of the pass over clips, and the waiting share."""
+    workers = int(str(options["workers"]))
+    threads = str(max(1, cores // workers))
+    began = time.perf_counter()
+    result = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": threads},
+    )
+    seconds = time.perf_counter() - began
+    if result.returncode:
+        sys.exit(result.stderr)
+    accepted, rejected, waited, encoding = json.loads(result.stdout.splitlines()[-1])
+    if rejected or not accepted:
+        sys.exit(f"{accepted} samples, {rejected} rejected: a benchmark wants clips that can be used")
+    return seconds, encoding, waited
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("clips", type=Path)
+    parser.add_argument("--model", help="pipeline folder or Hub id [default: a tiny one]")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--copies", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--max-pixels", type=int, default=480 * 832)
+    parser.add_argument("--max-frames", type=int, default=81)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        model = args.model
+        if model is None:
+            model = str(work / "tiny")
+            build_tiny_pipeline(Path(model), size="demo")
+        (work / "clips").mkdir()
+        num_clips = fill(work / "clips", args.clips, args.copies)
+        results: dict[int, list[tuple[float, float, float]]] = {workers: [] for workers in args.workers}
+        for turn in range(args.rounds):
+            for workers in args.workers:
+                out = work / f"cache-{turn}-{workers}"
+                options = {
+                    "source": str(work / "clips"),
+                    "out": str(out),
+                    "model": model,
+                    "max_pixels": args.max_pixels,
+                    "max_frames": args.max_frames,
+                    "device": args.device,
+                    "workers": workers,
+                }
+                results[workers].append(run_once(options, cores))
+                shutil.rmtree(out)
+    print(f"{num_clips} clips, up to {args.max_pixels:,} pixels and {args.max_frames} frames, {cores} cores")
+    print("processes  seconds  clips/s   encoding  clips/s  speed-up   waited")
+    base = None
+    for workers, runs in results.items():
+        seconds, encoding, waited = (statistics.median(column) for column in zip(*runs, strict=True))
+        base = base or encoding
+        print(
+            f"{workers:9d} {seconds:8.1f} {num_clips / seconds:8.2f} {encoding:10.1f} {num_clips / encoding:8.2f}"
+            f" {base / encoding:8.2f}x {waited:8.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()
