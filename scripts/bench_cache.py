@@ -44,7 +44,7 @@ from wands.variants import VARIANTS
 Pair = tuple[Tensor, Tensor]
 PAGE = 4096
 PER_SHARD = 64
-SCANNED = 24
+SCANNED = 6
 """Random reads of a tar that is scanned; a whole permutation of them would take the square of the time."""
 
 
