@@ -7,17 +7,14 @@ the VAE are never in memory together), write the index. What cannot be used is l
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,15 +23,16 @@ from torch import Tensor
 
 from wands.commands.claims import Claims
 from wands.commands.encoding import WORK_NAME, Row, WorkerStats, encode_share
+from wands.commands.scan import Scan
 from wands.commands.workers import Crew, follow_leader, lock_work, start_workers, tell_followers
 from wands.data.cache import CacheWriter, LatentCache
-from wands.data.cache_format import Entry, disk_error, write_whole
+from wands.data.cache_format import disk_error, write_whole
 from wands.data.clip import ClipSpec
 from wands.data.histogram import token_histogram
-from wands.data.source import ManifestRow, Rejection, load_source
+from wands.data.source import Rejection, load_source
 from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json
 from wands.encode.spool import TextSpool
-from wands.encode.text import CLEANING_VERSION, clean_caption
+from wands.encode.text import CLEANING_VERSION
 from wands.errors import CacheError, ConfigError, DataError, WandsError
 from wands.variants import TEXT_LEN, Variant, variant_of
 
@@ -43,7 +41,6 @@ MAX_PIXELS = 480 * 832
 REJECTS_NAME = "rejects.jsonl"
 SHOWN_REJECTIONS = 50
 CAPTIONS_IN_PIECE = 32
-SCAN_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -205,7 +202,7 @@ def preprocess(
         with CacheWriter(out, variant, fingerprint, max_samples=max_samples) as writer:
             job = _Job(writer, crew, {"model": str(model), "clip": asdict(spec), "text_dtype": text_dtype})
             with job.work_folder():
-                scan = _Scan.of(rows, writer.entries, rejected)
+                scan = Scan.of(rows, writer.entries, rejected)
                 null_text = _known_null_text(writer.path)
                 if scan.pending or null_text is None:
                     job.hand_out(scan.pending, null_text is None)
@@ -225,117 +222,6 @@ def _settings(spec: ClipSpec, text_dtype: str) -> dict[str, Any]:
         "vae_tiling": False,
         "stored_dtype": "bf16",
     }
-
-
-# ---- scan
-
-
-@dataclass
-class _Scan:
-    """The rows of the source, beside what the cache has of them.
-
-    Attributes:
-        contents: key of each usable row -> digest of what its samples are made from.
-        pending: rows with a window that the cache lacks.
-        rejected: what cannot be used, so far.
-        before: keys of all samples that the cache had.
-    """
-
-    contents: dict[str, str]
-    pending: list[Row]
-    rejected: list[Rejection]
-    before: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, rows: Sequence[ManifestRow], entries: Mapping[str, Entry], rejected: Sequence[Rejection]
-    ) -> _Scan:
-        """Compare the rows of a source with a cache."""
-        scan = cls({}, [], list(rejected), {key: entry.content for key, entry in entries.items()})
-        windows = _windows(entries)
-        with ThreadPoolExecutor(SCAN_THREADS) as pool:  # small reads of many files: waiting for the disk
-            for row, found in zip(rows, pool.map(_examine, rows), strict=True):
-                if isinstance(found, Rejection):
-                    scan.rejected.append(found)
-                    continue
-                scan.contents[row.key] = found.content
-                if (pending := scan._lacking(found, windows, entries)) is not None:
-                    scan.pending.append(pending)
-        return scan
-
-    def _lacking(
-        self, row: Row, windows: Mapping[str, Mapping[str, Entry]], entries: Mapping[str, Entry]
-    ) -> Row | None:
-        """The row with what it needs not encode, or None if the cache has all of it."""
-        if self.before.get(row.key) == row.content:
-            return None
-        present = tuple(
-            row.key + suffix
-            for suffix in windows.get(row.video, {})
-            if self.before.get(row.key + suffix) == row.content
-        )
-        whole = windows.get(row.video, {})
-        if sum(entry.last for entry in whole.values()) != 1 or len(whole) != 1 + _last_number(whole):
-            return Row(**{**vars(row), "present": present})
-        latents = tuple(
-            (entry.shard, entry.row, suffix)
-            for suffix, entry in sorted(whole.items())
-            if row.key + suffix not in present
-        )
-        return Row(**{**vars(row), "latents": latents}) if latents else None
-
-    def accepted(self, entries: Mapping[str, Entry]) -> set[str]:
-        """Keys of every sample that the source gives: a row's own, or those of its windows."""
-        return {
-            key for key, entry in entries.items() if self.contents.get(key.partition("#")[0]) == entry.content
-        }
-
-
-def _windows(entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
-    """Digest of a video -> suffix of a window -> a sample that has its latents."""
-    windows: dict[str, dict[str, Entry]] = defaultdict(dict)
-    for key, entry in entries.items():
-        if entry.video:
-            windows[entry.video]["".join(key.partition("#")[1:])] = entry
-    return windows
-
-
-def _last_number(windows: Mapping[str, Entry]) -> int:
-    last = next(suffix for suffix, entry in windows.items() if entry.last)
-    return int(last[1:] or 0)
-
-
-def _examine(row: ManifestRow) -> Row | Rejection:
-    caption = clean_caption(row.caption)
-    if not caption:
-        return Rejection(row.key, str(row.path), "empty caption once cleaned; write one")
-    try:
-        content, video = _digests(row, caption)
-    except OSError as error:
-        return Rejection(
-            row.key,
-            str(row.path),
-            f"video={row.path} cannot be read ({error.strerror}); mend its permissions",
-        )
-    return Row(row.key, str(row.path), caption, row.start, row.end, content, video)
-
-
-def _digests(row: ManifestRow, caption: str) -> tuple[str, str]:
-    """What a sample is made from, and what its latents are: the file by its size and both ends, range, caption.
-
-    Size and time of change alone would encode a data set anew because it was copied. The settings are the same in all of a cache.
-    """
-    with row.path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        head = file.read(1 << 16)
-        file.seek(max(0, size - (1 << 16)))
-        ends = head + file.read(1 << 16)
-    content, video = (
-        hashlib.blake2b(ends + json.dumps(rest).encode(), digest_size=16).hexdigest()
-        for rest in ([size, caption, row.start, row.end], [size, row.start, row.end])
-    )
-    return content, video
 
 
 def _read_variant(model: str | Path) -> Variant:
@@ -494,7 +380,7 @@ def _all_done(path: Path) -> bool:
 
 
 def _finish(
-    job: _Job, scan: _Scan, null_text: Tensor | None, *, source: str, variant: Variant, started: float
+    job: _Job, scan: Scan, null_text: Tensor | None, *, source: str, variant: Variant, started: float
 ) -> PreprocessReport:
     """Write rejects and index, and say what was done.
 
