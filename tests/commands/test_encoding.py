@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -15,9 +18,9 @@ from tests.commands.test_preprocess import SMALL, contents
 from wands.commands import encoding
 from wands.commands.encoding import CLIPS_AHEAD, DECODING_THREADS
 from wands.commands.preprocess import preprocess
-from wands.commands.workers import Crew, tell_followers, work_share
+from wands.commands.workers import Crew, lock_work, tell_followers, work_share
 from wands.encode.vae import WanVideoEncoder
-from wands.errors import ConfigError
+from wands.errors import CacheError, ConfigError
 
 WINDOWS = SMALL | {"clip_mode": "slide", "max_frames": 5}
 
@@ -141,3 +144,22 @@ def test_followers_are_told_once(monkeypatch: pytest.MonkeyPatch, how: str) -> N
     except ConfigError:
         assert how == "mistake"
     assert told == [{"work": {"token": "abc"}, "nothing": {}, "mistake": {"error": "a sentence."}}[how]]
+
+
+def test_workers_of_another_run_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lock").touch()
+    with (tmp_path / "lock").open("rb") as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_SH)
+        with pytest.raises(CacheError, match="is being written by workers of another run; wait for it"):
+            lock_work(tmp_path, seconds=0)
+    ours = lock_work(tmp_path, seconds=0)
+    with (tmp_path / "lock").open("rb") as worker:
+        fcntl.flock(worker, fcntl.LOCK_SH | fcntl.LOCK_NB)  # those of this run share it
+    os.close(ours)
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(CacheError, match=r"file system without locks \(No locks available\)"):
+        lock_work(tmp_path)

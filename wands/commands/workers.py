@@ -229,7 +229,7 @@ def lock_work(work: Path, seconds: float = 60.0) -> int:
     """Wait until no worker of an earlier run is left; returns the lock, shared with the workers of this run.
 
     Raises:
-        CacheError: there are some still.
+        CacheError: there are some still, or the file system has no locks.
     """
     lock = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     began = time.monotonic()
@@ -245,6 +245,11 @@ def lock_work(work: Path, seconds: float = 60.0) -> int:
                     f"cache={work.parent} is being written by workers of another run; wait for it or end them."
                 ) from None
             time.sleep(0.2)
+        except OSError as error:
+            os.close(lock)
+            raise CacheError(
+                f"cache={work.parent} lies on a file system without locks ({error.strerror}); choose an --out on another."
+            ) from None
 
 
 def _device(name: str) -> torch.device:
