@@ -25,7 +25,7 @@ from wands.data.video import save_video
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = SMALL | {"clip_mode": "slide", "max_samples": 3}
-PLACES = ("shard_names", "shard_bytes", "shards", "rows")  # what the order of writing decides
+PLACES = ("shard_names", "shard_bytes", "shard_ids", "shards", "rows", "offsets")
 
 
 @pytest.fixture(scope="module")
