@@ -70,7 +70,10 @@ def train(
             result = train_step(engine, mine, job, groups, device, denominator)
             step = plan.step + 1
             loss, data_wait, wishes = _agree(
-                result.loss / plan.counts[recipe.loss.reduction], started - waiting_since, requests.poll(rank), device
+                result.loss / plan.counts[recipe.loss.reduction],
+                started - waiting_since,
+                requests.poll(rank),
+                device,
             )
             _check_finite(loss, result, step)
             sample_log.write(step, result.samples)

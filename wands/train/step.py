@@ -43,7 +43,12 @@ class StepResult:
 
 
 def train_step(
-    engine: Any, shards: list[Shard], job: Job, groups: ContextGroups, device: torch.device, denominator: float
+    engine: Any,
+    shards: list[Shard],
+    job: Job,
+    groups: ContextGroups,
+    device: torch.device,
+    denominator: float,
 ) -> StepResult:
     """One optimizer step: every micro batch forward and backward, then the update.
 
