@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,45 @@ def main(local_rank: int | None, verbose: bool) -> None:
     logging.getLogger("wands").setLevel(level)
 
 
+_CLIP_OPTIONS = (
+    click.option("--height", type=int, help="Exact height in pixels; needs --width."),
+    click.option("--width", type=int, help="Exact width in pixels; needs --height."),
+    click.option(
+        "--center-crop", is_flag=True, help="Fill --height x --width by cutting, not by stretching."
+    ),
+    click.option(
+        "--max-pixels",
+        type=int,
+        help="Scale larger clips down to this area; each keeps its aspect [default: 399360].",
+    ),
+    click.option(
+        "--max-frames",
+        type=int,
+        default=81,
+        show_default=True,
+        help="Longest sample, in frames (4k+1 is kept); 0 keeps whole clips.",
+    ),
+    click.option(
+        "--clip-mode",
+        type=click.Choice(["head", "middle", "slide"]),
+        default="head",
+        show_default=True,
+        help="Which part of a longer clip: its start, its middle, or all of it as several samples.",
+    ),
+    click.option("--split", default="train", show_default=True, help="Split of a datasets source."),
+    click.option("--video-column", help="Column with the video of a datasets source."),
+    click.option("--caption-column", help="Column with the caption of a datasets source."),
+    click.option("--fps", type=float, help="Frame rate to resample to [default: the variant's]."),
+)
+
+
+def _clip_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What a clip becomes, told to `preprocess` and `check` in the same words."""
+    for option in reversed(_CLIP_OPTIONS):
+        command = option(command)
+    return command
+
+
 @main.command()
 @click.argument("source")
 @click.option(
@@ -80,32 +120,7 @@ def main(local_rank: int | None, verbose: bool) -> None:
 @click.option(
     "--model", required=True, help="Diffusers pipeline folder or Hub id whose VAE and text encoder are used."
 )
-@click.option("--height", type=int, help="Exact height in pixels; needs --width.")
-@click.option("--width", type=int, help="Exact width in pixels; needs --height.")
-@click.option("--center-crop", is_flag=True, help="Fill --height x --width by cutting, not by stretching.")
-@click.option(
-    "--max-pixels",
-    type=int,
-    help="Scale larger clips down to this area; each keeps its aspect [default: 399360].",
-)
-@click.option(
-    "--max-frames",
-    type=int,
-    default=81,
-    show_default=True,
-    help="Longest sample, in frames (4k+1 is kept); 0 keeps whole clips.",
-)
-@click.option(
-    "--clip-mode",
-    type=click.Choice(["head", "middle", "slide"]),
-    default="head",
-    show_default=True,
-    help="Which part of a longer clip: its start, its middle, or all of it as several samples.",
-)
-@click.option("--split", default="train", show_default=True, help="Split of a datasets source.")
-@click.option("--video-column", help="Column with the video of a datasets source.")
-@click.option("--caption-column", help="Column with the caption of a datasets source.")
-@click.option("--fps", type=float, help="Frame rate to resample to [default: the variant's].")
+@_clip_options
 @click.option("--device", help="Where the encoders run [default: cuda if there is one].")
 @click.option("--text-device", help="Where the text encoder runs [default: --device].")
 @click.option(
@@ -141,32 +156,7 @@ def preprocess(source: str, out: Path, model: str, max_frames: int, **options: A
 @click.option(
     "--model", help="Pipeline folder or Hub id that tells the variant and counts caption tokens exactly."
 )
-@click.option("--height", type=int, help="Exact height in pixels; needs --width.")
-@click.option("--width", type=int, help="Exact width in pixels; needs --height.")
-@click.option("--center-crop", is_flag=True, help="Fill --height x --width by cutting, not by stretching.")
-@click.option(
-    "--max-pixels",
-    type=int,
-    help="Scale larger clips down to this area; each keeps its aspect [default: 399360].",
-)
-@click.option(
-    "--max-frames",
-    type=int,
-    default=81,
-    show_default=True,
-    help="Longest sample, in frames (4k+1 is kept); 0 keeps whole clips.",
-)
-@click.option(
-    "--clip-mode",
-    type=click.Choice(["head", "middle", "slide"]),
-    default="head",
-    show_default=True,
-    help="Which part of a longer clip: its start, its middle, or all of it as several samples.",
-)
-@click.option("--split", default="train", show_default=True, help="Split of a datasets source.")
-@click.option("--video-column", help="Column with the video of a datasets source.")
-@click.option("--caption-column", help="Column with the caption of a datasets source.")
-@click.option("--fps", type=float, help="Frame rate to resample to [default: the variant's].")
+@_clip_options
 @click.option(
     "--max-tokens", type=int, default=32760, show_default=True, help="Bin size whose fill is predicted."
 )

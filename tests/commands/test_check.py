@@ -21,14 +21,12 @@ from tests.data.corpus import build_corpus
 from tests.data.test_video import write_clip
 from wands.cli import main
 from wands.commands import check as module
-from wands.commands import preprocess as preprocess_module
 from wands.commands.check import check, save_report
 from wands.commands.check_page import render_page
 from wands.commands.check_report import CheckReport
 from wands.commands.preprocess import preprocess
 from wands.data.cache import LatentCache
 from wands.data.captions import estimate_tokens
-from wands.data.clip import MAX_PIXELS
 from wands.data.packing import plan_epoch
 from wands.errors import ConfigError, DataError
 from wands.variants import VARIANTS
@@ -122,7 +120,6 @@ def test_defaults_shared_with_preprocess_are_the_same() -> None:
     shared = ours.keys() & theirs.keys() - {"model"}
     assert len(shared) >= 10
     assert {name: ours[name].default for name in shared} == {name: theirs[name].default for name in shared}
-    assert MAX_PIXELS == preprocess_module.MAX_PIXELS
 
 
 # ---- what it tells

@@ -36,8 +36,6 @@ from wands.encode.text import CLEANING_VERSION
 from wands.errors import CacheError, ConfigError, DataError, WandsError
 from wands.variants import TEXT_LEN, Variant, variant_of
 
-MAX_PIXELS = 480 * 832
-"""Default bound of a frame's area: Wan's 480p class, whatever the aspect."""
 REJECTS_NAME = "rejects.jsonl"
 SHOWN_REJECTIONS = 50
 CAPTIONS_IN_PIECE = 32
@@ -184,16 +182,15 @@ def preprocess(
     with tell_followers(crew) as begin:
         started = time.monotonic()
         variant = _read_variant(model)
-        spec = ClipSpec(
-            fps=fps if fps is not None else variant.fps,
+        spec = ClipSpec.of_variant(
+            variant,
+            fps=fps,
             height=height,
             width=width,
             center_crop=center_crop,
-            max_pixels=MAX_PIXELS if max_pixels is None and height is None else max_pixels,
+            max_pixels=max_pixels,
             max_frames=max_frames,
             clip_mode=clip_mode,
-            size_multiple=variant.vae_stride[1] * variant.dit.patch_size[1],
-            frame_stride=variant.vae_stride[0],
         )
         rows, rejected = load_source(
             source, split=split, video_column=video_column, caption_column=caption_column
