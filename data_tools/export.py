@@ -25,10 +25,11 @@ from urllib.parse import quote
 
 from safetensors.torch import save
 
+from data_tools.exit_code import mistakes_are_2
 from wands.commands.progress import progress
 from wands.data.cache import LatentCache
 from wands.data.cache_format import disk_error, to_text
-from wands.errors import ConfigError, WandsError
+from wands.errors import ConfigError
 from wands.files import publish
 
 EXPORT_NAME, NULL_NAME = "export.json", "null_text.safetensors"
@@ -138,6 +139,7 @@ class _Tars:
             self._tar.close()
 
 
+@mistakes_are_2
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 2 for a mistake of the user's."""
     assert __doc__
@@ -147,11 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=FORMATS, required=True)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        count = export(options.cache, options.out, options.format)
-    except WandsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    count = export(options.cache, options.out, options.format)
     print(f"{options.out}: {count:,} samples")
     return 0
 

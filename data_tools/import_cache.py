@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from data_tools.exit_code import mistakes_are_2
 from data_tools.export import EXPORT_FORMAT, EXPORT_NAME, FORMATS, NULL_NAME
 from data_tools.import_shards import check_latents
 from data_tools.merge import to_variant
@@ -32,7 +33,7 @@ from wands.data.archive import TarReader
 from wands.data.cache import CacheWriter
 from wands.data.cache_format import checksum, reason, to_bits
 from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json
-from wands.errors import ConfigError, DataError, WandsError
+from wands.errors import ConfigError, DataError
 from wands.variants import TEXT_LEN, variant_of
 
 PICKLES = {".pth", ".pt", ".pkl", ".pickle", ".ckpt", ".bin"}
@@ -270,6 +271,7 @@ def _tensor(content: bytes, pattern: str) -> Tensor:
     return tensors[names[0]].to(torch.bfloat16)
 
 
+@mistakes_are_2
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 2 for a mistake of the user's."""
     assert __doc__
@@ -283,11 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="pipeline folder or Hub id that musubi-tuner encoded with")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        count = import_cache(options.source, options.out, options.model)
-    except WandsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    count = import_cache(options.source, options.out, options.model)
     print(f"{options.out}: {count:,} samples")
     return 0
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_tools.exit_code import mistakes_are_2
 from data_tools.tfrecord import parse_example, parse_tensor, read_records
 from wands.data.archive import TAR_EXTENSIONS, TarReader
 from wands.data.cache import CacheWriter
@@ -32,7 +33,7 @@ from wands.data.cache_format import write_whole
 from wands.data.source import Rejection
 from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json
 from wands.encode.text import CLEANING_VERSION, TextEncoder, clean_caption
-from wands.errors import ConfigError, DataError, WandsError
+from wands.errors import ConfigError, DataError
 from wands.variants import TEXT_LEN, Variant, variant_of
 
 REJECTS_NAME = "rejects.jsonl"
@@ -397,6 +398,7 @@ def _digest(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
+@mistakes_are_2
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 2 for a mistake of the user's."""
     assert __doc__
@@ -411,13 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fps", type=float, help="frame rate of the clips (default: the variant's)")
     parser.add_argument("--device", default="cpu", help="where the text encoder runs (default cpu)")
     options = parser.parse_args(arguments)
-    try:
-        report = import_shards(
-            options.shards, options.out, options.model, fps=options.fps, device=options.device
-        )
-    except WandsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    report = import_shards(options.shards, options.out, options.model, fps=options.fps, device=options.device)
     reused = f", {report.num_reused:,} of them from an earlier run" if report.num_reused else ""
     print(f"{options.out}: {report.num_samples:,} samples{reused}")
     print(f"{len(report.rejected):,} rejected" + (f", listed in {REJECTS_NAME}:" if report.rejected else ""))

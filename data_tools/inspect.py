@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from data_tools.exit_code import mistakes_are_2
 from wands.data.cache import LatentCache
 from wands.data.histogram import token_histogram
-from wands.errors import ConfigError, WandsError
+from wands.errors import ConfigError
 
 STRIP_FRAMES = 8
 
@@ -120,6 +121,7 @@ def _times(numbers: Sequence[int]) -> str:
     return "x".join(map(str, numbers))
 
 
+@mistakes_are_2
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 2 for a mistake of the user's."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.inspect", description=__doc__.splitlines()[0])
@@ -131,16 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.decode is not None and not (options.model and options.out):
         parser.error("--decode needs --model and --out")
-    try:
-        cache = LatentCache(options.cache, verify=True)
-        if options.decode is None:
-            print(describe(cache, options.rows))
-        else:
-            frames, height, width, _ = decode(cache, options.decode, options.model, options.out)
-            print(f"{options.out}: {frames} frames of {width}x{height}")
-    except WandsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    cache = LatentCache(options.cache, verify=True)
+    if options.decode is None:
+        print(describe(cache, options.rows))
+    else:
+        frames, height, width, _ = decode(cache, options.decode, options.model, options.out)
+        print(f"{options.out}: {frames} frames of {width}x{height}")
     return 0
 
 

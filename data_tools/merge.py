@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data_tools.exit_code import mistakes_are_2
 from wands.commands.progress import progress
 from wands.data.cache import CacheWriter, LatentCache
 from wands.data.cache_format import INDEX_NAME, first_difference, to_bits
-from wands.errors import CacheError, ConfigError, WandsError
+from wands.errors import CacheError, ConfigError
 from wands.variants import VARIANTS, Variant
 
 SHOWN = 5
@@ -152,6 +153,7 @@ def _signature(cache: LatentCache, i: int) -> tuple[Any, ...]:
     return (*index.latent_shapes[i].tolist(), *(column[i].item() for column in numbers))
 
 
+@mistakes_are_2
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 2 for a mistake of the user's."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.merge", description=__doc__.splitlines()[0])
@@ -159,11 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("cache", type=Path, nargs="+", help="folders written by wands preprocess")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        merged = merge(options.out, options.cache)
-    except WandsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    merged = merge(options.out, options.cache)
     print(f"{options.out}: {merged.num_samples:,} samples, {merged.num_copied:,} of them copied now")
     if merged.duplicates:
         names = ", ".join(merged.duplicates[:SHOWN])

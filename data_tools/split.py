@@ -15,9 +15,10 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from data_tools.exit_code import mistakes_are_2
 from data_tools.merge import SHOWN, copy_samples
 from wands.data.cache import LatentCache
-from wands.errors import ConfigError, WandsError
+from wands.errors import ConfigError
 
 
 def split(
@@ -76,6 +77,7 @@ def key_hash(key: str) -> float:
     return (int.from_bytes(content, "big") >> 11) / (1 << 53)
 
 
+@mistakes_are_2
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 2 for a mistake of the user's."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.split", description=__doc__.splitlines()[0])
@@ -87,20 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     how.add_argument("--keys-file", type=Path, help="file with the keys for OUT_A, one a line")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        keys = None
-        if options.keys_file is not None:
-            try:
-                lines = options.keys_file.read_text("utf-8", "surrogateescape").split("\n")
-            except OSError as error:
-                raise ConfigError(
-                    f"--keys-file={options.keys_file} cannot be read ({error.strerror})."
-                ) from None
-            keys = [line.removesuffix("\r") for line in lines if line.strip()]
-        a, b = split(options.cache, options.out_a, options.out_b, options.fraction, keys)
-    except WandsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    keys = None
+    if options.keys_file is not None:
+        try:
+            lines = options.keys_file.read_text("utf-8", "surrogateescape").split("\n")
+        except OSError as error:
+            raise ConfigError(f"--keys-file={options.keys_file} cannot be read ({error.strerror}).") from None
+        keys = [line.removesuffix("\r") for line in lines if line.strip()]
+    a, b = split(options.cache, options.out_a, options.out_b, options.fraction, keys)
     print(f"{options.out_a}: {a:,} samples\n{options.out_b}: {b:,} samples")
     return 0
 

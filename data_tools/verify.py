@@ -23,6 +23,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from data_tools.exit_code import mistakes_are_2
 from wands.commands.progress import progress
 from wands.data.cache_format import (
     INDEX_NAME,
@@ -35,7 +36,7 @@ from wands.data.cache_format import (
     reason,
     sample_path,
 )
-from wands.errors import CacheError, WandsError
+from wands.errors import CacheError
 
 MANIFEST_KEYS = {"format", "schema_version", "variant", "fingerprint", "digest"}
 DAMAGE = (OSError, KeyError, ValueError, RuntimeError, TypeError)
@@ -268,6 +269,7 @@ def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> It
             yield Problem(f"{INDEX_NAME} ({index.keys[i]})", what, REBUILD)
 
 
+@mistakes_are_2
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 1 when something is wrong, 2 for a mistake of the user's."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.verify", description=__doc__.splitlines()[0])
@@ -275,12 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, help="threads (default: cores, at most 4)")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        with progress("shards", len(list(options.cache.glob("shard-*.h5")))) as advance:
-            report = verify(options.cache, options.workers, advance)
-    except WandsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with progress("shards", len(list(options.cache.glob("shard-*.h5")))) as advance:
+        report = verify(options.cache, options.workers, advance)
     for problem in report.problems:
         print(problem)
     print(
