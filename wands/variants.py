@@ -7,11 +7,15 @@ Sources: the official Wan 2.1 and 2.2 configs and diffusers' conversion of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 TEXT_LEN = 512
 """Text tokens that every sample attends to: trimmed embeddings, zero-padded, pads attended (official Wan)."""
+IMAGE_LEN = 257
+"""CLIP tokens of one picture: 16 x 16 patches and the class token, whatever the picture's size."""
+MASK_CHANNELS = 4
+"""Channels that say which of a latent frame's four pixel frames are given."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +27,15 @@ class DiTShape:
         head_dim: channels of one head.
         num_layers: transformer blocks.
         ffn_dim: hidden width of the feed-forward.
-        in_channels: latent channels that enter the patch embedding.
-        out_channels: latent channels that leave the model.
+        in_channels: channels that enter the patch embedding: noisy latents, and behind them what they are
+            conditioned on.
+        out_channels: channels that leave the model: those of the latents.
         text_dim: width of the text encoder's states.
         freq_dim: width of the sinusoidal timestep features.
         patch_size: latent (frames, height, width) of one token.
+        image_dim: width of CLIP's states, None for a model that attends to no picture.
+        image_len: CLIP tokens that every sample attends to, 0 without `image_dim`.
+        image_positions: rows of the table of positions that tells two pictures apart, 0 without one.
     """
 
     num_heads: int
@@ -39,11 +47,15 @@ class DiTShape:
     text_dim: int
     freq_dim: int = 256
     patch_size: tuple[int, int, int] = (1, 2, 2)
+    image_dim: int | None = None
+    image_len: int = 0
+    image_positions: int = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DiTShape:
         """Read the shape from a diffusers ``WanTransformer3DModel`` config."""
         pt, ph, pw = config["patch_size"]
+        image_dim, positions = config.get("image_dim"), config.get("pos_embed_seq_len") or 0
         return cls(
             num_heads=config["num_attention_heads"],
             head_dim=config["attention_head_dim"],
@@ -54,7 +66,15 @@ class DiTShape:
             text_dim=config["text_dim"],
             freq_dim=config["freq_dim"],
             patch_size=(pt, ph, pw),
+            image_dim=image_dim,
+            image_len=0 if image_dim is None else positions or IMAGE_LEN,
+            image_positions=0 if image_dim is None else positions,
         )
+
+    @property
+    def condition_channels(self) -> int:
+        """Channels of a token that are neither noised nor predicted: a mask and the latents of pictures."""
+        return self.in_channels - self.out_channels
 
     @property
     def dim(self) -> int:
@@ -63,7 +83,7 @@ class DiTShape:
 
     @property
     def num_params(self) -> int:
-        """Parameters of a text-to-video DiT of this shape (no image branch), norms and biases included."""
+        """Parameters of a DiT of this shape, norms and biases included."""
         d, f, patch = self.dim, self.ffn_dim, self._patch_volume
         attention = 4 * (d * d + d) + 2 * d  # q, k, v, out and the two qk norms
         block = 2 * attention + 2 * d + (d * f + f) + (f * d + d) + 6 * d
@@ -71,7 +91,12 @@ class DiTShape:
         text = (self.text_dim * d + d) + (d * d + d)
         embed = self.in_channels * patch * d + d
         head = d * self.out_channels * patch + self.out_channels * patch + 2 * d
-        return self.num_layers * block + time + text + embed + head
+        image = 0
+        if self.image_dim is not None:
+            i = self.image_dim
+            block += 2 * (d * d + d) + d  # keys and values of the picture, and the norm of its keys
+            image = self.image_positions * i + 2 * i + (i * i + i) + (i * d + d) + 2 * d
+        return self.num_layers * block + time + text + image + embed + head
 
     @property
     def _patch_volume(self) -> int:
@@ -81,17 +106,18 @@ class DiTShape:
         """Multiply-adds x 2 of one video token's linear layers in one forward, attention scores left out."""
         d = self.dim
         block = 2 * (4 * d * d + 2 * d * d + 2 * d * self.ffn_dim)  # self q k v o, cross q o, ffn
-        cross = 4 * d * TEXT_LEN  # scores and values against the text
+        cross = 4 * d * (TEXT_LEN + self.image_len)  # scores and values against text and picture
         ends = 2 * d * self._patch_volume * (self.in_channels + self.out_channels)
         return self.num_layers * (block + cross) + ends
 
     def linear_flops_per_sample(self) -> int:
-        """FLOPs of one forward that every sample pays once: text keys and values, text and time embedding."""
+        """FLOPs of one forward that every sample pays once: keys, values and embeddings of text, picture and time."""
         d = self.dim
-        text_kv = self.num_layers * 2 * 2 * d * d * TEXT_LEN
+        text_kv = self.num_layers * 2 * 2 * d * d * (TEXT_LEN + self.image_len)
         embed = 2 * TEXT_LEN * (self.text_dim * d + d * d)
         time = 2 * (self.freq_dim * d + d * d + 6 * d * d)
-        return text_kv + embed + time
+        image = 2 * self.image_len * ((self.image_dim or 0) ** 2 + (self.image_dim or 0) * d)
+        return text_kv + embed + image + time
 
     def attention_flops_per_squared_token(self) -> int:
         """FLOPs of self-attention per pair of tokens of one sample in one forward (scores and values)."""
@@ -124,8 +150,13 @@ class Variant:
         vae_stride: pixels per latent in (frames, height, width).
         fps: frame rate that the model was trained at.
         default_shift: flow shift of official inference.
-        boundary_ratio: t/1000 at which the high-noise expert takes over, None for one expert.
-        conditions: what the model is conditioned on besides noise.
+        boundary_ratio: t/1000 from which on the high-noise expert works, None for one expert.
+        conditions: what the model is conditioned on besides noise, of
+            "text": the caption, always;
+            "image": the first frame, as 4 channels of mask and latents of that frame before grey ones;
+            "last_image": the last frame, in the same channels;
+            "clip": CLIP's states of these pictures, attended to beside the text;
+            "first_frame": at will, the first latent frame itself, clean, its tokens at timestep 0.
     """
 
     name: str
@@ -136,40 +167,93 @@ class Variant:
     boundary_ratio: float | None = None
     conditions: tuple[str, ...] = ("text",)
 
+    @property
+    def num_images(self) -> int:
+        """Pictures that every sample is conditioned on: 0, 1 (its first frame) or 2 (its last as well)."""
+        return ("image" in self.conditions) + ("last_image" in self.conditions)
 
-def _t2v(num_heads: int, num_layers: int, ffn_dim: int) -> DiTShape:
-    return DiTShape(num_heads, 128, num_layers, ffn_dim, in_channels=16, out_channels=16, text_dim=4096)
 
+def _shape(num_heads: int, num_layers: int, ffn_dim: int, **more: Any) -> DiTShape:
+    channels = {"in_channels": 16, "out_channels": 16} | more
+    return DiTShape(num_heads, 128, num_layers, ffn_dim, text_dim=4096, **channels)
+
+
+_B1_3 = {"num_heads": 12, "num_layers": 30, "ffn_dim": 8960}
+_B14 = {"num_heads": 40, "num_layers": 40, "ffn_dim": 13824}
+_CLIP = {"in_channels": 36, "image_dim": 1280, "image_len": IMAGE_LEN}
+_CLIP_2 = {"in_channels": 36, "image_dim": 1280, "image_len": 2 * IMAGE_LEN, "image_positions": 2 * IMAGE_LEN}
+_B5 = {"num_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48}
 
 VARIANTS: dict[str, Variant] = {
     row.name: row
     for row in (
-        Variant("wan2.1-t2v-1.3b", _t2v(num_heads=12, num_layers=30, ffn_dim=8960)),
-        Variant("wan2.1-t2v-14b", _t2v(num_heads=40, num_layers=40, ffn_dim=13824)),
+        Variant("wan2.1-t2v-1.3b", _shape(**_B1_3)),
+        Variant("wan2.1-t2v-14b", _shape(**_B14)),
+        Variant("wan2.1-i2v-14b", _shape(**_B14, **_CLIP), conditions=("text", "image", "clip")),
+        Variant(
+            "wan2.1-flf2v-14b",
+            _shape(**_B14, **_CLIP_2),
+            default_shift=16.0,
+            conditions=("text", "image", "last_image", "clip"),
+        ),
+        Variant("wan2.2-t2v-a14b", _shape(**_B14), default_shift=12.0, boundary_ratio=0.875),
+        Variant(
+            "wan2.2-i2v-a14b",
+            _shape(**_B14, in_channels=36),
+            boundary_ratio=0.9,
+            conditions=("text", "image"),
+        ),
+        Variant(
+            "wan2.2-ti2v-5b",
+            _shape(**_B5),
+            vae_stride=(4, 16, 16),
+            fps=24,
+            conditions=("text", "first_frame"),
+        ),
     )
 }
-TINY = "wan2.1-t2v-tiny"
-"""Name under which any other text-to-video shape goes: same interfaces, fewer layers."""
 
 
-def variant_of(config: Mapping[str, Any]) -> Variant:
-    """Recognise the variant of a diffusers ``WanTransformer3DModel`` config.
+def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> Variant:
+    """Recognise a model from its own configs.
 
-    A shape that was never published, such as the demo's, is a `wan2.1-t2v-tiny` with Wan 2.1's interfaces.
+    A shape that was never published, such as the demo's, is of the family whose interfaces it has, under a name
+    that ends in "-tiny".
+
+    Args:
+        config: of the diffusers ``WanTransformer3DModel``; of A14B, either expert's.
+        index: `model_index.json` of the pipeline. It tells the experts of Wan 2.2 T2V from a Wan 2.1 T2V model,
+            whose DiT has the same shape, and it may set another `boundary_ratio`. None for a bare DiT.
 
     Raises:
-        ValueError: the config is not a text-to-video model of Wan 2.1 (other input channels, image branch).
+        ValueError: the config is of no model that wands knows.
     """
-    shape = DiTShape.from_config(config)
-    if shape.in_channels != shape.out_channels or config.get("image_dim") is not None:
-        raise ValueError(
-            f"in_channels={shape.in_channels}, out_channels={shape.out_channels}, image_dim={config.get('image_dim')} "
-            "is not a Wan 2.1 text-to-video model"
-        )
-    for row in VARIANTS.values():
-        if row.dit == shape:
-            return row
-    return Variant(TINY, shape)
+    shape, index = DiTShape.from_config(config), index or {}
+    family = _family(shape, index)
+    rows = [row for row in VARIANTS.values() if row.name.startswith(f"{family}-")]
+    row = next((row for row in rows if row.dit == shape), None)
+    if row is None:
+        row = replace(rows[0], name=f"{family}-tiny", dit=shape)
+    boundary = index.get("boundary_ratio")
+    return row if boundary is None else replace(row, boundary_ratio=float(boundary))
+
+
+def _family(shape: DiTShape, index: Mapping[str, Any]) -> str:
+    latents, extra, clip = shape.out_channels, shape.condition_channels, shape.image_dim is not None
+    two_experts = index.get("boundary_ratio") is not None
+    if extra == 0 and not clip:
+        # The 5B model alone has the 48 channels of the Wan 2.2 VAE.
+        if index.get("expand_timesteps", latents == 48):
+            return "wan2.2-ti2v"
+        return "wan2.2-t2v" if two_experts else "wan2.1-t2v"
+    if extra == MASK_CHANNELS + latents:
+        if not clip:
+            return "wan2.2-i2v"
+        return "wan2.1-flf2v" if shape.image_positions else "wan2.1-i2v"
+    raise ValueError(
+        f"in_channels={shape.in_channels}, out_channels={latents}, image_dim={shape.image_dim} is of no Wan 2.1 or 2.2 "
+        "text-to-video or image-to-video model"
+    )
 
 
 def legal_frames(num_frames: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import diffusers
 import torch
@@ -26,6 +26,16 @@ CONFIG = {
     "ffn_dim": 96,
     "num_layers": 3,
 }
+# What each kind of Wan model has beside that: channels of conditions behind the 4 of the latents, a picture that is attended to
+# (with positions where there are two), timesteps of tokens instead of samples.
+IMAGE_ROWS = 6
+KINDS = {
+    "t2v": {},
+    "i2v with clip": {"in_channels": 12, "image_dim": 20, "added_kv_proj_dim": 48},
+    "flf2v": {"in_channels": 12, "image_dim": 20, "added_kv_proj_dim": 48, "pos_embed_seq_len": IMAGE_ROWS},
+    "i2v": {"in_channels": 12},
+    "ti2v": {},
+}
 PATCH = (1, 2, 2)
 GRIDS = [(3, 2, 2), (1, 2, 3), (2, 4, 3), (1, 1, 1), (4, 3, 2), (2, 2, 5), (1, 5, 2)]
 TEXT_LENS = [5, 17, 1, 9, 512, 30, 3]
@@ -34,12 +44,17 @@ TIMESTEPS = [997.3, 301.7, 0.4, 650.1, 998.9, 42.0, 777.7]
 
 @dataclass(frozen=True)
 class Pack:
-    """Unequal samples, sample by sample and packed."""
+    """Unequal samples, sample by sample and packed.
+
+    `images` are [I, D] of each sample, or none; `clean_lens` says how many tokens at the start of each are at timestep 0.
+    """
 
     latents: list[Tensor]
     texts: list[Tensor]
     timesteps: Tensor
     meta: PackedMeta
+    images: list[Tensor] = field(default_factory=list)
+    clean_lens: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> Tensor:
@@ -49,8 +64,19 @@ class Pack:
     def text_embeds(self) -> Tensor:
         return torch.cat(self.texts)
 
+    @property
+    def image_embeds(self) -> Tensor | None:
+        return torch.stack(self.images) if self.images else None
+
+    @property
+    def row_timesteps(self) -> Tensor:
+        """One for each entry of `meta.timestep_lens`."""
+        clean_lens = self.clean_lens or (0,) * len(self.timesteps)
+        pairs = zip(self.timesteps, clean_lens, strict=True)
+        return torch.stack([t for step, clean in pairs for t in ([0 * step] if clean else []) + [step]])
+
     def replaced(self, index: int, **parts: Tensor) -> Pack:
-        """The pack with another `latents`, `texts` or `timesteps` for one sample."""
+        """The pack with another `latents`, `texts`, `images` or `timesteps` for one sample."""
         changed = {}
         for name, value in parts.items():
             rows = list(getattr(self, name))
@@ -59,23 +85,41 @@ class Pack:
         return replace(self, **changed)
 
 
-def make_pack(num_samples: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Pack:
+def make_pack(num_samples: int, dtype: torch.dtype = torch.float32, seed: int = 1, kind: str = "t2v") -> Pack:
     generator = torch.Generator().manual_seed(seed)
+    config = CONFIG | KINDS[kind]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
     grids, text_lens = GRIDS[:num_samples], TEXT_LENS[:num_samples]
-    latents = [torch.randn(4, f, 2 * h, 2 * w, generator=generator).to(dtype) for f, h, w in grids]
-    texts = [torch.randn(length, CONFIG["text_dim"], generator=generator).to(dtype) for length in text_lens]
-    return Pack(latents, texts, torch.tensor(TIMESTEPS[:num_samples]), make_meta(grids, text_lens))
+    latents = [normal(config["in_channels"], f, 2 * h, 2 * w) for f, h, w in grids]
+    texts = [normal(length, config["text_dim"]) for length in text_lens]
+    with_images = "image_dim" in config
+    images = [normal(IMAGE_ROWS, config["image_dim"]) for _ in grids] if with_images else []
+    clean_lens = ()
+    if kind == "ti2v":  # every second sample that has a second frame starts from a picture
+        clean_lens = tuple(h * w if f > 1 and i % 2 == 0 else 0 for i, (f, h, w) in enumerate(grids))
+    meta = make_meta(grids, text_lens, clean_lens)
+    return Pack(latents, texts, torch.tensor(TIMESTEPS[:num_samples]), meta, images, clean_lens)
 
 
-def make_meta(grids: list[tuple[int, int, int]], text_lens: list[int]) -> PackedMeta:
+def make_meta(
+    grids: list[tuple[int, int, int]], text_lens: list[int], clean_lens: tuple[int, ...] = ()
+) -> PackedMeta:
     layout = ContextLayout.build([f * h * w for f, h, w in grids])
     positions = [torch.cartesian_prod(*map(torch.arange, grid)).reshape(-1, 3) for grid in grids]
+    parted = [
+        (clean, length - clean) if clean else (length,)
+        for clean, length in zip(clean_lens, layout.seq_lens, strict=False)
+    ]
     return PackedMeta(
         torch.cat(positions),
         layout.segment_ids,
         layout.plan.chunk_lens,
         layout.local_lens,
         tuple(text_lens),
+        tuple(length for lens in parted for length in lens),
     )
 
 
@@ -93,10 +137,13 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
         param.data.copy_(value)
 
 
-def build_pair(dtype: torch.dtype = torch.float32) -> tuple[WanTransformer3DModel, PackedWanTransformer]:
+def build_pair(
+    dtype: torch.dtype = torch.float32, kind: str = "t2v"
+) -> tuple[WanTransformer3DModel, PackedWanTransformer]:
     """The stock model and ours, with the same non-trivial weights."""
     diffusers.logging.set_verbosity_error()  # a notice at every `.to(dtype)`
-    stock, packed = WanTransformer3DModel(**CONFIG), PackedWanTransformer(**CONFIG)
+    config = CONFIG | KINDS[kind]
+    stock, packed = WanTransformer3DModel(**config), PackedWanTransformer(**config)
     randomize(stock)
     packed.load_state_dict(stock.state_dict())
     set_attention(packed, dtype)
@@ -113,14 +160,26 @@ def set_attention(
 
 
 def run_packed(model: PackedWanTransformer, pack: Pack) -> Tensor:
-    return model(pack.tokens, pack.meta, pack.timesteps, pack.text_embeds)
+    return model(pack.tokens, pack.meta, pack.row_timesteps, pack.text_embeds, pack.image_embeds)
 
 
-def run_stock(stock: WanTransformer3DModel, pack: Pack) -> Tensor:
-    """One sample at a time through diffusers, as its own pipeline calls it; returned as packed tokens."""
+def run_stock(stock: WanTransformer3DModel, pack: Pack, per_token: bool = False) -> Tensor:
+    """One sample at a time through diffusers, as its own pipelines call it; returned as packed tokens.
+
+    Args:
+        per_token: give a timestep for each token, as for TI2V.
+    """
     outputs = []
-    for latents, text, timestep in zip(pack.latents, pack.texts, pack.timesteps, strict=True):
+    for i, (latents, text, timestep) in enumerate(zip(pack.latents, pack.texts, pack.timesteps, strict=True)):
         padded = torch.cat([text, text.new_zeros(TEXT_LEN - len(text), text.shape[1])])
-        output = stock(latents[None], timestep[None], padded[None], return_dict=False)[0]
+        timesteps, image = timestep[None], None
+        if pack.clean_lens or per_token:
+            timesteps = timestep.repeat(pack.meta.seq_lens[i])[None]
+            timesteps[:, : (pack.clean_lens or (0,) * len(pack.latents))[i]] = 0
+        if pack.images:
+            image = pack.images[i][None]
+            if stock.config.pos_embed_seq_len:  # the first and the last picture, each on its own
+                image = torch.stack(pack.images[i].chunk(2))
+        output = stock(latents[None], timesteps, padded[None], image, return_dict=False)[0]
         outputs.append(patchify(output[0], PATCH))
     return torch.cat(outputs)

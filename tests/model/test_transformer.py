@@ -9,16 +9,16 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from tests.model.packs import CONFIG, Pack, build_pair, make_pack, run_packed, run_stock, set_attention
+from tests.model.packs import CONFIG, KINDS, Pack, build_pair, make_pack, run_packed, run_stock, set_attention
 from wands.attention.varlen import Segments, varlen_attention
 from wands.model import transformer
 from wands.model.rope import rotation_of
 from wands.model.transformer import PackedWanTransformer
 
 
-def max_error(pack: Pack, dtype: torch.dtype = torch.float64) -> float:
+def max_error(pack: Pack, dtype: torch.dtype = torch.float64, kind: str = "t2v") -> float:
     """Largest difference between the packed model and the stock one."""
-    stock, packed = build_pair(dtype)
+    stock, packed = build_pair(dtype, kind)
     with torch.no_grad():
         return (run_packed(packed, pack) - run_stock(stock, pack)).abs().max().item()
 
@@ -30,20 +30,23 @@ def weighted_grads(model: torch.nn.Module, output: Tensor) -> dict[str, Tensor]:
     return {name: param.grad for name, param in model.named_parameters()}
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_samples", [1, 2, 7])
-def test_float64_outputs_equal_the_stock_model(num_samples: int):
-    assert max_error(make_pack(num_samples, torch.float64)) <= 1e-12
+def test_float64_outputs_equal_the_stock_model(num_samples: int, kind: str):
+    assert max_error(make_pack(num_samples, torch.float64, kind=kind), kind=kind) <= 1e-12
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_outputs_equal_the_stock_model(kind: str):
+    for num_samples in (1, 2, 7):
+        assert max_error(make_pack(num_samples, kind=kind), torch.float32, kind) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_samples", [1, 2, 7])
-def test_float32_outputs_equal_the_stock_model(num_samples: int):
-    assert max_error(make_pack(num_samples, torch.float32), torch.float32) <= 1e-5
-
-
-@pytest.mark.parametrize("num_samples", [1, 2, 7])
-def test_every_gradient_equals_the_stock_model(num_samples: int):
-    stock, packed = build_pair(torch.float64)
-    pack = make_pack(num_samples, torch.float64)
+def test_every_gradient_equals_the_stock_model(num_samples: int, kind: str):
+    stock, packed = build_pair(torch.float64, kind)
+    pack = make_pack(num_samples, torch.float64, kind=kind)
     expected = weighted_grads(stock, run_stock(stock, pack))
     found = weighted_grads(packed, run_packed(packed, pack))
     assert found.keys() == expected.keys()
@@ -54,10 +57,30 @@ def test_every_gradient_equals_the_stock_model(num_samples: int):
         assert error <= 1e-5 * max(grad.abs().max(), 1e-3 * largest), name
 
 
-@pytest.mark.parametrize("part", ["latents", "texts", "timesteps"])
-def test_a_change_in_one_sample_leaves_the_others_bitwise(part: str):
-    _, packed = build_pair()
-    pack = make_pack(7)
+def test_a_timestep_for_each_token_is_one_for_each_sample():
+    """Stock Wan 2.2 expands the timesteps of text-to-video samples too: that changes nothing, so neither do we."""
+    stock, packed = build_pair(torch.float64)
+    pack = make_pack(3, torch.float64)
+    with torch.no_grad():
+        error = (run_packed(packed, pack) - run_stock(stock, pack, per_token=True)).abs().max()
+    assert error <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ("latents", "t2v"),
+        ("texts", "t2v"),
+        ("timesteps", "t2v"),
+        ("images", "i2v with clip"),
+        ("images", "flf2v"),
+        ("latents", "ti2v"),
+        ("timesteps", "ti2v"),
+    ],
+)
+def test_a_change_in_one_sample_leaves_the_others_bitwise(part: str, kind: str):
+    _, packed = build_pair(kind=kind)
+    pack = make_pack(7, kind=kind)
     changed = 4
     value = getattr(pack, part)[changed]
     other = pack.replaced(changed, **{part: value + 1 if part == "timesteps" else torch.randn_like(value)})

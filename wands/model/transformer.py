@@ -1,6 +1,7 @@
 """Wan's DiT on packed tokens: diffusers' modules and parameter names, a forward of our own.
 
-Letters: L local tokens, S samples, P channels of a token, D width of the residual stream, T text rows.
+Letters: L local tokens, S samples, M timesteps, P channels of a token, D width of the residual stream, T text rows,
+I rows of each sample's pictures.
 
 Everything is called as a module, never through its bare weights: ZeRO-3 gathers parameters in module hooks.
 For the same reason a module that must behave differently gets a class with another forward, and keeps its
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanTrans
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from wands.attention.varlen import Backend, PaddedSegments, padded_attention
+from wands.attention.varlen import Backend, PaddedSegments, Segments, padded_attention, varlen_attention
 from wands.model.modulation import gated_add, modulate
 from wands.model.rope import rotate, rotation_of
 from wands.parallel.layout import PackedMeta
@@ -79,42 +81,58 @@ class PackedWanTransformer(WanTransformer3DModel):
             kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(keep))
         self.enable_gradient_checkpointing(functools.partial(checkpoint, use_reentrant=False, **kwargs))
 
-    def forward(self, tokens: Tensor, meta: PackedMeta, timesteps: Tensor, text_embeds: Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        meta: PackedMeta,
+        timesteps: Tensor,
+        text_embeds: Tensor,
+        image_embeds: Tensor | None = None,
+    ) -> Tensor:
         """Predict the velocity of every token.
 
         Args:
-            tokens: [L, P] noisy patches, channels in the order (C, pt, ph, pw).
+            tokens: [L, P] patches, channels in the order (C, pt, ph, pw): noisy, and behind those of the noisy
+                latents the channels of what they are conditioned on.
             meta: where each sample's tokens and text begin, and where each token sits in its sample.
-            timesteps: fp32 [S], sigma * 1000.
+            timesteps: fp32 [M], sigma * 1000 of the rows of `meta.timestep_lens`; of each sample by default.
             text_embeds: [sum of text_lens, text_dim], trimmed.
+            image_embeds: [S, I, image_dim], CLIP's states of the pictures, for models that attend to them.
 
         Returns:
-            [L, P] in the dtype of the residual stream, channels in the same order.
+            [L, channels of the latents in a token] in the dtype of the residual stream, in the same order.
         """
         assert timesteps.dtype == torch.float32, (
             f"timesteps are {timesteps.dtype}: bf16 has 294 of 1000 values"
         )
+        assert len(timesteps) == len(meta.timestep_row_lens), (len(timesteps), meta.timestep_row_lens)
         patches = self.patch_embedding(tokens)
         compute_dtype = patches.dtype  # autocast's, or that of the weights
         hidden = patches.to(torch.promote_types(compute_dtype, torch.float32))
         temb, table = self._embed_timesteps(timesteps)
         text = self._embed_text(text_embeds.to(compute_dtype))
+        image = self._embed_image(image_embeds, compute_dtype)
         rotation = rotation_of(self.rope, meta.positions)
-        text_segments = PaddedSegments.build(meta.row_lens, meta.text_lens, TEXT_LEN, tokens.device)
+        context = Context(
+            PaddedSegments.build(meta.row_lens, meta.text_lens, TEXT_LEN, tokens.device),
+            None if image is None else _image_segments(meta, image),
+        )
         for block in self.blocks:
-            args = (hidden, text, table, rotation, meta, text_segments, compute_dtype)
+            args = (hidden, text, image, table, rotation, meta, context, compute_dtype)
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 hidden = self._gradient_checkpointing_func(block, *args)
             else:
                 hidden = block(*args)
         shift, scale = (self.scale_shift_table + temb[:, None]).unbind(1)
         normed = self.norm_out(_stock_float(hidden))
-        prediction = self.proj_out(modulate(normed, 1 + scale, shift, meta.row_lens).to(hidden.dtype))
+        prediction = self.proj_out(
+            modulate(normed, 1 + scale, shift, meta.timestep_row_lens).to(hidden.dtype)
+        )
         channels = self.config.out_channels or self.config.in_channels
         return prediction.unflatten(1, (-1, channels)).mT.flatten(1)  # the head's order is (pt, ph, pw, C)
 
     def _embed_timesteps(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
-        """[S] -> embedding [S, D] and its projection to the modulation of the blocks [S, 6, D]."""
+        """[M] -> embedding [M, D] and its projection to the modulation of the blocks [M, 6, D]."""
         embedder = self.condition_embedder
         temb = embedder.time_embedder(embedder.timesteps_proj(timesteps))
         return temb, embedder.time_proj(embedder.act_fn(temb)).unflatten(1, (6, -1))
@@ -123,10 +141,41 @@ class PackedWanTransformer(WanTransformer3DModel):
         """[T, text_dim] -> [T + 1, D]; the last row is what every zero pad of every sample becomes."""
         return self.condition_embedder.text_embedder(F.pad(text_embeds, (0, 0, 0, 1)))
 
+    def _embed_image(self, image_embeds: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """[S, I, image_dim] -> [S * I, D]; None for a model without pictures."""
+        embedder = self.condition_embedder.image_embedder
+        assert (embedder is None) == (image_embeds is None), (
+            "pictures are for models that attend to them, and must be there"
+        )
+        if embedder is None or image_embeds is None:
+            return None
+        pictures = image_embeds.to(dtype)
+        if embedder.pos_embed is not None:  # this embedder joins two pictures of one sample itself
+            pictures = pictures.unflatten(1, (2, -1)).flatten(0, 1)
+        return embedder(pictures).flatten(0, 1)
+
     def to_json_string(self) -> str:
         """The config as diffusers writes it, under the name of the class that everybody else loads."""
         config = json.loads(super().to_json_string())
         return json.dumps(config | {"_class_name": "WanTransformer3DModel"}, indent=2, sort_keys=True) + "\n"
+
+
+@dataclass(frozen=True)
+class Context:
+    """Which rows of the pack attend to which rows of text and pictures: the same in every block.
+
+    Attributes:
+        text: rows of each sample against its text and its pads.
+        image: rows of each sample against those of its pictures.
+    """
+
+    text: PaddedSegments
+    image: Segments | None
+
+
+def _image_segments(meta: PackedMeta, image: Tensor) -> Segments:
+    num_samples = len(meta.seq_lens)
+    return Segments.build(meta.row_lens, [len(image) // num_samples] * num_samples, image.device)
 
 
 class PackedWanBlock(WanTransformerBlock):
@@ -136,10 +185,11 @@ class PackedWanBlock(WanTransformerBlock):
         self,
         hidden: Tensor,
         text: Tensor,
+        image: Tensor | None,
         table: Tensor,
         rotation: Tensor,
         meta: PackedMeta,
-        text_segments: PaddedSegments,
+        context: Context,
         compute_dtype: torch.dtype,
     ) -> Tensor:
         """Attend inside samples, to the text, and feed forward.
@@ -147,20 +197,21 @@ class PackedWanBlock(WanTransformerBlock):
         Args:
             hidden: [L, D] residual stream.
             text: [T + 1, D], the last row the pad's.
-            table: [S, 6, D] modulation, one row per sample.
+            image: [S * I, D], pictures.
+            table: [M, 6, D] modulation, one row per timestep.
             rotation: complex [L, 1, head dim / 2].
             meta: see PackedWanTransformer.forward.
-            text_segments: rows of each sample against its text.
+            context: rows of each sample against its text and pictures.
             compute_dtype: dtype of matmuls and attention.
         """
-        lens = meta.row_lens
+        lens = meta.timestep_row_lens
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + table.float()).unbind(1)
         x = modulate(self.norm1(_stock_float(hidden)), 1 + scale, shift, lens).to(compute_dtype)
         x = self.attn1(x, rotation=rotation, meta=meta)
         hidden = gated_add(_stock_float(hidden), x, gate, lens)
 
         x = self.norm2(_stock_float(hidden)).to(compute_dtype)
-        hidden = hidden + self.attn2(x, text, padded=text_segments)
+        hidden = hidden + self.attn2(x, text, image=image, context=context)
 
         x = modulate(self.norm3(_stock_float(hidden)), 1 + ff_scale, ff_shift, lens).to(compute_dtype)
         return gated_add(_stock_float(hidden), _stock_float(self.ffn(x)), ff_gate, lens)
@@ -191,7 +242,10 @@ class SelfAttentionProcessor:
 
 
 class TextAttentionProcessor:
-    """Each sample's tokens attend to its text, zero-padded to 512, the pads attended: merged, not stored."""
+    """Each sample's tokens attend to its text, zero-padded to 512, the pads attended: merged, not stored.
+
+    To pictures they attend beside it, with keys and values of their own; the two results are added.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -203,14 +257,20 @@ class TextAttentionProcessor:
         encoder_hidden_states: Tensor,
         _attention_mask: None,
         _rotary_emb: None,
-        padded: PaddedSegments,
+        image: Tensor | None,
+        context: Context,
     ) -> Tensor:
-        """[L, D], [T + 1, D] -> [L, D]."""
+        """[L, D], [T + 1, D], [S * I, D] -> [L, D]."""
         q = _heads(attn, _normed(attn.to_q, attn.norm_q, hidden_states))
         k = _heads(attn, _normed(attn.to_k, attn.norm_k, encoder_hidden_states))
         v = _heads(attn, attn.to_v(encoder_hidden_states))
         q, k = q.to(v.dtype), k.to(v.dtype)
-        out = padded_attention(q, k[:-1], v[:-1], k[-1], v[-1], padded, self.backend)
+        out = padded_attention(q, k[:-1], v[:-1], k[-1], v[-1], context.text, self.backend)
+        if image is not None:
+            assert context.image is not None
+            k = _heads(attn, _normed(attn.add_k_proj, attn.norm_added_k, image))
+            v = _heads(attn, attn.add_v_proj(image))
+            out = out + varlen_attention(q, k.to(v.dtype), v, context.image, self.backend)
         return _project_out(attn, out)
 
 

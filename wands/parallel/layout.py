@@ -11,7 +11,7 @@ Letters: T tokens of the whole pack, L tokens of this rank, S samples, R ring de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -174,6 +174,7 @@ class PackedMeta:
         chunk_lens: tokens of each sample in each ring row, for self-attention; one row without a ring.
         seq_lens: local tokens of each sample; tail padding, if any, comes behind the last.
         text_lens: text tokens of each sample, trimmed.
+        timestep_lens: local tokens of each timestep, where a sample may have several; one per sample by default.
     """
 
     positions: Tensor
@@ -181,8 +182,12 @@ class PackedMeta:
     chunk_lens: ChunkLens
     seq_lens: tuple[int, ...]
     text_lens: tuple[int, ...]
+    timestep_lens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        assert sum(self.timestep_lens or self.seq_lens) == sum(self.seq_lens), (
+            f"timesteps of {sum(self.timestep_lens)} tokens, samples of {sum(self.seq_lens)}"
+        )
         assert len(self.seq_lens) == len(self.text_lens), (
             f"{len(self.seq_lens)} samples, {len(self.text_lens)} texts"
         )
@@ -191,17 +196,23 @@ class PackedMeta:
     @property
     def row_lens(self) -> tuple[int, ...]:
         """Local rows of each sample, the tail padding given to the last one: these cover all L rows."""
-        *rest, last = self.seq_lens
-        return *rest, last + len(self.segment_ids) - sum(self.seq_lens)
+        return self._covering(self.seq_lens)
+
+    @property
+    def timestep_row_lens(self) -> tuple[int, ...]:
+        """Local rows of each timestep; like `row_lens` they cover all L rows."""
+        return self._covering(self.timestep_lens or self.seq_lens)
+
+    def _covering(self, lens: tuple[int, ...]) -> tuple[int, ...]:
+        *rest, last = lens
+        return *rest, last + len(self.segment_ids) - sum(lens)
 
     def to(self, device: torch.device | str) -> PackedMeta:
         """The same, its tensors on `device`."""
-        return PackedMeta(
-            self.positions.to(device, non_blocking=True),
-            self.segment_ids.to(device, non_blocking=True),
-            self.chunk_lens,
-            self.seq_lens,
-            self.text_lens,
+        return replace(
+            self,
+            positions=self.positions.to(device, non_blocking=True),
+            segment_ids=self.segment_ids.to(device, non_blocking=True),
         )
 
 
