@@ -10,7 +10,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from tests.world import WorldPool  # noqa: E402
 from tests.world import run_world as _run_world  # noqa: E402
 
 torch.set_num_threads(1)
@@ -40,9 +43,23 @@ def _fresh_state():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[WorldPool]:
+    """`worlds[n].run(fn, *args)` runs fn on n gloo ranks that live on for the next case."""
+    pool = WorldPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def run_world(worlds: WorldPool) -> Callable[..., list[Any]]:
+    """`run_world(n, fn, *args)` does the same, and returns the ranks' results in their order."""
+    return lambda world_size, fn, *args, **options: worlds[world_size].run(fn, *args, **options)
+
+
 @pytest.fixture
-def run_world():
-    """`run_world(n, fn, *args)` runs fn on n gloo ranks and returns their results in rank order."""
+def new_world() -> Callable[..., list[Any]]:
+    """As `run_world`, on processes that have done nothing before and end with fn."""
     return _run_world
 
 

@@ -1,7 +1,8 @@
 """Small gloo worlds for tests: ranks forked from one server that has imported the heavy packages already.
 
-`run_world` starts a world for one function. A `World` keeps its ranks, their process group and what they have cached from one
-function to the next: many small cases then cost neither processes nor groups.
+A `World` keeps its ranks, their process group and what they have cached from one function to the next: many small cases then
+cost neither processes nor groups. What a function puts in place of something in a module of wands, the environment and the
+working folder are put back behind it. `run_world` starts a world for one function: for those that begin or end with it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,6 +36,24 @@ def _free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
+
+
+@contextmanager
+def _put_back() -> Iterator[None]:
+    """Undo what a test has put in place of names of wands' modules, and leave its folder and environment."""
+    modules = {
+        name: dict(vars(module))
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] == "wands" and module is not None
+    }
+    folder, environment = os.getcwd(), dict(os.environ)
+    yield
+    for name, before in modules.items():
+        found = vars(sys.modules[name])
+        found.update({key: value for key, value in before.items() if found.get(key) is not value})
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _rank_main(rank: int, world_size: int, port: int, pipe: Connection) -> None:
@@ -57,7 +78,8 @@ def _rank_main(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         try:
             fn, args = pickle.loads(job)
             # Plain pickle: the pipe's own would pass tensors as file handles of a process that is about to end.
-            answer = ("ok", pickle.dumps(fn(*args)))
+            with _put_back():
+                answer = ("ok", pickle.dumps(fn(*args)))
         except BaseException:
             answer = ("error", traceback.format_exc())
         pipe.send(answer)

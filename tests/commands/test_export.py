@@ -20,23 +20,21 @@ from wands.commands.model_card import MARKER
 from wands.errors import CheckpointError, ConfigError, WandsError
 
 
-def train_once(model: Path, out: Path, stage: int) -> Path:
-    from tests.world import run_world
-
+def train_once(run_world, model: Path, out: Path, stage: int) -> Path:
     zero: dict[str, Any] = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
     run_world(2, run_job, model, out, ("train.max_steps=2",), zero)
     return out
 
 
 @pytest.fixture(scope="module")
-def run(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_once(tiny_pipeline, tmp_path_factory.mktemp("run"), 3)
+def run(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run_world) -> Path:
+    return train_once(run_world, tiny_pipeline, tmp_path_factory.mktemp("run"), 3)
 
 
-def test_every_stage_exports_the_same_weights(run: Path, tiny_pipeline: Path, tmp_path: Path):
+def test_every_stage_exports_the_same_weights(run: Path, tiny_pipeline: Path, tmp_path: Path, run_world):
     reference = weights(run)
     for stage in (0, 1, 2):
-        other = weights(train_once(tiny_pipeline, tmp_path / str(stage), stage))
+        other = weights(train_once(run_world, tiny_pipeline, tmp_path / str(stage), stage))
         assert other.keys() == reference.keys()
         for name, value in reference.items():
             torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,16 @@ def run_job(
     output_dir: Path,
     overrides: tuple[str, ...] = (),
     ds: dict[str, Any] | None = None,
-    resume: bool = False,
+    resume: bool | Path = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Train, and return the rows of metrics.jsonl (on rank 0; other ranks return nothing)."""
+    """Train, or go on from a run's newest checkpoint or the one at `resume`.
+
+    Returns:
+        The rows of metrics.jsonl on rank 0; other ranks return nothing.
+    """
     job = make_job(model, output_dir, overrides, ds)
-    found = find_checkpoint(output_dir) if resume else None
+    found = find_checkpoint(output_dir if resume is True else resume) if resume else None
     rank, _, device = init_process_group()
     engines = []
 
@@ -69,8 +75,11 @@ def run_job(
         return engines[-1]
 
     with mock.patch.object(loop, "build_engine", build), mock.patch.object(ContextGroups, "build", groups_of):
-        train(job, found, rank, device, say=lambda text: None)
-    release(engines.pop())
+        try:
+            train(job, found, rank, device, say=say)
+        finally:
+            for _ in engines[:]:  # none where the ranks did not agree
+                release(engines.pop())
     return read_metrics(output_dir) if rank == 0 else []
 
 

@@ -23,10 +23,8 @@ ZERO2 = {"zero_optimization": {"stage": 2}}
 
 
 @pytest.fixture(scope="module")
-def finished(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run_world) -> Path:
     """A run of six steps saved at every second, of which two checkpoints are kept."""
-    from tests.world import run_world
-
     out = tmp_path_factory.mktemp("run")
     overrides = ("train.max_steps=6", "checkpoint.every=2", "checkpoint.keep=2")
     run_world(2, run_job, tiny_pipeline, out, overrides, ZERO2)
@@ -109,19 +107,11 @@ def test_going_on_from_an_older_step_sets_the_newer_aside(
     run = copy_of(finished, tmp_path / "run")
     (run / "checkpoints" / "step_00000007.tmp").mkdir()  # a save that was killed
     overrides = ("train.max_steps=5", "checkpoint.keep=1")
-    run_world(2, resume_from, tiny_pipeline, run, overrides, run / "checkpoints" / "step_00000004")
+    run_world(2, run_job, tiny_pipeline, run, overrides, ZERO2, run / "checkpoints" / "step_00000004")
     names = sorted(p.name for p in (run / "checkpoints").glob("step_*"))
     assert names == ["step_00000005", "step_00000006.abandoned"]
     (run / "checkpoints" / "latest").unlink()
     assert find_checkpoint(run)[1].step == 5
-
-
-def resume_from(model: Path, out: Path, overrides: tuple[str, ...], checkpoint: Path) -> None:
-    from wands.train.loop import train
-
-    job = make_job(model, out, overrides, ZERO2)
-    rank, _, device = init_process_group()
-    train(job, find_checkpoint(checkpoint), rank, device, say=lambda text: None)
 
 
 def test_todays_optimizer_settings_stay_in_force_on_resume(
@@ -203,9 +193,9 @@ def save_without_space(model: Path, out: Path) -> str:
 
 
 def test_no_disk_space_is_one_sentence_and_nothing_half_written(
-    tiny_pipeline: Path, tmp_path: Path, run_world
+    tiny_pipeline: Path, tmp_path: Path, new_world
 ):
-    said = run_world(2, save_without_space, tiny_pipeline, tmp_path)
+    said = new_world(2, save_without_space, tiny_pipeline, tmp_path)
     assert said[0] == said[1]
     assert "the file size limit (ulimit -f) is 100000; raise the limit" in said[0]
     assert not list(tmp_path.rglob("step_*"))

@@ -358,17 +358,6 @@ def _start_with_mistakes_on(ranks: tuple[int, ...]) -> tuple[str, bool] | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [((), None), ((1,), "[rank 1] cache=1 is not there"), ((0, 1), "cache=0 is not there")],
-)
-def test_a_mistake_of_one_rank_ends_all_with_its_sentence(
-    ranks: tuple[int, ...], text: str | None, run_world
-):
-    expected = (text, True) if text else None
-    assert run_world(2, _start_with_mistakes_on, ranks) == [expected, expected]
-
-
 def _start_with_a_crash_on_rank_1() -> str:
     try:
         with start_together():
@@ -379,9 +368,16 @@ def _start_with_a_crash_on_rank_1() -> str:
     return "started"
 
 
-def test_a_crash_of_one_rank_is_named_on_the_others_and_kept_on_its_own(run_world):
-    found = run_world(2, _start_with_a_crash_on_rank_1)
-    assert found == ["WandsError [rank 1] PermissionError: secret.yaml", "PermissionError secret.yaml"]
+def _start_four_times() -> tuple[list[tuple[str, bool] | None], str]:
+    return [_start_with_mistakes_on(ranks) for ranks in ((1,), (0, 1), ())], _start_with_a_crash_on_rank_1()
+
+
+def test_a_mistake_of_one_rank_ends_all_with_its_sentence(new_world):
+    """What is no mistake of the user's is named on the others, and kept on its own rank."""
+    (mistakes, other), (same_mistakes, own) = new_world(2, _start_four_times)
+    assert mistakes == same_mistakes
+    assert mistakes == [("[rank 1] cache=1 is not there", True), ("cache=0 is not there", True), None]
+    assert (other, own) == ("WandsError [rank 1] PermissionError: secret.yaml", "PermissionError secret.yaml")
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):

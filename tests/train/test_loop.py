@@ -22,10 +22,8 @@ def zero(stage: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def reference(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run_world) -> list[float]:
     """Five steps in one process at stage 0: what every other setting must repeat."""
-    from tests.world import run_world
-
     out = tmp_path_factory.mktemp("reference")
     return losses(run_world(1, run_job, tiny_pipeline, out, ("train.max_steps=5",), zero(0))[0])
 

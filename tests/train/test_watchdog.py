@@ -600,9 +600,7 @@ def check_on_demand(model: Path, out: Path, drift: bool) -> tuple[Said, list[str
         return result
 
     loop.train_step = train_step
-    job = make_job(model, out, ("train.max_steps=3",), zero(0))
-    rank, _, device = init_process_group()
-    said = caught(lambda: loop.train(job, None, rank, device, say=lines.append))
+    said = caught(lambda: run_job(model, out, ("train.max_steps=3",), zero(0), say=lines.append))
     return said, lines, (out / "check").exists()
 
 
