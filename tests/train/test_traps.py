@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from tests.train.runs import losses, make_job, release, run_job
 from wands.errors import CheckpointError
+from wands.flow import keys
+from wands.flow.corrupt import corrupt
 from wands.parallel.mesh import ContextGroups
 from wands.train import checkpoint as checkpoint_module
 from wands.train.batches import rank_shards
@@ -147,3 +151,34 @@ def test_the_whole_gradient_is_clipped_once(bug: str, tiny_pipeline: Path, tmp_p
     moved, norm = run_world(1, clipped_update, tiny_pipeline, tmp_path, bug)[0]
     assert norm > 2  # there is something to clip
     assert (moved == pytest.approx(1.0, rel=1e-3)) == (bug == "no bug")
+
+
+# ---- one random number for two purposes
+
+
+def generators_of_a_step(model: Path, out: Path) -> list[tuple[Any, ...]]:
+    """What keys every generator that one optimizer step draws from."""
+    asked: list[tuple[Any, ...]] = []
+
+    def recording(*parts: int | str) -> np.random.Generator:
+        asked.append(parts)
+        return philox(*parts)
+
+    philox = keys.philox
+    with mock.patch.object(keys, "philox", recording):
+        job = make_job(model, out, ("flow.cfg_dropout=0.5",), world_size=1)
+        asked.clear()  # those of the plan
+        plan = job.sampler.step_plan(0)
+        for shard in rank_shards(job, plan, job.grid(0)):
+            corrupt(shard.tokens, shard.layout, shard.keys, job.recipe.flow, job.recipe.train.seed)
+    return asked
+
+
+def test_no_generator_is_drawn_from_twice(tiny_pipeline: Path, tmp_path: Path):
+    """Noise level, noise and dropped captions that came from one generator would go together."""
+    asked = generators_of_a_step(tiny_pipeline, tmp_path)
+    clips = {parts[1:-1] for parts in asked}
+    assert len(clips) > 2
+    assert sorted(asked) == sorted(
+        (0, *clip, purpose) for clip in clips for purpose in ("cfg_dropout", "noise", "sigma")
+    )
