@@ -66,7 +66,8 @@ def test_a_published_variant_is_read_from_its_configs(name: str):
     shape = row.dit
     config = {
         "patch_size": [1, 2, 2], "num_attention_heads": shape.num_heads, "attention_head_dim": 128,
-        "num_layers": shape.num_layers, "ffn_dim": shape.ffn_dim, "in_channels": shape.in_channels, "out_channels": shape.out_channels, "text_dim": 4096,
+        "num_layers": shape.num_layers, "ffn_dim": shape.ffn_dim,
+        "in_channels": shape.in_channels, "out_channels": shape.out_channels, "text_dim": 4096,
         "freq_dim": 256, "image_dim": shape.image_dim, "pos_embed_seq_len": shape.image_positions or None,
     }  # fmt: skip
     index = {"boundary_ratio": row.boundary_ratio, "expand_timesteps": name == "wan2.2-ti2v-5b"}

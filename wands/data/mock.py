@@ -43,6 +43,11 @@ class MockDataset:
         self.keys = [f"mock-{i:06d}" for i in range(mock.num_samples)]
         self.null_text_embeds = self._normal("", "null", 1, shape.text_dim)
 
+    @property
+    def places(self) -> np.ndarray:
+        """As if it were stored in shards of 512 samples, int64 [N, 2]: shard and place there."""
+        return np.stack(np.divmod(np.arange(len(self.keys)), 512), axis=1)
+
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
         """Tokens of every sample, int64 [N]."""
         tokens = [int(np.prod(grid_size(latent_shape, patch_size))) for latent_shape in self.mock.shapes]
@@ -61,12 +66,20 @@ class MockDataset:
                 them; all by default.
         """
         key = self.keys[index]
-        latents = self._normal(key, "latents", self.shape.in_channels, *self.latent_shape(index))
-        text_len = self.mock.text_lens[index % len(self.mock.text_lens)]
+        shape, text_len = self.shape, self.mock.text_lens[index % len(self.mock.text_lens)]
+
+        def latents(what: str) -> Tensor:
+            whole = self._normal(key, what, shape.out_channels, *self.latent_shape(index))
+            return whole if frames is None else blank_other_frames(whole, frames)
+
         return Sample(
             sample_id=key,
-            latents=latents if frames is None else blank_other_frames(latents, frames),
-            text_embeds=self._normal(key, "text", text_len, self.shape.text_dim),
+            latents=latents("latents"),
+            text_embeds=self._normal(key, "text", text_len, shape.text_dim),
+            image_latents=latents("image latents") if shape.condition_channels else None,
+            image_embeds=self._normal(key, "image", shape.image_len, shape.image_dim)
+            if shape.image_dim
+            else None,
         )
 
     def _normal(self, key: str, what: str, *shape: int) -> Tensor:

@@ -1,6 +1,6 @@
 """From clean tokens to what the model sees and what it must predict.
 
-L local tokens, S samples, P channels of a token.
+L local tokens, S samples, M timesteps, P channels of a token.
 """
 
 from __future__ import annotations
@@ -23,20 +23,29 @@ class Noisy:
     """A corrupted batch on the tokens' device.
 
     Attributes:
-        tokens: fp32 [L, P], x_t = (1 - sigma) * x0 + sigma * noise.
+        tokens: fp32 [L, P], x_t = (1 - sigma) * x0 + sigma * noise; x0 where a token is given clean.
         target: fp32 [L, P], the velocity noise - x0.
         sigmas: fp32 [S].
-        timesteps: fp32 [S], 1000 * sigma. Never bf16: that has 8 bits, and 997 would become 996.
+        timesteps: fp32 [M], 1000 * sigma of each sample, and before it 0 where the sample begins clean. Never bf16:
+            that has 8 bits, and 997 would become 996.
+        trained: which rows are trained, a slice or int64 indices: not the clean ones, nor the tail padding.
     """
 
     tokens: Tensor
     target: Tensor
     sigmas: Tensor
     timesteps: Tensor
+    trained: slice | Tensor
 
 
 def corrupt(
-    tokens: Tensor, layout: ContextLayout, keys: Sequence[SampleKey], flow: FlowSection, seed: int
+    tokens: Tensor,
+    layout: ContextLayout,
+    keys: Sequence[SampleKey],
+    flow: FlowSection,
+    seed: int,
+    clean_lens: Sequence[int] = (),
+    sigma_range: tuple[float, float] = (0.0, 1.0),
 ) -> Noisy:
     """Mix noise into this rank's tokens, each sample at its own noise level.
 
@@ -48,20 +57,40 @@ def corrupt(
         keys: one per sample of the pack.
         flow: how sigma is drawn.
         seed: `train.seed`.
+        clean_lens: tokens at the start of each sample that stay clean; none by default.
+        sigma_range: where sigma is drawn, that of one expert.
     """
     assert len(keys) == len(layout.seq_lens)
     assert len(tokens) == len(layout.token_index)
-    sigmas = torch.tensor([sample_sigma(rng(seed, key, "sigma"), flow) for key in keys], dtype=torch.float32)
+    drawn = [sample_sigma(rng(seed, key, "sigma"), flow, *sigma_range) for key in keys]
+    sigmas = torch.tensor(drawn, dtype=torch.float32)
     noise = draw_noise(layout, keys, seed, tokens.shape[1]).to(tokens.device)
     sigmas = sigmas.to(tokens.device)
     clean = tokens.to(torch.float32)
     sigma_of_token = sigmas[layout.segment_ids.to(tokens.device)].unsqueeze(1)
+    timesteps, trained = sigmas * NUM_TRAIN_TIMESTEPS, slice(layout.num_valid)
+    if any(clean_lens):
+        is_clean = _clean_rows(layout, clean_lens).to(tokens.device)
+        sigma_of_token = sigma_of_token.masked_fill(is_clean.unsqueeze(1), 0.0)
+        trained = (~is_clean[: layout.num_valid]).nonzero().squeeze(1)
+        # Beside its own timestep each such sample has that of its clean tokens, also on ranks that hold none of them.
+        place = torch.tensor(clean_lens).gt(0).int()
+        place = (place + 1).cumsum(0) - 1
+        timesteps = timesteps.new_zeros(int(place[-1]) + 1).index_copy_(0, place.to(tokens.device), timesteps)
     return Noisy(
         tokens=(1.0 - sigma_of_token) * clean + sigma_of_token * noise,
         target=noise - clean,
         sigmas=sigmas,
-        timesteps=sigmas * NUM_TRAIN_TIMESTEPS,
+        timesteps=timesteps,
+        trained=trained,
     )
+
+
+def _clean_rows(layout: ContextLayout, clean_lens: Sequence[int]) -> Tensor:
+    """Which rows held here are among the first `clean_lens` tokens of their sample, bool [L]; no pad is."""
+    starts = torch.tensor([0, *layout.seq_lens]).cumsum(0)[:-1]
+    place = layout.token_index - starts[layout.segment_ids]
+    return (layout.token_index >= 0) & (place < torch.tensor(clean_lens)[layout.segment_ids])
 
 
 def draw_noise(layout: ContextLayout, keys: Sequence[SampleKey], seed: int, channels: int) -> Tensor:

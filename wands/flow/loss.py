@@ -1,7 +1,8 @@
 """The flow-matching loss as a sum, and the weights that make a sum of samples or of tokens out of it.
 
 A step's loss is (sum over all ranks and micro steps) / (one denominator known from the plan): the number of
-samples for `loss.reduction=sample`, of tokens for `token`. No rank ever divides by a count of its own.
+samples for `loss.reduction=sample`, of tokens for `token`, that a step of the epoch has on average. No rank ever
+divides by a count of its own.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def flow_matching_loss(
 
 
 def loss_weights(
-    seq_lens: Sequence[int], batch_weights: Tensor, sigma_weights: Tensor, reduction: str
+    trained_lens: Sequence[int], batch_weights: Tensor, sigma_weights: Tensor, reduction: str
 ) -> Tensor:
     """What a token's squared error of each sample is multiplied with.
 
     Args:
-        seq_lens: tokens of each sample of the pack, whole: not only those held by this rank.
+        trained_lens: tokens of each sample of the pack that are trained, whole: not only those held by this rank.
         batch_weights: fp32 [S], 0 for the sample that fills a padding bin.
         sigma_weights: fp32 [S], from `sigma_weight`.
         reduction: "sample": every clip counts once, so its tokens share 1; "token": every token counts 1.
@@ -55,4 +56,4 @@ def loss_weights(
     if reduction == "token":
         return weights
     assert reduction == "sample", reduction
-    return weights / torch.tensor(seq_lens, dtype=torch.float32, device=weights.device)
+    return weights / torch.tensor(trained_lens, dtype=torch.float32, device=weights.device)

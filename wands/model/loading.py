@@ -43,6 +43,22 @@ def load_config(path: str | Path, subfolder: str = "transformer") -> dict[str, A
     return _read_config(path, _find_folder(path, subfolder, ["config.json"]))
 
 
+def load_index(path: str | Path) -> dict[str, Any]:
+    """Read `model_index.json` of the pipeline, which says how its parts work together; {} for a bare DiT.
+
+    Raises:
+        ConfigError: there is no such model, or the file is damaged.
+    """
+    file = fetch_model(path, allow=["model_index.json"]) / "model_index.json"
+    if not file.is_file():
+        return {}
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model.path={path}: model_index.json is not JSON ({error}); mend it.") from None
+    return index if isinstance(index, dict) else {}
+
+
 def load_transformer(
     path: str | Path,
     *,

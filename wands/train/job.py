@@ -13,23 +13,26 @@ import numpy as np
 import torch
 
 from wands.config import Recipe
-from wands.data.cache import LatentCache
 from wands.data.collate import PackingCollator, Sample
-from wands.data.mock import MockDataset
 from wands.data.packing import assign_bins
 from wands.data.sampler import PlanSampler, check_enough_samples
-from wands.errors import CacheError, ConfigError
-from wands.model.loading import check_weights, load_config
+from wands.data.sources import Sources, open_data
+from wands.errors import ConfigError
+from wands.model.loading import check_weights, load_config, load_index
 from wands.parallel.mesh import Degrees, RankGrid, check_world, choose_degrees
 from wands.train.ds_config import build_ds_config
 from wands.variants import DiTShape, Variant, variant_of
 
 
 class Dataset(Protocol):
-    """What the loop asks of a latent cache and of mock data alike."""
+    """What the loop asks of a latent cache, of several and of mock data alike; a sample may stand in several rows."""
 
     keys: list[str]
     null_text_embeds: torch.Tensor
+
+    @property
+    def places(self) -> np.ndarray:
+        """Shard of every sample and its place there, int64 [N, 2]."""
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
         """Video tokens of every sample, int64 [N]."""
@@ -51,7 +54,7 @@ class Job:
         transformer_config: diffusers config of the DiT.
         shape: its numbers.
         variant: its row.
-        data: cache or mock data.
+        data: what the recipe names.
         sampler: the plan of every optimizer step.
         collator: samples to packed batches.
         world_size: all ranks.
@@ -94,11 +97,12 @@ class Job:
         return self.data.num_tokens(self.shape.patch_size)
 
     def data_fingerprint(self) -> str:
-        """Changes when a sample, its length or the order changes: the position in the data depends on all three."""
-        digest = hashlib.sha256()
-        for key, length in zip(self.data.keys, self.seq_lens.tolist(), strict=True):
-            digest.update(f"{key}\0{length}\n".encode())
-        return digest.hexdigest()[:16]
+        """Changes when a sample, its length, the order or the visits change: the position in the data depends on all of them."""
+        rows = zip(self.data.keys, self.seq_lens.tolist(), strict=True)
+        text = "".join([f"{key}\0{length}\n" for key, length in rows])
+        if isinstance(self.data, Sources):
+            text += repr([str(repeat) for repeat in self.data.visits.repeats])
+        return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     def step_flops(self, bins: Sequence[Sequence[int]]) -> int:
         """Matmul FLOPs of one optimizer step: forward once, backward twice that."""
@@ -153,10 +157,10 @@ def prepare_job(
         )
     config = load_config(recipe.model.path)
     try:
-        variant = variant_of(config)
+        variant = variant_of(config, load_index(recipe.model.path))
     except ValueError as error:
         raise ConfigError(
-            f"model.path={recipe.model.path}: {error}; this version trains Wan 2.1 T2V."
+            f"model.path={recipe.model.path}: {error}; give a pipeline of Wan 2.1 or 2.2."
         ) from None
     shape = DiTShape.from_config(config)
     degrees = choose_degrees(
@@ -165,10 +169,17 @@ def prepare_job(
         ranks_per_node=ranks_per_node or world_size,
         model=variant.name,
     )
-    data = _open_data(recipe, shape, variant, encoders)
+    data: Dataset = open_data(
+        recipe.data,
+        shape=shape,
+        variant=variant,
+        seed=recipe.train.seed,
+        fingerprint=lambda: encoders(recipe.model.path),
+    )
+    visits = data.visits if isinstance(data, Sources) else None
     if recipe.model.init == "pretrained":
         check_weights(recipe.model.path)
-    check_enough_samples(len(data.keys), dp_size)
+    check_enough_samples(len(data.keys) if visits is None else visits.at_least, dp_size)
     cost = (float(shape.linear_flops_per_token()), float(shape.attention_flops_per_squared_token()))
     sampler = PlanSampler(
         data.num_tokens(shape.patch_size),
@@ -180,27 +191,14 @@ def prepare_job(
         epochs=recipe.train.epochs,
         max_steps=recipe.train.max_steps,
         level_bins=recipe.packing.level_bins,
+        visits=visits,
+        buffer_size=recipe.packing.buffer_size,
+        places=data.places,
     )
-    collator = PackingCollator(shape, recipe.flow, recipe.train.seed, data.null_text_embeds)
+    collator = PackingCollator(
+        shape, recipe.flow, recipe.train.seed, data.null_text_embeds, variant.conditions
+    )
     return Job(recipe, ds_config, config, shape, variant, data, sampler, collator, world_size, degrees)
-
-
-def _open_data(
-    recipe: Recipe, shape: DiTShape, variant: Variant, encoders: Callable[[str], Mapping[str, Any]]
-) -> Dataset:
-    if recipe.data.mock is not None:
-        return MockDataset(recipe.data.mock, shape, recipe.train.seed)
-    if recipe.data.cache is None:
-        raise ConfigError(
-            "data.cache is not set; give a folder written by wands preprocess, for example --set data.cache=DIR."
-        )
-    cache = LatentCache(recipe.data.cache, verify=recipe.data.verify)
-    if not cache.keys:
-        raise CacheError(
-            f"data.cache={recipe.data.cache} holds no sample; run wands preprocess on a folder with clips."
-        )
-    cache.check_fits(variant, encoders(recipe.model.path))
-    return cache
 
 
 Report = Callable[[str], None]

@@ -65,15 +65,16 @@ def train_step(
     for number, host_shard in enumerate(shards, start=1):
         shard, layout = host_shard.to(device), host_shard.layout
         # x_t, target and sigmas: a function of (seed, sample, epoch), whatever the rank and the pack
-        noisy = corrupt(shard.tokens, layout, shard.keys, recipe.flow, recipe.train.seed)
+        noisy = corrupt(shard.tokens, layout, shard.keys, recipe.flow, recipe.train.seed, shard.clean_lens)
 
         engine.set_gradient_accumulation_boundary(number == len(shards))
-        pred = engine(noisy.tokens, shard.meta, noisy.timesteps, shard.text_embeds)
+        tokens = shard.model_input(noisy.tokens)
+        pred = engine(tokens, shard.meta, noisy.timesteps, shard.text_embeds, shard.image_embeds)
 
         sigma_weights = sigma_weight(noisy.sigmas, recipe.flow)
-        weights = loss_weights(layout.seq_lens, shard.weights, sigma_weights, recipe.loss.reduction)
-        # a SUM over this rank's tokens; tail padding is cut off
-        rows = slice(layout.num_valid)
+        weights = loss_weights(shard.trained_lens, shard.weights, sigma_weights, recipe.loss.reduction)
+        # a SUM over this rank's tokens; tail padding and given frames are left out
+        rows = noisy.trained
         loss, errors = flow_matching_loss(
             pred[rows], noisy.target[rows], shard.meta.segment_ids[rows], weights
         )
@@ -102,7 +103,7 @@ def _name_losses(
     for shard, sigmas, errors in forwarded:
         mine, sums = sums[: len(errors)].tolist(), sums[len(errors) :]
         values = zip(
-            shard.keys, sigmas.tolist(), mine, shard.layout.seq_lens, shard.weights.tolist(), strict=True
+            shard.keys, sigmas.tolist(), mine, shard.trained_lens, shard.weights.tolist(), strict=True
         )
         found += [
             SampleLoss(key.sample_id, key.occurrence, key.epoch, sigma, error / num_tokens)
