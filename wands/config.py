@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -46,11 +46,31 @@ class MockSection(Section):
     """Text tokens that the samples take in turn, at most 512."""
 
 
+class SourceSection(Section):
+    """One cache of several, and how much of an epoch it makes up."""
+
+    path: str
+    """Folder written by `wands preprocess`."""
+    weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Share of the epoch's samples, over the sum of the weights; an epoch has as many samples as all sources together. All
+    sources or none have one."""
+    repeat: float | None = Field(default=None, gt=0, le=1000)
+    """Visits to each sample per epoch, 1 by default. 1.5 is once to all and once more to half of them, to the other half in
+    the next epoch."""
+
+
 class DataSection(Section):
-    """Where the samples come from: exactly one of `cache` and `mock`."""
+    """Where the samples come from: exactly one of `cache`, `sources` and `mock`."""
 
     cache: str | None = None
-    """Folder written by `wands preprocess`."""
+    """Folder written by `wands preprocess`; short for `sources: [{path: ...}]`."""
+    sources: list[SourceSection] | None = Field(default=None, min_length=1)
+    """Several caches made with the same encoders."""
+    holdout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the clips that is held out, by a hash of the clip's name: all samples of a clip are on the same side, and
+    adding clips moves none."""
+    split: Literal["train", "holdout", "all"] = "train"
+    """Which side of `holdout` is the data."""
     mock: MockSection | None = None
     verify: bool = False
     """Check every sample's checksum when it is read."""
@@ -68,6 +88,10 @@ class PackingSection(Section):
     level_bins: int | None = Field(default=None, gt=0)
     """Bins whose cost is levelled to each other; the dp_size that is trained on, when a step has several micro steps. Then a
     step takes costly and cheap groups of so many, and its lengths are more mixed. Default: all bins of a step."""
+    buffer_size: int | None = Field(default=None, gt=0)
+    """Samples that are packed together (elsewhere `packing_buffer_size`), for slow storage: shards of the cache are taken in
+    random order and their samples packed so many at a time, so that a run reads from few shards at a time. Best: several
+    thousand, and many steps. Default: the whole epoch is packed at once."""
 
 
 class ParallelSection(Section):
@@ -120,6 +144,8 @@ class FlowSection(Section):
     """none: 1. linear: 1 + flow_shift * sigma. bell: a Gaussian round sigma 0.5, mean 1."""
     cfg_dropout: float = Field(default=0.1, ge=0, le=1)
     """Share of the samples that train with the embedding of the empty caption."""
+    i2v_ratio: float = Field(default=0.5, ge=0, le=1)
+    """TI2V models: share of the samples whose first frame is given, clean and at timestep 0; the others are text-to-video."""
 
     @model_validator(mode="before")
     @classmethod
@@ -311,13 +337,19 @@ def _unknown_keys(section: type[BaseModel], values: dict[str, Any], prefix: str)
                 else f"known here: {', '.join(section.model_fields)}."
             )
             problems.append(f"{prefix}{key} is not a key of the recipe; {cure}")
-        elif (
-            isinstance(field.annotation, type)
-            and issubclass(field.annotation, BaseModel)
-            and isinstance(value, dict)
-        ):
-            problems += _unknown_keys(field.annotation, value, f"{prefix}{key}.")
+        elif (inner := _inner_section(field.annotation)) is not None:
+            items = {f"{key}.{i}.": item for i, item in enumerate(value)} if isinstance(value, list) else {}
+            for name, item in (items or {f"{key}.": value}).items():
+                if isinstance(item, dict):
+                    problems += _unknown_keys(inner, item, f"{prefix}{name}")
     return problems
+
+
+def _inner_section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a key holds, alone, in a list, or where it may also be missing."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_inner_section, get_args(annotation))), None)
 
 
 def _validation_problems(error: ValidationError) -> Iterator[tuple[str, str]]:
@@ -329,8 +361,7 @@ def _validation_problems(error: ValidationError) -> Iterator[tuple[str, str]]:
 
 
 def _cross_checks(recipe: Recipe) -> Iterator[str]:
-    if recipe.data.cache and recipe.data.mock:
-        yield f"data.cache={recipe.data.cache} and data.mock are both set; keep one of them."
+    yield from _check_data(recipe.data)
     if recipe.packing.level_bins and recipe.train.bins_per_step % recipe.packing.level_bins:
         yield (
             f"packing.level_bins={recipe.packing.level_bins} must divide train.bins_per_step={recipe.train.bins_per_step}; use "
@@ -350,7 +381,29 @@ def _cross_checks(recipe: Recipe) -> Iterator[str]:
         )
         rule = "be" if both else "be a multiple of"
         yield f"parallel.cp_size={parallel.cp_size} must {rule} {degrees}; leave one of them out."
-    if recipe.data.mock:
-        too_long = [length for length in recipe.data.mock.text_lens if not 0 < length <= 512]
+
+
+def _check_data(data: DataSection) -> Iterator[str]:
+    if data.cache and data.mock:
+        yield f"data.cache={data.cache} and data.mock are both set; keep one of them."
+    if data.sources and (data.cache or data.mock):
+        other = f"data.cache={data.cache}" if data.cache else "data.mock"
+        yield f"data.sources and {other} are both set; keep one of them."
+    for number, source in enumerate(data.sources or []):
+        if source.weight and source.repeat:
+            yield (
+                f"data.sources.{number} has weight={source.weight} and repeat={source.repeat}, which exclude each other; "
+                "drop one."
+            )
+    weighted = [bool(source.weight) for source in data.sources or []]
+    if any(weighted) and not all(weighted):
+        yield (
+            f"data.sources.{weighted.index(False)} has no weight, but {sum(weighted)} of {len(weighted)} sources have one; "
+            "give all of them a weight, or none."
+        )
+    if data.split == "holdout" and not data.holdout:
+        yield "data.split=holdout needs clips that are held out (data.holdout=0); set for example data.holdout=0.02."
+    if data.mock:
+        too_long = [length for length in data.mock.text_lens if not 0 < length <= 512]
         if too_long:
             yield f"data.mock.text_lens={too_long} must be between 1 and 512 text tokens; shorten them."

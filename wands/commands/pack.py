@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wands.config import load_recipe
+from wands.data.sources import describe_data, list_sources
 from wands.files import atomic_path
 from wands.train.ds_config import load_ds_config
 from wands.train.job import Job, prepare_job
@@ -24,10 +25,12 @@ class PackResult:
     Attributes:
         path: the file.
         header: its first line.
+        data: its sources and split, in lines.
     """
 
     path: Path
     header: dict[str, Any]
+    data: tuple[str, ...] = ()
 
     def render(self) -> str:
         """The plan in a few lines for the terminal."""
@@ -35,6 +38,7 @@ class PackResult:
         levels = ", ".join(f"{level:.3f} on {dp}" for dp, level in head["efficiency"].items())
         return "\n".join(
             [
+                *(f"{'' if number else 'data':<11} {line}" for number, line in enumerate(self.data)),
                 f"epoch {head['epoch']}, seed {head['seed']}: {head['num_samples']} samples, {head['num_tokens']} tokens",
                 f"bins        {head['num_bins']} of at most {head['max_tokens']} tokens, fill {head['fill']:.3f}",
                 f"steps       {head['num_steps']} of {head['bins_per_step']} bins; the epoch begins at step {head['first_step']}",
@@ -49,10 +53,11 @@ class PackResult:
 def pack(recipe_path: str | None, *, overrides: Sequence[str], out: Path, epoch: int = 0) -> PackResult:
     """Plan one epoch of a recipe's data and write it as JSON lines.
 
-    The first line describes the whole plan: format, seed, epoch, first_step, num_samples, num_tokens, num_bins,
-    num_steps, bins_per_step, max_tokens, fill (of the full steps), efficiency (dp_size -> mean over slowest
-    rank), length_bias and length_bias_of_chance (`EpochPlan.length_bias`), cost (a and b of
-    a * sum(L) + b * sum(L^2), in FLOPs of a forward) and data_fingerprint, which also stands in checkpoints.
+    The first line describes the whole plan: format, seed, epoch, first_step, sources (`list_sources`), split,
+    holdout, num_samples and num_tokens (of the epoch), num_bins, num_steps, bins_per_step, max_tokens,
+    buffer_size, fill (of the full steps), efficiency (dp_size -> mean over slowest rank), length_bias and
+    length_bias_of_chance (`EpochPlan.length_bias`), cost (a and b of a * sum(L) + b * sum(L^2), in FLOPs of a
+    forward) and data_fingerprint, which also stands in checkpoints.
     Each line after it is an optimizer step: step, num_samples, num_tokens, fill, efficiency, and its bins, each
     with keys, indices and tokens of its samples and its cost, where 1 is the mean of the epoch's bins.
 
@@ -80,25 +85,30 @@ def pack(recipe_path: str | None, *, overrides: Sequence[str], out: Path, epoch:
         file.write(json.dumps(header) + "\n")
         for step in range(first, first + header["num_steps"]):
             file.write(json.dumps(_step_line(job, step, mean_cost), ensure_ascii=False) + "\n")
-    return PackResult(out, header)
+    return PackResult(out, header, tuple(describe_data(recipe.data, job.data)))
 
 
 def _header(job: Job, epoch: int) -> dict[str, Any]:
     sampler, shape = job.sampler, job.shape
     plan = sampler.epoch_plan(epoch)
     bins = [bin for step in plan.steps for bin in step if bin]
+    visited = [i for bin in bins for i in bin]
     bias, of_chance = plan.length_bias()
     return {
         "format": FORMAT,
         "seed": sampler.seed,
         "epoch": epoch,
-        "first_step": epoch * sampler.steps_per_epoch,
-        "num_samples": len(sampler.keys),
-        "num_tokens": int(sampler.seq_lens.sum()),
+        "first_step": sampler.first_step(epoch),
+        "sources": list_sources(job.recipe.data, job.data),
+        "split": job.recipe.data.split,
+        "holdout": job.recipe.data.holdout,
+        "num_samples": len(visited),
+        "num_tokens": int(sampler.seq_lens[visited].sum()),
         "num_bins": len(bins),
         "num_steps": plan.num_steps,
         "bins_per_step": sampler.bins_per_step,
         "max_tokens": sampler.max_tokens,
+        "buffer_size": job.recipe.packing.buffer_size,
         "fill": plan.fill,
         "efficiency": {
             str(dp): 1.0 / plan.imbalance(dp, sampler.cost)

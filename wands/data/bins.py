@@ -35,7 +35,7 @@ EXACT = 2**32
 
 
 def pack_bins(
-    seq_lens: np.ndarray, sample_costs: np.ndarray, max_tokens: int, seed: int, epoch: int
+    seq_lens: np.ndarray, sample_costs: np.ndarray, max_tokens: int, seed: int | str, epoch: int
 ) -> list[Bin]:
     """Fill bins to `max_tokens` and level their cost.
 
@@ -43,23 +43,20 @@ def pack_bins(
         seq_lens: int64 [N], tokens of every sample, none above `max_tokens`.
         sample_costs: float64 [N], equal for equal lengths.
         max_tokens: capacity of a bin.
-        seed: `train.seed`.
+        seed: `train.seed`, or what else the random choices are keyed by.
         epoch: other epochs fill as many bins in another way.
 
     Returns:
         Bins with every sample exactly once. They are no more than best-fit decreasing needs, where at most
         `PART` samples have at most `MAX_LENGTHS` lengths.
     """
-    if len(np.unique(seq_lens)) > MAX_LENGTHS:
-        seq_lens, max_tokens = -(-seq_lens * ROUNDED // max_tokens), ROUNDED
+    seq_lens, max_tokens = _few_lengths(seq_lens, max_tokens)
     lengths, first, which, counts = np.unique(
         seq_lens, return_index=True, return_inverse=True, return_counts=True
     )
     costs = _as_integers(sample_costs[first])
-    num_parts = max(1, len(seq_lens) // PART)
-    part, rest = counts // num_parts, counts % num_parts
     contents: Contents = []
-    for number, (some, times) in enumerate(((part, num_parts), (rest, 1))):
+    for number, (some, times) in enumerate(_equal_parts(counts)):
         if some.any():
             packed = level(
                 fewest_bins(lengths, some, max_tokens), lengths, costs, max_tokens, (seed, epoch, number)
@@ -72,8 +69,38 @@ def pack_bins(
     return [tuple(next(waiting[one]) for one in bin) for bin in contents]
 
 
+def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
+    """How many bins `pack_bins` fills, without levelling them: the same in every epoch.
+
+    Args:
+        seq_lens: int64 [N], tokens of every sample, none above `max_tokens`.
+        max_tokens: capacity of a bin.
+    """
+    seq_lens, max_tokens = _few_lengths(seq_lens, max_tokens)
+    lengths, counts = np.unique(seq_lens, return_counts=True)
+    parts = _equal_parts(counts)
+    return sum(len(fewest_bins(lengths, some, max_tokens)) * times for some, times in parts if some.any())
+
+
+def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int]:
+    """Lengths and capacity, in shares of a bin where there are too many lengths."""
+    if len(np.unique(seq_lens)) > MAX_LENGTHS:
+        return -(-seq_lens * ROUNDED // max_tokens), ROUNDED
+    return seq_lens, max_tokens
+
+
+def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
+    """Samples of each length that are packed at once and how often; and those that are left, once."""
+    num_parts = max(1, int(counts.sum()) // PART)
+    return (counts // num_parts, num_parts), (counts % num_parts, 1)
+
+
 def even_out(
-    bins: Sequence[Bin], seq_lens: np.ndarray, sample_costs: np.ndarray, max_tokens: int, key: tuple[int, ...]
+    bins: Sequence[Bin],
+    seq_lens: np.ndarray,
+    sample_costs: np.ndarray,
+    max_tokens: int,
+    key: tuple[int | str, ...],
 ) -> list[Bin]:
     """The same samples in as many bins, none empty, of more even cost.
 
@@ -199,7 +226,7 @@ class _Sums:
 
 
 def level(
-    bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, key: tuple[int, ...]
+    bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, key: tuple[int | str, ...]
 ) -> Contents:
     """Let pairs of bins split their samples anew, so that their costs come nearer to each other.
 
@@ -245,7 +272,9 @@ def _as_integers(costs: np.ndarray) -> np.ndarray:
     return np.rint(costs / costs.max() * EXACT).astype(np.int64)
 
 
-def _pairs(cost: np.ndarray, number: int, key: tuple[int, ...]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _pairs(
+    cost: np.ndarray, number: int, key: tuple[int | str, ...]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Bins that meet in a round, a few hundred pairs at a time."""
     half = len(cost) // 2
     order = np.argsort(-cost, kind="stable")

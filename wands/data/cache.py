@@ -104,6 +104,11 @@ class LatentCache:
         """Size of all shards on disk."""
         return int(self.index.shard_bytes.sum())
 
+    @property
+    def places(self) -> np.ndarray:
+        """Where every sample is stored: its shard and its number there, int64 [N, 2]."""
+        return np.stack([self.index.shards, self.index.rows], axis=1).astype(np.int64)
+
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
         """Video tokens of every sample, int64 [N]."""
         return self.index.num_tokens(patch_size)

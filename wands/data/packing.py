@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
-from wands.data.bins import Bin, even_out, pack_bins
+from wands.data.bins import Bin, count_bins, even_out, pack_bins
 from wands.errors import DataError
 from wands.flow.keys import permutation
 
@@ -39,7 +39,7 @@ class EpochPlan:
 
     Attributes:
         steps: steps -> bins -> sample indices. Every step has the same number of bins.
-        seq_lens: int64 [N], tokens of every sample.
+        seq_lens: int64 [N], tokens of every sample, also of those that this epoch does not visit.
         max_tokens: capacity of a bin.
     """
 
@@ -88,9 +88,13 @@ class EpochPlan:
             of all samples; and the same for random steps of as many samples, which is what chance does.
         """
         of_step = [[i for bin in step for i in bin] for step in self.steps]
+        visited = np.sort(np.concatenate(of_step))
         ends = np.cumsum([len(samples) for samples in of_step])
-        at_random = np.split(permutation(len(self.seq_lens), "length bias"), ends[:-1])
-        return _mean_distance(of_step, self.seq_lens), _mean_distance(at_random, self.seq_lens)
+        at_random = np.split(visited[permutation(len(visited), "length bias")], ends[:-1])
+        distance, of_chance = (
+            _mean_distance(steps, self.seq_lens, visited) for steps in (of_step, at_random)
+        )
+        return distance, of_chance
 
 
 def plan_epoch(
@@ -103,6 +107,7 @@ def plan_epoch(
     cost: Cost,
     keys: Sequence[str] | None = None,
     level_bins: int | None = None,
+    windows: Sequence[np.ndarray] | None = None,
 ) -> EpochPlan:
     """Fill bins to `max_tokens`, level their cost, and put bins of like cost into the same step.
 
@@ -114,7 +119,11 @@ def plan_epoch(
     much more alike the lengths inside one step are is `EpochPlan.length_bias`. The bins that are left over
     form the last step; they are split until every rank has work, and only then padded with ().
 
-    The number of steps depends on the lengths alone, never on the epoch.
+    With `windows` each is packed for itself, one after the other. The bins that a window leaves over wait
+    for those of the next ones to make up a step, so that only the last step of the epoch is padded.
+
+    The number of steps depends on the lengths alone (of all samples, or of those of each window), never on
+    the epoch: `count_steps`.
 
     Args:
         seq_lens: int [N], tokens of every sample.
@@ -127,9 +136,11 @@ def plan_epoch(
         level_bins: bins that are levelled to each other, for ranks that wait for each other in every micro step;
             it divides `bins_per_step`. A step of several such groups takes costly and cheap ones, so that its
             lengths are less alike. None: all bins of a step.
+        windows: int64 arrays of sample indices, none empty, no index twice: what the epoch visits, in the
+            order in which it is read. None: everything, in one window.
 
     Returns:
-        A plan with every sample exactly once.
+        A plan with every sample of the windows exactly once.
 
     Raises:
         DataError: a sample is longer than a bin, or there is no sample.
@@ -137,20 +148,114 @@ def plan_epoch(
     seq_lens = np.asarray(seq_lens, dtype=np.int64)
     _check_lengths(seq_lens, max_tokens, keys)
     assert level_bins is None or bins_per_step % level_bins == 0, (bins_per_step, level_bins)
-    bin_cost = bin_costs(seq_lens, cost)
-    sample_costs = np.array([bin_cost((i,)) for i in range(len(seq_lens))], dtype=np.float64)
-    bins = pack_bins(seq_lens, sample_costs, max_tokens, seed, epoch)
-    bins = [bins[i] for i in permutation(len(bins), seed, epoch, "bins")]
-
-    rest, bins = _part_rest(bins, bins_per_step, sample_costs)
-    groups = _level_steps(bins, level_bins or bins_per_step, bin_cost, seq_lens, (seed, epoch))
-    steps = _mix_groups(groups, bins_per_step, bin_cost, (seed, epoch))
-    steps = [steps[i] for i in permutation(len(steps), seed, epoch, "steps")]
-    if rest:
-        spread = _spread(rest, bins_per_step, bin_cost)
-        leveled = even_out(spread, seq_lens, sample_costs, max_tokens, (seed, epoch, -1))
+    everything = np.arange(len(seq_lens))
+    if windows is None:
+        windows = (everything,)
+    steps: list[Step] = []
+    waiting: list[Bin] = []
+    for number, rows in enumerate(windows):
+        whole = len(rows) == len(seq_lens)
+        rest, planned = _plan_window(
+            seq_lens if whole else seq_lens[rows],
+            max_tokens=max_tokens,
+            bins_per_step=bins_per_step,
+            key=(seed if number == 0 else f"{seed}, window {number}", epoch),
+            cost=cost,
+            level_bins=level_bins or bins_per_step,
+        )
+        named = (lambda bin: bin) if whole else _namer(rows)
+        steps += [tuple(map(named, step)) for step in planned]
+        waiting += map(named, rest)
+        if len(waiting) >= bins_per_step:
+            step, waiting = waiting[:bins_per_step], waiting[bins_per_step:]
+            steps.append(
+                tuple(_even_out(step, seq_lens, cost, max_tokens, (seed, epoch, "left over", number)))
+            )
+    if waiting:
+        spread = _spread(waiting, bins_per_step, bin_costs(seq_lens, cost))
+        leveled = _even_out(spread, seq_lens, cost, max_tokens, (seed, epoch, -1))
         steps.append((*leveled, *[()] * (bins_per_step - len(leveled))))
-    return EpochPlan(tuple(steps), seq_lens, max_tokens)
+    plan = EpochPlan(tuple(steps), seq_lens, max_tokens)
+    _check_whole(plan, windows, bins_per_step)
+    return plan
+
+
+def count_steps(
+    seq_lens: np.ndarray, *, max_tokens: int, bins_per_step: int, windows: Sequence[np.ndarray] | None = None
+) -> int:
+    """Steps of any epoch that `plan_epoch` plans from these windows, in any order, without planning it."""
+    if windows is None:
+        return -(-count_bins(seq_lens, max_tokens) // bins_per_step)
+    return -(-sum(count_bins(seq_lens[rows], max_tokens) for rows in windows) // bins_per_step)
+
+
+def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.ndarray]:
+    """Samples that are packed together when the storage is read in pieces: `packing.buffer_size`.
+
+    Shards, each in the order in which it is stored, stand in random order and are cut into windows of
+    `buffer_size` samples. Which samples share a window is the same in every epoch, so that every epoch has
+    as many steps; their order is the epoch's.
+
+    Args:
+        places: int64 [N, 2], shard of every sample and where in it the sample lies.
+        buffer_size: samples of a window; the last one may have fewer.
+        seed: `train.seed`.
+
+    Returns:
+        int64 arrays of sample indices; together each index once.
+    """
+    stored = np.lexsort((places[:, 1], places[:, 0]))
+    starts = np.flatnonzero(np.diff(places[stored, 0], prepend=-1))
+    shards = np.split(stored, starts[1:])
+    order = np.concatenate([shards[i] for i in permutation(len(shards), seed, "shards")])
+    return np.split(order, range(buffer_size, len(order), buffer_size))
+
+
+def _plan_window(
+    seq_lens: np.ndarray,
+    *,
+    max_tokens: int,
+    bins_per_step: int,
+    key: tuple[int | str, int],
+    cost: Cost,
+    level_bins: int,
+) -> tuple[list[Bin], list[Step]]:
+    """The bins that are too few for a step, and the full steps, in random order."""
+    bin_cost = bin_costs(seq_lens, cost)
+    sample_costs = _sample_costs(seq_lens, cost)
+    bins = pack_bins(seq_lens, sample_costs, max_tokens, *key)
+    bins = [bins[i] for i in permutation(len(bins), *key, "bins")]
+    rest, bins = _part_rest(bins, bins_per_step, sample_costs)
+    groups = _level_steps(bins, level_bins, bin_cost, seq_lens, key)
+    steps = _mix_groups(groups, bins_per_step, bin_cost, key)
+    return rest, [steps[i] for i in permutation(len(steps), *key, "steps")]
+
+
+def _namer(rows: np.ndarray) -> Callable[[Bin], Bin]:
+    names = rows.tolist()
+    return lambda bin: tuple([names[i] for i in bin])
+
+
+def _even_out(
+    bins: Sequence[Bin], seq_lens: np.ndarray, cost: Cost, max_tokens: int, key: tuple[int | str, ...]
+) -> list[Bin]:
+    return even_out(bins, seq_lens, _sample_costs(seq_lens, cost), max_tokens, key)
+
+
+def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: int) -> None:
+    """What no plan may break: every sample of the windows once, no bin over its capacity, no step short of bins."""
+    bins = [bin for step in plan.steps for bin in step]
+    sizes = np.fromiter(map(len, bins), np.int64, len(bins))
+    visited = np.fromiter(chain.from_iterable(bins), np.int64, int(sizes.sum()))
+    wanted = np.zeros(len(plan.seq_lens), np.int64)
+    for rows in windows:
+        wanted[rows] += 1
+    found = np.bincount(visited, minlength=len(wanted))
+    wrong = np.flatnonzero(found != wanted)
+    assert not len(wrong), f"sample {wrong[0]} is in {found[wrong[0]]} bins, not in {wanted[wrong[0]]}"
+    tokens = np.bincount(np.repeat(np.arange(len(bins)), sizes), plan.seq_lens[visited], len(bins))
+    assert tokens.max() <= plan.max_tokens, f"a bin has {int(tokens.max())} tokens"
+    assert {len(step) for step in plan.steps} == {bins_per_step}
 
 
 def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], float]) -> list[list[Bin]]:
@@ -175,13 +280,23 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
 
 def bin_costs(seq_lens: np.ndarray, cost: Cost) -> Callable[[Bin], float]:
     """The cost of a bin of sample indices, for a cost that is given by lengths and additive over samples."""
-    lengths, which = np.unique(seq_lens, return_inverse=True)
-    if isinstance(cost, tuple):
-        of_length = [cost[0] * length + cost[1] * length * length for length in lengths.tolist()]
-    else:
-        of_length = [cost((length,)) for length in lengths.tolist()]
+    of_length, which = _costs_of_lengths(seq_lens, cost)
     of_sample = [of_length[i] for i in which.tolist()]
     return lambda bin: sum(of_sample[i] for i in bin)
+
+
+def _sample_costs(seq_lens: np.ndarray, cost: Cost) -> np.ndarray:
+    """float64 [N]."""
+    of_length, which = _costs_of_lengths(seq_lens, cost)
+    return np.array(of_length, dtype=np.float64)[which]
+
+
+def _costs_of_lengths(seq_lens: np.ndarray, cost: Cost) -> tuple[list[float], np.ndarray]:
+    """The cost of each distinct length, ascending, and which of them every sample has."""
+    lengths, which = np.unique(seq_lens, return_inverse=True)
+    if isinstance(cost, tuple):
+        return [cost[0] * length + cost[1] * length * length for length in lengths.tolist()], which
+    return [cost((length,)) for length in lengths.tolist()], which
 
 
 def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | None) -> None:
@@ -222,7 +337,7 @@ def _level_steps(
     bins_per_step: int,
     bin_cost: Callable[[Bin], float],
     seq_lens: np.ndarray,
-    key: tuple[int, int],
+    key: tuple[int | str, int],
 ) -> list[Step]:
     """Sort bins by cost, part them into groups of whole steps, and mix inside each group.
 
@@ -251,7 +366,7 @@ def _mix_groups(
     groups: Sequence[Step],
     bins_per_step: int,
     bin_cost: Callable[[Bin], float],
-    key: tuple[int, int],
+    key: tuple[int | str, int],
 ) -> list[Step]:
     """Steps of one group from each share of the groups, from the costliest to the cheapest."""
     if not groups or len(groups[0]) == bins_per_step:
@@ -356,9 +471,11 @@ def _spread(bins: Sequence[Bin], bins_per_step: int, bin_cost: Callable[[Bin], f
     return spread
 
 
-def _mean_distance(of_step: Sequence[Sequence[int] | np.ndarray], seq_lens: np.ndarray) -> float:
-    lengths, which, counts = np.unique(seq_lens, return_inverse=True, return_counts=True)
-    of_all = counts.cumsum() / len(seq_lens)
+def _mean_distance(
+    of_step: Sequence[Sequence[int] | np.ndarray], seq_lens: np.ndarray, visited: np.ndarray
+) -> float:
+    lengths, which = np.unique(seq_lens, return_inverse=True)
+    of_all = np.bincount(which[visited], minlength=len(lengths)).cumsum() / len(visited)
     distances = []
     for samples in of_step:
         inside = np.bincount(which[samples], minlength=len(lengths)).cumsum()

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from wands.data.packing import Bin, Cost, EpochPlan, Step, bin_costs, plan_epoch
+from wands.data.packing import (
+    Bin,
+    Cost,
+    EpochPlan,
+    Step,
+    bin_costs,
+    count_steps,
+    plan_epoch,
+    storage_windows,
+)
+from wands.data.visits import Visits
 from wands.errors import DataError
+from wands.flow.keys import permutation
 
 
 @dataclass(frozen=True)
@@ -22,7 +34,7 @@ class StepPlan:
         bins: sample indices of every bin; () pads the last step of an epoch.
         num_samples: of all bins.
         num_tokens: of all bins.
-        mean_samples: of the steps of an epoch.
+        mean_samples: of the steps of this epoch.
         mean_tokens: likewise.
         occurrence_of: for every sample of the data, how many of the same name stand before it.
     """
@@ -59,8 +71,12 @@ class StepPlan:
 class PlanSampler:
     """Every optimizer step of a run: epoch after epoch, each packed and ordered anew.
 
+    An epoch visits every row of the data once, or what `visits` says. In the second case epochs may differ by
+    some steps; where an epoch begins is counted from the epochs before it, each kind of epoch once, so that the
+    step remains the only state.
+
     Args:
-        seq_lens: int [N], tokens of every sample.
+        seq_lens: int [N], tokens of every row.
         keys: N names; a name that stands several times is visited several times in each epoch.
         max_tokens: capacity of a bin.
         bins_per_step: bins of one optimizer step.
@@ -69,11 +85,14 @@ class PlanSampler:
         epochs: passes over the data, when `max_steps` is None.
         max_steps: optimizer steps; goes on into as many epochs as that takes.
         level_bins: as in `plan_epoch`.
+        visits: the rows of each epoch; None: all of them.
+        buffer_size: `packing.buffer_size`, rows that are packed together; None: all of an epoch.
+        places: int64 [N, 2], as `storage_windows` takes them; needed with `buffer_size`.
 
     Attributes:
-        steps_per_epoch: the same in every epoch.
+        steps_per_epoch: of epoch 0; of every epoch without `visits`.
         total_steps: optimizer steps of the whole run.
-        bin_cost: of a bin of sample indices.
+        bin_cost: of a bin of rows.
 
     Raises:
         DataError: there is no sample, or one is longer than a bin.
@@ -91,6 +110,9 @@ class PlanSampler:
         epochs: int = 1,
         max_steps: int | None = None,
         level_bins: int | None = None,
+        visits: Visits | None = None,
+        buffer_size: int | None = None,
+        places: np.ndarray | None = None,
     ) -> None:
         assert len(seq_lens) == len(keys)
         self.seq_lens = np.asarray(seq_lens, dtype=np.int64)
@@ -101,39 +123,98 @@ class PlanSampler:
         self.cost = cost
         self.level_bins = level_bins
         self.bin_cost = bin_costs(self.seq_lens, cost)
+        self._visits = visits if visits is None or not visits.always_the_same else None
+        self._windows: list[np.ndarray] | None = None
+        if buffer_size is not None:
+            assert places is not None
+            self._windows = storage_windows(places, buffer_size, seed)
         self._occurrence_of = _occurrences(keys)
+        self._counted: dict[tuple[int, ...], int] = {}
+        self._first_steps = [0]  # of epochs 0, 1, ..., as far as anybody has asked
+        self._total_of = (-1, (0, 0))
         self._plan = (0, self._plan_epoch(0))
         self.steps_per_epoch = self._plan[1].num_steps
-        self.total_steps = max_steps if max_steps is not None else epochs * self.steps_per_epoch
+        self.total_steps = max_steps if max_steps is not None else self.first_step(epochs)
+
+    def num_steps(self, epoch: int) -> int:
+        """Optimizer steps of an epoch."""
+        if self._visits is None:
+            return self.steps_per_epoch
+        phase = self._visits.phase(epoch)
+        if phase not in self._counted:
+            self._counted[phase] = count_steps(
+                self.seq_lens,
+                max_tokens=self.max_tokens,
+                bins_per_step=self.bins_per_step,
+                windows=self._windows_of(epoch),
+            )
+        return self._counted[phase]
+
+    def first_step(self, epoch: int) -> int:
+        """The global step that an epoch begins with."""
+        if self._visits is None:
+            return epoch * self.steps_per_epoch
+        while len(self._first_steps) <= epoch:
+            self._first_steps.append(self._first_steps[-1] + self.num_steps(len(self._first_steps) - 1))
+        return self._first_steps[epoch]
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that a global step belongs to."""
+        if self._visits is None:
+            return step // self.steps_per_epoch
+        while self._first_steps[-1] <= step:
+            self.first_step(len(self._first_steps))
+        return bisect_right(self._first_steps, step) - 1
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
         """The plan of one epoch; the latest one asked for is kept."""
         if self._plan[0] != epoch:
             self._plan = (epoch, self._plan_epoch(epoch))
-            assert self._plan[1].num_steps == self.steps_per_epoch
+            assert self._plan[1].num_steps == self.num_steps(epoch)
         return self._plan[1]
 
     def step_plan(self, step: int) -> StepPlan:
         """What global step `step` trains on."""
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        bins = self.epoch_plan(epoch).steps[step_in_epoch]
+        epoch = self.epoch_of(step)
+        step_in_epoch = step - self.first_step(epoch)
+        plan = self.epoch_plan(epoch)
+        bins = plan.steps[step_in_epoch]
         samples = [i for bin in bins for i in bin]
-        num_tokens = int(self.seq_lens[samples].sum())
+        num_samples, num_tokens = self._totals(epoch)
         return StepPlan(
             step=step,
             epoch=epoch,
             step_in_epoch=step_in_epoch,
             bins=bins,
             num_samples=len(samples),
-            num_tokens=num_tokens,
-            mean_samples=len(self.keys) / self.steps_per_epoch,
-            mean_tokens=int(self.seq_lens.sum()) / self.steps_per_epoch,
+            num_tokens=int(self.seq_lens[samples].sum()),
+            mean_samples=num_samples / plan.num_steps,
+            mean_tokens=num_tokens / plan.num_steps,
             occurrence_of=self._occurrence_of,
         )
 
     def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
         """The steps from `start_step` to the end of the run."""
         return (self.step_plan(step) for step in range(start_step, self.total_steps))
+
+    def _totals(self, epoch: int) -> tuple[int, int]:
+        """Samples and tokens of an epoch; the latest one asked for is kept."""
+        if self._total_of[0] != epoch:
+            lens = self.seq_lens if self._visits is None else self.seq_lens[self._visits.rows(epoch)]
+            self._total_of = (epoch, (len(lens), int(lens.sum())))
+        return self._total_of[1]
+
+    def _windows_of(self, epoch: int) -> list[np.ndarray] | None:
+        """What an epoch visits, as `plan_epoch` takes it."""
+        rows = None if self._visits is None else self._visits.rows(epoch)
+        if self._windows is None:
+            return None if rows is None else [rows]
+        windows = [self._windows[i] for i in permutation(len(self._windows), self.seed, epoch, "windows")]
+        if rows is None:
+            return windows
+        visited = np.zeros(len(self.keys), dtype=bool)
+        visited[rows] = True
+        return [window for window in (window[visited[window]] for window in windows) if len(window)]
 
     def _plan_epoch(self, epoch: int) -> EpochPlan:
         return plan_epoch(
@@ -145,6 +226,7 @@ class PlanSampler:
             cost=self.cost,
             keys=self.keys,
             level_bins=self.level_bins,
+            windows=self._windows_of(epoch),
         )
 
 
@@ -162,8 +244,11 @@ def check_enough_samples(num_samples: int, dp_size: int) -> None:
 
 
 def _occurrences(keys: Sequence[str]) -> np.ndarray:
-    seen: dict[str, int] = {}
+    """How many of the same name stand before each."""
     occurrences = np.zeros(len(keys), dtype=np.int64)
+    if len(set(keys)) == len(keys):
+        return occurrences
+    seen: dict[str, int] = {}
     for i, key in enumerate(keys):
         occurrences[i] = seen.get(key, 0)
         seen[key] = int(occurrences[i]) + 1

@@ -7,41 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 
 from wands.config import Recipe
-from wands.data.collate import PackingCollator, Sample
+from wands.data.collate import PackingCollator
 from wands.data.packing import assign_bins
 from wands.data.sampler import PlanSampler, check_enough_samples
-from wands.data.sources import Sources, open_data
+from wands.data.sources import Dataset, Sources, open_data
 from wands.errors import ConfigError
 from wands.model.loading import check_weights, load_config, load_index
 from wands.parallel.mesh import Degrees, RankGrid, check_world, choose_degrees
 from wands.train.ds_config import build_ds_config
 from wands.variants import DiTShape, Variant, variant_of
-
-
-class Dataset(Protocol):
-    """What the loop asks of a latent cache, of several and of mock data alike; a sample may stand in several rows."""
-
-    keys: list[str]
-    null_text_embeds: torch.Tensor
-
-    @property
-    def places(self) -> np.ndarray:
-        """Shard of every sample and its place there, int64 [N, 2]."""
-
-    def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Video tokens of every sample, int64 [N]."""
-
-    def latent_shape(self, index: int) -> tuple[int, int, int]:
-        """Latent (frames, height, width) of a sample, without reading it."""
-
-    def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
-        """One sample; of its latents only these frames, when they are given."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +148,7 @@ def prepare_job(
         ranks_per_node=ranks_per_node or world_size,
         model=variant.name,
     )
-    data: Dataset = open_data(
+    data = open_data(
         recipe.data,
         shape=shape,
         variant=variant,

@@ -8,7 +8,13 @@ from typing import Any
 from wands.errors import CheckpointError
 
 # Keys of the recipe that decide which samples form step n; another value would lose the position in the data.
-_POSITION_KEYS = ("train.seed", "train.bins_per_step", "packing.max_tokens")
+_POSITION_KEYS = (
+    "train.seed",
+    "train.bins_per_step",
+    "packing.max_tokens",
+    "packing.level_bins",
+    "packing.buffer_size",
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class TrainState:
             )
         for name in _POSITION_KEYS:
             section, key = name.split(".")
-            ours, theirs = recipe[section][key], self.recipe[section][key]
+            ours, theirs = recipe[section][key], self.recipe[section].get(key)  # not in an older recipe
             if ours != theirs:
                 raise CheckpointError(
                     f"--resume {where}: {name}={ours} must equal the checkpoint's {theirs}, or the position in the data is "

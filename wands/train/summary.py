@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from wands.config import Recipe
+from wands.data.sources import describe_data
 from wands.train.ds_config import learning_rate
 from wands.train.engine import accelerator_type, ranks_per_node
 from wands.train.job import Job
@@ -23,6 +24,9 @@ def start_block(job: Job, start_step: int) -> str:
     accumulation = recipe.train.bins_per_step // job.dp_size
     imbalance = float(np.mean([job.imbalance(bins) for bins in plan.steps[:64]]))
     flow = recipe.flow
+    first, *further = describe_data(recipe.data, job.data)
+    visited = np.array([i for bins in plan.steps for one in bins for i in one])
+    tokens = f"{int(lens[visited].sum()):,} tokens"
     rows = [
         (
             "model",
@@ -43,7 +47,9 @@ def start_block(job: Job, start_step: int) -> str:
             f"ZeRO-{job.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, {_optimizer(job)}",
         ),
         ("attention", f"{_attention(job)}, checkpointing {recipe.model.checkpointing}"),
-        ("data", f"{recipe.data.cache or 'mock'}: {len(job.data.keys)} clips, {int(lens.sum()):,} tokens"),
+        ("data", f"{first}, {tokens}" if not further else first),
+        *(("", line) for line in further),
+        *([("", f"epoch 0: {len(visited):,} samples, {tokens}")] if further else []),
         ("", f"tokens per clip: min {lens.min():,}, median {int(np.median(lens)):,}, max {lens.max():,}"),
         (
             "packing",

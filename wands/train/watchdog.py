@@ -22,6 +22,7 @@ from wands.data.cache import LatentCache
 from wands.data.cache_format import first_difference
 from wands.data.packing import Step
 from wands.data.sampler import StepPlan
+from wands.data.sources import Sources
 from wands.errors import ConfigError, DataError, WandsError
 from wands.train.job import Job
 
@@ -62,7 +63,7 @@ def plan_digests(job: Job, step: int = 0) -> dict[str, str]:
         step: optimizer steps already made, when the run resumes. Asks the sampler for its epoch, so call it before
             another thread reads ahead.
     """
-    epoch = step // job.sampler.steps_per_epoch
+    epoch = job.sampler.epoch_of(step)
     plan = {
         "start_step": step,
         "total_steps": job.sampler.total_steps,
@@ -101,10 +102,12 @@ def _describe_data(job: Job) -> dict[str, Any]:
         "names": _digest(names),
         "lengths": _digest(lengths),
     }
-    if isinstance(job.data, LatentCache):
-        # Another encoding of the same clips has the same names and lengths; its bits have other checksums.
-        index = job.data.index
-        found["contents"] = _digest(index.crc32, index.text_lens, index.null_text)
+    caches = [part.data for part in job.data.parts] if isinstance(job.data, Sources) else [job.data]
+    for number, cache in enumerate(caches):
+        if isinstance(cache, LatentCache):
+            # Another encoding of the same clips has the same names and lengths; its bits have other checksums.
+            index, name = cache.index, f"contents of source {number}" if number else "contents"
+            found[name] = _digest(index.crc32, index.text_lens, index.null_text)
     return found
 
 
