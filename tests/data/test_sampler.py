@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import wands.data.sampler as sampler_module
 from wands.data.packing import assign_bins, plan_epoch
 from wands.data.sampler import PlanSampler
+from wands.data.visits import Visits, exact
 from wands.errors import DataError
 
 LENS = [30, 30, 45, 45, 45, 60, 60, 20, 20, 20, 20, 90, 75]
@@ -155,3 +157,82 @@ def test_a_data_set_smaller_than_a_step_still_gives_every_rank_its_forwards(num_
         micro_steps = assign_bins(plan.bins, 4, sampler.bin_cost)
         assert [len(ranks) for ranks in micro_steps] == [4, 4]
         assert all(micro_steps[0])  # no rank idles while another has two bins
+
+
+# ---- epochs that visit other rows, or in windows of the storage
+
+
+def shares(repeat: float, num: int = len(LENS)) -> Visits:
+    return Visits([num], [exact(repeat)], seed=0)
+
+
+def build_shares(repeat: float, **changes) -> PlanSampler:
+    visits = shares(repeat)
+    lens = [LENS[i] for i in visits.sample_of]
+    keys = [f"clip{i}" for i in visits.sample_of]
+    places = np.array([divmod(i, 4) for i in range(len(lens))])
+    return build(lens, keys, visits=visits, places=places, **changes)
+
+
+@pytest.mark.parametrize("buffer_size", [None, 1, 5, 100])
+@pytest.mark.parametrize("repeat", [0.3, 1, 1.5, 2])
+def test_an_epoch_is_what_is_to_be_visited(repeat: float, buffer_size: int | None):
+    sampler = build_shares(repeat, buffer_size=buffer_size, epochs=7)
+    steps = list(sampler.iterate())
+    assert sampler.total_steps == len(steps)
+    assert [plan.epoch for plan in steps] == sorted(plan.epoch for plan in steps)
+    for epoch in range(7):
+        mine = [plan for plan in steps if plan.epoch == epoch]
+        assert [plan.step_in_epoch for plan in mine] == list(range(sampler.num_steps(epoch)))
+        assert mine[0].step == sampler.first_step(epoch)
+        visited = sorted(i for plan in mine for bin in plan.bins for i in bin)
+        assert visited == shares(repeat).rows(epoch).tolist()
+        for plan in mine:  # each visit of the epoch counts alike
+            assert plan.mean_samples == len(visited) / len(mine)
+            assert plan.mean_tokens == sum(sampler.seq_lens[visited]) / len(mine)
+        named = [
+            (sampler.keys[i], o)
+            for plan in mine
+            for bin in plan.bins
+            for i, o in zip(bin, plan.occurrences(bin), strict=True)
+        ]
+        assert len(set(named)) == len(named)  # no noise is drawn twice
+
+
+@settings(max_examples=25, deadline=None)
+@given(start=st.integers(0, 40), repeat=st.sampled_from([0.3, 1.5]), buffer_size=st.sampled_from([None, 4]))
+def test_a_run_of_unequal_epochs_goes_on_from_any_step(start: int, repeat: float, buffer_size: int | None):
+    options = {"max_steps": 41, "buffer_size": buffer_size}
+    whole = list(build_shares(repeat, **options).iterate())
+    assert len({sum(plan.epoch == epoch for plan in whole) for epoch in range(whole[-1].epoch)}) >= 1
+    assert list(build_shares(repeat, **options).iterate(start)) == whole[start:]
+    backwards = build_shares(repeat, **options)
+    assert [backwards.step_plan(step) for step in (start, 0)] == [whole[start], whole[0]]
+
+
+def test_epochs_may_differ_in_steps_and_are_counted_once_each(monkeypatch: pytest.MonkeyPatch):
+    lens = [100] * 6 + [10] * 6  # which of them an epoch visits decides how many bins it has
+    counted = []
+    count_steps = sampler_module.count_steps
+    monkeypatch.setattr(
+        sampler_module,
+        "count_steps",
+        lambda *args, **kwargs: counted.append(1) or count_steps(*args, **kwargs),
+    )
+    sampler = build(lens, visits=Visits([12], [Fraction(1, 4)], 0), bins_per_step=1, epochs=40)
+    found = [sampler.num_steps(epoch) for epoch in range(40)]
+    assert len(set(found[:4])) > 1
+    assert found == found[:4] * 10
+    assert len(counted) == 4
+    assert sampler.total_steps == sum(found)
+    assert [sampler.epoch_of(sum(found[:epoch])) for epoch in range(40)] == list(range(40))
+    assert [sampler.epoch_of(sum(found[: epoch + 1]) - 1) for epoch in range(40)] == list(range(40))
+
+
+def test_whole_repeats_are_the_rows_of_the_data():
+    """Nothing but the rows makes them: as a list of keys with repetitions."""
+    visits = shares(2)
+    doubled = build(LENS * 2, [f"clip{i}" for i in range(len(LENS))] * 2, max_steps=9)
+    assert list(build_shares(2, max_steps=9).iterate()) == list(doubled.iterate())
+    assert doubled.step_plan(0).occurrences((0, len(LENS))) == [0, 1]
+    assert visits.num_rows == 2 * len(LENS)
