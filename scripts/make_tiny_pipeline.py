@@ -1,10 +1,11 @@
-"""Build a complete diffusers WanPipeline folder of real classes, small enough to train on a laptop.
+"""Build a complete diffusers pipeline folder of real Wan classes, small enough to train on a laptop.
 
-    python scripts/make_tiny_pipeline.py OUT [--seed N] [--captions FILE_OR_DIR]
+    python scripts/make_tiny_pipeline.py OUT [--variant NAME] [--seed N] [--captions FILE_OR_DIR]
 
-Every interface is Wan 2.1's (T5 tokenizer, UMT5 encoder, 16-channel causal VAE with stride 4x8x8, patch
-1x2x2, UniPC with flow sigmas); only widths and depths are small. DiT and text encoder are random, the VAE is
-the one in scripts/tiny_vae, made by train_tiny_vae.py. `diffusers.WanPipeline.from_pretrained(OUT)` loads it.
+Every interface is that of the variant (T5 tokenizer, UMT5 encoder, causal VAE with its channels and stride, CLIP, one
+expert or two, patch 1x2x2, UniPC with flow sigmas); only widths and depths are small. DiT, CLIP and text encoder are
+random, the VAE of 16 channels is the one in scripts/tiny_vae, made by train_tiny_vae.py.
+`diffusers.DiffusionPipeline.from_pretrained(OUT)` loads it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    DiffusionPipeline,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    T5TokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+from wands.variants import VARIANTS, Variant
 
 SHIPPED_VAE = Path(__file__).resolve().parent / "tiny_vae"
 
@@ -36,8 +53,6 @@ TEST_DIT = {
 }
 DIT = {
     "patch_size": (1, 2, 2),
-    "in_channels": 16,
-    "out_channels": 16,
     "freq_dim": 256,
     "cross_attn_norm": True,
     "qk_norm": "rms_norm_across_heads",
@@ -47,6 +62,15 @@ TEXT = {
     "test": {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 1},
 }
 VOCAB_SIZE = {"demo": 800, "test": 400}
+# 224 pixels in patches of 14, as ViT-H/14 has them: 257 tokens of a picture.
+CLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "patch_size": 14,
+}
+DEFAULT_VARIANT = "wan2.1-t2v-1.3b"
 
 # What the tokenizer learns English from, besides the captions: scenes of many kinds in captions' words.
 ENGLISH = """
@@ -173,29 +197,56 @@ def build_text_encoder(tokenizer: T5TokenizerFast, size: str) -> UMT5EncoderMode
     return UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **TEXT[size])).eval()
 
 
-def build_vae(vae_dir: str | Path | None, size: str) -> AutoencoderKLWan:
+def build_vae(vae_dir: str | Path | None, size: str, variant: Variant) -> AutoencoderKLWan:
     """The shipped VAE, one from a folder, or a random one of the same interface.
 
     Raises:
-        BuildError: no VAE in the folder.
+        BuildError: no VAE in the folder, or one of other channels.
     """
+    channels = variant.dit.out_channels
     if vae_dir is None:
         vae_dir = "random" if size == "test" else SHIPPED_VAE
     if vae_dir == "random":
+        # Wan 2.2's own VAE of TI2V cuts pixels into patches before a VAE of stride 8 begins.
+        patch = {"in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16}
         # The latents of random weights have mean 0 and deviation 0.15 to 0.25, far from Wan's own statistics.
         return AutoencoderKLWan(
             base_dim=4,
+            z_dim=channels,
             num_res_blocks=1,
             dim_mult=[1, 2, 4, 4],
-            latents_mean=[0.0] * 16,
-            latents_std=[0.2] * 16,
+            latents_mean=[0.0] * channels,
+            latents_std=[0.2] * channels,
+            **(patch if variant.vae_stride[1] == 16 else {}),
         ).eval()
     if not (Path(vae_dir) / "config.json").is_file():
         raise BuildError(
             f"vae_dir={vae_dir} holds no AutoencoderKLWan (config.json is missing); train one with "
             "scripts/train_tiny_vae.py or pass --vae random."
         )
-    return AutoencoderKLWan.from_pretrained(vae_dir, torch_dtype=torch.float32).eval()
+    vae = AutoencoderKLWan.from_pretrained(vae_dir, torch_dtype=torch.float32).eval()
+    if vae.config.z_dim != channels:
+        raise BuildError(
+            f"vae_dir={vae_dir} has {vae.config.z_dim} channels, but {variant.name} takes {channels}; pass --vae random."
+        )
+    return vae
+
+
+def dit_config(variant: Variant, size: str, dit: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Config of a small DiT with the interfaces of a variant; entries of `dit` replace those of the size."""
+    config = {
+        **DIT,
+        **(DEMO_DIT if size == "demo" else TEST_DIT),
+        "in_channels": variant.dit.in_channels,
+        "out_channels": variant.dit.out_channels,
+        "text_dim": TEXT[size]["d_model"],
+        **(dit or {}),
+    }
+    if variant.dit.image_dim:
+        config["image_dim"] = CLIP["hidden_size"]
+        config["added_kv_proj_dim"] = config["num_attention_heads"] * config["attention_head_dim"]
+        config["pos_embed_seq_len"] = variant.dit.image_positions or None
+    return config
 
 
 def build_tiny_pipeline(
@@ -205,8 +256,9 @@ def build_tiny_pipeline(
     vae_dir: str | Path | None = None,
     dit: Mapping[str, Any] | None = None,
     size: Literal["demo", "test"] = "demo",
-) -> WanPipeline:
-    """Build a Wan 2.1 text-to-video pipeline and save it.
+    variant: str = DEFAULT_VARIANT,
+) -> DiffusionPipeline:
+    """Build a pipeline with the parts and interfaces of a variant and save it.
 
     Args:
         out_dir: folder to write; what is in it is overwritten.
@@ -216,33 +268,44 @@ def build_tiny_pipeline(
         dit: entries that replace those of the size's WanTransformer3DModel config.
         size: "demo" starts the DiT as official training does (head zero); "test" is far smaller and keeps
             diffusers' random head, so that a comparison of outputs compares something.
+        variant: published name, see `wands.variants.VARIANTS`.
 
     Returns:
         The saved pipeline, float32, on the CPU.
 
     Raises:
-        BuildError: no VAE in vae_dir.
+        BuildError: no fitting VAE in vae_dir.
     """
+    row = VARIANTS[variant]
     texts = [line for line in ENGLISH.splitlines() if line] + list(captions or [])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = train_tokenizer(texts, VOCAB_SIZE[size])
         text_encoder = build_text_encoder(tokenizer, size)
-        shape = {
-            **DIT,
-            **(DEMO_DIT if size == "demo" else TEST_DIT),
-            "text_dim": TEXT[size]["d_model"],
-            **(dit or {}),
-        }
-        transformer = WanTransformer3DModel(**shape).eval()
+        experts = [
+            WanTransformer3DModel(**dit_config(row, size, dit)).eval()
+            for _ in range(2 if row.boundary_ratio else 1)
+        ]
         if size == "demo":
-            init_wan_weights(transformer, seed)
-        vae = build_vae(vae_dir, size)
+            for number, expert in enumerate(experts):
+                init_wan_weights(expert, seed + number)
+        parts: dict[str, Any] = {"transformer": experts[0], "vae": build_vae(vae_dir, size, row)}
+        if row.num_images:
+            parts |= {"image_encoder": None, "image_processor": None}
+        if "clip" in row.conditions:
+            encoder = CLIPVisionModel(CLIPVisionConfig(**CLIP)).eval()
+            parts |= {"image_encoder": encoder, "image_processor": CLIPImageProcessor()}
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
-    pipeline = WanPipeline(
-        tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, transformer=transformer, scheduler=scheduler
+    pipeline = (WanImageToVideoPipeline if row.num_images else WanPipeline)(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder,
+        scheduler=scheduler,
+        transformer_2=experts[1] if row.boundary_ratio else None,
+        boundary_ratio=row.boundary_ratio,
+        expand_timesteps="first_frame" in row.conditions,
+        **parts,
     )
     pipeline.save_pretrained(out_dir)
     return pipeline
@@ -253,6 +316,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, help="folder of the pipeline")
+    parser.add_argument("--variant", choices=sorted(VARIANTS), default=DEFAULT_VARIANT)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--captions", type=Path, help="text file (one caption a line) or a source of captioned clips"
@@ -262,13 +326,16 @@ def main() -> int:
     args = parser.parse_args()
     try:
         captions = read_captions(args.captions) if args.captions else None
-        pipeline = build_tiny_pipeline(args.out, args.seed, captions, args.vae, size=args.size)
+        pipeline = build_tiny_pipeline(
+            args.out, args.seed, captions, args.vae, size=args.size, variant=args.variant
+        )
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     counts = {
         name: sum(p.numel() for p in getattr(pipeline, name).parameters())
-        for name in ("transformer", "text_encoder", "vae")
+        for name in ("transformer", "transformer_2", "text_encoder", "image_encoder", "vae")
+        if getattr(pipeline, name, None) is not None
     }
     print(f"{args.out}: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()) + " parameters")
     return 0
