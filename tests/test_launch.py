@@ -179,11 +179,12 @@ def test_deepspeed_on_each_node(fake, start, tmp_path: Path):
 
 def test_deepspeed_over_ssh_brings_every_argument_and_variable_to_the_nodes(fake, start, tmp_path: Path):
     """The real deepspeed; pdsh runs its line in a shell here, with the start of Python replaced by something that tells."""
+    python = re.search(r"/\S+/python[\d.]*", (BIN / "deepspeed").read_text())[0]  # may be another name of ours
     pdsh = f"""
     while [[ "$1" == -* ]]; do case "$1" in -S) shift ;; *) shift 2 ;; esac; done
     if [ "$1" = true ]; then exit; fi
     line="$*"
-    line="${{line/"{sys.executable} -u -m deepspeed.launcher.launch"/printf "'%s\\n'"}}"
+    line="${{line/"{python} -u -m deepspeed.launcher.launch"/printf "'%s\\n'"}}"
     line+="; echo NCCL=\\$NCCL_SOCKET_IFNAME MORE=\\$MORE"
     for node in 0 1; do env -u NCCL_SOCKET_IFNAME bash -c "${{line//%n/$node}}"; done
     """
