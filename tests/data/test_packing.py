@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wands.data.packing as packing
-from wands.data.packing import EpochPlan, assign_bins, bin_costs, plan_epoch
+from wands.data.bins import pack_bins
+from wands.data.packing import EpochPlan, assign_bins, bin_costs, count_steps, plan_epoch, storage_windows
 from wands.errors import DataError
 from wands.variants import VARIANTS
 
@@ -30,6 +31,7 @@ def plan(
     epoch: int = 0,
     cost=COST,
     level_bins: int | None = None,
+    windows: Sequence[np.ndarray] | None = None,
 ) -> EpochPlan:
     return plan_epoch(
         np.array(lens),
@@ -39,6 +41,7 @@ def plan(
         epoch=epoch,
         cost=cost,
         level_bins=level_bins,
+        windows=windows,
     )
 
 
@@ -318,3 +321,101 @@ def test_epochs_differ_and_are_whole(monkeypatch: pytest.MonkeyPatch):
         check_epochs_differ_and_are_whole()
     monkeypatch.setattr(packing, "_spread", spread)
     check_epochs_differ_and_are_whole()
+
+
+# ---- windows of slow storage
+
+
+def places_of(num_samples: int, per_shard: int) -> np.ndarray:
+    """Keys are sorted, shards are not: sample i lies where a fixed shuffle puts it."""
+    place = np.random.default_rng(3).permutation(num_samples)
+    return np.stack(np.divmod(place, per_shard), axis=1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 100), min_size=1, max_size=80),
+    bins_per_step=st.integers(1, 6),
+    per_shard=st.integers(1, 20),
+    buffer_size=st.integers(1, 90),
+    epoch=st.integers(0, 3),
+)
+def test_windows_lose_nothing_and_pad_only_the_end(
+    lens: list[int], bins_per_step: int, per_shard: int, buffer_size: int, epoch: int
+):
+    windows = storage_windows(places_of(len(lens), per_shard), buffer_size, seed=0)
+    assert sorted(np.concatenate(windows).tolist()) == list(range(len(lens)))
+    assert [len(window) for window in windows[:-1]] == [buffer_size] * (len(windows) - 1)
+    assert len(windows[-1]) <= buffer_size
+    found = plan(lens, bins_per_step=bins_per_step, epoch=epoch, windows=windows)
+    assert sorted(samples_of(found)) == list(range(len(lens)))
+    assert all(len(step) == bins_per_step for step in found.steps)
+    assert all(sum(lens[i] for i in bin) <= 100 for step in found.steps for bin in step)
+    assert all(all(step) for step in found.steps[:-1])
+    options = {"max_tokens": 100, "bins_per_step": bins_per_step}
+    assert found.num_steps == count_steps(np.array(lens), windows=windows[::-1], **options)
+    assert plan(lens, bins_per_step=bins_per_step).num_steps == count_steps(np.array(lens), **options)
+
+
+def test_one_window_of_everything_is_the_plan_without_windows():
+    lens = length_mix(*MIXES["A"], num_samples=500)
+    windows = storage_windows(places_of(500, 64), 500, seed=0)
+    assert len(windows) == 1
+    assert plan(lens, 131_072, windows=windows).steps == plan(lens, 131_072).steps
+
+
+def test_the_visited_are_the_data_of_a_plan():
+    lens = np.array([100] * 40 + [10] * 40)
+    found = plan(lens, windows=[np.arange(40, 80)])
+    assert sorted(samples_of(found)) == list(range(40, 80))
+    assert found.length_bias() == (0.0, 0.0)  # the long ones are not part of it
+    assert found.steps != plan(lens[40:]).steps
+    assert [[tuple(i - 40 for i in bin) for bin in step] for step in found.steps] == [
+        list(step) for step in plan(lens[40:]).steps
+    ]
+
+
+def opened(order: Sequence[int], places: np.ndarray, num_handles: int = 32) -> int:
+    """How many times a reader that keeps so many shards open must open one."""
+    kept: dict[int, None] = {}
+    count = 0
+    for shard in places[list(order), 0].tolist():
+        count += shard not in kept
+        kept.pop(shard, None)
+        kept[shard] = None
+        if len(kept) > num_handles:
+            del kept[next(iter(kept))]
+    return count
+
+
+def test_windows_read_each_shard_in_one_go():
+    """What `packing.buffer_size` is for: 5,000 clips in 79 shards, windows of 16 of them."""
+    lens = length_mix(*MIXES["A"], num_samples=5000)
+    places = places_of(len(lens), 64)
+    windows = storage_windows(places, 1024, seed=0)
+    at_once, in_windows = (
+        plan(lens, 131_072, 8, cost=SHAPE.forward_flops, windows=w) for w in (None, windows)
+    )
+    assert opened(samples_of(at_once), places) > len(lens) / 2  # most reads are in a shard that is shut
+    assert opened(samples_of(in_windows), places) < 2 * 79
+    assert in_windows.fill > at_once.fill - 0.01
+    assert in_windows.imbalance(8, SHAPE.forward_flops) < at_once.imbalance(8, SHAPE.forward_flops) + 0.01
+
+
+# ---- a plan that loses or doubles a sample never reaches the GPU
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (lambda bins: [bins[0][1:], *bins[1:]], r"sample \d+ is in 0 bins, not in 1"),
+        (lambda bins: [*bins[:-1], (*bins[-1], bins[0][0])], r"sample \d+ is in 2 bins, not in 1"),
+        (lambda bins: [bins[0] + bins[1], *bins[2:]], "a bin has 1[0-9]{2} tokens"),
+    ],
+)
+def test_a_mistake_in_the_packer_is_noticed(monkeypatch: pytest.MonkeyPatch, mistake, said: str):
+    lens = [40, 60, 30, 70, 50, 45, 20, 75]
+    plan(lens, bins_per_step=1)
+    monkeypatch.setattr(packing, "pack_bins", lambda *args: mistake(pack_bins(*args)))
+    with pytest.raises(AssertionError, match=said):
+        plan(lens, bins_per_step=1)

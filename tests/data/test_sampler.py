@@ -42,7 +42,7 @@ def test_an_epoch_visits_every_sample_once_and_counts_it():
     assert first.counts == {"sample": first.num_samples, "token": first.num_tokens}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(start=st.integers(0, 30))
 def test_a_run_goes_on_from_any_step_as_if_never_stopped(start: int):
     whole = list(build(max_steps=31).iterate())
@@ -199,15 +199,15 @@ def test_an_epoch_is_what_is_to_be_visited(repeat: float, buffer_size: int | Non
         assert len(set(named)) == len(named)  # no noise is drawn twice
 
 
-@settings(max_examples=25, deadline=None)
-@given(start=st.integers(0, 40), repeat=st.sampled_from([0.3, 1.5]), buffer_size=st.sampled_from([None, 4]))
-def test_a_run_of_unequal_epochs_goes_on_from_any_step(start: int, repeat: float, buffer_size: int | None):
-    options = {"max_steps": 41, "buffer_size": buffer_size}
+@pytest.mark.parametrize(("repeat", "buffer_size"), [(0.3, None), (1.5, 4)])
+def test_a_run_of_unequal_epochs_goes_on_from_any_step(repeat: float, buffer_size: int | None):
+    options = {"max_steps": 16, "buffer_size": buffer_size}
     whole = list(build_shares(repeat, **options).iterate())
-    assert len({sum(plan.epoch == epoch for plan in whole) for epoch in range(whole[-1].epoch)}) >= 1
-    assert list(build_shares(repeat, **options).iterate(start)) == whole[start:]
+    assert whole[-1].epoch > 1
+    for start in (1, 7, 15):
+        assert list(build_shares(repeat, **options).iterate(start)) == whole[start:]
     backwards = build_shares(repeat, **options)
-    assert [backwards.step_plan(step) for step in (start, 0)] == [whole[start], whole[0]]
+    assert [backwards.step_plan(step) for step in (15, 0)] == [whole[15], whole[0]]
 
 
 def test_epochs_may_differ_in_steps_and_are_counted_once_each(monkeypatch: pytest.MonkeyPatch):

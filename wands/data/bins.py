@@ -218,11 +218,11 @@ class _Sums:
                 bits |= bits << shift & mask
                 shift *= 2
         raw = np.frombuffer(bits.to_bytes(max_tokens // 8 + 1, "little"), dtype=np.uint8)
-        self.reachable = np.unpackbits(raw, bitorder="little")[: max_tokens + 1].astype(bool)
-        self._largest = np.maximum.accumulate(np.where(self.reachable, np.arange(max_tokens + 1), 0))
+        self.reachable = np.unpackbits(raw, bitorder="little")[: max_tokens + 1].view(bool)
+        self._bits = bits
 
     def largest_below(self, room: int) -> int:
-        return int(self._largest[room])
+        return (self._bits & (2 << room) - 1).bit_length() - 1
 
 
 def level(

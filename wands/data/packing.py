@@ -151,6 +151,7 @@ def plan_epoch(
     everything = np.arange(len(seq_lens))
     if windows is None:
         windows = (everything,)
+    sample_costs = _sample_costs(seq_lens, cost)
     steps: list[Step] = []
     waiting: list[Bin] = []
     for number, rows in enumerate(windows):
@@ -168,12 +169,11 @@ def plan_epoch(
         waiting += map(named, rest)
         if len(waiting) >= bins_per_step:
             step, waiting = waiting[:bins_per_step], waiting[bins_per_step:]
-            steps.append(
-                tuple(_even_out(step, seq_lens, cost, max_tokens, (seed, epoch, "left over", number)))
-            )
+            key = (seed, epoch, "left over", number)
+            steps.append(tuple(even_out(step, seq_lens, sample_costs, max_tokens, key)))
     if waiting:
         spread = _spread(waiting, bins_per_step, bin_costs(seq_lens, cost))
-        leveled = _even_out(spread, seq_lens, cost, max_tokens, (seed, epoch, -1))
+        leveled = even_out(spread, seq_lens, sample_costs, max_tokens, (seed, epoch, -1))
         steps.append((*leveled, *[()] * (bins_per_step - len(leveled))))
     plan = EpochPlan(tuple(steps), seq_lens, max_tokens)
     _check_whole(plan, windows, bins_per_step)
@@ -234,12 +234,6 @@ def _plan_window(
 def _namer(rows: np.ndarray) -> Callable[[Bin], Bin]:
     names = rows.tolist()
     return lambda bin: tuple([names[i] for i in bin])
-
-
-def _even_out(
-    bins: Sequence[Bin], seq_lens: np.ndarray, cost: Cost, max_tokens: int, key: tuple[int | str, ...]
-) -> list[Bin]:
-    return even_out(bins, seq_lens, _sample_costs(seq_lens, cost), max_tokens, key)
 
 
 def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: int) -> None:
