@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
+import io
+import os
 import sys
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import fields
 
 import attention_variants
@@ -63,27 +67,30 @@ def test_bytes_sent_are_those_of_the_plan(run_world, ring: int, ulysses: int):
         assert expected[-1].ring_backward == 0 < expected[0].ring_backward
 
 
-def test_one_run_prints_every_variant_and_the_formula_holds():
-    command = [
-        sys.executable,
-        bench_attention.__file__,
-        "--device",
-        "cpu",
-        "--rounds",
-        "1",
-        "--lens",
-        "40",
-        "3",
-        "1",
-        "17",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    lines = result.stdout.split("err grad\n")[1].splitlines()
+def printed(world: int, port: int, args: Namespace) -> str:
+    """What this rank prints."""
+    text = io.StringIO()
+    with redirect_stdout(text):
+        bench_attention.work(int(os.environ["RANK"]), world, port, args)
+    return text.getvalue()
+
+
+def test_one_run_prints_every_variant_and_the_formula_holds(new_world, monkeypatch: pytest.MonkeyPatch):
+    def spawn(work: Callable[..., None], args: tuple[int, int, Namespace], nprocs: int) -> None:
+        assert work is bench_attention.work
+        texts.extend(new_world(nprocs, printed, *args))
+
+    texts: list[str] = []
+    command = "bench_attention.py --device cpu --rounds 1 --lens 40 3 1 17"
+    monkeypatch.setattr(sys, "argv", command.split())
+    monkeypatch.setattr(bench_attention.mp, "spawn", spawn)
+    bench_attention.main()
+    assert not any("err grad" in text for text in texts[1:])  # one rank speaks
+    lines = texts[0].split("err grad\n")[1].splitlines()
     assert {line.split()[0] for line in lines} == NAMES
     talking = [line for line in lines if not line.startswith(("single", "blocks"))]
     assert len(talking) == 6
-    assert all(line.split()[-3] == "1.000" for line in talking), result.stdout
+    assert all(line.split()[-3] == "1.000" for line in talking), texts[0]
 
 
 def test_blocks_in_one_process_agree_with_the_single_kernel():

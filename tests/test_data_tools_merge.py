@@ -118,8 +118,8 @@ def test_a_damaged_sample_is_named_and_not_copied(
 
 def test_killed_at_any_moment_the_next_run_goes_on(tmp_path: Path) -> None:
     """Ten kill -9 at random moments; a run that finishes before its kill starts anew."""
-    write_cache(tmp_path / "a", range(600), max_samples=300)
-    write_cache(tmp_path / "b", range(600, 1300), max_samples=300)
+    write_cache(tmp_path / "a", range(300), max_samples=150)
+    write_cache(tmp_path / "b", range(300, 650), max_samples=150)
     paths, out = [tmp_path / "a", tmp_path / "b"], tmp_path / "out"
     started = time.monotonic()
     merge(tmp_path / "wanted", paths)

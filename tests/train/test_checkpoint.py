@@ -7,14 +7,17 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.train.runs import make_job, run_job
 from wands.errors import CheckpointError
 from wands.parallel.mesh import ContextGroups
+from wands.train import checkpoint
 from wands.train.checkpoint import STATE_FILE, find_checkpoint, load_state, save_checkpoint
 from wands.train.engine import init_process_group
 from wands.train.metrics import read_metrics
@@ -48,7 +51,13 @@ def test_layout_latest_and_pruning(finished: Path):
     assert (folder / "latest").read_text() == "step_00000006"
     state = load_state(folder / "step_00000006")
     assert (state.step, state.world_size, state.zero_stage) == (6, 2, 2)
-    assert set(state.files) == {p.name for p in (folder / "step_00000006").iterdir()} - {STATE_FILE}
+    found = {
+        str(p.relative_to(folder / "step_00000006"))
+        for p in (folder / "step_00000006").rglob("*")
+        if p.is_file()
+    }
+    assert set(state.files) == found - {STATE_FILE}
+    assert {name.split("/")[0] for name in state.files} == {"transformer"}
     assert [step for step, _ in state.loss] == [1, 2, 3, 4, 5, 6]
 
 
@@ -67,7 +76,7 @@ def test_a_damaged_latest_costs_nothing(finished: Path, tmp_path: Path, text: st
 
 def test_an_incomplete_checkpoint_is_passed_over(finished: Path, tmp_path: Path):
     run = copy_of(finished, tmp_path / "run")
-    shard = next((run / "checkpoints" / "step_00000006").glob("*optim_states.pt"))
+    shard = next((run / "checkpoints" / "step_00000006").rglob("*optim_states.pt"))
     shard.write_bytes(shard.read_bytes()[:-1])
     assert find_checkpoint(run)[1].step == 4
     with pytest.raises(CheckpointError, match=r"should have \d+ bytes and has \d+; use an older step"):
@@ -83,6 +92,7 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
     recipe = state.recipe
     good: dict[str, Any] = {
         "where": "x", "world_size": 2, "zero_stage": 2, "recipe": recipe, "data_fingerprint": state.data_fingerprint,
+        "parts": state.parts,
         "transformer_config": state.transformer_config,
     }  # fmt: skip
     state.check_resumable(**good)
@@ -95,6 +105,7 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
         ),
         ({"recipe": {**recipe, "packing": {**recipe["packing"], "max_tokens": 99}}}, "packing.max_tokens=99"),
         ({"data_fingerprint": "other"}, "the data has changed"),
+        ({"parts": ["transformer_2"]}, "model.experts="),
         ({"transformer_config": {**state.transformer_config, "num_layers": 7}}, "num_layers differ"),
     ):
         with pytest.raises(CheckpointError, match=said):
@@ -137,6 +148,32 @@ def test_a_kill_during_saving_leaves_the_previous_one(finished: Path, tmp_path: 
     partial.mkdir()
     (partial / "mp_rank_00_model_states.pt").write_bytes(b"half")
     assert find_checkpoint(run)[1].step == 6
+
+
+def latest_while_saving(model: Path, out: Path) -> list[str | None]:
+    """What `latest` names before each part of a checkpoint is written, found whole at that moment."""
+    folder, seen = out / "checkpoints", []
+
+    def looking(write: Callable[..., Any]) -> Callable[..., Any]:
+        def look_and_write(*args: Any) -> Any:
+            name = (folder / "latest").read_text() if (folder / "latest").exists() else None
+            seen.append(name)
+            assert name is None or load_state(folder / name), name
+            return write(*args)
+
+        return look_and_write
+
+    writers = {name: looking(getattr(checkpoint, name)) for name in ("sync", "write_text", "publish")}
+    with mock.patch.multiple(checkpoint, **writers):
+        run_job(model, out, ("train.max_steps=2", "checkpoint.every=1"), ZERO2)
+    return seen
+
+
+def test_latest_names_a_whole_checkpoint_at_every_moment(tiny_pipeline: Path, tmp_path: Path, run_world):
+    seen = run_world(1, latest_while_saving, tiny_pipeline, tmp_path)[0]
+    parts = len(seen) // 2  # files, the state, the folder's name, `latest`
+    assert parts >= 5
+    assert seen == [None] * parts + ["step_00000001"] * parts
 
 
 def _send_term_after(run: Path, steps: int) -> None:
