@@ -250,10 +250,7 @@ def _choose_side(section: DataSection, opened: Sequence[Data]) -> list[np.ndarra
     """Positions of the samples on the side of `data.split`, for each source."""
     if not section.holdout or section.split == "all":
         return [np.arange(len(data.keys)) for data in opened]
-    held = [
-        np.fromiter((hold_out(key, section.holdout) for key in data.keys), bool, len(data.keys))
-        for data in opened
-    ]
+    held = [hold_out(data.keys, section.holdout) for data in opened]
     num_held, total = sum(int(some.sum()) for some in held), sum(map(len, held))
     if num_held in (0, total):
         raise ConfigError(
