@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.commands.test_preprocess import SMALL, contents
-from wands.commands import encoding
-from wands.commands.encoding import CLIPS_AHEAD, DECODING_THREADS
+from wands.commands import decoding, encoding
+from wands.commands.decoding import CLIPS_AHEAD, DECODING_THREADS
 from wands.commands.preprocess import preprocess
 from wands.commands.workers import Crew, lock_work, tell_followers, work_share
 from wands.encode.vae import WanVideoEncoder
@@ -39,7 +39,7 @@ def test_decoding_runs_ahead_but_not_away(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decoded windows wait for the encoder, never more than the queue and the threads' hands hold."""
-    to_pixels, encode, mutex = encoding.to_pixels, WanVideoEncoder.encode, threading.Lock()
+    to_pixels, encode, mutex = decoding.to_pixels, WanVideoEncoder.encode, threading.Lock()
     counts = {"decoded": 0, "encoded": 0}
     ahead: list[int] = []
     full = threading.Event()
@@ -59,7 +59,7 @@ def test_decoding_runs_ahead_but_not_away(
             counts["encoded"] += 1
         return result
 
-    monkeypatch.setattr(encoding, "to_pixels", decoded)
+    monkeypatch.setattr(decoding, "to_pixels", decoded)
     monkeypatch.setattr(WanVideoEncoder, "encode", encoded)
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
     assert report is not None
@@ -74,7 +74,7 @@ def test_a_failure_in_a_thread_ends_the_run(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(encoding, "to_pixels", None)
+        patch.setattr(decoding, "to_pixels", None)
         with pytest.raises(TypeError, match="not callable"):
             preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode-")]
@@ -101,7 +101,7 @@ def test_a_mistake_of_one_worker_is_left_for_the_leader(
         assert not (work / "worker-2.json").exists()
         share(work, slot, token, *devices)
 
-    monkeypatch.setattr("wands.commands.preprocess.encode_share", with_company)
+    monkeypatch.setattr("wands.commands.preprocess_job.encode_share", with_company)
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
     assert report is not None
     assert "a worker ended early (model='no/such model' is neither" in report.render()

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.commands.test_preprocess import CAPTIONS, SMALL, Counter, contents
-from wands.commands import encoding
-from wands.commands.preprocess import PreprocessReport, preprocess
+from wands.commands import decoding
+from wands.commands.preprocess import preprocess
+from wands.commands.preprocess_report import PreprocessReport
 from wands.data.cache import LatentCache
 from wands.encode.text import TextEncoder
 from wands.encode.vae import WanVideoEncoder
@@ -40,7 +41,7 @@ def run(source: Path, out: Path, model: Path, options: dict[str, Any]) -> Prepro
 def forbid_video(monkeypatch: pytest.MonkeyPatch) -> None:
     """No clip is decoded and no VAE loaded."""
     monkeypatch.setattr(WanVideoEncoder, "load", None)
-    monkeypatch.setattr(encoding, "decode_clip", None)
+    monkeypatch.setattr(decoding, "decode_clip", None)
 
 
 @pytest.mark.parametrize("options", [SMALL, WINDOWS], ids=["head", "slide"])
@@ -107,13 +108,13 @@ def test_a_new_clip_is_the_only_one_decoded(
     shutil.copy(clips_dir / "carphone_distorted.mp4", source / "new.mp4")
     (source / "new.txt").write_text("A new one.")
     decoded: list[Path] = []
-    decode = encoding.decode_clip
+    decode = decoding.decode_clip
 
     def counted(path: Path, *args: Any) -> Any:
         decoded.append(path)
         return decode(path, *args)
 
-    monkeypatch.setattr(encoding, "decode_clip", counted)
+    monkeypatch.setattr(decoding, "decode_clip", counted)
     run(source, tmp_path / "cache", tiny_pipeline, WINDOWS)
     assert decoded == [source / "new.mp4"]
     run(source, tmp_path / "whole", tiny_pipeline, WINDOWS)

@@ -305,16 +305,16 @@ def test_a_piece_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_rejects_of_a_line_torn_by_a_kill_are_read(tmp_path: Path) -> None:
-    from wands.commands.encoding import WORK_NAME
-    from wands.commands.preprocess import _Job
+    from wands.commands.preprocess_job import Job
+    from wands.commands.work import WORK_NAME
 
     class Writer:
         path = tmp_path
 
-    job = object.__new__(_Job)
+    job = object.__new__(Job)
     job.work = tmp_path / WORK_NAME
     job.work.mkdir()
-    whole = json.dumps({"key": "a", "path": "a.mp4", "reason": "broken"}) + "\n"
+    whole = json.dumps({"key": "a", "path": "a.mp4", "reason": "broken", "deadly": ""}) + "\n"
     (job.work / "rejects-0.jsonl").write_text(whole + whole[:20])
     (job.work / "rejects-1.jsonl").write_text(whole)
     assert [item.key for item in job.rejections()] == ["a"]

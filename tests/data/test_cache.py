@@ -608,7 +608,7 @@ def test_full_disk_is_one_sentence_and_leaves_no_litter(tmp_path: Path) -> None:
     result = run_script(
         """
         latents, text = torch.zeros(16, 8, 60, 60).bfloat16(), torch.zeros(3, 8).bfloat16()
-        big = [Sample(f"clip/{n}", latents, text) for n in range(4)]
+        big = [Sample(f"clip/{n}", latents + n, text) for n in range(4)]
         write(folder, big[:2], commit=False, max_samples=2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2_500_000, 2_500_000))
         try:

@@ -21,7 +21,7 @@ import numpy as np
 from wands.commands.check_report import CheckedClip, CheckedSample, CheckReport, PackingForecast
 from wands.commands.progress import progress
 from wands.data.captions import clean_caption, estimate_tokens
-from wands.data.clip import ClipSpec
+from wands.data.clip import ClipSpec, further_specs, split_bounds
 from wands.data.isolated import Crash, map_isolated
 from wands.data.manifest import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ManifestRow
 from wands.data.packing import plan_epoch
@@ -48,7 +48,7 @@ def check(
     height: int | None = None,
     width: int | None = None,
     center_crop: bool = False,
-    max_pixels: int | None = None,
+    max_pixels: int | Sequence[int] | None = None,
     max_frames: int | None = 81,
     clip_mode: Literal["head", "middle", "slide"] = "head",
     fps: float | None = None,
@@ -71,6 +71,7 @@ def check(
         width: exact width in pixels.
         center_crop: fill height x width by cutting rather than by stretching.
         max_pixels: scale larger clips down to this area. Default: 399,360; no bound with `height` and `width`.
+            Several: each clip at every size that comes of it.
         max_frames: longest sample; None keeps whole clips.
         clip_mode: which frames of a longer clip.
         fps: frames per second of the samples. Default: the variant's own.
@@ -92,38 +93,47 @@ def check(
         if value < 1:
             raise ConfigError(f"{name}={value} must be at least 1; give what the recipe has.")
     variant = _read_variant(model) if model else VARIANTS[ASSUMED]
+    bound, more_pixels = split_bounds(max_pixels)
     spec = ClipSpec.of_variant(
         variant,
         fps=fps,
         height=height,
         width=width,
         center_crop=center_crop,
-        max_pixels=max_pixels,
+        max_pixels=bound,
         max_frames=max_frames,
         clip_mode=clip_mode,
     )
+    further_specs(spec, more_pixels)  # refuses what cannot be
     rows, rejections = load_source(
         source, split=split, video_column=video_column, caption_column=caption_column
     )
     captions = [clean_caption(row.caption) for row in rows]
     count = _counter(model)
     lengths = {caption: count(caption) for caption in sorted(set(captions))}
-    tasks: list[_Task | None] = [_Task(row.path, spec, row.start, row.end, thumbnails) for row in rows]
+    tasks: list[_Task | None] = [
+        _Task(row.path, spec, row.start, row.end, more_pixels, thumbnails) for row in rows
+    ]
     for item in rejections:
         clip_path = Path(item.path) if _is_clip(item.path) else None
-        tasks.append(_Task(clip_path, spec, thumbnails=thumbnails) if clip_path else None)
+        tasks.append(
+            _Task(clip_path, spec, more_pixels=more_pixels, thumbnails=thumbnails) if clip_path else None
+        )
     looks = _look_at_all(tasks, num_workers, limit_seconds)
     clips = [
         CheckedClip(item.key, item.path, source=look.source, reason=item.reason, thumbnail=look.thumbnail)
         for item, look in zip(rejections, looks[len(rows) :], strict=True)
     ]
     first_with: dict[str, ManifestRow] = {}
+    digests: set[str] = set()
+    cache_bytes = 0
     for row, caption, look in zip(rows, captions, looks, strict=False):  # looks go on
         if not caption:
             look = replace(look, windows=(), digest="", reason="empty caption once cleaned; write one")
         clip = CheckedClip(row.key, str(row.path), caption, lengths[caption], look.source, reason=look.reason)
         first = first_with.setdefault(look.digest, row) if look.digest else row
         twin = "" if first.path == row.path else first.key  # one file has several captions, or ranges
+        cache_bytes += _cache_bytes(clip, look.windows, variant, digests)
         clips.append(
             replace(
                 clip,
@@ -138,9 +148,10 @@ def check(
         source=source,
         variant=variant.name if model else "Wan 2.1 text-to-video",
         spec=spec,
+        more_pixels=more_pixels,
         clips=tuple(clips),
         exact_text=model is not None,
-        cache_bytes=sum(_cache_bytes(clip, variant) for clip in clips),
+        cache_bytes=cache_bytes,
         packing=_forecast(clips, variant, max_tokens, bins_per_step),
         seconds=time.monotonic() - started,
     )
@@ -169,6 +180,7 @@ class _Task:
     spec: ClipSpec
     start: float | None = None
     end: float | None = None
+    more_pixels: tuple[int, ...] = ()
     thumbnails: bool = True
 
 
@@ -179,6 +191,7 @@ class _Window:
     num_frames: int
     height: int
     width: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -194,17 +207,19 @@ class _Look:
 
 
 def _look_at(task: _Task) -> _Look:
-    look, windows, digest = _Look(), [], hashlib.blake2b(digest_size=16)
+    look, windows = _Look(), list[_Window]()
     try:
         with task.path.open("rb") as file:  # as `wands preprocess` does before it decodes
             file.seek(0, 2)
             file.seek(0)
             file.read(1 << 16)
-        for clip in decode_clip(task.path, task.spec, task.start, task.end):
+        for clip in decode_clip(task.path, task.spec, task.start, task.end, task.more_pixels):
             frames = clip.frames
-            windows.append(_Window(clip.suffix, clip.start_seconds, *frames.shape[:3]))
             # Every 16th pixel of every frame: no two clips that differ agree in all of them.
-            digest.update(repr(frames.shape).encode() + frames[:, ::4, ::4].tobytes())
+            seen = repr(frames.shape).encode() + frames[:, ::4, ::4].tobytes()
+            digest = hashlib.blake2b(seen, digest_size=16).hexdigest()
+            num_frames, height, width, _ = frames.shape
+            windows.append(_Window(clip.suffix, clip.start_seconds, num_frames, height, width, digest))
             look = replace(
                 look,
                 source=clip.source,
@@ -222,7 +237,7 @@ def _look_at(task: _Task) -> _Look:
     if look.source is None:
         with suppress(DataError, MemoryError):  # then there is nothing to tell of it
             look = replace(look, source=probe(task.path))
-    return replace(look, windows=tuple(windows), digest=digest.hexdigest() if windows else "")
+    return replace(look, windows=tuple(windows), digest=" ".join(window.digest for window in windows))
 
 
 def _thumbnail(frame: np.ndarray) -> bytes:
@@ -276,7 +291,7 @@ def _sample(key: str, window: _Window, variant: Variant) -> CheckedSample:
     )
 
 
-def _latent_size(window: _Window | CheckedSample, variant: Variant) -> tuple[int, int, int]:
+def _latent_size(window: _Window, variant: Variant) -> tuple[int, int, int]:
     stride = variant.vae_stride
     return (window.num_frames - 1) // stride[0] + 1, window.height // stride[1], window.width // stride[2]
 
@@ -306,13 +321,15 @@ def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, twin: str, *, exac
     return warnings
 
 
-def _cache_bytes(clip: CheckedClip, variant: Variant) -> int:
-    text = 2 * min(clip.text_tokens, TEXT_LEN) * variant.dit.text_dim
-    other = SAMPLE_OVERHEAD + len(clip.caption.encode())
-    return sum(
-        2 * variant.dit.in_channels * int(np.prod(_latent_size(sample, variant))) + text + other
-        for sample in clip.samples
-    )
+def _cache_bytes(clip: CheckedClip, windows: Sequence[_Window], variant: Variant, stored: set[str]) -> int:
+    """What the samples of a clip add to the cache; `stored` has the digests of those whose latents it holds already."""
+    own = 2 * min(clip.text_tokens, TEXT_LEN) * variant.dit.text_dim + len(clip.caption.encode())
+    total = len(windows) * (own + SAMPLE_OVERHEAD)
+    for window in windows:
+        if window.digest not in stored:
+            stored.add(window.digest)
+            total += 2 * variant.dit.in_channels * int(np.prod(_latent_size(window, variant)))
+    return total
 
 
 def _forecast(

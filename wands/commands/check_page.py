@@ -133,7 +133,8 @@ for (const head of heads) {
 def render_page(report: CheckReport) -> str:
     """The report as one HTML file that needs nothing else; thumbnails are inside it."""
     totals, spec = report.totals(), report.spec
-    size = f"{spec.width}x{spec.height}" if spec.height else f"at most {spec.max_pixels or 0:,} pixels"
+    bounds = " and ".join(f"{pixels:,}" for pixels in (spec.max_pixels or 0, *report.more_pixels))
+    size = f"{spec.width}x{spec.height}" if spec.height else f"at most {bounds} pixels"
     frames = f"at most {spec.max_frames} frames" if spec.max_frames else "whole clips"
     cards = [(f"{totals['clips']:,}", "clips"), (f"{totals['rejected']:,}", "rejected")]
     cards += [(f"{totals['warned']:,}", "with warnings"), (f"{totals['samples']:,}", "samples")]

@@ -98,6 +98,7 @@ class CheckReport:
         cache_bytes: expected size of the cache's shards.
         packing: None where there is no sample.
         seconds: wall time.
+        more_pixels: further bounds of a frame's area.
     """
 
     source: str
@@ -108,6 +109,7 @@ class CheckReport:
     cache_bytes: int
     packing: PackingForecast | None
     seconds: float
+    more_pixels: tuple[int, ...] = ()
 
     @property
     def samples(self) -> list[CheckedSample]:
@@ -152,7 +154,7 @@ class CheckReport:
             clips.append(row)
         head = {"source": self.source, "variant": self.variant, "exact_text": self.exact_text}
         packing = asdict(self.packing) if self.packing else None
-        settings = asdict(self.spec)
+        settings = asdict(self.spec) | {"more_pixels": self.more_pixels}
         return json.dumps(
             head | {"settings": settings, "totals": self.totals(), "packing": packing, "clips": clips},
             indent=1,

@@ -6,113 +6,31 @@ the VAE are never in memory together), write the index. What cannot be used is l
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from torch import Tensor
 
-from wands.commands.claims import Claims
-from wands.commands.encoding import WORK_NAME, Row, WorkerStats, encode_share
+from wands.commands.preprocess_job import Job
+from wands.commands.preprocess_report import REJECTS_NAME, PreprocessReport
 from wands.commands.scan import Scan
-from wands.commands.workers import Crew, follow_leader, lock_work, start_workers, tell_followers
+from wands.commands.work import WORK_NAME, Run
+from wands.commands.workers import Crew, follow_leader, tell_followers
 from wands.data.cache import CacheWriter, LatentCache
-from wands.data.cache_format import disk_error, write_whole
-from wands.data.clip import ClipSpec
-from wands.data.histogram import token_histogram
-from wands.data.source import Rejection, load_source
+from wands.data.cache_format import write_whole
+from wands.data.clip import ClipSpec, further_specs, split_bounds
+from wands.data.source import load_source
 from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json
 from wands.encode.spool import TextSpool
 from wands.encode.text import CLEANING_VERSION
-from wands.errors import CacheError, ConfigError, DataError, WandsError
+from wands.encode.vae import TILE, TILE_STRIDE
+from wands.errors import CacheError, ConfigError, DataError
 from wands.variants import TEXT_LEN, Variant, variant_of
-
-REJECTS_NAME = "rejects.jsonl"
-SHOWN_REJECTIONS = 50
-CAPTIONS_IN_PIECE = 32
-
-
-@dataclass(frozen=True)
-class PreprocessReport:
-    """What a run of `wands preprocess` did.
-
-    Attributes:
-        out: the cache.
-        variant: name of the model variant that it is made for.
-        num_accepted: samples in the cache.
-        num_reused: those of them that an earlier run had already encoded.
-        num_left_out: samples of earlier runs that are not in the source: the shards keep them, the index does
-            not.
-        num_cut_captions: captions that fill all 512 text tokens; what goes beyond is cut.
-        rejected: every clip that is not in the cache, with its reason.
-        tokens: int64 [num_accepted], video tokens of each sample.
-        num_shards: HDF5 files.
-        num_bytes: their size.
-        seconds: wall time.
-        num_relabelled: samples whose latents were taken from the cache, because only the caption or the name
-            of the clip is new.
-        num_workers: processes that encoded.
-        waited: share of the encoders' time in the pass over clips that they stood still for a clip to be
-            decoded; None when nothing was encoded.
-        seconds_encoding: of the pass over clips, the models loaded, in the process that was longest at it.
-        lost_workers: what ended processes early, while the others went on.
-    """
-
-    out: Path
-    variant: str
-    num_accepted: int
-    num_reused: int
-    num_left_out: int
-    num_cut_captions: int
-    rejected: tuple[Rejection, ...]
-    tokens: np.ndarray
-    num_shards: int
-    num_bytes: int
-    seconds: float
-    num_relabelled: int = 0
-    num_workers: int = 1
-    waited: float | None = None
-    seconds_encoding: float = 0.0
-    lost_workers: tuple[str, ...] = ()
-
-    def render(self) -> str:
-        """The report as the terminal shows it."""
-        reused = f", {self.num_reused:,} of them from an earlier run" if self.num_reused else ""
-        lines = [
-            f"{self.out}: {self.num_accepted:,} samples for {self.variant}{reused}",
-            token_histogram(self.tokens),
-        ]
-        lines.append(f"  {self.num_bytes:,} bytes in {self.num_shards:,} shard(s), {self.seconds:.1f} s")
-        if self.waited is not None:
-            by = f"{self.num_workers} processes, encoders" if self.num_workers > 1 else "encoder"
-            lines.append(f"  {by} waited {self.waited:.1%} of the time for decoding")
-        if self.num_relabelled:
-            lines.append(f"{self.num_relabelled:,} samples keep their latents: only caption or name is new")
-        lines += [f"{lost}; the others took over its work" for lost in self.lost_workers]
-        if self.num_left_out:
-            lines.append(
-                f"{self.num_left_out:,} samples of earlier runs are not in the source: left out of the index"
-            )
-        if self.num_cut_captions:
-            lines.append(
-                f"{self.num_cut_captions:,} captions fill {TEXT_LEN} text tokens: anything beyond is cut"
-            )
-        lines.append(
-            f"{len(self.rejected):,} rejected" + (f", listed in {REJECTS_NAME}:" if self.rejected else "")
-        )
-        lines += [f"  {item.key}: {item.reason}" for item in self.rejected[:SHOWN_REJECTIONS]]
-        if len(self.rejected) > SHOWN_REJECTIONS:
-            lines.append(f"  ... and {len(self.rejected) - SHOWN_REJECTIONS:,} more")
-        return "\n".join(lines)
 
 
 def preprocess(
@@ -123,13 +41,15 @@ def preprocess(
     height: int | None = None,
     width: int | None = None,
     center_crop: bool = False,
-    max_pixels: int | None = None,
+    max_pixels: int | Sequence[int] | None = None,
     max_frames: int | None = 81,
     clip_mode: Literal["head", "middle", "slide"] = "head",
     fps: float | None = None,
     device: str | None = None,
     text_device: str | None = None,
     text_dtype: Literal["bf16", "fp32"] = "bf16",
+    vae_dtype: Literal["bf16", "fp32"] = "fp32",
+    vae_tiling: bool = False,
     split: str = "train",
     video_column: str | None = None,
     caption_column: str | None = None,
@@ -154,13 +74,17 @@ def preprocess(
         width: exact width in pixels.
         center_crop: fill height x width by cutting rather than by stretching.
         max_pixels: scale larger clips down to this area, each keeping its aspect. Default: 399,360, which is
-            480 x 832; no bound with `height` and `width`.
+            480 x 832; no bound with `height` and `width`. Several: each clip is kept at the size under each
+            of them, at one that several bounds give only once. The first belongs to the settings that a cache
+            is begun with, and keys tell the sizes under the others; these may come and go from run to run.
         max_frames: longest sample; None keeps whole clips.
         clip_mode: which frames of a longer clip: the first, the middle ones, or all as several samples.
         fps: frames per second of the samples. Default: the variant's own.
         device: where the VAE runs. Default: cuda if there is one, else cpu.
         text_device: where UMT5 runs. Default: `device`.
         text_dtype: of UMT5's weights; embeddings are stored in bf16 either way.
+        vae_dtype: of the VAE's weights and arithmetic; latents are stored in bf16 either way.
+        vae_tiling: encode large frames in tiles, see `wands.encode.vae.WanVideoEncoder`.
         split: of a dataset.
         video_column: of a table or dataset.
         caption_column: of a table or dataset.
@@ -182,41 +106,55 @@ def preprocess(
     with tell_followers(crew) as begin:
         started = time.monotonic()
         variant = _read_variant(model)
+        first, more_pixels = split_bounds(max_pixels)
         spec = ClipSpec.of_variant(
             variant,
             fps=fps,
             height=height,
             width=width,
             center_crop=center_crop,
-            max_pixels=max_pixels,
+            max_pixels=first,
             max_frames=max_frames,
             clip_mode=clip_mode,
         )
+        further_specs(spec, more_pixels)  # refuses what cannot be
         rows, rejected = load_source(
             source, split=split, video_column=video_column, caption_column=caption_column
         )
-        fingerprint = fingerprint_pipeline(model) | {"settings": _settings(spec, text_dtype)}
+        settings = _settings(spec, text_dtype, vae_dtype, vae_tiling)
+        fingerprint = fingerprint_pipeline(model) | {"settings": settings}
         with CacheWriter(out, variant, fingerprint, max_samples=max_samples) as writer:
-            job = _Job(writer, crew, {"model": str(model), "clip": asdict(spec), "text_dtype": text_dtype})
+            run = Run(
+                token=uuid.uuid4().hex,
+                model=str(model),
+                clip=asdict(spec),
+                more_pixels=more_pixels,
+                text_dtype=text_dtype,
+                vae_dtype=vae_dtype,
+                vae_tiling=vae_tiling,
+                digest=writer.digest,
+                max_samples=max_samples,
+            )
+            job = Job(writer, crew, run)
             with job.work_folder():
-                scan = Scan.of(rows, writer.entries, rejected)
+                scan = Scan.of(rows, writer.entries, rejected, spec, more_pixels, job.quarantine())
                 null_text = _known_null_text(writer.path)
                 if scan.pending or null_text is None:
                     job.hand_out(scan.pending, null_text is None)
-                    begin(job.token)
-                    job.run()
+                    begin(run.token)
+                    job.run_out()
                 return _finish(job, scan, null_text, source=source, variant=variant, started=started)
 
 
-def _settings(spec: ClipSpec, text_dtype: str) -> dict[str, Any]:
-    """What of the options decides the bits of a sample."""
+def _settings(spec: ClipSpec, text_dtype: str, vae_dtype: str, vae_tiling: bool) -> dict[str, Any]:
+    """What of the options decides the bits of a sample; further bounds do not, their sizes are in the keys."""
     return {
         "clip": asdict(spec),
         "cleaning": CLEANING_VERSION,
         "text_len": TEXT_LEN,
         "text_dtype": text_dtype,
-        "vae_dtype": "fp32",
-        "vae_tiling": False,
+        "vae_dtype": vae_dtype,
+        "vae_tiling": [TILE, TILE_STRIDE] if vae_tiling else False,
         "stored_dtype": "bf16",
     }
 
@@ -251,133 +189,8 @@ def _known_null_text(path: Path) -> Tensor | None:
         return None
 
 
-# ---- encode
-
-
-class _Job:
-    """The leader's side of a run: fills the work folder, has it worked off, collects what the workers made."""
-
-    def __init__(self, writer: CacheWriter, crew: Crew, options: dict[str, Any]) -> None:
-        self.writer, self.crew, self.options = writer, crew, options
-        self.work = writer.path / WORK_NAME
-        self.token = uuid.uuid4().hex
-        self.num_workers = crew.size
-        self.lost: list[str] = []
-        self.handed_out = False
-
-    @contextmanager
-    def work_folder(self) -> Iterator[None]:
-        """Make the folder and take in what an earlier run left there; only `clear` removes it."""
-        try:
-            self.work.mkdir(exist_ok=True)
-            lock = lock_work(self.work)
-        except OSError as error:
-            raise disk_error(self.work, 0, error, cache=self.writer.path) from None
-        try:
-            self.take_in()
-            yield
-        finally:
-            os.close(lock)
-
-    def take_in(self) -> None:
-        """Samples that no shard holds yet go into shards; waits for workers that have not ended."""
-        self.writer.refresh()
-        for path in sorted(self.work.glob("samples-*.journal")):
-            with path.open("rb") as journal:
-                fcntl.flock(journal, fcntl.LOCK_EX)
-                self.writer.refresh()
-                self.writer.adopt(path)
-
-    def hand_out(self, rows: Sequence[Row], with_null_text: bool) -> None:
-        """Write down the work.
-
-        Raises:
-            CacheError: the disk is full.
-        """
-        if not self.crew.launched:
-            self.num_workers = max(1, min(self.crew.size, len(rows)))
-        spool = TextSpool(self.work.glob("text-*.journal"))
-        wanted = {row.caption for row in rows} | ({""} if with_null_text else set())
-        captions = sorted(caption for caption in wanted if caption not in spool)
-        pieces = [captions[i : i + CAPTIONS_IN_PIECE] for i in range(0, len(captions), CAPTIONS_IN_PIECE)]
-        options = self.options | {
-            "token": self.token,
-            "digest": self.writer.digest,
-            "max_samples": self.writer.max_samples,
-            "needs_vae": any(not row.latents for row in rows),
-        }
-        try:
-            for path in [*self.work.glob("rejects-*"), *self.work.glob("worker-*")]:
-                path.unlink()
-            for name, values in (("captions", pieces), ("rows", [asdict(row) for row in rows])):
-                lines = (json.dumps(value) + "\n" for value in values)
-                (self.work / f"{name}.jsonl").write_text("".join(lines))
-                Claims.create(self.work / f"{name}.claims", len(values))
-            for slot in range(self.num_workers):
-                (self.work / f"text-{slot}.journal").touch()
-                (self.work / f"samples-{slot}.journal").touch()
-            (self.work / "run.json").write_text(json.dumps(options))
-        except OSError as error:
-            raise disk_error(self.work, 0, error, cache=self.writer.path) from None
-        self.handed_out = True
-
-    def run(self) -> None:
-        """Have the work done, by this process and the others.
-
-        Raises:
-            WandsError: what ended every worker.
-        """
-        if self.crew.launched or self.num_workers == 1:
-            encode_share(self.work, 0, self.token, *self.crew.devices(0))
-        else:
-            self.lost = start_workers(self.work, self.token, self.crew, self.num_workers)
-        self.take_in()
-        errors = [stats.error for stats in self.stats() if stats.error]
-        if not all(_all_done(self.work / f"{name}.claims") for name in ("captions", "rows")):
-            if errors:
-                raise WandsError(errors[0])
-            raise WandsError(
-                f"cache={self.writer.path} is unfinished: {'; '.join(self.lost)}; run the same command again, "
-                "it goes on where it stopped."
-            )
-        self.lost += [f"a worker ended early ({error})" for error in errors]
-
-    def stats(self) -> list[WorkerStats]:
-        """What the workers say of themselves."""
-        return [
-            WorkerStats(**json.loads(path.read_text())) for path in sorted(self.work.glob("worker-*.json"))
-        ]
-
-    def rejections(self) -> list[Rejection]:
-        """What the workers could not use, each clip once."""
-        found: dict[str, Rejection] = {}
-        for path in self.work.glob("rejects-*.jsonl"):
-            for line in path.read_text().splitlines(keepends=True):
-                if line.endswith(
-                    "\n"
-                ):  # a killed worker's last one may be torn; another has rejected it again
-                    rejection = Rejection(**json.loads(line))
-                    found[rejection.key] = rejection
-        return [found[key] for key in sorted(found)]
-
-    def clear(self) -> None:
-        """Remove the work folder: all of it is done."""
-        shutil.rmtree(self.work)
-
-
-def _all_done(path: Path) -> bool:
-    claims = Claims(path)
-    try:
-        return claims.num_done() == claims.num_pieces
-    finally:
-        claims.close()
-
-
-# ---- finish
-
-
 def _finish(
-    job: _Job, scan: Scan, null_text: Tensor | None, *, source: str, variant: Variant, started: float
+    job: Job, scan: Scan, null_text: Tensor | None, *, source: str, variant: Variant, started: float
 ) -> PreprocessReport:
     """Write rejects and index, and say what was done.
 
@@ -387,6 +200,7 @@ def _finish(
     """
     writer = job.writer
     stats = job.stats() if job.handed_out else []
+    deadly = set(job.quarantine().values())
     rejected = scan.rejected + (job.rejections() if job.handed_out else [])
     accepted = scan.accepted(writer.entries)
     if null_text is None:
@@ -416,9 +230,10 @@ def _finish(
         num_shards=len(cache.index.shard_names),
         num_bytes=cache.num_bytes,
         seconds=time.monotonic() - started,
-        num_relabelled=sum(len(row.latents) for row in scan.pending),
+        num_relabelled=scan.num_relabelled,
         num_workers=job.num_workers,
         waited=waited / (waited + worked) if any(worker.num_windows for worker in stats) else None,
         seconds_encoding=max((worker.waited + worker.worked for worker in stats), default=0.0),
         lost_workers=tuple(job.lost),
+        quarantine=job.quarantine_path if any(item.reason in deadly for item in rejected) else None,
     )

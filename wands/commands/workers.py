@@ -16,14 +16,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
-from wands.commands.encoding import WorkerStats, encode_share
+from wands.commands.encoding import encode_share
+from wands.commands.work import WorkerStats
 from wands.errors import CacheError, ConfigError, WandsError
 
 log = logging.getLogger(__name__)
@@ -102,10 +103,23 @@ def work_share(work: Path, slot: int, token: str, devices: tuple[torch.device, t
         encode_share(work, slot, token, *devices)
     except WandsError as error:
         log.error("worker %d: %s", slot, error)
-        (work / f"worker-{slot}.json").write_text(json.dumps(asdict(WorkerStats(error=str(error)))))
+        WorkerStats(error=str(error)).write(work, slot)
 
 
-def start_workers(work: Path, token: str, crew: Crew, size: int) -> list[str]:
+@dataclass(frozen=True)
+class Ended:
+    """A worker that did not end as it should.
+
+    Attributes:
+        told: what happened, in words.
+        by_force: a signal ended it, as when a decoder crashes.
+    """
+
+    told: str
+    by_force: bool
+
+
+def start_workers(work: Path, token: str, crew: Crew, size: int) -> list[Ended]:
     """Start processes and wait until each has ended; when this one ends, however it ends, so do they.
 
     Args:
@@ -115,7 +129,7 @@ def start_workers(work: Path, token: str, crew: Crew, size: int) -> list[str]:
         size: how many to start.
 
     Returns:
-        What ended processes by force.
+        Those that did not end as they should.
     """
     context = multiprocessing.get_context(
         "spawn"
@@ -138,7 +152,12 @@ def start_workers(work: Path, token: str, crew: Crew, size: int) -> list[str]:
         for process in processes:
             process.join()
     return [
-        f"worker {slot} was ended by signal {-code}" if code < 0 else f"worker {slot} failed with code {code}"
+        Ended(
+            f"worker {slot} was ended by signal {-code}"
+            if code < 0
+            else f"worker {slot} failed with code {code}",
+            by_force=code < 0,
+        )
         for slot, code in enumerate(process.exitcode for process in processes)
         if code
     ]

@@ -131,15 +131,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def first_difference(ours: Any, theirs: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """The first place where two nested JSON values differ: (dotted name, value in ours, value in theirs)."""
+def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    """Every place where two nested JSON values differ: (dotted name, value in ours, value in theirs)."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in sorted(ours.keys() | theirs.keys()):
-            found = first_difference(ours.get(key), theirs.get(key), f"{name}.{key}" if name else key)
-            if found:
-                return found
-        return None
-    return None if ours == theirs else (name, ours, theirs)
+        return [
+            found
+            for key in sorted(ours.keys() | theirs.keys())
+            for found in differences(ours.get(key), theirs.get(key), f"{name}.{key}" if name else key)
+        ]
+    return [] if ours == theirs else [(name, ours, theirs)]
+
+
+def first_difference(ours: Any, theirs: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """The first of the `differences`."""
+    return next(iter(differences(ours, theirs, name)), None)
 
 
 # ---- index
@@ -164,6 +169,8 @@ class Entry:
     """No other window of its clip follows."""
     offsets: tuple[int, int] = (0, 0)
     """Where latents and text begin in the shard, in bytes."""
+    display_size: tuple[str, ...] = ()
+    """Width and height of the source as fractions, in square pixels; empty in caches of earlier versions."""
 
     @classmethod
     def of(
@@ -192,6 +199,7 @@ class Entry:
             video=meta.get("video", ""),
             last=meta.get("last", False),
             offsets=offsets,
+            display_size=tuple(meta.get("display_size", ())),
         )
 
 

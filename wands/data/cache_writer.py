@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -28,9 +29,9 @@ from wands.data.cache_format import (
     Entry,
     build_manifest,
     checksum,
+    differences,
     digest,
     disk_error,
-    first_difference,
     from_bits,
     read_entries,
     read_manifest,
@@ -44,7 +45,7 @@ from wands.data.cache_format import (
     to_text,
     write_whole,
 )
-from wands.data.journal import read_records
+from wands.data.journal import Record, read_records
 from wands.errors import CacheError
 from wands.files import publish
 from wands.variants import Variant
@@ -84,13 +85,14 @@ class ShardWriter:
         self._file: h5py.File | None = None
         self._pending: list[Entry] = []
         self._num_bytes = 0
+        self._rows: dict[str, int] = {}  # digest of latents -> the sample of the open shard that has them
 
     def has(self, key: str, content: str) -> bool:
         """Whether a finished shard already holds `key`, made from the same `content`."""
         return key in self._entries and self._entries[key].content == content
 
     def add(self, key: str, latents: Tensor, text_embeds: Tensor, meta: Mapping[str, Any]) -> None:
-        """Append one sample.
+        """Append one sample; equal latents of several samples in a shard are stored once.
 
         Args:
             key: unique name; becomes the sample id of training.
@@ -107,11 +109,16 @@ class ShardWriter:
         assert "\0" not in key, "the index separates keys by NUL"
         latent_bits, text_bits = to_bits(latents), to_bits(text_embeds)
         row, crc32 = len(self._pending), checksum(latent_bits, text_bits)
-        size = latent_bits.nbytes + text_bits.nbytes
+        name = hashlib.blake2b(repr(latents.shape).encode() + latent_bits.tobytes()).hexdigest()
+        same = self._rows.get(name) if self._file is not None else None
+        size = text_bits.nbytes + (latent_bits.nbytes if same is None else 0)
         try:
             file = self._open_shard(size + 4 * len(text := json.dumps(meta)))
             group = file.create_group(sample_path(row))
-            group.create_dataset("latents", data=latent_bits)
+            if same is None:
+                group.create_dataset("latents", data=latent_bits)
+            else:  # another caption of the clip, say: a second name for the same numbers
+                group["latents"] = file[sample_path(same)]["latents"]
             group.create_dataset("text_embeds", data=text_bits)
             # Of fixed length they lie in the object's header, which HDF5 guards by a checksum of its own.
             group.attrs.update(
@@ -127,8 +134,26 @@ class ShardWriter:
             )
         )
         self._num_bytes += size
+        self._rows.setdefault(name, row)
         if row + 1 >= self.max_samples or self._num_bytes >= self.max_bytes:
             self.finish_shard()
+
+    def add_record(self, record: Record) -> None:
+        """Append the samples of a journal's record, those that a finished shard does not hold.
+
+        Args:
+            record: latents and then the text of each sample; `meta["samples"]` has their keys and metadata.
+
+        Raises:
+            CacheError: the record is damaged, or the disk is full.
+        """
+        lacking = [not self.has(key, meta["content"]) for key, meta in record.meta["samples"]]
+        if not any(lacking):
+            return
+        latents, *texts = map(from_bits, record.read())
+        for text_embeds, (key, meta), lacks in zip(texts, record.meta["samples"], lacking, strict=True):
+            if lacks:
+                self.add(key, latents, text_embeds, meta)
 
     def finish_shard(self) -> None:
         """Give the samples added since the last shard their file.
@@ -146,13 +171,13 @@ class ShardWriter:
             self._file.close()
             if not self._pending:
                 self._temporary.unlink()
-                self._file = None
+                self._file, self._rows = None, {}
                 return
             publish(self._temporary, self.path / shard_name(self._next))
         except (OSError, RuntimeError) as error:
             raise self._drop_shard(self._num_bytes, error) from None
         self._entries.update((entry.key, entry) for entry in self._pending)
-        self._file, self._pending, self._num_bytes = None, [], 0
+        self._file, self._pending, self._num_bytes, self._rows = None, [], 0, {}
         self._next += 1
 
     @property
@@ -208,7 +233,7 @@ class ShardWriter:
         except (OSError, RuntimeError):
             pass  # what could not be written before cannot be flushed now; the file goes anyway
         self._temporary.unlink(missing_ok=True)
-        self._file, self._pending, self._num_bytes = None, [], 0
+        self._file, self._pending, self._num_bytes, self._rows = None, [], 0, {}
         return disk_error(self.path / shard_name(self._next), wanted, error)
 
 
@@ -281,9 +306,7 @@ class CacheWriter(ShardWriter):
             CacheError: a sample is damaged, or the disk is full.
         """
         for record in read_records(journal):
-            if not self.has(record.name, record.meta["content"]):
-                latents, text_embeds = map(from_bits, record.read())
-                self.add(record.name, latents, text_embeds, record.meta)
+            self.add_record(record)
         self.finish_shard()
         journal.unlink()
 
@@ -337,14 +360,16 @@ class CacheWriter(ShardWriter):
     def _enter(self, manifest: dict[str, Any]) -> None:
         if (self.path / MANIFEST_NAME).exists():
             present = read_manifest(self.path)
-            if difference := first_difference(
+            if found := differences(
                 {name: present[name] for name in ("variant", "fingerprint")},
                 {name: manifest[name] for name in ("variant", "fingerprint")},
             ):
-                name, cached, asked = difference
+                told = ", ".join(
+                    f"{name.removeprefix('fingerprint.')}={cached} but this run has {asked}"
+                    for name, cached, asked in found
+                )
                 raise CacheError(
-                    f"cache={self.path} was begun with {name.removeprefix('fingerprint.')}={cached} but this "
-                    f"run has {asked}; give the settings it was begun with, or another --out."
+                    f"cache={self.path} was begun with {told}; give the settings it was begun with, or another --out."
                 )
         elif any(not name.endswith(".tmp") for name in os.listdir(self.path)):
             raise CacheError(

@@ -1,8 +1,13 @@
-"""What a clip is turned into: which size, which windows of time. Pure arithmetic: no file, no PyAV."""
+"""What a clip is turned into: which sizes, which windows of time. Pure arithmetic: no file, no PyAV.
+
+The key of a sample is its row's key and a suffix: "#0003" for the fourth window in slide mode, then "#640x352" (width x height)
+for every size but that of the first bound. Keys of rows never contain "#".
+"""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -14,6 +19,10 @@ MAX_PIXELS = 480 * 832
 
 # Matroska and FLV round timestamps to 1 ms: a frame due at 62.5 ms may carry 63 ms and must still be chosen.
 TIME_SLACK = 1e-3
+
+
+class TooSmallError(DataError):
+    """A bound on a frame's area leaves less than the smallest legal side."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> Geometry:
     """Choose the size for a picture that is displayed at width x height square pixels.
 
     Raises:
-        DataError: nothing of at least ``size_multiple`` pixels on each side is left.
+        TooSmallError: nothing of at least ``size_multiple`` pixels on each side is left.
     """
     multiple = spec.size_multiple
     if spec.width is not None and spec.height is not None:
@@ -153,13 +162,77 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> Geometry:
         )
         target = (target_width, target_height)
         if min(target) < multiple:
-            raise DataError(
+            raise TooSmallError(
                 f"size={float(width):.0f}x{float(height):.0f} is below {multiple} px on a side "
                 f"(max_pixels={spec.max_pixels}); use a larger clip or a larger max_pixels"
             )
     cover = max(target[0] / width, target[1] / height)
     scaled = (max(target[0], round(width * cover)), max(target[1], round(height * cover)))
     return Geometry(scaled, target)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a clip is kept at.
+
+    Attributes:
+        geometries: suffix of the sample's key -> size; no two are the same size.
+        refused: what is wrong with a bound that gives none.
+    """
+
+    geometries: dict[str, Geometry]
+    refused: TooSmallError | None = None
+
+
+def plan_sizes(spec: ClipSpec, more_pixels: Sequence[int], width: Fraction, height: Fraction) -> Sizes:
+    """Choose the size under each bound; a bound that gives a size which an earlier one has given adds none.
+
+    Args:
+        spec: holds the first bound.
+        more_pixels: further ones.
+        width: of the picture as displayed, in square pixels.
+        height: likewise.
+
+    Raises:
+        TooSmallError: no bound leaves a legal size.
+    """
+    geometries: dict[str, Geometry] = {}
+    refused: TooSmallError | None = None
+    for bound in further_specs(spec, more_pixels):
+        try:
+            geometry = plan_size(bound, width, height)
+        except TooSmallError as error:
+            refused = refused or error
+            continue
+        if geometry.target not in {known.target for known in geometries.values()}:
+            suffix = "" if bound is spec else "#{}x{}".format(*geometry.target)
+            geometries[suffix] = geometry
+    if refused is not None and not geometries:
+        raise refused
+    return Sizes(geometries, refused)
+
+
+def further_specs(spec: ClipSpec, more_pixels: Sequence[int]) -> list[ClipSpec]:
+    """`spec`, and the same with each further bound on a frame's area.
+
+    Raises:
+        ConfigError: a bound that cannot be.
+    """
+    return [spec, *(replace(spec, max_pixels=pixels) for pixels in more_pixels)]
+
+
+def split_bounds(max_pixels: int | Sequence[int] | None) -> tuple[int | None, tuple[int, ...]]:
+    """The first bound of a frame's area, which may be left to the default, and the further ones."""
+    if max_pixels is None or isinstance(max_pixels, int):
+        return max_pixels, ()
+    return next(iter(max_pixels), None), tuple(max_pixels[1:])
+
+
+def split_suffix(suffix: str) -> tuple[str, str]:
+    """Part the suffix of a sample's key: ("#0003" or "", "#640x352" or "")."""
+    found = re.fullmatch(r"((?:#\d+)?)((?:#\d+x\d+)?)", suffix)
+    assert found, suffix
+    return found[1], found[2]
 
 
 def plan_windows(spec: ClipSpec, begin: float, finish: float) -> Iterator[tuple[float, int]]:

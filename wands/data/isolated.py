@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
+from wands.errors import WandsError
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -25,6 +27,10 @@ class Crash:
     """
 
     reason: str
+
+
+class Crashed(Exception):
+    """The process that should have given a value ended, or was ended; the text says how, as in `Crash.reason`."""
 
 
 def num_cores() -> int:
@@ -90,6 +96,78 @@ def map_isolated(
             worker.stop()
 
 
+def iterate_isolated(
+    function: Callable[..., Iterator[Result]],
+    *arguments: Any,
+    limit_seconds: float,
+    preload: Sequence[str] = (),
+) -> Iterator[Result]:
+    """Go through the values of an iterator that a process of its own runs, one ahead of the caller.
+
+    Args:
+        function: importable by name, gives the iterator; arguments and values are pickled.
+        arguments: of the function.
+        limit_seconds: a value that takes longer ends the process; the first one may take its start longer.
+        preload: modules to import once, for all such processes.
+
+    Raises:
+        Crashed: the process ended, or took too long.
+        WandsError: the iterator raised it; MemoryError likewise.
+        RuntimeError: the iterator raised anything else; the text holds its traceback.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *preload])
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_serve_values, args=(theirs, function, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        while True:
+            if not pipe.poll(limit_seconds):
+                raise Crashed(f"it took more than {limit_seconds:g} s")
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                raise Crashed(_how_it_ended(process)) from None
+            if kind == "error":
+                raise value
+            if kind == "end":
+                return
+            if kind == "value":
+                yield value
+    finally:
+        pipe.close()
+        process.kill()
+        process.join()
+
+
+def _serve_values(
+    pipe: Connection, function: Callable[..., Iterator[Any]], arguments: tuple[Any, ...]
+) -> None:
+    import traceback
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(BrokenPipeError, ConnectionResetError):  # nobody wants more
+        pipe.send(("ready", None))
+        try:
+            for value in function(*arguments):
+                pipe.send(("value", value))
+            pipe.send(("end", None))
+        except (WandsError, MemoryError) as error:
+            pipe.send(("error", error))
+        except (BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception:
+            pipe.send(("error", RuntimeError(traceback.format_exc())))
+
+
+def _how_it_ended(process: Any) -> str:
+    process.join(10)
+    code = process.exitcode or 0
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    return f"the process ended {how}"
+
+
 class _Worker(Generic[Item, Result]):
     """A process and what it is working on."""
 
@@ -111,10 +189,7 @@ class _Worker(Generic[Item, Result]):
         try:
             error, result = self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            self.process.join(10)
-            code = self.process.exitcode or 0
-            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            return Crash(f"the process ended {how}")
+            return Crash(_how_it_ended(self.process))
         if error is not None:
             raise RuntimeError(error)
         return result

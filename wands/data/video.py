@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain, islice
@@ -23,7 +23,7 @@ import numpy as np
 from av.stream import Disposition
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, VideoReformatter
 
-from wands.data.clip import TIME_SLACK, ClipSpec, plan_size, plan_windows
+from wands.data.clip import TIME_SLACK, ClipSpec, Geometry, TooSmallError, plan_sizes, plan_windows
 from wands.errors import DataError
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ class DecodedClip:
         frames: uint8 [F, H, W, 3] RGB, F = 1 + k * frame_stride, H and W multiples of size_multiple.
         fps: frames per second of ``frames``.
         start_seconds: time of ``frames[0]``.
-        suffix: to be appended to the clip's key: "" or, in slide mode, "#0000", "#0001", ...
+        suffix: to be appended to the clip's key: "" or, in slide mode, "#0000", "#0001", ...; then the size, if it
+            is not that of the first bound.
         source: the file it came from.
         variable_fps: the pictures read up to its end do not lie at even distances in time.
     """
@@ -320,13 +321,9 @@ def _choose(reader: _Reader, frames: Iterator[_Frame], times: Iterable[float]) -
 class _Renderer:
     """Turns decoded pictures into upright RGB of the planned size."""
 
-    def __init__(self, reader: _Reader, spec: ClipSpec) -> None:
-        self._reader = reader
+    def __init__(self, reader: _Reader, geometry: Geometry) -> None:
+        self._reader, self._geometry = reader, geometry
         self._turns = reader.info.rotation // 90
-        try:
-            self._geometry = plan_size(spec, *reader.info.display_size)
-        except DataError as error:
-            raise DataError(f"video={reader.path} {error}") from None
         self._reformatter = VideoReformatter()
 
     @property
@@ -354,7 +351,7 @@ class _Renderer:
 
 
 def _read_windows(
-    reader: _Reader, spec: ClipSpec, start: float | None, end: float | None
+    reader: _Reader, spec: ClipSpec, start: float | None, end: float | None, more_pixels: Sequence[int]
 ) -> Iterator[DecodedClip]:
     duration = reader.info.duration
     slack = reader.tolerance(duration)
@@ -367,15 +364,22 @@ def _read_windows(
             f"is too short: nothing between {begin:.3f} s and {finish:.3f} s (it lasts {duration:.3f} s)",
             "correct the row's start and end, or remove it",
         )
-    render = _Renderer(reader, spec)
+    try:
+        sizes = plan_sizes(spec, more_pixels, *reader.info.display_size)
+    except TooSmallError as error:
+        raise _too_small(reader, error) from None
+    renders = {suffix: _Renderer(reader, geometry) for suffix, geometry in sizes.geometries.items()}
     times = (t + i / spec.fps for t, length in plan_windows(spec, begin, finish) for i in range(length))
     chosen = _choose(reader, reader.frames(first_window[0]), times)
     for index, (window_start, length) in enumerate(plan_windows(spec, begin, finish)):
         # Filled in place: stacking a list of frames was seen to halve the speed.
-        frames = np.empty((length, *render.size, 3), dtype=np.uint8)
+        pictures = {
+            suffix: np.empty((length, *render.size, 3), dtype=np.uint8) for suffix, render in renders.items()
+        }
         filled, latest = 0, None
         for frame in islice(chosen, length):
-            frames[filled] = frames[filled - 1] if frame is latest else render(frame.picture)
+            for suffix, frames in pictures.items():
+                frames[filled] = frames[filled - 1] if frame is latest else renders[suffix](frame.picture)
             filled, latest = filled + 1, frame
         if filled < length and reader.reached < duration - slack:
             raise reader.error(
@@ -387,14 +391,27 @@ def _read_windows(
         if not kept and index == 0:
             raise reader.error(f"has no frame at or after {window_start:.3f} s", "correct the row's start")
         if kept == length or index == 0 or kept > spec.frame_stride:
-            suffix = f"#{index:04d}" if spec.clip_mode == "slide" else ""
-            yield DecodedClip(frames[:kept], spec.fps, window_start, suffix, reader.info, reader.variable_fps)
+            window, variable = f"#{index:04d}" if spec.clip_mode == "slide" else "", reader.variable_fps
+            for suffix, frames in pictures.items():
+                yield DecodedClip(
+                    frames[:kept], spec.fps, window_start, window + suffix, reader.info, variable
+                )
         if filled < length:
-            return
+            break
+    if sizes.refused:
+        raise _too_small(reader, sizes.refused)
+
+
+def _too_small(reader: _Reader, error: TooSmallError) -> TooSmallError:
+    return TooSmallError(f"video={reader.path} {error}")
 
 
 def decode_clip(
-    path: Path, spec: ClipSpec, start: float | None = None, end: float | None = None
+    path: Path,
+    spec: ClipSpec,
+    start: float | None = None,
+    end: float | None = None,
+    more_pixels: Sequence[int] = (),
 ) -> Iterator[DecodedClip]:
     """Decode the windows of a clip that ``spec`` asks for, lazily and in time order.
 
@@ -407,18 +424,20 @@ def decode_clip(
         spec: rate, size and length wanted.
         start: seconds; take nothing before it.
         end: seconds; take nothing at or after it.
+        more_pixels: further bounds of a frame's area, each a further clip of every window unless it gives a
+            size that is there already.
 
     Yields:
-        One clip for ``head`` and ``middle``, one per window for ``slide``; at least one.
+        For each bound one clip for ``head`` and ``middle``, one per window for ``slide``; at least one.
 
     Raises:
         DataError: the file cannot be opened, has no video, no frame, is truncated or corrupt inside a window,
-            too short or too small.
+            too short or too small. Too small for a further bound alone: after all clips.
     """
     path = Path(path)
     try:
         with _Reader(path) as reader:
-            yield from _read_windows(reader, spec, start, end)
+            yield from _read_windows(reader, spec, start, end, more_pixels)
     except _BROKEN as error:
         raise DataError(_cannot_read(path, error)) from error
     except MemoryError as error:

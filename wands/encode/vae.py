@@ -6,6 +6,7 @@ Letters: C latent channels, F H W pixel frames, rows, columns, f h w the same of
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -14,31 +15,56 @@ from torch import Tensor
 from wands.encode.pipeline import find_part
 from wands.errors import ConfigError
 
+TILE, TILE_STRIDE = 256, 192
+"""Pixels of a tile's side, and from one tile to the next; diffusers' defaults, written down because caches name them."""
+
 
 class WanVideoEncoder:
-    """The frozen VAE in float32. A clip is encoded whole: cut in time, the causal VAE would start anew."""
+    """The frozen VAE. A clip is encoded whole in time: cut, the causal VAE would start anew."""
 
-    def __init__(self, vae: AutoencoderKLWan) -> None:
-        """Take a loaded VAE."""
+    def __init__(self, vae: AutoencoderKLWan, *, tiling: bool = False) -> None:
+        """Take a loaded VAE.
+
+        Args:
+            vae: in float32, or in bfloat16 for less memory and time.
+            tiling: encode frames larger than a tile in overlapping tiles, blended: less memory, and latents
+                near the seams that have not seen all of the frame.
+        """
         self.vae = vae.eval().requires_grad_(False)
+        if tiling:
+            vae.enable_tiling(TILE, TILE, TILE_STRIDE, TILE_STRIDE)
         self.stride = (vae.config.scale_factor_temporal, *[vae.config.scale_factor_spatial] * 2)
         per_channel = {"dtype": torch.float32, "device": vae.device}
         self._mean = torch.tensor(vae.config.latents_mean, **per_channel).view(-1, 1, 1, 1)
         self._std = torch.tensor(vae.config.latents_std, **per_channel).view(-1, 1, 1, 1)
 
     @classmethod
-    def load(cls, model: str | Path, device: torch.device | str = "cpu") -> WanVideoEncoder:
-        """Load from a pipeline folder or Hub id, in float32.
+    def load(
+        cls,
+        model: str | Path,
+        device: torch.device | str = "cpu",
+        *,
+        dtype: Literal["fp32", "bf16"] = "fp32",
+        tiling: bool = False,
+    ) -> WanVideoEncoder:
+        """Load from a pipeline folder or Hub id.
+
+        Args:
+            model: the folder or id.
+            device: where it runs.
+            dtype: of weights and arithmetic.
+            tiling: see `__init__`.
 
         Raises:
             ConfigError: there is no such model, or its files are damaged.
         """
+        own = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         try:
-            vae = AutoencoderKLWan.from_pretrained(find_part(model, "vae"), torch_dtype=torch.float32)
+            vae = AutoencoderKLWan.from_pretrained(find_part(model, "vae"), torch_dtype=own)
         except (OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"model={model}: its VAE cannot be loaded ({reason}).") from None
-        return cls(vae.to(device))
+        return cls(vae.to(device), tiling=tiling)
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
@@ -51,7 +77,7 @@ class WanVideoEncoder:
         Returns:
             float32 [C, f, h, w] on the CPU.
         """
-        assert pixels.dtype == torch.float32, f"pixels are {pixels.dtype}; the VAE encodes in float32"
+        assert pixels.dtype == torch.float32, f"pixels are {pixels.dtype}; the range is checked in float32"
         assert pixels.ndim == 4, f"pixels have shape {tuple(pixels.shape)}, not [3, F, H, W]"
         (time, rows, columns), (_, frames, height, width) = self.stride, pixels.shape
         assert frames % time == 1, f"{frames} frames are not 1 + {time}k: the VAE would drop the tail"
@@ -59,8 +85,8 @@ class WanVideoEncoder:
         assert width % columns == 0, f"width {width} is not a multiple of {columns}: the VAE would crop it"
         low, high = pixels.aminmax()
         assert -1 <= low <= high <= 1, f"pixels lie in [{low}, {high}], not in [-1, 1]"
-        posterior = self.vae.encode(pixels[None].to(self.vae.device)).latent_dist
-        return self.normalise(posterior.mode()[0]).cpu()
+        posterior = self.vae.encode(pixels[None].to(self.vae.device, self.vae.dtype)).latent_dist
+        return self.normalise(posterior.mode()[0].float()).cpu()
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -72,8 +98,8 @@ class WanVideoEncoder:
         Returns:
             float32 [3, F, H, W] in [-1, 1] on the CPU.
         """
-        restored = self.denormalise(latents.to(self.vae.device, torch.float32))
-        return self.vae.decode(restored[None]).sample[0].clamp(-1, 1).cpu()
+        restored = self.denormalise(latents.to(self.vae.device, torch.float32)).to(self.vae.dtype)
+        return self.vae.decode(restored[None]).sample[0].float().clamp(-1, 1).cpu()
 
     def normalise(self, latents: Tensor) -> Tensor:
         """[C, f, h, w] as the VAE gives them -> as the DiT takes them."""
