@@ -103,7 +103,10 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
             {"recipe": {**recipe, "train": {**recipe["train"], "seed": 9}}},
             "train.seed=9 must equal the checkpoint's 0",
         ),
-        ({"recipe": {**recipe, "packing": {**recipe["packing"], "max_tokens": 99}}}, "packing.max_tokens=99"),
+        *(
+            ({"recipe": {**recipe, "packing": {**recipe["packing"], key: 99}}}, f"packing.{key}=99 must equal")
+            for key in ("max_tokens", "level_bins", "buffer_size")
+        ),
         ({"data_fingerprint": "other"}, "the data has changed"),
         ({"parts": ["transformer_2"]}, "model.experts="),
         ({"transformer_config": {**state.transformer_config, "num_layers": 7}}, "num_layers differ"),
