@@ -192,12 +192,15 @@ def test_cache_of_another_variant(cache: Path, tiny_pipeline: Path, tmp_path: Pa
     model = tmp_path / "model"
     shutil.copytree(tiny_pipeline, model)
     config = json.loads((model / "transformer" / "config.json").read_text())
+    (model / "transformer" / "config.json").write_text(json.dumps({**config, "in_channels": 32}))
+    text = refused("train", "--set", f"model.path={model}", "--set", f"data.cache={cache}")
+    assert "is of no Wan 2.1 or 2.2" in text
     (model / "transformer" / "config.json").write_text(
         json.dumps({**config, "in_channels": 36, "image_dim": 1280})
     )
-    assert "is not a Wan 2.1 text-to-video model" in refused(
-        "train", "--set", f"model.path={model}", "--set", f"data.cache={cache}"
-    )
+    text = refused("train", "--set", f"model.path={model}", "--set", f"data.cache={cache}")
+    assert "conditions=['text']" in text
+    assert "conditions=['text', 'image', 'clip']" in text
     (model / "transformer" / "config.json").write_text(
         json.dumps({**config, "in_channels": 48, "out_channels": 48})
     )

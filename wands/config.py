@@ -31,6 +31,9 @@ class ModelSection(Section):
     """Diffusers pipeline folder or Hub id. Its DiT is trained; its config names the variant."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` takes only the config of `path` and starts from Wan's own initialisation."""
+    experts: Literal["high", "low", "both"] | None = None
+    """Models of two experts (A14B): which to train, both by default. Each draws its noise levels inside its own range. `both` makes
+    two updates a step: first the high-noise expert learns from the step's clips, then the low-noise one from the same clips."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """`full` keeps only each block's input and runs the block again in backward. `selective` also keeps the result of
     self-attention, so that neither its kernel nor the ring runs twice."""

@@ -141,6 +141,21 @@ class DiTShape:
 
 
 @dataclass(frozen=True)
+class Expert:
+    """One DiT of a model and the noise levels that are its own.
+
+    Attributes:
+        name: "high" or "low", "" for a model of one DiT.
+        part: its name in a diffusers pipeline, and its sub-folder there.
+        sigma_range: [low, high), the end included when it is 1.
+    """
+
+    name: str
+    part: str
+    sigma_range: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class Variant:
     """One published Wan model.
 
@@ -171,6 +186,17 @@ class Variant:
     def num_images(self) -> int:
         """Pictures that every sample is conditioned on: 0, 1 (its first frame) or 2 (its last as well)."""
         return ("image" in self.conditions) + ("last_image" in self.conditions)
+
+    @property
+    def experts(self) -> tuple[Expert, ...]:
+        """Its DiTs: sampling takes the first whenever t >= 1000 * boundary_ratio, else the second."""
+        if self.boundary_ratio is None:
+            return (Expert("", "transformer", (0.0, 1.0)),)
+        boundary = self.boundary_ratio
+        return (
+            Expert("high", "transformer", (boundary, 1.0)),
+            Expert("low", "transformer_2", (0.0, boundary)),
+        )
 
 
 def _shape(num_heads: int, num_layers: int, ffn_dim: int, **more: Any) -> DiTShape:

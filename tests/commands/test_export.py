@@ -99,7 +99,7 @@ def test_a_diverged_model_is_not_exported(run: Path, tmp_path: Path, monkeypatch
     from wands.commands import export as module
 
     broken = {name: torch.full_like(value, float("nan")) for name, value in weights(run).items()}
-    monkeypatch.setattr(module, "load_exported_state", lambda path: broken)
+    monkeypatch.setattr(module, "load_exported_state", lambda *_: broken)
     with pytest.raises(CheckpointError):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from wands.commands import infer as infer_module
 from wands.commands import sharing
 from wands.commands.infer import InferResult, infer
-from wands.commands.pipeline import find_pipeline, load_pipeline
+from wands.commands.pipeline import DiTSource, find_pipeline, load_pipeline
 from wands.commands.prompts import SampleRequest, SizeRule, build_requests, read_prompts
 from wands.commands.sharing import plan_ranks, share_pipeline
 from wands.errors import CheckpointError, ConfigError, WandsError
@@ -106,7 +106,7 @@ def test_equals_the_stock_pipeline_and_its_latents_decode_to_the_video(tiny_pipe
 
     stock = WanPipeline.from_pretrained(tiny_pipeline)
     stock.set_progress_bar_config(disable=True)
-    call = request.model_dump(exclude={"seed", "flow_shift"})
+    call = request.model_dump(exclude={"seed", "flow_shift", "image", "last_image"})
     video = stock(**call, generator=torch.Generator().manual_seed(7), output_type="np").frames[0]
     wanted = stock(**call, generator=torch.Generator().manual_seed(7), output_type="latent").frames[0]
     assert torch.equal(latents, wanted)
@@ -222,10 +222,8 @@ def test_transformer_folder_replaces_the_pipelines(
     assert records(tmp_path / "o")[0]["transformer"] == str(other_transformer)
     assert results[0].video.is_file()
     # A whole pipeline folder is welcome too: its transformer is taken.
-    assert find_pipeline(tiny_pipeline, transformer=tiny_pipeline).dit_folder == (
-        str(tiny_pipeline),
-        "transformer",
-    )
+    found = find_pipeline(tiny_pipeline, transformer=tiny_pipeline).dits
+    assert found == {"transformer": DiTSource(str(tiny_pipeline), "transformer")}
 
 
 def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config: object) -> Path:
@@ -235,7 +233,8 @@ def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config
 
     folder = run / "checkpoints" / step_name(step)
     folder.mkdir(parents=True)
-    weights = folder / "mp_rank_00_model_states.pt"
+    weights = folder / "transformer" / "mp_rank_00_model_states.pt"
+    weights.parent.mkdir()
     torch.save({"module": model.state_dict()}, weights)
     state = TrainState(
         step=step,
@@ -243,13 +242,14 @@ def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config
         world_size=1,
         zero_stage=0,
         variant="wan2.1-t2v-tiny",
+        parts=["transformer"],
         transformer_config={**model.config, **config},
         data_fingerprint="",
         data_summary={},
         recipe={},
         base="",
         loss=[],
-        files={weights.name: weights.stat().st_size},
+        files={f"transformer/{weights.name}": weights.stat().st_size},
     )
     (folder / STATE_FILE).write_text(json.dumps(state.to_json()))
     (folder.parent / "latest").write_text(folder.name)
@@ -723,10 +723,28 @@ def test_folder_that_is_no_pipeline(tiny_pipeline: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "entries", "message"),
     [
-        ("model_index.json", {"_class_name": "FluxPipeline"}, "is a FluxPipeline, not a WanPipeline"),
-        ("transformer/config.json", {"in_channels": 36}, "is not a Wan 2.1 text-to-video model"),
+        (
+            "model_index.json",
+            {"_class_name": "FluxPipeline"},
+            "is a FluxPipeline, not a WanPipeline or WanImageToVideoPipeline",
+        ),
+        (
+            "transformer/config.json",
+            {"in_channels": 20},
+            "in_channels=20, out_channels=16, image_dim=None is of no Wan 2.1 or 2.2",
+        ),
+        (
+            "transformer/config.json",
+            {"in_channels": 36},
+            "is of wan2.2-i2v-tiny, which takes a WanImageToVideoPipeline; use",
+        ),
+        (
+            "model_index.json",
+            {"boundary_ratio": 0.9},
+            "has the experts transformer and boundary_ratio=0.9, which do not fit;",
+        ),
         ("transformer/config.json", {"text_dim": 64}, "d_model=32 must equal text_dim=64 of the transformer"),
-        ("vae/config.json", {"z_dim": 48}, "z_dim=48 must equal in_channels=16 of the transformer"),
+        ("vae/config.json", {"z_dim": 48}, "z_dim=48 must equal out_channels=16 of the transformer"),
         ("transformer/config.json", {"num_layers": 3}, "weights of its transformer do not fit its config"),
         ("transformer/config.json", {"ffn_dim": 64}, "its transformer cannot be loaded"),
         ("scheduler/scheduler_config.json", {"use_flow_sigmas": False}, "does not do flow matching"),
@@ -742,16 +760,15 @@ def test_pipeline_whose_parts_do_not_fit(
     assert not (tmp_path / "out").exists()
 
 
-def test_transformer_and_checkpoint_mistakes(tiny_pipeline: Path, broken_pipeline, tmp_path: Path) -> None:
+def test_transformer_and_checkpoint_mistakes(tiny_pipeline: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is no diffusers transformer folder \(no config.json\)"):
         find_pipeline(tiny_pipeline, transformer=tmp_path)
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         find_pipeline(tiny_pipeline, checkpoint=tmp_path / "run")
     with pytest.raises(ConfigError, match="exclude each other; keep one"):
         find_pipeline(tiny_pipeline, transformer=tiny_pipeline, checkpoint=tmp_path)
-    two_experts = broken_pipeline("model_index.json", transformer_2=["diffusers", "WanTransformer3DModel"])
-    with pytest.raises(ConfigError, match="has two experts"):
-        find_pipeline(two_experts, transformer=tiny_pipeline)
+    with pytest.raises(ConfigError, match=r"infer\.model=.* has one expert; use infer\.transformer"):
+        find_pipeline(tiny_pipeline, transformer_2=tiny_pipeline)
     model = WanTransformer3DModel.from_pretrained(str(tiny_pipeline), subfolder="transformer")
     step = make_checkpoint(tmp_path / "run", model, 3, num_layers=3)
     with pytest.raises(

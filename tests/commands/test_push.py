@@ -246,6 +246,7 @@ def test_what_the_record_lacks_comes_from_a_checkpoint(small: Path, hub: FakeHub
         world_size=1,
         zero_stage=3,
         variant="wan2.1-t2v-tiny",
+        parts=["transformer"],
         transformer_config={},
         data_fingerprint="fe01",
         data_summary={"num_samples": 3, "num_tokens": 99},

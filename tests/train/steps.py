@@ -135,8 +135,10 @@ def optimizer_step(
 
         engine.step = capture
         plan = job.sampler.step_plan(0)
-        denominator = plan.denominators[job.recipe.loss.reduction]
-        result = train_step(engine, rank_shards(job, plan, groups.grid), job, groups, device, denominator)
+        denominator = job.denominator(plan)
+        [expert] = job.experts
+        shards = rank_shards(job, plan, groups.grid)
+        result = train_step(engine, shards, job, groups, device, denominator, expert.sigma_range)
         loss = result.loss.double()
         dist.all_reduce(loss)
         return Step(
@@ -154,9 +156,9 @@ def _engine(job: Job, groups: ContextGroups, device: torch.device, dtype: torch.
         dtype == torch.float64
     ):  # a model that is made under ZeRO-3 is float32; this one is sharded by the engine
         whole = replace(job, ds_config={**job.ds_config, "zero_optimization": {"stage": 2}})
-        module = build_model(whole, groups, device).double()
+        module = build_model(whole, groups, device, job.experts[0].part).double()
     else:
-        module = build_model(job, groups, device)
+        module = build_model(job, groups, device, job.experts[0].part)
     engine = build_engine(module, job.ds_config, job.recipe, job.sampler.total_steps)
     del module
     yield engine
@@ -178,29 +180,54 @@ def _digest(module: torch.nn.Module) -> str:
 
 
 def stock_gradients(model: Path, job: Job, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Stock diffusers, one sample at a time, one process, plain autograd."""
+    """Stock diffusers, one sample at a time as its pipelines call it, one process, plain autograd."""
     from diffusers import WanTransformer3DModel
 
-    stock = WanTransformer3DModel.from_pretrained(model / "transformer").to(dtype)
-    plan = job.sampler.step_plan(0)
+    [expert] = job.experts
+    stock = WanTransformer3DModel.from_pretrained(model / expert.part).to(dtype)
+    plan, channels = job.sampler.step_plan(0), job.shape.out_channels
     for one in (i for bin_ in plan.bins for i in bin_):
-        batch = job.collator([job.data.read(one)], plan.occurrences((one,)), plan.epoch)
+        sample = job.data.read(one)
+        batch = job.collator([sample], plan.occurrences((one,)), plan.epoch)
         layout = ContextLayout.build(batch.seq_lens)
-        noisy = corrupt(batch.tokens, layout, batch.keys, job.recipe.flow, job.recipe.train.seed)
-        grid = tuple(batch.grid_sizes[0].tolist())
-        volume = [
-            unpatchify(x, grid, 16, job.shape.patch_size)[None].to(dtype)
-            for x in (noisy.tokens, noisy.target)
-        ]
+        noisy = corrupt(
+            batch.tokens,
+            layout,
+            batch.keys,
+            job.recipe.flow,
+            job.recipe.train.seed,
+            sigma_range=expert.sigma_range,
+        )
+        grid, patch = tuple(batch.grid_sizes[0].tolist()), job.shape.patch_size
+        clean, x, target = (
+            unpatchify(tokens, grid, channels, patch).to(dtype)
+            for tokens in (batch.tokens, noisy.tokens, noisy.target)
+        )
+        timesteps, given = noisy.timesteps, batch.clean_lens[0]
+        if "first_frame" in job.variant.conditions:  # Wan 2.2 takes a timestep for each token
+            timesteps = timesteps.repeat(layout.num_tokens)
+            timesteps[:given] = 0
+            x = torch.cat([(clean if given else x)[:, :1], x[:, 1:]], dim=1)
+            timesteps = timesteps[None]
+        if sample.image_latents is not None:
+            mask = torch.zeros(4, *clean.shape[1:], dtype=dtype)
+            mask[:, 0] = 1
+            if job.variant.num_images == 2:
+                mask[3, -1] = 1
+            x = torch.cat([x, mask, sample.image_latents.to(dtype)])
+        image = None
+        if sample.image_embeds is not None:
+            image = torch.stack(sample.image_embeds.to(dtype).chunk(job.variant.num_images))
         text = torch.nn.functional.pad(
             batch.text_embeds.to(dtype), (0, 0, 0, TEXT_LEN - len(batch.text_embeds))
         )[None]
-        pred = stock(volume[0], noisy.timesteps, text, return_dict=False)[0]
+        pred = stock(x[None], timesteps, text, image, return_dict=False)[0][0]
         weight = sigma_weight(noisy.sigmas, job.recipe.flow)[0]
-        error = (pred - volume[1]).square().mean()  # over the sample's own tokens and channels
+        first = 1 if given else 0  # a frame that was given is not trained
+        error = (pred - target)[:, first:].square().mean()  # over the sample's own tokens and channels
         if job.recipe.loss.reduction == "token":
-            error = error * len(batch.tokens)
-        (weight * error / plan.denominators[job.recipe.loss.reduction]).backward()
+            error = error * (len(batch.tokens) - given)
+        (weight * error / job.denominator(plan)).backward()
     return {name: parameter.grad for name, parameter in stock.named_parameters()}
 
 

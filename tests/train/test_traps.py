@@ -38,14 +38,16 @@ def run_with_a_resume_bug(
         loop.prefetched = lambda job, grid, step: right(job, grid, 0)
     elif bug == "optimizer":
 
-        def weights_only(engine: Any, path: Path) -> None:
-            engine.load_checkpoint(str(path.parent), tag=path.name, load_optimizer_states=False)
+        def weights_only(engines: dict[str, Any], path: Path) -> None:
+            for part, engine in engines.items():
+                engine.load_checkpoint(str(path), tag=part, load_optimizer_states=False)
 
         loop.load_checkpoint = weights_only
     elif bug == "schedule":
 
-        def no_schedule(engine: Any, path: Path) -> None:
-            engine.load_checkpoint(str(path.parent), tag=path.name, load_lr_scheduler_states=False)
+        def no_schedule(engines: dict[str, Any], path: Path) -> None:
+            for part, engine in engines.items():
+                engine.load_checkpoint(str(path), tag=part, load_lr_scheduler_states=False)
 
         loop.load_checkpoint = no_schedule
     return run_job(model, out, overrides, ZERO2, resume=True)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from wands.files import publish, write_text
 from wands.model.hub import fetch_model
 from wands.train.checkpoint import find_checkpoint, load_exported_state
 from wands.train.state import TrainState
+from wands.variants import TEXT_LEN, DiTShape
 
 log = logging.getLogger(__name__)
 
@@ -60,16 +62,17 @@ def export(
     out = out.resolve()
     partial, old = (out.with_name(f"{out.name}.{suffix}") for suffix in ("tmp", "old"))
     _check_out(out, old)
-    base_dir = fetch_model(base or state.base, key="--base", ignore=["transformer/*.safetensors"])
+    ignore = [f"{part}/*.safetensors" for part in state.parts]
+    base_dir = fetch_model(base or state.base, key="--base", ignore=ignore)
     _check_base(base_dir, state)
-    weights = load_exported_state(step_dir)
-    config, weights_dir = state.transformer_config, partial / "transformer"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         copy = _link_or_copy if link else shutil.copy2
-        shutil.copytree(base_dir, partial, ignore=_skip_transformer, copy_function=copy)
-        _save_transformer(weights, config, weights_dir, _DTYPES[dtype], max_shard_size)
-        _verify(weights, weights_dir, _DTYPES[dtype])
+        shutil.copytree(base_dir, partial, ignore=_skipping(state.parts), copy_function=copy)
+        for part in state.parts:
+            weights, folder = load_exported_state(step_dir, part), partial / part
+            _save_transformer(weights, state.transformer_config, folder, _DTYPES[dtype], max_shard_size)
+            _verify(weights, folder, _DTYPES[dtype])
         record = _record(step_dir, state, base or state.base, dtype)
         write_text(partial / EXPORT_FILE, json.dumps(record, indent=2))
         _carry_over(out, partial)
@@ -128,15 +131,15 @@ def _reason(error: Exception) -> str:
     return " ".join(str(getattr(error, "strerror", None) or error).split())
 
 
-def _skip_transformer(folder: str, names: list[str]) -> set[str]:
-    """The base's own weights, repository card and hidden files stay behind."""
-    top = (Path(folder) / "model_index.json").is_file()
-    return {
-        name
-        for name in names
-        if name.startswith(".")
-        or (top and name in ("transformer", "README.md", EXPORT_FILE, LOSS_FILE, "samples"))
-    }
+def _skipping(parts: Sequence[str]) -> Callable[[str, list[str]], set[str]]:
+    """For copytree: the base's own weights of `parts`, its repository card and hidden files stay behind."""
+    replaced = {*parts, "README.md", EXPORT_FILE, LOSS_FILE, "samples"}
+
+    def skip(folder: str, names: list[str]) -> set[str]:
+        top = (Path(folder) / "model_index.json").is_file()
+        return {name for name in names if name.startswith(".") or (top and name in replaced)}
+
+    return skip
 
 
 def _link_or_copy(source: str, target: str) -> str:
@@ -153,7 +156,18 @@ def _check_base(base_dir: Path, state: TrainState) -> None:
         raise ConfigError(
             f"--base {base_dir} has no model_index.json; give a diffusers pipeline folder or Hub id."
         )
-    path = base_dir / "transformer" / "config.json"
+    ours = {k: v for k, v in state.transformer_config.items() if not k.startswith("_")}
+    for part in state.parts:
+        config = _read_object(base_dir, base_dir / part / "config.json")
+        differing = [key for key, value in ours.items() if key in config and config[key] != value]
+        if differing:
+            what = ", ".join(f"{key}={config[key]} (checkpoint {ours[key]})" for key in differing)
+            raise ConfigError(
+                f"--base {base_dir} is another model: {what}; give the pipeline that the run started from."
+            )
+
+
+def _read_object(base_dir: Path, path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -163,13 +177,7 @@ def _check_base(base_dir: Path, state: TrainState) -> None:
         ) from None
     if not isinstance(config, dict):
         raise ConfigError(f"--base {base_dir}: {path} holds no JSON object; give a whole diffusers pipeline.")
-    ours = {k: v for k, v in state.transformer_config.items() if not k.startswith("_")}
-    differing = [key for key, value in ours.items() if key in config and config[key] != value]
-    if differing:
-        what = ", ".join(f"{key}={config[key]} (checkpoint {ours[key]})" for key in differing)
-        raise ConfigError(
-            f"--base {base_dir} is another model: {what}; give the pipeline that the run started from."
-        )
+    return config
 
 
 def _save_transformer(
@@ -209,12 +217,16 @@ def _verify(weights: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) 
             raise CheckpointError(
                 f"export: {name} read back from {folder} differs from the checkpoint; write to another disk."
             )
-    config = model.config
+    shape = DiTShape.from_config(model.config)
+    image = torch.randn(1, shape.image_len, shape.image_dim, dtype=dtype) if shape.image_dim else None
+    if image is not None and shape.image_positions:  # diffusers takes the two pictures of a sample one by one
+        image = image.unflatten(1, (2, -1)).flatten(0, 1)
     with torch.no_grad():
         output = model(
-            hidden_states=torch.randn(1, config.in_channels, 1, 4, 4, dtype=dtype),
+            hidden_states=torch.randn(1, shape.in_channels, 1, 4, 4, dtype=dtype),
             timestep=torch.tensor([500.0]),
-            encoder_hidden_states=torch.randn(1, 8, config.text_dim, dtype=dtype),
+            encoder_hidden_states=torch.randn(1, TEXT_LEN, shape.text_dim, dtype=dtype),
+            encoder_hidden_states_image=image,
             return_dict=False,
         )[0]
     if not torch.isfinite(output).all():
@@ -230,6 +242,7 @@ def _record(step_dir: Path, state: TrainState, base: str, dtype: str) -> dict[st
         "step": state.step,
         "checkpoint": step_dir.name,
         "variant": state.variant,
+        "parts": state.parts,
         "dtype": dtype,
         "recipe": state.recipe,
         "data": {**state.data_summary, "fingerprint": state.data_fingerprint},

@@ -113,6 +113,7 @@ def _resume_from(job: Job, resume: str | None) -> tuple[Path, TrainState] | None
         world_size=job.world_size,
         zero_stage=job.zero_stage,
         recipe=job.recipe.model_dump(mode="json"),
+        parts=[expert.part for expert in job.experts],
         transformer_config=job.transformer_config,
         data_fingerprint=job.data_fingerprint(),
     )

@@ -1,7 +1,8 @@
 """One folder per saved step, complete or not there at all.
 
-DeepSpeed writes its shards under a temporary name; `wands_state.json` with the size of every file follows, the folder gets its
-name, and `latest` is replaced last. A kill at any moment leaves the previous checkpoint in force.
+DeepSpeed writes its shards under a temporary name, those of each DiT in a folder with the DiT's name; `wands_state.json` with
+the size of every file follows, the folder gets its name, and `latest` is replaced last. A kill at any moment leaves the previous
+checkpoint in force.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def save_checkpoint(engine: Any, folder: Path, state: TrainState, keep: int) -> Path:
+def save_checkpoint(engines: Mapping[str, Any], folder: Path, state: TrainState, keep: int) -> Path:
     """Write one checkpoint; every rank must call it.
 
     Args:
-        engine: the DeepSpeed engine.
+        engines: the DeepSpeed engine of each DiT, by its name in the pipeline.
         folder: `<output_dir>/checkpoints`.
         state: what goes into `wands_state.json`; its `files` are filled in here.
         keep: newest checkpoints that stay.
@@ -53,7 +54,7 @@ def save_checkpoint(engine: Any, folder: Path, state: TrainState, keep: int) -> 
     Raises:
         CheckpointError: the disk is full or refuses; the previous checkpoint is untouched.
     """
-    _check_space(engine, folder, state.zero_stage)
+    _check_space(engines, folder, state.zero_stage)
     rank = dist.get_rank()
     target = folder / step_name(state.step)
     partial = folder / f"{target.name}.tmp"
@@ -64,7 +65,8 @@ def save_checkpoint(engine: Any, folder: Path, state: TrainState, keep: int) -> 
     dist.barrier()
     try:
         # save_latest=False: DeepSpeed's own `latest` is neither atomic nor last.
-        engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
+        for part, engine in engines.items():
+            engine.save_checkpoint(str(partial), tag=part, save_latest=False)
         dist.barrier()
         if rank == 0:
             _finish(partial, target, state)
@@ -85,17 +87,21 @@ def _is_write_error(error: RuntimeError) -> bool:
     )
 
 
-def _check_space(engine: Any, folder: Path, zero_stage: int) -> None:
+def _check_space(engines: Mapping[str, Any], folder: Path, zero_stage: int) -> None:
     """Refuse before the first byte, on all ranks alike: a write that fails half way hangs the others."""
-    num_params = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    counts = [
+        sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+        for engine in engines.values()
+    ]
+    num_params = max(counts)  # of one file's DiT
     world_size = dist.get_world_size()
-    needed = num_params * _BYTES_PER_PARAM
+    needed = sum(counts) * _BYTES_PER_PARAM
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     # One file per rank with its share of masters and moments, and below stage 3 one with the whole module.
     largest = max(12 * num_params // world_size, 4 * num_params if zero_stage < 3 else 0)
-    largest = needed if zero_stage == 0 else largest
+    largest = num_params * _BYTES_PER_PARAM if zero_stage == 0 else largest
     problem = None
     if needed > free:
         problem = f"needs about {needed / 1e9:.3f} GB, {free / 1e9:.3f} GB are free; free disk space or set another output_dir."
@@ -205,15 +211,24 @@ def find_checkpoint(where: Path) -> tuple[Path, TrainState]:
     )
 
 
-def load_checkpoint(engine: Any, checkpoint: Path) -> None:
-    """Put weights, optimizer and learning rate schedule back into a fresh engine; every rank must call it.
+def load_checkpoint(engines: Mapping[str, Any], checkpoint: Path) -> None:
+    """Put weights, optimizer and learning rate schedule back into fresh engines; every rank must call it.
 
     What the recipe says today about learning rate, betas, eps and weight decay stays in force: DeepSpeed would silently bring
     back the values of the run that wrote the checkpoint. Unchanged settings leave every bit as it was.
 
+    Args:
+        engines: the DeepSpeed engine of each DiT, by its name in the pipeline.
+        checkpoint: step folder.
+
     Raises:
         CheckpointError: DeepSpeed could not use the shards.
     """
+    for part, engine in engines.items():
+        _load_engine(engine, checkpoint, part)
+
+
+def _load_engine(engine: Any, checkpoint: Path, part: str) -> None:
     settings = [
         {key: group[key] for key in _SETTINGS if key in group} for group in engine.optimizer.param_groups
     ]
@@ -222,7 +237,7 @@ def load_checkpoint(engine: Any, checkpoint: Path) -> None:
         scheduler, torch.optim.lr_scheduler.LambdaLR
     )  # else the JSON's, which owns the learning rate
     base_lrs = list(scheduler.base_lrs) if ours else []
-    path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    path, _ = engine.load_checkpoint(str(checkpoint), tag=part)
     if path is None:
         raise CheckpointError(
             f"checkpoint={checkpoint}: DeepSpeed found no shards for this world; use the DeepSpeed JSON of the run.",
@@ -235,11 +250,12 @@ def load_checkpoint(engine: Any, checkpoint: Path) -> None:
             group["lr"] = base_lrs[number] * scheduler.lr_lambdas[number](scheduler.last_epoch)
 
 
-def load_exported_state(where: Path) -> dict[str, torch.Tensor]:
+def load_exported_state(where: Path, part: str = "transformer") -> dict[str, torch.Tensor]:
     """Assemble the full fp32 weights from a checkpoint's shards, in one process, without the world that wrote them.
 
     Args:
         where: a step folder, or a run folder (its newest complete checkpoint).
+        part: which DiT, one of the state's `parts`.
 
     Returns:
         diffusers parameter names -> fp32 CPU tensors.
@@ -247,13 +263,11 @@ def load_exported_state(where: Path) -> dict[str, torch.Tensor]:
     checkpoint, state = find_checkpoint(where)
     if state.zero_stage == 0:
         module: Mapping[str, torch.Tensor] = torch.load(
-            checkpoint / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
+            checkpoint / part / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
         )["module"]
         return {name: tensor.float() for name, tensor in module.items()}
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        lazy = get_fp32_state_dict_from_zero_checkpoint(
-            str(checkpoint.parent), tag=checkpoint.name, lazy_mode=True
-        )
+        lazy = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=part, lazy_mode=True)
         return {name: tensor.contiguous().clone() for name, tensor in lazy.items()}

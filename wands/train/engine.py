@@ -178,8 +178,17 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
         ) from error
 
 
-def build_model(job: Job, groups: ContextGroups, device: torch.device) -> torch.nn.Module:
-    """Load the DiT, sharded from the first tensor on under ZeRO-3, with its attention chosen for `groups` and `device`."""
+def build_model(
+    job: Job, groups: ContextGroups, device: torch.device, part: str = "transformer"
+) -> torch.nn.Module:
+    """Load a DiT, sharded from the first tensor on under ZeRO-3, with its attention chosen for `groups` and `device`.
+
+    Args:
+        job: the checked run.
+        groups: the ranks that share a bin.
+        device: of this rank.
+        part: which DiT of the pipeline.
+    """
     import deepspeed
 
     recipe = job.recipe
@@ -187,7 +196,11 @@ def build_model(job: Job, groups: ContextGroups, device: torch.device) -> torch.
     backend = choose_backend(recipe.attention.backend, device, dtype, job.shape.head_dim)
     sharded = deepspeed.zero.Init(config_dict_or_path=job.ds_config) if job.zero_stage == 3 else None
     model = load_transformer(
-        recipe.model.path, init=recipe.model.init, seed=recipe.train.seed, zero_init_context=sharded
+        recipe.model.path,
+        subfolder=part,
+        init=recipe.model.init,
+        seed=recipe.train.seed,
+        zero_init_context=sharded,
     )
     attention = ContextAttention(
         backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all

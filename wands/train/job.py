@@ -14,13 +14,15 @@ import numpy as np
 from wands.config import Recipe
 from wands.data.collate import PackingCollator
 from wands.data.packing import assign_bins
-from wands.data.sampler import PlanSampler, check_enough_samples
+from wands.data.patchify import grid_size
+from wands.data.sampler import PlanSampler, StepPlan, check_enough_samples
 from wands.data.sources import Dataset, Sources, open_data
 from wands.errors import ConfigError
+from wands.flow.keys import SampleKey
 from wands.model.loading import check_weights, load_config, load_index
 from wands.parallel.mesh import Degrees, RankGrid, check_world, choose_degrees
 from wands.train.ds_config import build_ds_config
-from wands.variants import DiTShape, Variant, variant_of
+from wands.variants import DiTShape, Expert, Variant, variant_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Job:
         transformer_config: diffusers config of the DiT.
         shape: its numbers.
         variant: its row.
+        experts: the DiTs that are trained, one after the other in every step.
         data: what the recipe names.
         sampler: the plan of every optimizer step.
         collator: samples to packed batches.
@@ -45,6 +48,7 @@ class Job:
     transformer_config: dict[str, Any]
     shape: DiTShape
     variant: Variant
+    experts: tuple[Expert, ...]
     data: Dataset
     sampler: PlanSampler
     collator: PackingCollator
@@ -84,9 +88,41 @@ class Job:
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     def step_flops(self, bins: Sequence[Sequence[int]]) -> int:
-        """Matmul FLOPs of one optimizer step: forward once, backward twice that."""
+        """Matmul FLOPs of one step: of each expert forward once, backward twice that."""
         lens = self.seq_lens
-        return 3 * sum(self.shape.forward_flops([int(lens[i]) for i in one]) for one in bins)
+        forward = sum(self.shape.forward_flops([int(lens[i]) for i in one]) for one in bins)
+        return 3 * len(self.experts) * forward
+
+    def denominator(self, plan: StepPlan) -> float:
+        """What the summed loss of a step is divided by for its gradient: see `StepPlan.denominators`.
+
+        Of tokens only those count that are trained. How many of an epoch's first frames are given is a matter of chance: here
+        it is the mean, so that every step of the epoch has the same denominator.
+        """
+        value = plan.denominators[self.recipe.loss.reduction]
+        if self.recipe.loss.reduction == "token" and self._mean_first_frame:
+            value -= self.recipe.flow.i2v_ratio * self._mean_first_frame * plan.denominators["sample"]
+        return value
+
+    def count(self, plan: StepPlan) -> float:
+        """What the summed loss of a step is divided by to be its mean: its own samples, or its trained tokens."""
+        value = plan.counts[self.recipe.loss.reduction]
+        if self.recipe.loss.reduction == "token" and self._mean_first_frame:
+            for one in plan.bins:
+                for i, occurrence in zip(one, plan.occurrences(one), strict=True):
+                    key = SampleKey(self.data.keys[i], occurrence, plan.epoch)
+                    grid = grid_size(self.data.latent_shape(i), self.shape.patch_size)
+                    value -= self.collator.clean_len(key, grid)
+        return value
+
+    @cached_property
+    def _mean_first_frame(self) -> float:
+        """Tokens of a sample's first frame, on average, where a first frame may be given and more than it is there."""
+        if "first_frame" not in self.variant.conditions:
+            return 0.0
+        shapes = (self.data.latent_shape(i) for i in range(len(self.data.keys)))
+        grids = [grid_size(shape, self.shape.patch_size) for shape in shapes]
+        return sum(rows * columns for frames, rows, columns in grids if frames > 1) / len(grids)
 
     def imbalance(self, bins: Sequence[tuple[int, ...]]) -> float:
         """Cost of the slowest rank over the mean, summed over the micro steps of one optimizer step."""
@@ -134,14 +170,8 @@ def prepare_job(
         raise ConfigError(
             "model.path is not set; give a diffusers pipeline folder or a Hub id, for example --set model.path=DIR."
         )
-    config = load_config(recipe.model.path)
-    try:
-        variant = variant_of(config, load_index(recipe.model.path))
-    except ValueError as error:
-        raise ConfigError(
-            f"model.path={recipe.model.path}: {error}; give a pipeline of Wan 2.1 or 2.2."
-        ) from None
-    shape = DiTShape.from_config(config)
+    config, variant, experts = _read_model(recipe)
+    shape = variant.dit
     degrees = choose_degrees(
         recipe.parallel,
         num_heads=shape.num_heads,
@@ -157,7 +187,8 @@ def prepare_job(
     )
     visits = data.visits if isinstance(data, Sources) else None
     if recipe.model.init == "pretrained":
-        check_weights(recipe.model.path)
+        for expert in experts:
+            check_weights(recipe.model.path, expert.part)
     check_enough_samples(len(data.keys) if visits is None else visits.at_least, dp_size)
     cost = (float(shape.linear_flops_per_token()), float(shape.attention_flops_per_squared_token()))
     sampler = PlanSampler(
@@ -177,7 +208,34 @@ def prepare_job(
     collator = PackingCollator(
         shape, recipe.flow, recipe.train.seed, data.null_text_embeds, variant.conditions
     )
-    return Job(recipe, ds_config, config, shape, variant, data, sampler, collator, world_size, degrees)
+    return Job(
+        recipe, ds_config, config, shape, variant, experts, data, sampler, collator, world_size, degrees
+    )
+
+
+def _read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, ...]]:
+    """The DiT's config, what model it is, and the experts that the recipe asks for."""
+    path, wanted = recipe.model.path, recipe.model.experts
+    index, config = load_index(path), load_config(path)
+    try:
+        variant = variant_of(config, index)
+    except ValueError as error:
+        raise ConfigError(f"model.path={path}: {error}; give a pipeline of Wan 2.1 or 2.2.") from None
+    if len(variant.experts) == 1:
+        if wanted is not None:
+            raise ConfigError(
+                f"model.experts={wanted} is for models of two experts, and {variant.name} has one; leave it out."
+            )
+        return config, variant, variant.experts
+    experts = tuple(expert for expert in variant.experts if wanted in (None, "both", expert.name))
+    for expert in experts:
+        found = load_config(path, expert.part)
+        differing = [key for key in config if key[0] != "_" and found.get(key) != config[key]]
+        if differing:
+            raise ConfigError(
+                f"model.path={path}: its two experts differ in {', '.join(differing)}; give a pipeline whose experts are alike."
+            )
+    return config, variant, experts
 
 
 Report = Callable[[str], None]

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from wands.train.state import TrainState
 from wands.train.step import SampleLoss, StepResult, train_step
 from wands.train.stop import StopRequests, Wishes
 from wands.train.watchdog import check_agreement, check_step, plan_digests
+from wands.variants import Expert
 
 
 def train(
@@ -47,13 +48,18 @@ def train(
     # Before ranks that differ could wait for each other.
     check_agreement(plan_digests(job, start_step), device)
     groups = ContextGroups.build(job.grid(rank), device)
-    engine = build_engine(build_model(job, groups, device), job.ds_config, recipe, sampler.total_steps)
-    saved, step, past = _resume(engine, job, resume, rank, say) if resume else (None, 0, ())
+    engines = {
+        expert.part: build_engine(
+            build_model(job, groups, device, expert.part), job.ds_config, recipe, sampler.total_steps
+        )
+        for expert in job.experts
+    }
+    saved, step, past = _resume(engines, job, resume, rank, say) if resume else (None, 0, ())
     writer = MetricsWriter(job.output_dir, step, past) if rank == 0 else None
 
     def save() -> Path:
         state = build_state(job, step, plan.epoch, writer.history if writer else [])
-        path = save_checkpoint(engine, job.output_dir / "checkpoints", state, recipe.checkpoint.keep)
+        path = save_checkpoint(engines, job.output_dir / "checkpoints", state, recipe.checkpoint.keep)
         say(f"saved {path}")
         return path
 
@@ -65,27 +71,32 @@ def train(
         waiting_since = time.perf_counter()
         for plan, mine in batches:
             started = time.perf_counter()
-            lr = float(engine.optimizer.param_groups[0]["lr"])  # before the scheduler moves on
-            denominator = plan.denominators[recipe.loss.reduction]
-            result = train_step(engine, mine, job, groups, device, denominator)
+            first = engines[job.experts[0].part]
+            lr = float(first.optimizer.param_groups[0]["lr"])  # before the scheduler moves on
+            denominator = job.denominator(plan)
+            results = [
+                train_step(engines[expert.part], mine, job, groups, device, denominator, expert.sigma_range)
+                for expert in job.experts
+            ]
             step = plan.step + 1
-            loss, data_wait, wishes = _agree(
-                result.loss / plan.counts[recipe.loss.reduction],
+            losses, data_wait, wishes = _agree(
+                torch.stack([result.loss for result in results]) / job.count(plan),
                 started - waiting_since,
                 requests.poll(rank),
                 device,
             )
-            _check_finite(loss, result, step)
-            sample_log.write(step, result.samples)
+            for expert, loss, result in zip(job.experts, losses, results, strict=True):
+                _check_finite(expert, loss, result, step)
+                sample_log.write(step, expert, result.samples)
             seconds, waiting_since = time.perf_counter() - waiting_since, time.perf_counter()
             if writer is not None:
                 report = _report(
                     job,
                     plan,
                     device,
-                    loss=loss,
+                    losses=losses,
                     lr=lr,
-                    grad_norm=result.grad_norm,
+                    grad_norm=max(result.grad_norm for result in results),
                     seconds=seconds,
                     data_wait=data_wait,
                 )
@@ -93,7 +104,7 @@ def train(
                 if step % recipe.train.log_every == 0 or step == sampler.total_steps:
                     say(report.line(sampler.total_steps))
             if wishes.check or plan.step == start_step:
-                num_same = check_step(engine, plan, device)
+                num_same = sum(check_step(engine, plan, device) for engine in engines.values())
                 say(f"step {step}: {num_same} parameters and the plan are the same on all ranks")
                 waiting_since = time.perf_counter()  # comparing is not waiting for data
             due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
@@ -109,11 +120,11 @@ def train(
 
 
 def _resume(
-    engine: Any, job: Job, resume: tuple[Path, TrainState], rank: int, say: Report
+    engines: Mapping[str, Any], job: Job, resume: tuple[Path, TrainState], rank: int, say: Report
 ) -> tuple[Path | None, int, Sequence[tuple[int, float]]]:
     """Load a checkpoint; returns it, the steps made, and the loss series up to them."""
     checkpoint, state = resume
-    load_checkpoint(engine, checkpoint)
+    load_checkpoint(engines, checkpoint)
     say(f"resumed from {checkpoint} at step {state.step}")
     if rank == 0 and checkpoint.parent.resolve() == (job.output_dir / "checkpoints").resolve():
         abandon_newer(checkpoint)
@@ -121,18 +132,18 @@ def _resume(
 
 
 def _agree(
-    loss: torch.Tensor, data_wait: float, wishes: Wishes, device: torch.device
-) -> tuple[float, float, Wishes]:
-    """Two small all-reduces a step: the loss of all ranks, the longest wait, and what any rank was asked for."""
-    summed = loss.detach().to(torch.float64).reshape(1)
+    losses: torch.Tensor, data_wait: float, wishes: Wishes, device: torch.device
+) -> tuple[list[float], float, Wishes]:
+    """Two small all-reduces a step: the losses of all ranks, the longest wait, and what any rank was asked for."""
+    summed = losses.to(torch.float64)
     most = torch.tensor([data_wait, *wishes], dtype=torch.float64, device=device)
     dist.all_reduce(summed)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     wait, *asked = most.tolist()
-    return float(summed.item()), wait, Wishes(*map(bool, asked))
+    return summed.tolist(), wait, Wishes(*map(bool, asked))
 
 
-def _check_finite(loss: float, result: StepResult, step: int) -> None:
+def _check_finite(expert: Expert, loss: float, result: StepResult, step: int) -> None:
     if math.isfinite(loss) and math.isfinite(result.grad_norm):
         return
     bad = [
@@ -143,8 +154,9 @@ def _check_finite(loss: float, result: StepResult, step: int) -> None:
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, bad)
     names = ", ".join(dict.fromkeys(name for part in found for name in part)) or "no single clip"
+    whose = f" of the {expert.name}-noise expert" if expert.name else ""
     raise DataError(
-        f"step {step}: the loss is {loss} and the gradient's norm {result.grad_norm}, from {names}; look at these "
+        f"step {step}: the loss{whose} is {loss} and the gradient's norm {result.grad_norm}, from {names}; look at these "
         "clips or lower optim.lr, and --resume from the last checkpoint.",
         agreed=True,
     )
@@ -155,7 +167,7 @@ def _report(
     plan: StepPlan,
     device: torch.device,
     *,
-    loss: float,
+    losses: Sequence[float],
     lr: float,
     grad_norm: float,
     seconds: float,
@@ -167,7 +179,7 @@ def _report(
     return StepReport(
         step=plan.step + 1,
         epoch=plan.epoch,
-        loss=loss,
+        loss=sum(losses) / len(losses),
         lr=lr,
         grad_norm=grad_norm,
         tokens=plan.num_tokens,
@@ -178,6 +190,9 @@ def _report(
         mfu=tflops / peak if peak else None,
         fill=plan.num_tokens / (used * job.recipe.packing.max_tokens),
         imbalance=job.imbalance(plan.bins),
+        expert_losses={
+            expert.name: loss for expert, loss in zip(job.experts, losses, strict=True) if expert.name
+        },
     )
 
 
@@ -189,6 +204,7 @@ def build_state(job: Job, step: int, epoch: int, history: list[tuple[int, float]
         world_size=job.world_size,
         zero_stage=job.zero_stage,
         variant=job.variant.name,
+        parts=[expert.part for expert in job.experts],
         transformer_config=job.transformer_config,
         data_fingerprint=job.data_fingerprint(),
         data_summary={"num_samples": len(job.data.keys), "num_tokens": int(job.seq_lens.sum())},
@@ -220,7 +236,8 @@ class _SampleLog:
         if self._file is not None:
             self._file.close()
 
-    def write(self, step: int, losses: list[SampleLoss]) -> None:
+    def write(self, step: int, expert: Expert, losses: list[SampleLoss]) -> None:
         if self._file is not None:
-            self._file.writelines(json.dumps({"step": step, **vars(item)}) + "\n" for item in losses)
+            named = {"step": step} | ({"expert": expert.name} if expert.name else {})
+            self._file.writelines(json.dumps({**named, **vars(item)}) + "\n" for item in losses)
             self._file.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class StepReport:
     Attributes:
         step: optimizer steps made, this one included.
         epoch: epoch of its samples.
-        loss: the objective: weighted squared error over the step's denominator.
+        loss: the objective: weighted squared error over the step's own samples or tokens; of two experts the mean.
         lr: learning rate of this step.
         grad_norm: norm of the whole gradient before clipping.
         tokens: video tokens of the step.
@@ -57,6 +57,7 @@ class StepReport:
         mfu: share of the device's bf16 peak, None where the peak is not known.
         fill: tokens / (bins x packing.max_tokens).
         imbalance: cost of the busiest rank / mean cost, summed over micro steps.
+        expert_losses: the loss of each expert that is trained, by its name; empty for a model of one DiT.
     """
 
     step: int
@@ -72,6 +73,7 @@ class StepReport:
     mfu: float | None
     fill: float
     imbalance: float
+    expert_losses: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,8 +83,10 @@ class StepReport:
     def line(self, total_steps: int) -> str:
         """The step as one line of text."""
         mfu = f" ({self.mfu:.1%} MFU)" if self.mfu is not None else ""
+        experts = ", ".join(f"{name} {loss:.5f}" for name, loss in self.expert_losses.items())
+        loss = f"{self.loss:.5f} ({experts})" if len(self.expert_losses) > 1 else f"{self.loss:.5f}"
         return (
-            f"step {self.step:>{len(str(total_steps))}}/{total_steps}  loss {self.loss:.5f}  lr {self.lr:.2e}  "
+            f"step {self.step:>{len(str(total_steps))}}/{total_steps}  loss {loss}  lr {self.lr:.2e}  "
             f"grad {self.grad_norm:.3f}  {self.samples} clips {self.tokens} tokens  {self.tokens_per_second:,.0f} tok/s  "
             f"{self.seconds:.2f} s (data {self.data_wait:.2f})  {self.tflops:.3g} TFLOP/s{mfu}  "
             f"fill {self.fill:.0%}  imbalance {self.imbalance:.2f}"
@@ -115,12 +119,13 @@ class MetricsWriter:
     def write(self, report: StepReport) -> None:
         """Add one step to the file, to TensorBoard and to `history`."""
         self.history.append((report.step, report.loss))
-        self._rows.write(json.dumps({**asdict(report), "tokens_per_second": report.tokens_per_second}) + "\n")
+        row = asdict(report) | {"tokens_per_second": report.tokens_per_second}
+        experts = {f"loss_{name}": loss for name, loss in row.pop("expert_losses").items()}
+        self._rows.write(json.dumps(row | experts) + "\n")
         self._rows.flush()
         groups = {"loss": "train", "lr": "train", "grad_norm": "train", "epoch": "train"}
-        scalars = {field.name: getattr(report, field.name) for field in fields(report)}
-        scalars["tokens_per_second"] = report.tokens_per_second
-        for name, value in scalars.items():
+        groups |= dict.fromkeys(experts, "train")
+        for name, value in (row | experts).items():
             if name != "step" and value is not None:
                 self._board.add_scalar(f"{groups.get(name, 'speed')}/{name}", value, report.step)
 

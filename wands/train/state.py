@@ -27,7 +27,8 @@ class TrainState:
         world_size: ranks that wrote the shards.
         zero_stage: how the shards are cut.
         variant: name of the model's variant.
-        transformer_config: diffusers config of the DiT, enough to rebuild it.
+        parts: the DiTs that were trained, by their names in the pipeline; each has a folder of that name.
+        transformer_config: diffusers config of the DiT (of each), enough to rebuild it.
         data_fingerprint: identifies keys and lengths of all samples, in order.
         data_summary: counts for the model card.
         recipe: the resolved recipe.
@@ -41,6 +42,7 @@ class TrainState:
     world_size: int
     zero_stage: int
     variant: str
+    parts: list[str]
     transformer_config: dict[str, Any]
     data_fingerprint: str
     data_summary: dict[str, Any]
@@ -60,6 +62,7 @@ class TrainState:
         world_size: int,
         zero_stage: int,
         recipe: dict[str, Any],
+        parts: list[str],
         transformer_config: dict[str, Any],
         data_fingerprint: str,
     ) -> None:
@@ -86,6 +89,11 @@ class TrainState:
                     f"--resume {where}: {name}={ours} must equal the checkpoint's {theirs}, or the position in the data is "
                     "lost; set it back, or export the checkpoint and start a new run from it."
                 )
+        if parts != self.parts:
+            raise CheckpointError(
+                f"--resume {where}: model.experts={recipe['model']['experts']} must equal the checkpoint's "
+                f"{self.recipe['model'].get('experts')}; set it back, or export the checkpoint and start a new run from it."
+            )
         changed = [
             key
             for key, value in self.transformer_config.items()

@@ -49,6 +49,7 @@ def train_step(
     groups: ContextGroups,
     device: torch.device,
     denominator: float,
+    sigma_range: tuple[float, float] = (0.0, 1.0),
 ) -> StepResult:
     """One optimizer step: every micro batch forward and backward, then the update.
 
@@ -59,13 +60,16 @@ def train_step(
         groups: the ranks that share these micro batches.
         device: of the engine.
         denominator: samples (or tokens) that a step has on average, over all ranks.
+        sigma_range: noise levels of the expert that the engine trains.
     """
     recipe = job.recipe
     total, forwarded = torch.zeros((), device=device), []
     for number, host_shard in enumerate(shards, start=1):
         shard, layout = host_shard.to(device), host_shard.layout
         # x_t, target and sigmas: a function of (seed, sample, epoch), whatever the rank and the pack
-        noisy = corrupt(shard.tokens, layout, shard.keys, recipe.flow, recipe.train.seed, shard.clean_lens)
+        noisy = corrupt(
+            shard.tokens, layout, shard.keys, recipe.flow, recipe.train.seed, shard.clean_lens, sigma_range
+        )
 
         engine.set_gradient_accumulation_boundary(number == len(shards))
         tokens = shard.model_input(noisy.tokens)

@@ -36,6 +36,7 @@ def start_block(job: Job, start_step: int) -> str:
             "",
             f"{job.shape.num_layers} layers, {job.shape.num_heads} heads x {job.shape.head_dim}, ffn {job.shape.ffn_dim}",
         ),
+        *(("", line) for line in _experts(job)),
         (
             "grid",
             f"{job.world_size} ranks = dp {job.dp_size} x ring {job.degrees.ring} x ulysses {job.degrees.ulysses}"
@@ -80,6 +81,21 @@ def start_block(job: Job, start_step: int) -> str:
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
 
 
+def _experts(job: Job) -> list[str]:
+    """What is trained of a model of two experts, and how."""
+    if len(job.variant.experts) == 1:
+        return []
+    ranges = {
+        expert.name: f"{expert.name}-noise expert ({expert.part}), t from {1000 * expert.sigma_range[0]:g} to "
+        f"{1000 * expert.sigma_range[1]:g}"
+        for expert in job.experts
+    }
+    both = [
+        "both learn from the clips of each step, one after the other: two updates a step, all states twice"
+    ]
+    return [f"trains the {text}" for text in ranges.values()] + (both if len(ranges) == 2 else [])
+
+
 def _optimizer(job: Job) -> str:
     section, optim = job.ds_config["optimizer"], job.recipe.optim
     schedule = (
@@ -109,6 +125,7 @@ def _memory_line(job: Job) -> str:
         world_size=job.world_size,
         zero=job.ds_config["zero_optimization"],
         ring_degree=job.degrees.ring,
+        num_models=len(job.experts),
     )
     total = sum(parts.values())
     inner = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
@@ -127,6 +144,7 @@ def estimate_memory(
     world_size: int,
     zero: dict[str, object],
     ring_degree: int = 1,
+    num_models: int = 1,
 ) -> dict[str, float]:
     """Bytes that one rank holds at the peak of a step, by component.
 
@@ -140,8 +158,9 @@ def estimate_memory(
         world_size: ranks that share the states.
         zero: the `zero_optimization` section, for offload and live parameters.
         ring_degree: ranks that share each sample's tokens.
+        num_models: DiTs that are trained, one at a time; their states are all there, activations are those of one.
     """
-    params = shape.num_params
+    params = num_models * shape.num_params
     share = {stage: world_size if zero_stage >= stage else 1 for stage in (1, 2, 3)}
     weights = 4.0 * params / share[3]
     optimizer = 12.0 * params / share[1]
@@ -153,7 +172,8 @@ def estimate_memory(
     tokens = recipe.packing.max_tokens / recipe.parallel.group_size
     parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     if zero_stage == 3:
-        parts["gathered weights"] = 4.0 * min(float(zero.get("stage3_max_live_parameters", 1e9)), params)  # type: ignore[arg-type]
+        live = float(zero.get("stage3_max_live_parameters", 1e9))  # type: ignore[arg-type]
+        parts["gathered weights"] = 4.0 * min(live, shape.num_params)
     parts["activations"] = _activation_bytes(shape, recipe, tokens)
     if ring_degree > 1:
         narrow = _narrow_bytes(recipe)
