@@ -182,8 +182,8 @@ def broken(change) -> dict[str, Tensor]:
             r"holds 1 keys .*norm3\.diff",
         ),
         (
-            lambda keys: keys.update({"te.layers.0.q.lora_A.weight": torch.zeros(3, 3)}),
-            r"holds 1 keys .*te\.layers",
+            lambda keys: keys.update({"text.layers.0.q.lora_A.weight": torch.zeros(3, 3)}),
+            r"holds 1 keys .*text\.layers",
         ),
         (
             lambda keys: keys.pop("diffusion_model.blocks.0.self_attn.q.lora_A.weight"),

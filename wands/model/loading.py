@@ -1,7 +1,8 @@
 """Weights into a `PackedWanTransformer`, one tensor at a time: no second copy of the model ever exists.
 
 The model is built without memory (on the meta device, or partitioned by ZeRO-3) and then filled, parameter by
-parameter, from safetensors files or by Wan's own initialisation.
+parameter, from safetensors files or by Wan's own initialisation. Folders of the official Wan repositories are
+read as they are: their names and configs become diffusers' on the way.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import torch
 import torch.distributed as dist
 from diffusers.models.modeling_utils import no_init_weights
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from wands.errors import CheckpointError, ConfigError
 from wands.model.hub import fetch_model
+from wands.model.names import EXPERTS, rename_all, shorten, to_diffusers
+from wands.model.official import DIT_STEM, EXPERT_FOLDERS, OFFICIAL_CLASS, boundary_of, config_of, find_expert
+from wands.model.tensor_files import TensorFiles, find_weights
 from wands.model.transformer import PackedWanTransformer
 
 logger = logging.getLogger(__name__)
@@ -31,14 +34,16 @@ MODEL_CLASS = "WanTransformer3DModel"
 
 
 def load_config(path: str | Path, subfolder: str = "transformer") -> dict[str, Any]:
-    """Read the DiT's config.
+    """Read the DiT's config, as diffusers has it.
 
     Args:
-        path: diffusers pipeline folder or Hub id.
-        subfolder: where in it the DiT lies; "" when `path` is the DiT itself.
+        path: folder of a diffusers pipeline or an official Wan repository, or the Hub id of one.
+        subfolder: where in it the DiT lies; "" when `path` is the DiT itself. In an official repository
+            "transformer" is its only DiT or its high-noise expert, and "transformer_2" its low-noise expert.
 
     Raises:
         ConfigError: there is no such model, or it is not a Wan DiT.
+        CheckpointError: an official config does not fit its weights.
     """
     return _read_config(path, _find_folder(path, subfolder, ["config.json"]))
 
@@ -46,12 +51,14 @@ def load_config(path: str | Path, subfolder: str = "transformer") -> dict[str, A
 def load_index(path: str | Path) -> dict[str, Any]:
     """Read `model_index.json` of the pipeline, which says how its parts work together; {} for a bare DiT.
 
+    An official repository of two experts has none, and gets what diffusers' index of that model says of them.
+
     Raises:
         ConfigError: there is no such model, or the file is damaged.
     """
     file = fetch_model(path, allow=["model_index.json"]) / "model_index.json"
     if not file.is_file():
-        return {}
+        return _official_index(path)
     try:
         index = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -71,8 +78,8 @@ def load_transformer(
     """Build the DiT and fill it.
 
     Args:
-        path: diffusers pipeline folder or Hub id.
-        subfolder: where in it the DiT lies; "" when `path` is the DiT itself.
+        path: folder of a diffusers pipeline or an official Wan repository, or the Hub id of one.
+        subfolder: where in it the DiT lies, as for `load_config`.
         init: `pretrained` reads the weights; `random` takes only the config, and starts as official Wan does.
         seed: of the random weights, which are the same at any world size.
         dtype: of the parameters, whatever the file has; a ZeRO-3 context decides itself.
@@ -119,23 +126,47 @@ def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str]) -> P
     """The folder of the DiT; from the Hub, only the files that match are fetched."""
     allow = [f"{subfolder}/{pattern}".lstrip("/") for pattern in patterns]
     folder = fetch_model(path, allow=allow) / subfolder
-    if not (folder / "config.json").is_file():
-        missing = Path(subfolder) / "config.json"
-        raise ConfigError(f"model.path={path} has no {missing}; give a Wan pipeline in diffusers layout.")
-    return folder
+    if (folder / "config.json").is_file():
+        return folder
+    if subfolder in EXPERTS:
+        # Weights too: official configs leave out what the shapes say.
+        own = [f"{EXPERT_FOLDERS[subfolder]}/*"]
+        alone = ["config.json", f"{DIT_STEM}*"] if subfolder == EXPERTS[0] else []
+        found = find_expert(fetch_model(path, allow=own + alone), subfolder)
+        if found is not None:
+            return found
+    missing = Path(subfolder) / "config.json"
+    raise ConfigError(
+        f"model.path={path} has no {missing}; give a Wan pipeline in diffusers layout, or a folder of official Wan."
+    )
+
+
+def _official_index(path: str | Path) -> dict[str, Any]:
+    root = fetch_model(path, allow=[f"{folder}/config.json" for folder in EXPERT_FOLDERS.values()])
+    low = find_expert(root, EXPERTS[1])
+    if low is None:
+        return {}
+    boundary = boundary_of(_read_json(path, low / "config.json"))
+    return {"boundary_ratio": boundary, EXPERTS[1]: ["diffusers", MODEL_CLASS]}
 
 
 def _read_config(path: str | Path, folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            f"model.path={path}: {folder / 'config.json'} is not JSON ({error}); mend it."
-        ) from None
-    found = config.get("_class_name") if isinstance(config, dict) else None
+    config = _read_json(path, folder / "config.json")
+    found = config.get("_class_name")
+    if found == OFFICIAL_CLASS:
+        with TensorFiles(find_weights(folder, DIT_STEM), f"model.path={path}") as files:
+            return config_of(files.shapes, config, where=f"model.path={path}")
     if found != MODEL_CLASS:
         raise ConfigError(f"model.path={path} holds a {found}, not a {MODEL_CLASS}; give a Wan pipeline.")
     return config
+
+
+def _read_json(path: str | Path, file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model.path={path}: {file} is not JSON ({error}); mend it.") from None
+    return found if isinstance(found, dict) else {}
 
 
 def _build_empty(
@@ -177,41 +208,28 @@ def _shape(param: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
-class _Weights:
-    """The safetensors files of one DiT, mapped into memory: a tensor is read when it is asked for."""
+class _Weights(TensorFiles):
+    """The safetensors files of one DiT: a tensor is read, by its diffusers name, when it is asked for."""
 
     def __init__(self, path: str | Path, folder: Path) -> None:
-        self.path = path
+        super().__init__([], f"model.path={path}")
         self.folder = folder
-        self._stack = ExitStack()
-        self._file_of: dict[str, Any] = {}
+        self._stored: dict[str, str] = {}
 
     def __enter__(self) -> _Weights:
-        for file in self._list_files():
-            try:
-                opened = self._stack.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"model.path={self.path}: {file} cannot be read ({error}); fetch it again."
-                ) from None
-            self._file_of |= dict.fromkeys(opened.keys(), opened)
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._stack.__exit__(*exc)
-
-    def _list_files(self) -> list[Path]:
-        index = self.folder / f"{WEIGHTS_NAME}.index.json"
-        if (self.folder / WEIGHTS_NAME).is_file():
-            return [self.folder / WEIGHTS_NAME]
-        if index.is_file():
-            return sorted(
-                {self.folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        self.files = find_weights(self.folder, DIT_STEM)
+        if not self.files:
+            raise CheckpointError(
+                f"{self.where} has no weights (neither {WEIGHTS_NAME} nor its index); "
+                "give a complete pipeline, or set model.init=random."
             )
-        raise CheckpointError(
-            f"model.path={self.path} has no weights (neither {WEIGHTS_NAME} nor its index); "
-            "give a complete pipeline, or set model.init=random."
+        super().__enter__()
+        official = _read_json(self.where, self.folder / "config.json").get("_class_name") == OFFICIAL_CLASS
+        names = self.shapes
+        self._stored = (
+            rename_all(names, to_diffusers, self.where) if official else {name: name for name in names}
         )
+        return self
 
     def check_fit(self, model: PackedWanTransformer) -> None:
         """Compare names and shapes with the model's, reading only headers.
@@ -220,7 +238,8 @@ class _Weights:
             CheckpointError: naming what is missing, unexpected or of another shape.
         """
         wanted = {name: _shape(param) for name, param in model.named_parameters()}
-        found = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
+        shapes = self.shapes
+        found = {name: shapes[stored] for name, stored in self._stored.items()}
         ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
         problems = {
             "missing": [name for name in wanted if name not in found],
@@ -234,21 +253,17 @@ class _Weights:
             ],
         }
         report = "; ".join(
-            f"{len(names)} {what}: {_shorten(names)}" for what, names in problems.items() if names
+            f"{len(names)} {what}: {shorten(names)}" for what, names in problems.items() if names
         )
         if report:
             raise CheckpointError(
-                f"model.path={self.path} has weights that do not fit its config.json ({report}); "
+                f"{self.where} has weights that do not fit its config.json ({report}); "
                 "use weights and config of the same model."
             )
 
     def read(self, name: str) -> Tensor:
         """One tensor, as it is in the file."""
-        return self._file_of[name].get_tensor(name)
-
-
-def _shorten(names: list[str], most: int = 8) -> str:
-    return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+        return super().read(self._stored[name])
 
 
 def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
