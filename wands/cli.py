@@ -332,20 +332,45 @@ def export(checkpoint: Path, out: Path, **options: Any) -> None:
     help="Classifier-free guidance; up to 1 is none [default: 5].",
 )
 @click.option(
+    "--guidance-2",
+    "guidance_scale_2",
+    type=float,
+    multiple=True,
+    help="Of the low-noise expert of two [default: --guidance].",
+)
+@click.option(
     "--shift", "flow_shift", type=float, multiple=True, help="Flow shift [default: the scheduler's]."
 )
 @click.option("--seed", type=int, multiple=True, help="Given once, prompt i gets seed + i [default: 0].")
 @click.option("--negative-prompt", multiple=True, help="What not to show.")
+@click.option(
+    "--image",
+    multiple=True,
+    help="Picture to start from, or a video, of which the first frame; cut to the size.",
+)
+@click.option("--last-image", multiple=True, help="Picture to end at, or a video, of which the last frame.")
 @click.option(
     "--transformer",
     type=click.Path(path_type=Path),
     help="Diffusers transformer that replaces the pipeline's.",
 )
 @click.option(
+    "--transformer-2",
+    type=click.Path(path_type=Path),
+    help="The same for the low-noise expert of two.",
+)
+@click.option(
     "--checkpoint",
     type=click.Path(path_type=Path),
     help="Run or step folder of wands train whose weights are used.",
 )
+@click.option(
+    "--lora",
+    multiple=True,
+    metavar="PATH[=SCALE]",
+    help="LoRA to add (diffusers, PEFT or ComfyUI); repeatable, with both experts' weights or the high-noise one's.",
+)
+@click.option("--lora-2", multiple=True, metavar="PATH[=SCALE]", help="LoRA of the low-noise expert.")
 @click.option(
     "--offload",
     type=click.Choice(["none", "model", "sequential"]),
@@ -366,7 +391,7 @@ def export(checkpoint: Path, out: Path, **options: Any) -> None:
 @click.option("--ulysses-degree", type=click.IntRange(1), help="Ranks that share heads [default: the most].")
 @click.option("--ring-degree", type=click.IntRange(1), help="Ranks that share tokens [default: the rest].")
 def infer(model: str, prompts: tuple[str, ...], **options: Any) -> None:
-    """Sample videos from prompts with a pipeline, or with the weights of a training checkpoint.
+    """Sample videos from prompts, and pictures, with a pipeline or with the weights of a training checkpoint.
 
     One process: wands infer. Several, which share each video: torchrun --nproc-per-node N -m wands infer ...
     """

@@ -10,7 +10,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from tests.attention.context import groups_of
-from tests.model.packs import CONFIG, randomize
+from tests.model.packs import CONFIG, IMAGE_ROWS, KINDS, randomize
 from wands.attention.hybrid import ContextAttention
 from wands.attention.varlen import Segments, choose_backend, varlen_attention
 from wands.model.sharded import shard_transformer
@@ -24,13 +24,14 @@ HEADS = {"num_attention_heads": 4, "attention_head_dim": 12}
 SIZES = [(3, 10, 6), (1, 4, 6), (1, 2, 2), (3, 10, 6)]
 DEGREES = {3: [(3, 1)], 4: [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1)]}
 """World size -> (ring, Ulysses); in a world of four, two groups of two do the same."""
+CONDITIONED = [kind for kind in KINDS if kind != "t2v"]
 BOUNDS = {torch.float64: 1e-12, torch.float32: 5e-6}
 
 
-def build(dtype: torch.dtype) -> WanTransformer3DModel:
+def build(dtype: torch.dtype, kind: str = "t2v") -> WanTransformer3DModel:
     """The stock model in a dtype as `from_pretrained` gives it: in bf16 some modules stay fp32."""
     diffusers.logging.set_verbosity_error()  # a notice at every `.to(dtype)`
-    model = WanTransformer3DModel(**CONFIG | HEADS).eval()
+    model = WanTransformer3DModel(**CONFIG | HEADS | KINDS[kind]).eval()
     randomize(model)
     if dtype != torch.bfloat16:
         return model.to(dtype)
@@ -60,6 +61,70 @@ def predict(model: WanTransformer3DModel, dtype: torch.dtype) -> list[Tensor]:
                 )[0]
             )
     return outputs
+
+
+def predict_conditioned(model: WanTransformer3DModel, kind: str) -> list[Tensor]:
+    """As above for a model that is conditioned on pictures, with what its pipeline gives it; float64."""
+    outputs = []
+    for size in SIZES[:2]:
+        generator = torch.Generator().manual_seed(sum(size))
+
+        def normal(*shape: int, generator: torch.Generator = generator) -> Tensor:
+            return torch.randn(*shape, generator=generator).double()
+
+        timestep, image = torch.tensor([997.3, 301.7]), None
+        if kind == "ti2v":  # of tokens: those of the first frame are clean
+            clean = torch.ones(size)
+            clean[0] = 0
+            timestep = timestep[:, None] * clean[:, ::2, ::2].flatten()
+        if "image_dim" in KINDS[kind]:
+            per_sample = (
+                2 if "pos_embed_seq_len" in KINDS[kind] else 1
+            )  # diffusers takes first and last one by one
+            image = normal(2 * per_sample, IMAGE_ROWS // per_sample, KINDS[kind]["image_dim"])
+        with torch.no_grad(), model.cache_context("cond"):
+            outputs.append(
+                model(
+                    hidden_states=normal(2, model.config.in_channels, *size),
+                    timestep=timestep,
+                    encoder_hidden_states=normal(2, TEXT_LEN, CONFIG["text_dim"]),
+                    encoder_hidden_states_image=image,
+                    attention_kwargs=None,
+                    return_dict=False,
+                )[0]
+            )
+    return outputs
+
+
+def predict_conditioned_on_ranks(degrees: tuple[int, int]) -> dict[str, list[Tensor]]:
+    groups = groups_of(*degrees)
+    kernel = choose_backend("auto", "cpu", torch.float64)
+    attention = ContextAttention(kernel, groups.ulysses, groups.ring, groups.ring_grad)
+    return {
+        kind: predict_conditioned(shard(build(torch.float64, kind), attention, groups), kind)
+        for kind in CONDITIONED
+    }
+
+
+def predict_with_whole_timesteps() -> list[Tensor]:
+    """The mistake: each rank takes the timesteps of the first tokens for those of its own."""
+    groups = groups_of(2, 1)
+    kernel = choose_backend("auto", "cpu", torch.float64)
+    attention = ContextAttention(kernel, groups.ulysses, groups.ring, groups.ring_grad)
+    model = shard(build(torch.float64, "ti2v"), attention, groups)
+    hooks = model.condition_embedder._forward_pre_hooks
+    for handle, hook in list(hooks.items()):
+        cut = hook.__self__
+
+        def first_ones(module: object, args: tuple, options: dict, hook=hook, cut=cut) -> tuple:
+            mine, cut._mine = cut._mine, torch.arange(len(cut._mine))
+            try:
+                return hook(module, args, options)
+            finally:
+                cut._mine = mine
+
+        hooks[handle] = first_ones
+    return predict_conditioned(model, "ti2v")
 
 
 def predict_on_ranks(degrees: list[tuple[int, int]]) -> list[dict[torch.dtype, list[Tensor]]]:
@@ -136,4 +201,23 @@ def test_one_rank_with_the_stock_kernel_is_the_stock_model_bit_for_bit(dtype: to
 def test_a_missing_exchange_would_be_seen(run_world):
     expected = predict(build(torch.float64), torch.float64)
     found = run_world(2, predict_without_exchange, 2)[0]
+    assert (found[0] - expected[0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("world_size", "degrees"), [(2, (2, 1)), (2, (1, 2)), (4, (2, 2))])
+def test_equals_the_stock_model_of_every_kind(run_world, world_size: int, degrees: tuple[int, int]):
+    ranks = run_world(world_size, predict_conditioned_on_ranks, degrees)
+    for kind in CONDITIONED:
+        alone = predict_conditioned(build(torch.float64, kind), kind)
+        for place, wanted in enumerate(alone):
+            first, *others = [rank[kind][place] for rank in ranks]
+            where = f"{kind}, {SIZES[place]}"
+            assert first.shape == wanted.shape, where
+            assert all(torch.equal(first, other) for other in others), where
+            assert (first - wanted).abs().max() <= 1e-12 * wanted.abs().max(), where
+
+
+def test_timesteps_of_other_tokens_would_be_seen(run_world):
+    expected = predict_conditioned(build(torch.float64, "ti2v"), "ti2v")
+    found = run_world(2, predict_with_whole_timesteps)[0]
     assert (found[0] - expected[0]).abs().max() > 1e-2

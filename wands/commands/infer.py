@@ -1,7 +1,7 @@
 """`wands infer`: prompts in; one mp4 each, a contact sheet and a record of what made them out.
 
-Sampling is diffusers' own `WanPipeline`, wherever the transformer's weights come from: what is seen here is
-what every user of an exported folder gets. Started by a launcher, all its processes share each video; every one runs the
+Sampling is diffusers' own `WanPipeline` or `WanImageToVideoPipeline`, wherever the weights come from: what is seen here
+is what every user of an exported folder gets. Started by a launcher, all its processes share each video; every one runs the
 whole pipeline on the same latents but for the transformer, which they run together, and the first one decodes and writes.
 """
 
@@ -13,18 +13,28 @@ import re
 import sys
 import time
 import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from diffusers import WanPipeline
+from diffusers import WanImageToVideoPipeline
 
+from wands.commands.adapters import find_loras
 from wands.commands.contact_sheet import SheetRow, pick_frames, save_contact_sheet
-from wands.commands.pipeline import find_pipeline, load_pipeline
-from wands.commands.prompts import SampleRequest, SizeRule, build_requests, raise_problems, read_prompts
+from wands.commands.pictures import Pictures, read_pictures
+from wands.commands.pipeline import AnyPipeline, PipelineSource, find_pipeline, load_pipeline, pipeline_for
+from wands.commands.prompts import (
+    SampleRequest,
+    SizeRule,
+    build_requests,
+    check_conditions,
+    raise_problems,
+    read_prompts,
+)
 from wands.commands.sharing import check_commands, own_device, plan_ranks, share_pipeline
 from wands.data.video import save_video
 from wands.errors import WandsError
@@ -39,6 +49,7 @@ Several: TypeAlias = T | Sequence[T] | None
 """Not given, once for all prompts, or as many times as there are prompts."""
 RECORD_FILE = "samples.jsonl"
 SHEET_FRAMES = 4
+NO_PICTURES = Pictures()
 
 
 @dataclass(frozen=True)
@@ -75,11 +86,17 @@ def infer(
     num_frames: Several[int] = None,
     num_inference_steps: Several[int] = None,
     guidance_scale: Several[float] = None,
+    guidance_scale_2: Several[float] = None,
     flow_shift: Several[float] = None,
     seed: Several[int] = None,
     negative_prompt: Several[str] = None,
+    image: Several[str | Path | None] = None,
+    last_image: Several[str | Path | None] = None,
     transformer: Path | None = None,
+    transformer_2: Path | None = None,
     checkpoint: Path | None = None,
+    lora: Sequence[str | Path] = (),
+    lora_2: Sequence[str | Path] = (),
     offload: Literal["none", "model", "sequential"] = "none",
     dtype: Literal["auto", "bf16", "fp32"] = "auto",
     device: str | None = None,
@@ -99,18 +116,24 @@ def infer(
         prompts: texts, or requests (`read_prompts`) whose explicitly set fields win over the options below.
         out_dir: made when missing.
         prompts_file: more prompts, behind `prompts`; see `read_prompts`.
-        height: pixels, default 480. This and the next seven: once for all prompts, or once per prompt.
+        height: pixels, default 480. This and the next ten: once for all prompts, or once per prompt.
         width: pixels, default 832.
         num_frames: 4k+1, default 81.
         num_inference_steps: default 50.
         guidance_scale: default 5; up to 1 runs without guidance.
+        guidance_scale_2: of the low-noise expert of two; default: `guidance_scale`.
         flow_shift: default: that of the pipeline's scheduler.
         seed: default 0; given once, prompt i gets seed + i.
         negative_prompt: default "".
+        image: picture that the video starts from, or a video, whose first frame is taken; cut to the size as clips are.
+        last_image: picture that it ends at, or a video, whose last frame is taken.
         transformer: diffusers folder whose transformer takes the place of the pipeline's.
-        checkpoint: the transformer straight from `wands train`: a run folder (newest step) or a step folder.
+        transformer_2: the same for the low-noise expert of two.
+        checkpoint: the DiTs straight from `wands train`: a run folder (newest step) or a step folder.
+        lora: "PATH" or "PATH=SCALE" each: LoRAs to add, in diffusers', PEFT's or ComfyUI's layout.
+        lora_2: the same for the low-noise expert, where the files do not say so themselves.
         offload: "model" and "sequential" keep weights on the host and bring a model, or a layer, at a time.
-        dtype: of transformer and text encoder, the VAE is fp32; "auto": bf16 on CUDA, fp32 on the CPU.
+        dtype: of DiTs and text encoder, the others are fp32; "auto": bf16 on CUDA, fp32 on the CPU.
         device: default: CUDA when there is one; under a launcher each rank takes the one of its own.
         fps: of the mp4; default: the variant's.
         save_latents: keep the final latents beside each mp4.
@@ -121,8 +144,8 @@ def infer(
         One result per prompt, in order; none on ranks other than the first, which alone decodes and writes.
 
     Raises:
-        ConfigError: the model cannot be used, options are wrong, or the ranks that were started cannot share a
-            video: all at once, before weights are read. Also when the ranks were given different things.
+        ConfigError: the model cannot be used, options are wrong, a picture cannot be read, or the ranks that were started
+            cannot share a video: all at once, before weights are read. Also when the ranks were given different things.
         CheckpointError: the checkpoint is missing, incomplete, or of another model.
         WandsError: a file cannot be written.
     """
@@ -132,24 +155,35 @@ def infer(
         "num_frames": num_frames,
         "num_inference_steps": num_inference_steps,
         "guidance_scale": guidance_scale,
+        "guidance_scale_2": guidance_scale_2,
         "flow_shift": flow_shift,
         "seed": seed,
         "negative_prompt": negative_prompt,
+        "image": _names(image),
+        "last_image": _names(last_image),
     }
     with start_together():
-        source = find_pipeline(model, transformer=transformer, checkpoint=checkpoint)
+        source = find_pipeline(
+            model,
+            transformer=transformer,
+            transformer_2=transformer_2,
+            checkpoint=checkpoint,
+            loras=find_loras(lora, lora_2),
+        )
         rule = SizeRule(source.vae_stride, source.variant.dit.patch_size)
         asked = [*prompts, *(read_prompts(prompts_file) if prompts_file else [])]
         requests, problems = build_requests(asked, options, rule)
+        problems += check_conditions(requests, source.variant)
         grid, misfits = plan_ranks(source.variant, ulysses_degree, ring_degree)
         if grid.world_size > 1:
             device, refused = own_device(device)
             misfits += refused
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        raise_problems([*problems, *misfits, *_run_problems(out_dir, offload, device, fps)])
+        pictures, unreadable = read_pictures([] if problems else requests)
+        raise_problems([*problems, *misfits, *_run_problems(out_dir, offload, device, fps), *unreadable])
     chosen = "bf16" if dtype == "bf16" or (dtype == "auto" and device != "cpu") else "fp32"
     if grid.world_size > 1:
-        check_commands(source, requests, chosen, grid)
+        check_commands(source, requests, pictures, chosen, grid)
     log.info(
         "sampling %d videos on %s with %s", len(requests), device, source.checkpoint or transformer or model
     )
@@ -163,30 +197,51 @@ def infer(
     if grid.world_size > 1:
         share_pipeline(pipeline, grid)
     if grid.rank > 0:
-        _sample_along(pipeline, requests)
+        _sample_along(pipeline, requests, pictures)
         return []
-    origin = {"model": source.model, "dtype": chosen}
-    if transformer or source.checkpoint:
-        origin["transformer"] = str(transformer or source.checkpoint)
-    return _run(pipeline, requests, out_dir, fps or source.variant.fps, save_latents, origin)
+    return _run(
+        pipeline,
+        requests,
+        pictures,
+        out_dir,
+        fps or source.variant.fps,
+        save_latents,
+        _origin(source, chosen),
+    )
+
+
+def _names(given: Several[str | Path | None]) -> Several[str | None]:
+    if given is None:
+        return None
+    return str(given) if isinstance(given, str | Path) else [path and str(path) for path in given]
+
+
+def _origin(source: PipelineSource, dtype: str) -> dict[str, Any]:
+    """Where the weights of the samples come from, for the record."""
+    origin: dict[str, Any] = {"model": source.model, "dtype": dtype}
+    for part, dit in source.dits.items():
+        if dit.checkpoint or dit.folder != source.model:
+            origin[part] = str(dit.checkpoint or dit.folder)
+    if source.loras:
+        origin["loras"] = [asdict(lora) for lora in source.loras]
+    return origin
 
 
 def _run(
-    pipeline: WanPipeline,
+    pipeline: AnyPipeline,
     requests: Sequence[SampleRequest],
+    pictures: Sequence[Pictures],
     out_dir: Path,
     fps: int,
     save_latents: bool,
-    origin: Mapping[str, str],
+    origin: Mapping[str, Any],
 ) -> list[InferResult]:
-    pipeline.set_progress_bar_config(disable=not sys.stderr.isatty(), leave=False)
-    scheduler = pipeline.scheduler
     first = _next_number(out_dir)
     sheet = out_dir / f"contact_sheet_{first:03d}.png"
     results, rows = [], []
-    for i, request in enumerate(requests):
-        pipeline.scheduler = _with_shift(scheduler, request.flow_shift)
-        frames, latents, seconds = _sample(pipeline, request)
+    for i, (one, request, given) in enumerate(_pipelines(pipeline, requests, pictures)):
+        one.set_progress_bar_config(disable=not sys.stderr.isatty(), leave=False)
+        frames, latents, seconds = _sample(one, request, given)
         stem = f"{first + i:03d}_{_slug(request.prompt)}"
         result = InferResult(
             request=request,
@@ -194,7 +249,7 @@ def _run(
             latents=out_dir / f"{stem}.safetensors" if save_latents else None,
             contact_sheet=sheet,
             fps=fps,
-            flow_shift=float(pipeline.scheduler.config[_shift_key(scheduler)]),
+            flow_shift=float(one.scheduler.config[_shift_key(one.scheduler)]),
             seconds=seconds,
         )
         _write(result, frames, latents, origin)
@@ -205,13 +260,27 @@ def _run(
     return results
 
 
-def _sample_along(pipeline: WanPipeline, requests: Sequence[SampleRequest]) -> None:
-    """Do this rank's part of every sample; the first rank decodes them."""
-    pipeline.set_progress_bar_config(disable=True)
+def _pipelines(
+    pipeline: AnyPipeline, requests: Sequence[SampleRequest], pictures: Sequence[Pictures]
+) -> Iterator[tuple[AnyPipeline, SampleRequest, Pictures]]:
+    """Each request with the pipeline that samples it, which has a scheduler of its own each time."""
     scheduler = pipeline.scheduler
-    for request in requests:
-        pipeline.scheduler = _with_shift(scheduler, request.flow_shift)
-        _call(pipeline, request, output_type="latent")
+    views: dict[bool, AnyPipeline] = {}
+    for request, given in zip(requests, pictures, strict=True):
+        with_image = given.image is not None
+        if with_image not in views:
+            views[with_image] = pipeline_for(pipeline, with_image=with_image)
+        views[with_image].scheduler = _with_shift(scheduler, request.flow_shift)
+        yield views[with_image], request, given
+
+
+def _sample_along(
+    pipeline: AnyPipeline, requests: Sequence[SampleRequest], pictures: Sequence[Pictures]
+) -> None:
+    """Do this rank's part of every sample; the first rank decodes them."""
+    for one, request, given in _pipelines(pipeline, requests, pictures):
+        one.set_progress_bar_config(disable=True)
+        _call(one, request, given, output_type="latent")
 
 
 def _run_problems(out_dir: Path, offload: str, device: str, fps: int | None) -> list[str]:
@@ -233,38 +302,53 @@ def _run_problems(out_dir: Path, offload: str, device: str, fps: int | None) -> 
     return problems
 
 
-def _sample(pipeline: WanPipeline, request: SampleRequest) -> tuple[np.ndarray, torch.Tensor, float]:
+def _sample(
+    pipeline: AnyPipeline, request: SampleRequest, pictures: Pictures = NO_PICTURES
+) -> tuple[np.ndarray, torch.Tensor, float]:
     """Run the pipeline once: uint8 [F, H, W, 3], final normalised latents fp32 [C, f, h, w] and seconds."""
     started = time.perf_counter()
-    video, latents = _call(pipeline, request, output_type="np")
+    video, latents = _call(pipeline, request, pictures, output_type="np")
     return (video * 255).round().astype(np.uint8), latents, time.perf_counter() - started
 
 
-def _call(pipeline: WanPipeline, request: SampleRequest, output_type: str) -> tuple[Any, torch.Tensor]:
+def _call(
+    pipeline: AnyPipeline, request: SampleRequest, pictures: Pictures = NO_PICTURES, *, output_type: str
+) -> tuple[Any, torch.Tensor]:
     """Give what the pipeline returns for the one sample, and its final normalised latents, fp32 [C, f, h, w]."""
     last: dict[str, torch.Tensor] = {}
 
     def keep(
-        _: WanPipeline, step: int, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]
+        _: AnyPipeline, step: int, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]
     ) -> dict[str, Any]:
         last.update(tensors)
         return {}
 
-    output = pipeline(
-        prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
-        height=request.height,
-        width=request.width,
-        num_frames=request.num_frames,
-        num_inference_steps=request.num_inference_steps,
-        guidance_scale=request.guidance_scale,
-        max_sequence_length=TEXT_LEN,
-        # Drawn on the CPU: CUDA's random numbers are others, and differ between devices.
-        generator=torch.Generator("cpu").manual_seed(request.seed),
-        output_type=output_type,
-        callback_on_step_end=keep,  # the latents that the pipeline decodes: no second decoder to keep equal
-    ).frames[0]
+    options: dict[str, Any] = {
+        key: picture
+        for key, picture in (("image", pictures.image), ("last_image", pictures.last_image))
+        if picture is not None
+    }
+    if request.guidance_scale_2 is not None:
+        options["guidance_scale_2"] = request.guidance_scale_2
+    with _keeping_condition(pipeline, last):
+        output = pipeline(
+            prompt=request.prompt,
+            negative_prompt=request.negative_prompt,
+            height=request.height,
+            width=request.width,
+            num_frames=request.num_frames,
+            num_inference_steps=request.num_inference_steps,
+            guidance_scale=request.guidance_scale,
+            max_sequence_length=TEXT_LEN,
+            # Drawn on the CPU: CUDA's random numbers are others, and differ between devices.
+            generator=torch.Generator("cpu").manual_seed(request.seed),
+            output_type=output_type,
+            callback_on_step_end=keep,  # the latents that the pipeline decodes: no second decoder to keep equal
+            **options,
+        ).frames[0]
     latents = last["latents"][0].float().cpu()
+    if "first_frame" in last:  # put back behind the last step, where no callback is made
+        latents[:, :1] = last["first_frame"][0].float().cpu()
     if not torch.isfinite(latents).all():
         raise WandsError(
             f"infer.prompt={request.prompt!r}: the sample has values that are not finite; "
@@ -272,6 +356,26 @@ def _call(pipeline: WanPipeline, request: SampleRequest, output_type: str) -> tu
             agreed=True,
         )
     return output, latents
+
+
+@contextmanager
+def _keeping_condition(pipeline: AnyPipeline, kept: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Note the clean first frame of a TI2V sample, [1, C, 1, h, w], which only `prepare_latents` returns."""
+    if not (isinstance(pipeline, WanImageToVideoPipeline) and pipeline.config.expand_timesteps):
+        yield
+        return
+    prepare = pipeline.prepare_latents
+
+    def prepare_and_keep(*args: Any, **options: Any) -> Any:
+        prepared = prepare(*args, **options)
+        kept["first_frame"] = prepared[1]
+        return prepared
+
+    pipeline.prepare_latents = prepare_and_keep
+    try:
+        yield
+    finally:
+        del pipeline.prepare_latents
 
 
 def _with_shift(scheduler: Any, flow_shift: float | None) -> Any:
@@ -285,7 +389,7 @@ def _shift_key(scheduler: Any) -> str:
     return "flow_shift" if "use_flow_sigmas" in scheduler.config else "shift"
 
 
-def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origin: Mapping[str, str]) -> None:
+def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origin: Mapping[str, Any]) -> None:
     if result.latents:
         from safetensors.torch import save
 

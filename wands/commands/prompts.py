@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wands.errors import ConfigError
-from wands.variants import legal_frames
+from wands.variants import Variant, legal_frames
 
 CAPTION_NAMES = ("prompt", "caption", "text", "cap")
 CLIP_NAMES = ("video", "video_path", "file_name", "path")
@@ -33,10 +33,16 @@ class SampleRequest(BaseModel):
     num_inference_steps: int = Field(default=50, gt=0)
     guidance_scale: float = Field(default=5.0, ge=0, allow_inf_nan=False)
     """Classifier-free guidance; 1 and below run without it."""
+    guidance_scale_2: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Of the low-noise expert; None takes `guidance_scale`."""
     flow_shift: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """None keeps the shift of the pipeline's scheduler."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     negative_prompt: str = ""
+    image: str | None = None
+    """File of the picture that the video starts from; of a video, its first frame."""
+    last_image: str | None = None
+    """File of the picture that the video ends at; of a video, its last frame."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,8 @@ def read_prompts(path: Path) -> list[SampleRequest]:
 
     Args:
         path: `.txt`, one prompt a line; or `.jsonl`, one object a line with `prompt` (or `caption`) and any
-            other field of `SampleRequest`. Empty lines are skipped; columns that name a clip are ignored.
+            other field of `SampleRequest`. Empty lines are skipped; columns that name a clip are ignored. Pictures with
+            relative names lie beside the file.
 
     Returns:
         One request a line, in the file's order; only the fields that the line sets are set explicitly.
@@ -106,7 +113,9 @@ def read_prompts(path: Path) -> list[SampleRequest]:
             continue
         try:
             requests.append(
-                SampleRequest(prompt=line.strip()) if path.suffix == ".txt" else _parse_line(line)
+                SampleRequest(prompt=line.strip())
+                if path.suffix == ".txt"
+                else _beside(path, _parse_line(line))
             )
         except ConfigError as error:
             problems.append(f"{path}:{number}: {error}")
@@ -114,6 +123,11 @@ def read_prompts(path: Path) -> list[SampleRequest]:
         problems.append(f"infer.prompt_file={path} holds no prompt; write one a line.")
     raise_problems(problems)
     return requests
+
+
+def _beside(path: Path, request: SampleRequest) -> SampleRequest:
+    names = {key: getattr(request, key) for key in ("image", "last_image")}
+    return request.model_copy(update={key: str(path.parent / name) for key, name in names.items() if name})
 
 
 def build_requests(
@@ -160,6 +174,58 @@ def build_requests(
         of = "" if len(where) == len(prompts) else f" of prompt {', '.join(map(str, where))}"
         problems.append(f"infer.{key}={value}{of} {broken}")
     return requests, problems
+
+
+def check_conditions(requests: Sequence[SampleRequest], variant: Variant) -> list[str]:
+    """Say what a model needs, or cannot use, of pictures and guidance.
+
+    Args:
+        requests: from `build_requests`.
+        variant: of the model.
+
+    Returns:
+        Every problem, one sentence for all prompts that share it.
+    """
+    name, conditions = variant.name, variant.conditions
+    may_start, must_end = {"image", "first_frame"} & set(conditions), "last_image" in conditions
+    wrong: dict[tuple[str, str], list[int]] = {}  # what is said of a key, its cure -> prompts
+    for i, request in enumerate(requests, start=1):
+        for said, cure in _condition_problems(request, name, bool(may_start), must_end, variant):
+            wrong.setdefault((said, cure), []).append(i)
+    problems = []
+    for (said, cure), where in wrong.items():
+        of = "" if len(where) == len(requests) else f" of prompt {', '.join(map(str, where))}"
+        key, _, rest = said.partition(" ")
+        problems.append(f"infer.{key}{of} {rest}; {cure}.")
+    return problems
+
+
+def _condition_problems(
+    request: SampleRequest, name: str, may_start: bool, must_end: bool, variant: Variant
+) -> Iterator[tuple[str, str]]:
+    if request.image is None and "image" in variant.conditions:
+        yield f"image is missing, and {name} starts from a picture", "give --image PATH"
+    if request.image is not None and not may_start:
+        yield f"image={request.image} is for models that start from a picture, not for {name}", "leave it out"
+    if request.last_image is None and must_end:
+        yield f"last_image is missing, and {name} ends at a picture", "give --last-image PATH"
+    if request.last_image is not None and not must_end:
+        cure = "leave it out" if not may_start else "leave it out, or use FLF2V"
+        yield f"last_image={request.last_image} is for models that end at a picture, not for {name}", cure
+    if must_end and request.num_frames == 1:
+        yield "num_frames=1 leaves no frame between the first picture and the last", "use 5 or more"
+    if request.guidance_scale_2 is None:
+        return
+    given = f"guidance_scale_2={request.guidance_scale_2:g}"
+    if len(variant.experts) == 1:
+        yield f"{given} is for models of two experts, and {name} has one", "leave it out"
+    elif request.guidance_scale <= 1 < request.guidance_scale_2:
+        # diffusers asks the first scale alone whether there is any guidance.
+        scale = f"guidance_scale={request.guidance_scale:g}"
+        yield (
+            f"{given} is not heeded beside {scale}, which turns guidance off",
+            "raise guidance_scale above 1",
+        )
 
 
 def _spread(key: str, given: Any, count: int) -> list[Any]:

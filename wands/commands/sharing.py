@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import diffusers
 import torch
 import transformers
-from diffusers import WanPipeline
+from diffusers import WanImageToVideoPipeline
 
 from wands import __version__
 from wands.attention.hybrid import ContextAttention
 from wands.attention.varlen import choose_backend
-from wands.commands.pipeline import PipelineSource
+from wands.commands.pictures import Pictures
+from wands.commands.pipeline import AnyPipeline, PipelineSource
 from wands.commands.prompts import SampleRequest
 from wands.config import ParallelSection
 from wands.errors import ConfigError
@@ -85,7 +88,11 @@ def own_device(asked: str | None) -> tuple[str, list[str]]:
 
 
 def check_commands(
-    source: PipelineSource, requests: Sequence[SampleRequest], dtype: str, grid: RankGrid
+    source: PipelineSource,
+    requests: Sequence[SampleRequest],
+    pictures: Sequence[Pictures],
+    dtype: str,
+    grid: RankGrid,
 ) -> None:
     """Compare over all ranks what each was asked for; every rank must call it.
 
@@ -94,6 +101,7 @@ def check_commands(
     Args:
         source: what was found; a checkpoint is its step folder, for each rank looked for the newest by itself.
         requests: every option spelled out.
+        pictures: of each request; their contents are compared.
         dtype: of transformer and text encoder, "auto" resolved.
         grid: from `plan_ranks`.
 
@@ -107,12 +115,14 @@ def check_commands(
         "diffusers": diffusers.__version__,
         "transformers": transformers.__version__,
     }
-    model = {
-        "pipeline": source.model,
-        "transformer": None if source.checkpoint else "/".join(source.dit_folder),
+    model: dict[str, Any] = {"pipeline": source.model}
+    for part, dit in source.dits.items():
+        model[part] = "from the checkpoint" if dit.checkpoint else f"{dit.folder}/{dit.subfolder}"
+    model |= {
         "checkpoint": source.checkpoint
         and {"folder": str(source.checkpoint.parent), "step": source.checkpoint.name},
         "config": _public(source.dit),
+        "loras": [asdict(lora) for lora in source.loras],
     }
     command: dict[str, Any] = {
         "number of prompts": len(requests),
@@ -120,12 +130,17 @@ def check_commands(
         "ulysses_degree": grid.ulysses_degree,
         "ring_degree": grid.ring_degree,
     }
-    command |= {f"prompt {i}": request.model_dump() for i, request in enumerate(requests, start=1)}
+    for i, (request, given) in enumerate(zip(requests, pictures, strict=True), start=1):
+        command[f"prompt {i}"] = request.model_dump() | {
+            f"contents of {key}": hashlib.sha256(picture.tobytes()).hexdigest()[:16]
+            for key, picture in vars(given).items()
+            if picture is not None
+        }
     parts = {"software": software, "model": model, "command": command}
     check_agreement({name: json.dumps(part, sort_keys=True) for name, part in parts.items()}, device)
 
 
-def share_pipeline(pipeline: WanPipeline, grid: RankGrid) -> None:
+def share_pipeline(pipeline: AnyPipeline, grid: RankGrid) -> None:
     """Meet the other ranks and let their pipelines sample each video together.
 
     From here on every rank must make the same calls; all of them then have the same latents.
@@ -158,19 +173,24 @@ def share_pipeline(pipeline: WanPipeline, grid: RankGrid) -> None:
         )
 
 
-def _check_pipelines(pipeline: WanPipeline, device: torch.device) -> None:
+def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
     """Compare over all ranks what each loaded: a node's own copy of a folder may hold other bits under the same name.
 
-    Nothing of the VAE: one rank decodes.
+    Of the VAE only where every rank encodes pictures: one rank decodes.
     """
+    config = pipeline.config
     parts = {
         "pipeline": {
             "scheduler": _public(pipeline.scheduler.config),
-            "boundary_ratio": pipeline.config.boundary_ratio,
+            "boundary_ratio": config.boundary_ratio,
+            "expand_timesteps": config.expand_timesteps,
         }
     }
-    for name in ("text_encoder", "transformer", "transformer_2"):
-        if (module := getattr(pipeline, name)) is not None:
+    names = ["text_encoder", "image_encoder", "transformer", "transformer_2"]
+    if config.expand_timesteps or isinstance(pipeline, WanImageToVideoPipeline):
+        names.append("vae")
+    for name in names:
+        if (module := getattr(pipeline, name, None)) is not None:
             parts[name] = _checksums(module, device)
     check_agreement({name: json.dumps(part, sort_keys=True) for name, part in parts.items()}, device)
 

@@ -41,7 +41,7 @@ def shard_transformer(
     and every rank gets the whole velocity, the same bits.
 
     Args:
-        transformer: stock, text to video; its weights stay whole on every rank.
+        transformer: stock, of any variant; its weights stay whole on every rank. Timesteps may be those of tokens.
         self_attention: attends inside a sample that is spread over the group.
         ulysses_degree: ranks that share heads.
         ring_degree: ranks that share tokens.
@@ -50,6 +50,7 @@ def shard_transformer(
     """
     cut = _Cut(transformer.config.patch_size, ulysses_degree, ring_degree, cp_rank, group)
     transformer.rope.register_forward_hook(cut.angles)
+    transformer.condition_embedder.register_forward_pre_hook(cut.timesteps, with_kwargs=True)
     transformer.blocks[0].register_forward_pre_hook(cut.tokens)
     transformer.proj_out.register_forward_hook(cut.join)
     for block in transformer.blocks:
@@ -103,6 +104,17 @@ class _Cut:
         grid = grid_size(args[0].shape[2:], self.patch_size)
         self.meta, self._mine, self._order = _places(grid, *self.degrees, self.cp_rank, args[0].device)
         return tuple(table[:, self._mine] for table in output)
+
+    def timesteps(
+        self, _: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Those of all tokens, [B * N] with `timestep_seq_len` N, become this rank's; one per sample stays."""
+        num_tokens = options.get("timestep_seq_len")
+        if num_tokens is None:
+            return args, options
+        timestep, *others = args
+        mine = timestep.unflatten(0, (-1, num_tokens))[:, self._mine]
+        return (mine.flatten(), *others), options | {"timestep_seq_len": mine.shape[1]}
 
     def tokens(self, _: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """[B, N, H * D] -> [B, L, H * D], before the first block."""

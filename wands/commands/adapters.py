@@ -1,0 +1,192 @@
+"""LoRAs for `wands infer`: read in every layout that diffusers converts, and added to the DiTs that they were trained for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wands.errors import ConfigError
+
+log = logging.getLogger(__name__)
+NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+"""diffusers' and PEFT's names of the file in a folder."""
+PEFT_CONFIG = "adapter_config.json"
+_PEFT_PREFIX = "base_model.model."
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """One LoRA as it was asked for.
+
+    Attributes:
+        path: file, folder or Hub id.
+        part: "transformer" or "transformer_2", the DiT that it is for when it does not say so itself.
+        scale: what its update is multiplied by.
+    """
+
+    path: str
+    part: str = "transformer"
+    scale: float = 1.0
+
+    @property
+    def key(self) -> str:
+        """The option that named it, for messages."""
+        return "infer.lora" if self.part == "transformer" else "infer.lora_2"
+
+
+def find_loras(lora: Sequence[str | Path], lora_2: Sequence[str | Path] = ()) -> list[Lora]:
+    """Understand what was asked for; files are looked for, none is read.
+
+    Args:
+        lora: "PATH" or "PATH=SCALE" each.
+        lora_2: the same for the low-noise expert.
+
+    Raises:
+        ConfigError: a scale is no number, or there is no such LoRA.
+    """
+    found = [_parse(str(text), "transformer") for text in lora]
+    found += [_parse(str(text), "transformer_2") for text in lora_2]
+    for one in found:
+        if Path(one.path).exists():
+            _file_of(one)
+        elif not _HUB_ID.fullmatch(one.path):
+            raise ConfigError(f"{one.key}={one.path} does not exist; give a LoRA's folder, file or Hub id.")
+    return found
+
+
+def _parse(text: str, part: str) -> Lora:
+    path, equals, scale = text.rpartition("=")
+    if not equals or Path(text).exists():
+        return Lora(text, part)
+    try:
+        value = float(scale)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(
+            f"{Lora(path, part).key}={text} must end in a number; write PATH or PATH=SCALE, such as PATH=0.8."
+        )
+    return Lora(path, part, value)
+
+
+def _file_of(lora: Lora) -> Path:
+    path = Path(lora.path)
+    if path.is_file():
+        if path.suffix != ".safetensors":  # a pickle runs whatever its author wrote into it
+            raise ConfigError(f"{lora.key}={path} must be a .safetensors file; convert it.")
+        return path
+    files = sorted(path.glob("*.safetensors"))
+    named = [path / name for name in NAMES if (path / name).is_file()]
+    if not named and len(files) != 1:
+        several = f"{len(files)} .safetensors files" if files else "no .safetensors file"
+        raise ConfigError(f"{lora.key}={path} holds {several} and no {NAMES[0]}; name the file.")
+    return (named or files)[0]
+
+
+def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
+    """Add LoRAs to the DiTs of a pipeline, unmerged, each with its scale.
+
+    Args:
+        pipeline: diffusers', not offloaded yet.
+        loras: from `find_loras`.
+
+    Raises:
+        ConfigError: a file is damaged, of a layout that diffusers does not know, or fits nothing.
+    """
+    added: dict[str, dict[str, float]] = {}
+    for number, lora in enumerate(loras):
+        name = f"lora_{number}"
+        for part, (state, metadata) in _read(pipeline, lora).items():
+            module = getattr(pipeline, part, None)
+            if module is None:
+                raise ConfigError(
+                    f"{lora.key}={lora.path} holds a LoRA of {part}, which the pipeline does not have; give one of this model."
+                )
+            _check_fit(lora, part, module, state)
+            try:
+                pipeline.load_lora_into_transformer(
+                    state, transformer=module, adapter_name=name, metadata=metadata, low_cpu_mem_usage=True
+                )
+            except (RuntimeError, ValueError, TypeError) as error:
+                raise _unusable(lora, f"does not fit the {part}", error) from None
+            added.setdefault(part, {})[name] = lora.scale
+    for part, scales in added.items():
+        getattr(pipeline, part).set_adapters(list(scales), list(scales.values()))
+
+
+def _read(pipeline: Any, lora: Lora) -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
+    """Part of the pipeline -> its tensors and its LoraConfig, both keyed as for "transformer"."""
+    file = _file_of(lora) if Path(lora.path).exists() else None
+    try:
+        if file is None:
+            state, metadata = pipeline.lora_state_dict(
+                lora.path, return_lora_metadata=True, use_safetensors=True
+            )
+        elif (file.parent / PEFT_CONFIG).is_file() and file.name == NAMES[1]:
+            state, metadata = _read_peft(file)
+        else:
+            state, metadata = pipeline.lora_state_dict(
+                str(file.parent), weight_name=file.name, return_lora_metadata=True, use_safetensors=True
+            )
+    except (
+        Exception
+    ) as error:  # a file of another kind fails in diffusers' conversion with whatever it trips over
+        raise _unusable(lora, "cannot be read as a LoRA", error) from None
+    low = {key: value for key, value in state.items() if key.startswith("transformer_2.")}
+    groups = {"transformer_2": low}
+    if not (low and lora.part == "transformer_2"):
+        groups[lora.part] = {key: value for key, value in state.items() if key not in low}
+    return {
+        part: (_renamed(tensors), _renamed(_of_part(metadata, tensors)) or None)
+        for part, tensors in groups.items()
+        if tensors
+    }
+
+
+def _of_part(metadata: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    prefixes = tuple({key.partition(".")[0] + "." for key in tensors})
+    return {key: value for key, value in (metadata or {}).items() if key.startswith(prefixes)}
+
+
+def _renamed(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {re.sub(r"^transformer_2\.", "transformer.", key): value for key, value in entries.items()}
+
+
+def _read_peft(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What PEFT's own `save_pretrained` writes; diffusers reads its tensors, but neither its prefix nor its config."""
+    from peft import LoraConfig
+    from safetensors.torch import load_file
+
+    state = {f"transformer.{key.removeprefix(_PEFT_PREFIX)}": value for key, value in load_file(file).items()}
+    config = json.loads((file.parent / PEFT_CONFIG).read_text(encoding="utf-8"))
+    kept = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "lora_bias")
+    known = LoraConfig.__dataclass_fields__
+    return state, {f"transformer.{key}": config[key] for key in kept if key in config and key in known}
+
+
+def _check_fit(lora: Lora, part: str, module: Any, state: Mapping[str, Any]) -> None:
+    places = {name for name, _ in module.named_modules()}
+    targets = {key.split(".lora_")[0].removeprefix("transformer.") for key in state}
+    missing = sorted(targets - places)
+    if len(missing) == len(targets):
+        raise ConfigError(
+            f"{lora.key}={lora.path} fits nothing in the {part} ({len(targets)} places, first {missing[0]}); give a LoRA of a "
+            "Wan model."
+        )
+    if missing:
+        log.warning(
+            "%s=%s: %d of %d places are not in the %s, first %s; they are left out",
+            *(lora.key, lora.path, len(missing), len(targets), part, missing[0]),
+        )
+
+
+def _unusable(lora: Lora, what: str, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+    return ConfigError(f"{lora.key}={lora.path} {what} ({reason}); give a LoRA of this model.")
