@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,10 +52,25 @@ def test_all_layouts_give_the_same_samples(
 
 
 def test_the_table(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--mib", "8", "--rounds", "2", "--dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--mib",
+        "8",
+        "--rounds",
+        "2",
+        "--index",
+        "1500",
+        "--dir",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    rows = {line[:14].strip(): line[14:] for line in done.stdout.splitlines()[3:]}
+    large, *table = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"index of 1,500 samples in 3 shards: opened in [0-9.]+ s, their tokens in [0-9.]+ s", large
+    )
+    rows = {line[:14].strip(): line[14:] for line in table[3:]}
     assert [*rows] == ["plain", "wands", "safetensors", "tar scanned", "tar indexed"]
     assert rows["plain"].count("1.00 (1.00-1.00)") == 4
     assert all(row.count("(") == 4 for name, row in rows.items() if name != "tar indexed")

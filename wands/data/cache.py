@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -220,9 +221,8 @@ class LatentCache:
             )
 
     def _check_shards(self) -> None:
-        for name, size in zip(self.index.shard_names, self.index.shard_bytes, strict=True):
-            path = self.path / name
-            found = path.stat().st_size if path.is_file() else None
+        for name, size in zip(self.index.shard_names, self.index.shard_bytes.tolist(), strict=True):
+            found = _file_size(f"{self.path}/{name}")
             if found != size:
                 what = "is missing" if found is None else f"has {found} bytes, not the {size} of the index"
                 raise CacheError(
@@ -314,6 +314,15 @@ class LatentCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._forget_handles()
+
+
+def _file_size(path: str) -> int | None:
+    """Of a file, None where there is none; one call to the system, for there may be thousands of shards."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _read_into(array: np.ndarray, file: FileIO, offset: int) -> None:
