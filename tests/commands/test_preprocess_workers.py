@@ -28,6 +28,12 @@ OPTIONS = SMALL | {"clip_mode": "slide", "max_samples": 3}
 PLACES = ("shard_names", "shard_bytes", "shard_ids", "shards", "rows", "offsets")
 
 
+def noise(path: Path, seed: int, scale: int = 16) -> None:
+    """A clip of 21 frames, two windows, 64 x 96 pixels at the usual scale."""
+    frames = np.random.default_rng(seed).integers(0, 255, (21, 4, 6, 3), np.uint8)
+    save_video(path, frames.repeat(scale, 1).repeat(scale, 2), 16)
+
+
 @pytest.fixture(scope="module")
 def source(clips_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Real clips, several short ones and some broken ones."""
@@ -36,10 +42,8 @@ def source(clips_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bikes.txt").write_text("Street scenes of cyclists.")
     broken = break_some(folder, clips_dir)
     assert len(broken) == 5
-    generator = np.random.default_rng(0)
     for number in range(6):
-        frames = generator.integers(0, 255, (21, 4, 6, 3), np.uint8).repeat(16, 1).repeat(16, 2)
-        save_video(folder / f"noise{number}.mp4", frames, 16)
+        noise(folder / f"noise{number}.mp4", number)
         (folder / f"noise{number}.txt").write_text(f"Noise, {number % 3} of three.")
     return folder
 

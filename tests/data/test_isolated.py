@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from wands.data.isolated import Crash, map_isolated, num_cores
+from wands.data.isolated import Crash, Crashed, iterate_isolated, map_isolated, num_cores
+from wands.errors import DataError
 
 
 def work(item: str) -> str:
@@ -43,3 +45,35 @@ def test_a_mistake_in_the_function_is_not_hidden() -> None:
 def test_nothing_to_do() -> None:
     assert list(map_isolated(work, [], limit_seconds=1)) == []
     assert num_cores() >= 1
+
+
+def values(first: str, *items: str) -> Iterator[str]:
+    yield first.upper()
+    for item in items:
+        if item == "mistake":
+            raise DataError("a sentence.")
+        yield work(item)
+
+
+@pytest.mark.parametrize(
+    ("item", "error", "message"),
+    [
+        ("crash", Crashed, "the process ended by SIGSEGV"),
+        ("leave", Crashed, "the process ended with exit code 3"),
+        ("hang", Crashed, "it took more than 4 s"),
+        ("mistake", DataError, "^a sentence.$"),
+        ("raise", RuntimeError, "a mistake of the programmer"),
+    ],
+)
+def test_values_come_one_by_one_until_the_process_ends(item: str, error: type, message: str) -> None:
+    found = iterate_isolated(values, "a", "b", item, "c", limit_seconds=4.0)
+    assert [next(found), next(found)] == ["A", "B"]
+    with pytest.raises(error, match=message):
+        next(found)
+
+
+def test_an_iterator_in_a_process_may_be_left_early() -> None:
+    assert list(iterate_isolated(values, "a", "b", limit_seconds=60)) == ["A", "B"]
+    found = iterate_isolated(values, *["a"] * 1000, limit_seconds=60)
+    assert next(found) == "A"
+    found.close()
