@@ -68,7 +68,7 @@ def train(
         _SampleLog(job, groups.grid, step) as sample_log,
         contextlib.closing(prefetched(job, groups.grid, step)) as batches,
     ):
-        waiting_since = time.perf_counter()
+        waiting_since = asked = time.perf_counter()
         for plan, mine in batches:
             started = time.perf_counter()
             first = engines[job.experts[0].part]
@@ -81,7 +81,7 @@ def train(
             step = plan.step + 1
             losses, data_wait, wishes = _agree(
                 torch.stack([result.loss for result in results]) / job.count(plan),
-                started - waiting_since,
+                started - asked,
                 requests.poll(rank),
                 device,
             )
@@ -114,6 +114,7 @@ def train(
             if wishes.quit:
                 say(f"stopped after step {step} as asked; go on with --resume")
                 break
+            asked = time.perf_counter()  # writing and saying is not waiting for data either
     if writer is not None:
         writer.close()
     return saved
