@@ -80,3 +80,19 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipeline") / "tiny"
     build_tiny_pipeline(folder, size="test", vae_dir="random")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_variant(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a tiny pipeline of a variant, made when it is first asked for."""
+    from make_tiny_pipeline import build_tiny_pipeline
+
+    root = tmp_path_factory.mktemp("variants")
+
+    def folder_of(variant: str) -> Path:
+        folder = root / variant
+        if not folder.is_dir():
+            build_tiny_pipeline(folder, size="test", vae_dir="random", variant=variant)
+        return folder
+
+    return folder_of

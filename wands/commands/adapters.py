@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wands.errors import ConfigError
+from wands.errors import CheckpointError, ConfigError
+from wands.model.lora_keys import lora_to_diffusers, read_lora
 
 log = logging.getLogger(__name__)
 NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
@@ -139,6 +140,8 @@ def _read(pipeline: Any, lora: Lora) -> dict[str, tuple[dict[str, Any], dict[str
         Exception
     ) as error:  # a file of another kind fails in diffusers' conversion with whatever it trips over
         raise _unusable(lora, "cannot be read as a LoRA", error) from None
+    if not any(key.startswith(("transformer.", "transformer_2.")) for key in state):
+        state, metadata = _read_unprefixed(lora, state), None
     low = {key: value for key, value in state.items() if key.startswith("transformer_2.")}
     groups = {"transformer_2": low}
     if not (low and lora.part == "transformer_2"):
@@ -148,6 +151,14 @@ def _read(pipeline: Any, lora: Lora) -> dict[str, tuple[dict[str, Any], dict[str
         for part, tensors in groups.items()
         if tensors
     }
+
+
+def _read_unprefixed(lora: Lora, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Modules without a trainer's prefix, under diffusers' or official names: diffusers would find no place for them."""
+    try:
+        return lora_to_diffusers(read_lora(state, where=f"{lora.key}={lora.path}"))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _of_part(metadata: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> dict[str, Any]:
