@@ -213,7 +213,9 @@ def infer(
 def _names(given: Several[str | Path | None]) -> Several[str | None]:
     if given is None:
         return None
-    return str(given) if isinstance(given, str | Path) else [path and str(path) for path in given]
+    if isinstance(given, str | Path):
+        return str(given)
+    return [None if path is None else str(path) for path in given]
 
 
 def _origin(source: PipelineSource, dtype: str) -> dict[str, Any]:
