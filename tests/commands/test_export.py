@@ -99,7 +99,7 @@ def test_a_diverged_model_is_not_exported(run: Path, tmp_path: Path, monkeypatch
     from wands.commands import export as module
 
     broken = {name: torch.full_like(value, float("nan")) for name, value in weights(run).items()}
-    monkeypatch.setattr(module, "load_exported_state", lambda *_: broken)
+    monkeypatch.setattr(module, "load_full_weights", lambda *_: broken)
     with pytest.raises(CheckpointError):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -191,3 +191,19 @@ def test_whenever_it_dies_a_whole_export_is_left(
     assert WanTransformer3DModel.from_pretrained(whole / "transformer").config.num_layers
     with pytest.raises(ConfigError, match=r"needs the name .*out.old"):  # not ours to delete
         export(run, out)
+
+
+def test_a_disk_that_changes_a_bit_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save = WanTransformer3DModel.save_pretrained
+
+    def damaged(model: WanTransformer3DModel, folder: Path, **options: Any) -> None:
+        save(model, folder, **options)
+        path = Path(folder) / "diffusion_pytorch_model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+    monkeypatch.setattr(WanTransformer3DModel, "save_pretrained", damaged)
+    with pytest.raises(CheckpointError, match=r"export: \S+ read back from .* differs from the checkpoint"):
+        export(run, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
