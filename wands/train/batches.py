@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from wands.data.collate import Shard
@@ -26,6 +26,7 @@ def rank_shards(job: Job, plan: StepPlan, grid: RankGrid) -> list[Shard]:
     micro_steps = assign_bins(plan.bins, job.dp_size, job.sampler.bin_cost)
     ranks = list(zip(*micro_steps, strict=True))  # dp rank -> its bins, in order
     packs = list(ranks[grid.dp_rank])
+    _check_step(job, plan, ranks)
     if not job.recipe.packing.enabled:
         most = max(sum(len(one) for one in bins) for bins in ranks)
         packs = [(i,) for one in packs for i in one]
@@ -44,7 +45,23 @@ def read_shard(job: Job, pack: Bin, plan: StepPlan, grid: RankGrid) -> Shard:
     for i, length, tokens in zip(pack, lens, layout.token_ranges, strict=False):
         frames = frames_of_tokens(tokens, grid_size(job.data.latent_shape(i), patch), patch)
         samples.append(job.data.read(i, None if tokens == (0, length) else frames))
+    names = [(sample.sample_id, job.data.keys[i]) for sample, i in zip(samples, pack, strict=True)]
+    assert all(found == wanted for found, wanted in names), f"read {names}, not what was planned"
     return job.collator(samples, plan.occurrences(pack), plan.epoch).shard(layout)
+
+
+def _check_step(job: Job, plan: StepPlan, ranks: Sequence[Sequence[Bin]]) -> None:
+    """The ranks together forward the bins of the plan, and no visit to a sample twice."""
+    dealt = sorted(one for bins in ranks for one in bins)
+    assert dealt == sorted(plan.bins), f"step {plan.step} has bins {sorted(plan.bins)} but {dealt} were dealt"
+    visits = [
+        (job.data.keys[i], occurrence)
+        for one in dealt
+        for i, occurrence in zip(one, plan.occurrences(one), strict=True)
+    ]
+    assert len(set(visits)) == len(visits) == plan.num_samples, (
+        f"step {plan.step} visits a sample twice: {visits}"
+    )
 
 
 def prefetched(
