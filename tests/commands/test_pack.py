@@ -112,3 +112,28 @@ def test_what_cannot_be_planned_is_refused_and_nothing_written(tiny_pipeline: Pa
     with pytest.raises(WandsError, match="cannot be written"):
         pack(None, overrides=settings(tiny_pipeline), out=tmp_path / "file" / "plan.jsonl")
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_held_out_clips_and_windows_are_in_the_plan(tiny_pipeline: Path, tmp_path: Path):
+    more = ("data.holdout=0.4", "packing.buffer_size=2")
+    sides = {}
+    for split in ("train", "holdout"):
+        overrides = settings(tiny_pipeline, *more, f"data.split={split}")
+        result = pack(None, overrides=overrides, out=tmp_path / split)
+        header, steps = read(result.path)
+        sides[split] = {key for step in steps for bin in step["bins"] for key in bin["keys"]}
+        num, other = len(sides[split]), 7 - len(sides[split])
+        assert (header["split"], header["holdout"], header["buffer_size"]) == (split, 0.4, 2)
+        assert header["sources"] == [
+            {"path": "mock", "num_samples": num, "num_other_side": other, "repeat": 1.0}
+        ]
+        assert header["num_samples"] == num
+        assert header["num_tokens"] == sum(TOKENS[KEYS.index(key)] for key in sides[split])
+        said = (
+            f"{num} clips to train on, {other} held out"
+            if split == "train"
+            else f"{num} held-out clips, {other} left out"
+        )
+        assert f"split {split} (data.holdout=0.4): {said}" in result.render()
+    assert sorted([*sides["train"], *sides["holdout"]]) == KEYS
+    assert all(sides.values())
