@@ -180,7 +180,7 @@ def test_no_orphan_outlives_the_leader(source: Path, tiny_pipeline: Path, tmp_pa
     process = start(source, tmp_path / "cache", tiny_pipeline, workers=2)
     workers = wait_for(lambda: len(found := children(process)) == 2 and found)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     wait_for(lambda: not any(alive(pid) for pid in workers))
 
 
@@ -212,7 +212,7 @@ def kill_again_and_again(
             time.sleep(generator.random() * 0.05)
         hits += process.poll() is None
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         if (out / "index.npz").exists():
             shutil.rmtree(out)  # it was done sooner: begin anew
     finish(start(source, out, model, **changes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -147,6 +148,7 @@ def _serve_values(
     import traceback
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with, args=(pipe,), daemon=True).start()
     with suppress(BrokenPipeError, ConnectionResetError):  # nobody wants more
         pipe.send(("ready", None))
         try:
@@ -159,6 +161,14 @@ def _serve_values(
             raise
         except Exception:
             pipe.send(("error", RuntimeError(traceback.format_exc())))
+
+
+def _leave_with(pipe: Connection) -> None:
+    """End this process when the caller's is gone: it may be in a decoder that never returns."""
+    try:
+        pipe.recv()
+    except (EOFError, OSError):
+        os._exit(1)
 
 
 def _how_it_ended(process: Any) -> str:
