@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,8 @@ CAPTIONS = {
 }
 
 
-@pytest.fixture
-def clips(clips_dir: Path, tmp_path: Path) -> Path:
+def three_clips(folder: Path, clips_dir: Path) -> Path:
     """Three real clips: mp4, nested mp4, MPEG program stream."""
-    folder = tmp_path / "clips"
     (folder / "nested").mkdir(parents=True)
     shutil.copy(clips_dir / "bikes.mp4", folder / "bikes.mp4")
     shutil.copy(clips_dir / "carphone_pristine.mp4", folder / "nested" / "carphone.mp4")
@@ -58,13 +57,56 @@ def clips(clips_dir: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def one_clip(clips_dir: Path, tmp_path: Path) -> Path:
-    folder = tmp_path / "one"
+def single_clip(folder: Path, clips_dir: Path) -> Path:
     folder.mkdir()
     shutil.copy(clips_dir / "carphone_pristine.mp4", folder / "man.mp4")
     (folder / "man.txt").write_text(CAPTIONS["nested/carphone"])
     return folder
+
+
+@pytest.fixture
+def clips(clips_dir: Path, tmp_path: Path) -> Path:
+    return three_clips(tmp_path / "clips", clips_dir)
+
+
+@pytest.fixture
+def one_clip(clips_dir: Path, tmp_path: Path) -> Path:
+    return single_clip(tmp_path / "one", clips_dir)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A cache that several tests begin with, and what was seen while it was made."""
+
+    cache: Path
+    report: PreprocessReport
+    source: Path
+    num_captions: int
+
+    def copy(self, to: Path) -> Path:
+        return Path(shutil.copytree(self.cache, to))
+
+
+def make(source: Path, model: Path, out: Path) -> Made:
+    with pytest.MonkeyPatch.context() as patch:
+        captions = Counter(patch, TextEncoder, "encode").calls
+        report = preprocess(str(source), out, model, **SMALL)
+    assert report is not None
+    return Made(out, report, source, len(captions))
+
+
+@pytest.fixture(scope="module")
+def made(clips_dir: Path, tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Of the three clips."""
+    folder = tmp_path_factory.mktemp("made")
+    return make(three_clips(folder / "clips", clips_dir), tiny_pipeline, folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def made_of_one(clips_dir: Path, tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Of the single clip."""
+    folder = tmp_path_factory.mktemp("one")
+    return make(single_clip(folder / "one", clips_dir), tiny_pipeline, folder / "cache")
 
 
 class Counter:
@@ -112,16 +154,16 @@ def differs(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float(((ours.float() - theirs).abs() / (theirs.abs() * 2**-8 + 1e-5)).max())
 
 
-def test_cache_equals_diffusers(one_clip: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
-    report = preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **SMALL)
-    latents, embeds = stock_sample(tiny_pipeline, one_clip / "man.mp4", CAPTIONS["nested/carphone"])
-    cache = LatentCache(tmp_path / "cache", verify=True)
+def test_cache_equals_diffusers(made_of_one: Made, tiny_pipeline: Path) -> None:
+    video, report = made_of_one.source / "man.mp4", made_of_one.report
+    latents, embeds = stock_sample(tiny_pipeline, video, CAPTIONS["nested/carphone"])
+    cache = LatentCache(made_of_one.cache, verify=True)
     sample = cache.read(0)
     assert sample.sample_id == "man"
     assert differs(sample.latents, latents) <= 1
     padded = torch.nn.functional.pad(sample.text_embeds, (0, 0, 0, 512 - len(sample.text_embeds)))
     assert differs(padded, embeds) <= 1
-    assert differs(cache.null_text_embeds, stock_sample(tiny_pipeline, one_clip / "man.mp4", "")[1][:1]) <= 1
+    assert differs(cache.null_text_embeds, stock_sample(tiny_pipeline, video, "")[1][:1]) <= 1
     assert report.tokens.tolist() == [np.prod(latents.shape[1:]) // 4]
     variant = variant_of(json.loads((tiny_pipeline / "transformer" / "config.json").read_text()))
     cache.check_fits(variant, fingerprint_pipeline(tiny_pipeline))
@@ -151,19 +193,16 @@ def test_bug_in_the_pixels_is_caught(
     assert differs(LatentCache(tmp_path / "cache").read(0).latents, latents) > 10
 
 
-def test_report_and_metadata(
-    clips: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captions = Counter(monkeypatch, TextEncoder, "encode")
-    report = preprocess(str(clips), tmp_path / "cache", tiny_pipeline, **SMALL)
-    assert len(captions.calls) == 3  # "", and two that differ
+def test_report_and_metadata(made: Made) -> None:
+    report = made.report
+    assert made.num_captions == 3  # "", and two that differ
     assert (report.num_accepted, report.num_reused, report.rejected) == (3, 0, ())
-    cache = LatentCache(tmp_path / "cache")
+    cache = LatentCache(made.cache)
     assert cache.keys == ["bikes", "city", "nested/carphone"]
     assert cache.index.num_frames.tolist() == [9, 9, 9]
     meta = cache.meta(0)
     assert meta["caption"] == "Street scenes of cyclists & parked bicycles."
-    assert meta["source"] == str(clips / "bikes.mp4")
+    assert meta["source"] == str(made.source / "bikes.mp4")
     assert (meta["fps"], meta["start_seconds"]) == (16, 0.0)
     assert meta["height"] % 16 == meta["width"] % 16 == 0
     assert meta["height"] * meta["width"] <= SMALL["max_pixels"]
@@ -173,7 +212,7 @@ def test_report_and_metadata(
     assert "3 samples for wan2.1-t2v-tiny" in text
     assert "0 rejected" in text
     assert f"{report.num_bytes:,} bytes" in text
-    assert report.num_bytes == sum(p.stat().st_size for p in (tmp_path / "cache").glob("*.h5"))
+    assert report.num_bytes == sum(p.stat().st_size for p in (made.cache).glob("*.h5"))
 
 
 def break_some(clips: Path, clips_dir: Path) -> set[str]:
@@ -256,7 +295,7 @@ def test_nothing_accepted_is_an_error(
 
 
 def test_second_run_encodes_only_what_is_new(
-    clips: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clips: Path, made: Made, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved = clips / "city.mpg"
     moved.rename(tmp_path / "city.mpg")
@@ -265,28 +304,25 @@ def test_second_run_encodes_only_what_is_new(
     encoded = Counter(monkeypatch, WanVideoEncoder, "encode")
     report = preprocess(str(clips), tmp_path / "cache", tiny_pipeline, **SMALL)
     assert (len(encoded.calls), report.num_accepted, report.num_reused) == (1, 3, 2)
-    whole = preprocess(str(clips), tmp_path / "whole", tiny_pipeline, **SMALL)
-    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
-    assert report.tokens.tolist() == whole.tokens.tolist()
+    assert contents(tmp_path / "cache") == contents(made.cache)
+    assert report.tokens.tolist() == made.report.tokens.tolist()
 
 
 def test_finished_cache_loads_no_encoder(
-    one_clip: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made_of_one: Made, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **SMALL)
-    before = contents(tmp_path / "cache")
+    made_of_one.copy(tmp_path / "cache")
     for encoder in (TextEncoder, WanVideoEncoder):
         monkeypatch.setattr(encoder, "load", None)
-    report = preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **SMALL)
+    report = preprocess(str(made_of_one.source), tmp_path / "cache", tiny_pipeline, **SMALL)
     assert report.num_reused == 1
-    assert contents(tmp_path / "cache") == before
+    assert contents(tmp_path / "cache") == contents(made_of_one.cache)
 
 
 def test_changed_caption_and_changed_file_are_encoded_again(
-    clips: Path, clips_dir: Path, tiny_pipeline: Path, tmp_path: Path
+    clips: Path, made: Made, clips_dir: Path, tiny_pipeline: Path, tmp_path: Path
 ) -> None:
-    preprocess(str(clips), tmp_path / "cache", tiny_pipeline, **SMALL)
-    before = contents(tmp_path / "cache")
+    before = contents(made.copy(tmp_path / "cache"))
     (clips / "bikes.txt").write_text("Something else.")
     shutil.copy(clips_dir / "carphone_distorted.mp4", clips / "nested" / "carphone.mp4")
     os.utime(clips / "city.mpg")  # touched, not changed
@@ -301,10 +337,9 @@ def test_changed_caption_and_changed_file_are_encoded_again(
 
 
 def test_removed_clip_leaves_the_index_and_comes_back_for_free(
-    clips: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clips: Path, made: Made, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preprocess(str(clips), tmp_path / "cache", tiny_pipeline, **SMALL)
-    before = contents(tmp_path / "cache")
+    before = contents(made.copy(tmp_path / "cache"))
     (clips / "city.mpg").rename(tmp_path / "city.mpg")
     (clips / "city.txt").unlink()
     report = preprocess(str(clips), tmp_path / "cache", tiny_pipeline, **SMALL)
@@ -319,25 +354,51 @@ def test_removed_clip_leaves_the_index_and_comes_back_for_free(
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "differences"),
     [
-        ({"max_frames": 5}, r"begun with settings\.clip\.max_frames=9 but this run has 5"),
-        ({"fps": 8}, r"begun with settings\.clip\.fps=16 but this run has 8"),
-        ({"text_dtype": "bf16"}, r"begun with settings\.text_dtype=fp32 but this run has bf16"),
+        ({"max_frames": 5}, ["settings.clip.max_frames=9 but this run has 5"]),
+        (
+            {"fps": 8, "text_dtype": "bf16", "max_pixels": 4096},
+            [
+                "settings.clip.fps=16 but this run has 8",
+                "settings.clip.max_pixels=6144 but this run has 4096",
+                "settings.text_dtype=fp32 but this run has bf16",
+            ],
+        ),
+        ({"vae_tiling": True}, ["settings.vae_tiling=False but this run has [256, 192]"]),
+        ({"vae_dtype": "bf16"}, ["settings.vae_dtype=fp32 but this run has bf16"]),
     ],
 )
-def test_other_settings_are_refused_and_name_both(
-    one_clip: Path, tiny_pipeline: Path, tmp_path: Path, change: dict[str, Any], message: str
+def test_other_settings_are_refused_and_each_is_named_with_both_values(
+    made_of_one: Made, tiny_pipeline: Path, change: dict[str, Any], differences: list[str]
 ) -> None:
-    preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **SMALL)
-    before = contents(tmp_path / "cache")
-    with pytest.raises(CacheError, match=message):
-        preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **(SMALL | change))
-    assert contents(tmp_path / "cache") == before
+    before = contents(made_of_one.cache)
+    with pytest.raises(CacheError) as caught:
+        preprocess(str(made_of_one.source), made_of_one.cache, tiny_pipeline, **(SMALL | change))
+    assert str(caught.value) == (
+        f"cache={made_of_one.cache} was begun with {', '.join(differences)}; give the settings it was begun with, "
+        "or another --out."
+    )
+    assert contents(made_of_one.cache) == before
 
 
-def test_other_encoder_is_refused_and_names_both(one_clip: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
-    preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **SMALL)
+def test_settings_of_the_vae_reach_it(made_of_one: Made, tiny_pipeline: Path, tmp_path: Path) -> None:
+    """In bf16 the latents are others, of the same size; the cache says what made them."""
+    options = SMALL | {"vae_dtype": "bf16", "vae_tiling": True}
+    preprocess(str(made_of_one.source), tmp_path / "cache", tiny_pipeline, **options)
+    ours, theirs = (LatentCache(path) for path in (tmp_path / "cache", made_of_one.cache))
+    half, whole = (cache.read(0).latents.float() for cache in (ours, theirs))
+    assert half.shape == whole.shape
+    assert 0.002 < float((half - whole).square().mean().sqrt() / whole.std()) < 0.05
+    assert {name: ours.fingerprint["settings"][name] for name in ("vae_dtype", "vae_tiling")} == {
+        "vae_dtype": "bf16",
+        "vae_tiling": [256, 192],
+    }
+
+
+def test_other_encoder_is_refused_and_names_both(
+    made_of_one: Made, tiny_pipeline: Path, tmp_path: Path
+) -> None:
     other = Path(shutil.copytree(tiny_pipeline, tmp_path / "other"))
     vae = AutoencoderKLWan.from_pretrained(other, subfolder="vae")
     with torch.no_grad():
@@ -345,10 +406,10 @@ def test_other_encoder_is_refused_and_names_both(one_clip: Path, tiny_pipeline: 
     vae.save_pretrained(other / "vae")
     ours, theirs = (fingerprint_pipeline(model)["vae"]["weights_sha256"] for model in (tiny_pipeline, other))
     with pytest.raises(CacheError, match=rf"begun with vae\.weights_sha256={ours} but this run has {theirs}"):
-        preprocess(str(one_clip), tmp_path / "cache", other, **SMALL)
+        preprocess(str(made_of_one.source), made_of_one.cache, other, **SMALL)
     variant = variant_of(json.loads((other / "transformer" / "config.json").read_text()))
     with pytest.raises(CacheError, match=rf"vae\.weights_sha256={ours} but the model, .*={theirs}"):
-        LatentCache(tmp_path / "cache").check_fits(variant, fingerprint_pipeline(other))
+        LatentCache(made_of_one.cache).check_fits(variant, fingerprint_pipeline(other))
 
 
 def test_slide_windows_cover_the_clip_and_resume(
