@@ -292,11 +292,39 @@ def train(
     default=True,
     help="Copy the base's files instead of hard-linking them.",
 )
+@click.option("--merge", is_flag=True, help="Of a LoRA run: the whole pipeline, the LoRA merged in.")
 def export(checkpoint: Path, out: Path, **options: Any) -> None:
     """Turn CHECKPOINT, a run folder or one of its steps, into a diffusers pipeline folder."""
     from wands.commands.export import export as run
 
     click.echo(run(checkpoint, out, **options))
+
+
+@main.command()
+@click.argument("source")
+@click.option(
+    "--to",
+    type=click.Choice(["diffusers", "official", "comfyui"]),
+    required=True,
+    help="Whose names, files and folders.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="New or empty folder to write.")
+@click.option(
+    "--rest-of", help="Folder or Hub id in the layout of --to whose other parts are taken, such as a tokenizer."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16"]),
+    help="Of the DiT or LoRA, but for what diffusers keeps in fp32 [default: as it is].",
+)
+@click.option(
+    "--forward/--no-forward", default=True, help="Compare what stock diffusers computes from source and result."
+)
+def convert(source: str, out: Path, **options: Any) -> None:
+    """Write SOURCE in another layout: a folder, Hub id or file of a Wan model, or a LoRA of any trainer."""
+    from wands.commands.convert import convert as run
+
+    click.echo(run(source, out, **options))
 
 
 @main.command()

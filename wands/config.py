@@ -24,6 +24,15 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
 
 
+class MergeSection(Section):
+    """A LoRA that becomes part of the base before training."""
+
+    path: str
+    """Safetensors file or a folder with one, of any known layout."""
+    scale: float = Field(default=1.0, allow_inf_nan=False)
+    """What its update is multiplied by."""
+
+
 class ModelSection(Section):
     """Which weights are trained, and how activations are kept."""
 
@@ -34,9 +43,33 @@ class ModelSection(Section):
     experts: Literal["high", "low", "both"] | None = None
     """Models of two experts (A14B): which to train, both by default. Each draws its noise levels inside its own range. `both` makes
     two updates a step: first the high-noise expert learns from the step's clips, then the low-noise one from the same clips."""
+    merge_loras: list[MergeSection] = []
+    """LoRAs that are added to the weights when they are loaded; exports with `--merge` and full finetunes contain them."""
+    trainable: list[str] = []
+    """Patterns of parameters that a full finetune trains, such as `blocks.*.attn1.*`; all by default."""
+    freeze: list[str] = []
+    """Patterns of parameters that it does not train; they win over `trainable`."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """`full` keeps only each block's input and runs the block again in backward. `selective` also keeps the result of
     self-attention, so that neither its kernel nor the ring runs twice."""
+
+
+class LoraSection(Section):
+    """Train low-rank updates of linear layers instead of the weights themselves, with PEFT."""
+
+    rank: int = Field(gt=0)
+    """Of every update; B @ A has this many dimensions."""
+    alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """The update is multiplied by alpha / rank; the rank by default."""
+    targets: Literal["attention", "attention+ffn", "all-linear"] | list[str] = "attention"
+    """Which linear layers: the projections of all attentions, the feed-forwards too, every one, or patterns of modules."""
+    init_from: str | None = None
+    """LoRA to go on from: a safetensors file, or a folder that `wands export` wrote."""
+
+    @property
+    def scaled_alpha(self) -> float:
+        """`alpha`, or its default."""
+        return float(self.rank) if self.alpha is None else self.alpha
 
 
 class MockSection(Section):
@@ -223,6 +256,8 @@ class Recipe(Section):
     output_dir: str = "runs/default"
     """Checkpoints, logs and the resolved recipe go here."""
     model: ModelSection = ModelSection()
+    lora: LoraSection | None = None
+    """Left out, all weights are trained."""
     data: DataSection = DataSection()
     packing: PackingSection = PackingSection()
     parallel: ParallelSection = ParallelSection()
@@ -364,6 +399,9 @@ def _validation_problems(error: ValidationError) -> Iterator[tuple[str, str]]:
 
 
 def _cross_checks(recipe: Recipe) -> Iterator[str]:
+    for name in ("trainable", "freeze"):
+        if recipe.lora and getattr(recipe.model, name):
+            yield f"model.{name} is for full finetunes, and lora freezes all weights; leave it out, or see lora.targets."
     yield from _check_data(recipe.data)
     if recipe.packing.level_bins and recipe.train.bins_per_step % recipe.packing.level_bins:
         yield (

@@ -103,7 +103,7 @@ class Step:
     Attributes:
         loss: of the whole step.
         grad_norm: as the trainer reports it.
-        gradients: of every parameter as DeepSpeed holds them just before its update; on rank 0 only.
+        gradients: of every trained parameter as DeepSpeed holds them just before its update; on rank 0 only.
         digest: of all parameters after the update.
         clips: error of each clip of this rank's bins.
     """
@@ -130,7 +130,8 @@ def optimizer_step(
 
         def capture() -> None:
             for name, parameter in engine.module.named_parameters():
-                gradients[name] = safe_get_full_grad(parameter).clone()
+                if parameter.requires_grad:
+                    gradients[name] = safe_get_full_grad(parameter).clone()
             update()
 
         engine.step = capture
@@ -156,9 +157,9 @@ def _engine(job: Job, groups: ContextGroups, device: torch.device, dtype: torch.
         dtype == torch.float64
     ):  # a model that is made under ZeRO-3 is float32; this one is sharded by the engine
         whole = replace(job, ds_config={**job.ds_config, "zero_optimization": {"stage": 2}})
-        module = build_model(whole, groups, device, job.experts[0].part).double()
+        module = build_model(whole, groups, device).double()
     else:
-        module = build_model(job, groups, device, job.experts[0].part)
+        module = build_model(job, groups, device)
     engine = build_engine(module, job.ds_config, job.recipe, job.sampler.total_steps)
     del module
     yield engine

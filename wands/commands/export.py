@@ -14,12 +14,14 @@ import torch
 from safetensors import SafetensorError
 
 from wands import __version__
+from wands.commands.export_lora import write_lora
 from wands.commands.model_card import LOSS_FILE, MARKER, RECORD_FILE
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.files import publish, write_text
 from wands.model.hub import fetch_model
-from wands.train.checkpoint import find_checkpoint, load_exported_state
+from wands.train.checkpoint import find_checkpoint
 from wands.train.state import TrainState
+from wands.train.weights import load_full_weights, lora_of
 from wands.variants import TEXT_LEN, DiTShape
 
 log = logging.getLogger(__name__)
@@ -36,8 +38,9 @@ def export(
     dtype: str = "fp32",
     max_shard_size: str = "5GB",
     link: bool = True,
+    merge: bool = False,
 ) -> Path:
-    """Write the pipeline folder of a checkpoint.
+    """Write the pipeline folder of a checkpoint, or of a LoRA run the LoRA's files.
 
     An earlier export keeps its name until the new one is whole. Its ``samples`` and a ``README.md`` that wands
     did not write go over into the new one.
@@ -49,6 +52,7 @@ def export(
         dtype: "fp32" or "bf16" weights.
         max_shard_size: largest safetensors file.
         link: hard-link the base's files where the file system can, instead of copying.
+        merge: of a LoRA run, write the whole pipeline with the LoRA merged into its weights.
 
     Returns:
         `out`, absolute.
@@ -62,17 +66,16 @@ def export(
     out = out.resolve()
     partial, old = (out.with_name(f"{out.name}.{suffix}") for suffix in ("tmp", "old"))
     _check_out(out, old)
-    ignore = [f"{part}/*.safetensors" for part in state.parts]
-    base_dir = fetch_model(base or state.base, key="--base", ignore=ignore)
-    _check_base(base_dir, state)
+    lora = lora_of(state)
+    if merge and lora is None:
+        raise ConfigError(f"--merge is for LoRA runs, and {checkpoint} is none; leave it out.")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        copy = _link_or_copy if link else shutil.copy2
-        shutil.copytree(base_dir, partial, ignore=_skipping(state.parts), copy_function=copy)
-        for part in state.parts:
-            weights, folder = load_exported_state(step_dir, part), partial / part
-            _save_transformer(weights, state.transformer_config, folder, _DTYPES[dtype], max_shard_size)
-            _verify(weights, folder, _DTYPES[dtype])
+        if lora is None or merge:
+            _write_pipeline(step_dir, state, base, partial, _DTYPES[dtype], max_shard_size, link)
+        else:
+            partial.mkdir(parents=True)
+            write_lora(step_dir, state, lora, partial, _DTYPES[dtype])
         record = _record(step_dir, state, base or state.base, dtype)
         write_text(partial / EXPORT_FILE, json.dumps(record, indent=2))
         _carry_over(out, partial)
@@ -84,6 +87,27 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def _write_pipeline(
+    step_dir: Path,
+    state: TrainState,
+    base: str | None,
+    partial: Path,
+    dtype: torch.dtype,
+    max_shard_size: str,
+    link: bool,
+) -> None:
+    """The base's parts, and in the place of those that were trained their new weights, loaded again as a proof."""
+    ignore = [] if lora_of(state) else [f"{part}/*.safetensors" for part in state.parts]
+    base_dir = fetch_model(base or state.base, key="--base", ignore=ignore)
+    _check_base(base_dir, state)
+    copy = _link_or_copy if link else shutil.copy2
+    shutil.copytree(base_dir, partial, ignore=_skipping(state.parts), copy_function=copy)
+    for part in state.parts:
+        weights, folder = load_full_weights(step_dir, part, base), partial / part
+        _save_transformer(weights, state.transformer_config, folder, dtype, max_shard_size)
+        _verify(weights, folder, dtype)
 
 
 def _check_out(out: Path, old: Path) -> None:

@@ -74,6 +74,7 @@ def load_transformer(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     zero_init_context: AbstractContextManager[Any] | None = None,
+    merge: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
 ) -> PackedWanTransformer:
     """Build the DiT and fill it.
 
@@ -85,6 +86,7 @@ def load_transformer(
         dtype: of the parameters, whatever the file has; a ZeRO-3 context decides itself.
         zero_init_context: `deepspeed.zero.Init(...)` to partition each parameter when it is made; every rank
             must then call this function, and rank 0 reads.
+        merge: changes each weight on its way, by its name, as `wands.model.lora.MergedLoras` does.
 
     Returns:
         The model in training mode, on the CPU or where the context puts it.
@@ -100,14 +102,38 @@ def load_transformer(
     folder = _find_folder(path, subfolder, patterns)
     model = _build_empty(_read_config(path, folder), zero_init_context)
     if init == "random":
-        _fill(model, lambda name, shape: _initial_value(name, shape, seed), dtype)
+        _fill(model, lambda name, shape: merge(name, _initial_value(name, shape, seed)), dtype)
     else:
         with _Weights(path, folder) as weights:
             weights.check_fit(model)
-            _fill(model, lambda name, _: weights.read(name), dtype)
+            _fill(model, lambda name, _: merge(name, weights.read(name)), dtype)
     num_params = sum(torch.Size(_shape(p)).numel() for p in model.parameters())
     logger.info("model.path=%s: %.1f M parameters, %s", path, num_params / 1e6, init)
     return model
+
+
+def load_weights(
+    path: str | Path, subfolder: str = "transformer", *, init: str = "pretrained", seed: int = 0
+) -> dict[str, Tensor]:
+    """The weights that `load_transformer` would fill a model with, in fp32, by diffusers' names.
+
+    Args:
+        path: as for `load_transformer`.
+        subfolder: likewise.
+        init: likewise.
+        seed: likewise.
+
+    Raises:
+        ConfigError: there is no such model, or it is not a Wan DiT.
+        CheckpointError: the weights are missing, damaged, or do not fit the config.
+    """
+    model = load_transformer(path, subfolder=subfolder, init=init, seed=seed)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def build_empty(config: dict[str, Any]) -> PackedWanTransformer:
+    """The DiT of a config without memory for its weights, to ask for names and shapes."""
+    return _build_empty(config, None)
 
 
 def check_weights(path: str | Path, subfolder: str = "transformer") -> None:

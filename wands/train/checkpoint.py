@@ -54,7 +54,7 @@ def save_checkpoint(engines: Mapping[str, Any], folder: Path, state: TrainState,
     Raises:
         CheckpointError: the disk is full or refuses; the previous checkpoint is untouched.
     """
-    _check_space(engines, folder, state.zero_stage)
+    _check_space(engines, folder, state.zero_stage, whole=state.recipe["lora"] is None)
     rank = dist.get_rank()
     target = folder / step_name(state.step)
     partial = folder / f"{target.name}.tmp"
@@ -66,7 +66,10 @@ def save_checkpoint(engines: Mapping[str, Any], folder: Path, state: TrainState,
     try:
         # save_latest=False: DeepSpeed's own `latest` is neither atomic nor last.
         for part, engine in engines.items():
-            engine.save_checkpoint(str(partial), tag=part, save_latest=False)
+            adapters_only = state.recipe["lora"] is not None
+            engine.save_checkpoint(
+                str(partial), tag=part, save_latest=False, exclude_frozen_parameters=adapters_only
+            )
         dist.barrier()
         if rank == 0:
             _finish(partial, target, state)
@@ -87,10 +90,10 @@ def _is_write_error(error: RuntimeError) -> bool:
     )
 
 
-def _check_space(engines: Mapping[str, Any], folder: Path, zero_stage: int) -> None:
+def _check_space(engines: Mapping[str, Any], folder: Path, zero_stage: int, whole: bool) -> None:
     """Refuse before the first byte, on all ranks alike: a write that fails half way hangs the others."""
     counts = [
-        sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+        sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters() if p.requires_grad or whole)
         for engine in engines.values()
     ]
     num_params = max(counts)  # of one file's DiT
@@ -237,7 +240,9 @@ def _load_engine(engine: Any, checkpoint: Path, part: str) -> None:
         scheduler, torch.optim.lr_scheduler.LambdaLR
     )  # else the JSON's, which owns the learning rate
     base_lrs = list(scheduler.base_lrs) if ours else []
-    path, _ = engine.load_checkpoint(str(checkpoint), tag=part)
+    # A checkpoint of a LoRA holds nothing of the base, which has been loaded from the model's own files.
+    strict = all(parameter.requires_grad for parameter in engine.module.parameters())
+    path, _ = engine.load_checkpoint(str(checkpoint), tag=part, load_module_strict=strict)
     if path is None:
         raise CheckpointError(
             f"checkpoint={checkpoint}: DeepSpeed found no shards for this world; use the DeepSpeed JSON of the run.",
@@ -258,9 +263,10 @@ def load_exported_state(where: Path, part: str = "transformer") -> dict[str, tor
         part: which DiT, one of the state's `parts`.
 
     Returns:
-        diffusers parameter names -> fp32 CPU tensors.
+        diffusers parameter names -> fp32 CPU tensors; of a LoRA run PEFT's names of the LoRA's own parameters.
     """
     checkpoint, state = find_checkpoint(where)
+    adapters_only = state.recipe.get("lora") is not None
     if state.zero_stage == 0:
         module: Mapping[str, torch.Tensor] = torch.load(
             checkpoint / part / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
@@ -269,5 +275,7 @@ def load_exported_state(where: Path, part: str = "transformer") -> dict[str, tor
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        lazy = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=part, lazy_mode=True)
+        lazy = get_fp32_state_dict_from_zero_checkpoint(
+            str(checkpoint), tag=part, exclude_frozen_parameters=adapters_only, lazy_mode=True
+        )
         return {name: tensor.contiguous().clone() for name, tensor in lazy.items()}

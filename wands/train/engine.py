@@ -16,10 +16,13 @@ from wands.attention.ring import OPERATOR
 from wands.attention.varlen import choose_backend
 from wands.config import OptimSection, Recipe
 from wands.errors import ConfigError, WandsError
+from wands.model.freezing import freeze_parameters
 from wands.model.loading import load_transformer
+from wands.model.lora import MergedLoras, add_lora, load_start
 from wands.parallel.mesh import ContextGroups
 from wands.train.ds_config import learning_rate, offloads_optimizer, uses_adam
 from wands.train.job import Job
+from wands.variants import Expert
 
 
 def build_schedule(optim: OptimSection, total_steps: int) -> Callable[[int], float]:
@@ -179,7 +182,7 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
 
 
 def build_model(
-    job: Job, groups: ContextGroups, device: torch.device, part: str = "transformer"
+    job: Job, groups: ContextGroups, device: torch.device, expert: Expert | None = None
 ) -> torch.nn.Module:
     """Load a DiT, sharded from the first tensor on under ZeRO-3, with its attention chosen for `groups` and `device`.
 
@@ -187,26 +190,31 @@ def build_model(
         job: the checked run.
         groups: the ranks that share a bin.
         device: of this rank.
-        part: which DiT of the pipeline.
+        expert: which DiT of the pipeline, by default the first that is trained.
     """
     import deepspeed
 
-    recipe = job.recipe
+    recipe, expert = job.recipe, expert or job.experts[0]
     dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
     backend = choose_backend(recipe.attention.backend, device, dtype, job.shape.head_dim)
     sharded = deepspeed.zero.Init(config_dict_or_path=job.ds_config) if job.zero_stage == 3 else None
     model = load_transformer(
         recipe.model.path,
-        subfolder=part,
+        subfolder=expert.part,
         init=recipe.model.init,
         seed=recipe.train.seed,
         zero_init_context=sharded,
+        merge=MergedLoras.load(recipe.model.merge_loras, expert),
     )
     attention = ContextAttention(
         backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all
     )
     model.set_attention(attention, backend)
     model.set_checkpointing(recipe.model.checkpointing, keep=[OPERATOR])
+    if recipe.lora is None:
+        freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
+    else:
+        add_lora(model, recipe.lora, recipe.train.seed, load_start(recipe.lora, expert))
     return model.train()
 
 

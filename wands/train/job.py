@@ -19,7 +19,9 @@ from wands.data.sampler import PlanSampler, StepPlan, check_enough_samples
 from wands.data.sources import Dataset, Sources, open_data
 from wands.errors import ConfigError
 from wands.flow.keys import SampleKey
-from wands.model.loading import check_weights, load_config, load_index
+from wands.model.freezing import freeze_parameters
+from wands.model.loading import build_empty, check_weights, load_config, load_index
+from wands.model.lora import MergedLoras, check_lora, load_start
 from wands.parallel.mesh import Degrees, RankGrid, check_world, choose_degrees
 from wands.train.ds_config import build_ds_config
 from wands.variants import DiTShape, Expert, Variant, variant_of
@@ -36,6 +38,7 @@ class Job:
         shape: its numbers.
         variant: its row.
         experts: the DiTs that are trained, one after the other in every step.
+        num_trained: parameters of each that are trained.
         data: what the recipe names.
         sampler: the plan of every optimizer step.
         collator: samples to packed batches.
@@ -49,6 +52,7 @@ class Job:
     shape: DiTShape
     variant: Variant
     experts: tuple[Expert, ...]
+    num_trained: int
     data: Dataset
     sampler: PlanSampler
     collator: PackingCollator
@@ -171,7 +175,7 @@ def prepare_job(
             "model.path is not set; give a diffusers pipeline folder or a Hub id, for example --set model.path=DIR."
         )
     config, variant, experts = _read_model(recipe)
-    shape = variant.dit
+    shape, num_trained = variant.dit, _count_trained(recipe, config, experts)
     degrees = choose_degrees(
         recipe.parallel,
         num_heads=shape.num_heads,
@@ -209,7 +213,18 @@ def prepare_job(
         shape, recipe.flow, recipe.train.seed, data.null_text_embeds, variant.conditions
     )
     return Job(
-        recipe, ds_config, config, shape, variant, experts, data, sampler, collator, world_size, degrees
+        recipe,
+        ds_config,
+        config,
+        shape,
+        variant,
+        experts,
+        num_trained,
+        data,
+        sampler,
+        collator,
+        world_size,
+        degrees,
     )
 
 
@@ -236,6 +251,19 @@ def _read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, 
                 f"model.path={path}: its two experts differ in {', '.join(differing)}; give a pipeline whose experts are alike."
             )
     return config, variant, experts
+
+
+def _count_trained(recipe: Recipe, config: dict[str, Any], experts: Sequence[Expert]) -> int:
+    """Parameters that are trained, of each expert; refuses patterns and LoRAs that do not fit the model."""
+    model = build_empty(config)
+    for expert in experts:
+        MergedLoras.load(recipe.model.merge_loras, expert).check_fit(model)
+    if recipe.lora is not None:
+        for expert in experts:
+            count = check_lora(model, recipe.lora, load_start(recipe.lora, expert))
+        return count
+    freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 Report = Callable[[str], None]

@@ -36,7 +36,7 @@ def start_block(job: Job, start_step: int) -> str:
             "",
             f"{job.shape.num_layers} layers, {job.shape.num_heads} heads x {job.shape.head_dim}, ffn {job.shape.ffn_dim}",
         ),
-        *(("", line) for line in _experts(job)),
+        *(("", line) for line in _trained(job)),
         (
             "grid",
             f"{job.world_size} ranks = dp {job.dp_size} x ring {job.degrees.ring} x ulysses {job.degrees.ulysses}"
@@ -79,6 +79,24 @@ def start_block(job: Job, start_step: int) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+
+
+def _trained(job: Job) -> list[str]:
+    """What is trained of the model, and how, where it is not all of it."""
+    recipe, lines = job.recipe, []
+    if recipe.model.merge_loras:
+        lines.append(
+            "merged: " + ", ".join(f"{one.path} x {one.scale:g}" for one in recipe.model.merge_loras)
+        )
+    if recipe.lora:
+        start = f", going on from {recipe.lora.init_from}" if recipe.lora.init_from else ""
+        lines.append(
+            f"LoRA of rank {recipe.lora.rank}, alpha {recipe.lora.scaled_alpha:g}, on {recipe.lora.targets}: "
+            f"{job.num_trained / 1e6:,.1f} M parameters are trained{start}"
+        )
+    elif job.num_trained != job.shape.num_params:
+        lines.append(f"{job.num_trained / 1e6:,.1f} M parameters are trained, the others frozen")
+    return lines + _experts(job)
 
 
 def _experts(job: Job) -> list[str]:
@@ -126,6 +144,7 @@ def _memory_line(job: Job) -> str:
         zero=job.ds_config["zero_optimization"],
         ring_degree=job.degrees.ring,
         num_models=len(job.experts),
+        num_trained=job.num_trained,
     )
     total = sum(parts.values())
     inner = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
@@ -145,6 +164,7 @@ def estimate_memory(
     zero: dict[str, object],
     ring_degree: int = 1,
     num_models: int = 1,
+    num_trained: int | None = None,
 ) -> dict[str, float]:
     """Bytes that one rank holds at the peak of a step, by component.
 
@@ -159,12 +179,14 @@ def estimate_memory(
         zero: the `zero_optimization` section, for offload and live parameters.
         ring_degree: ranks that share each sample's tokens.
         num_models: DiTs that are trained, one at a time; their states are all there, activations are those of one.
+        num_trained: parameters of each that are trained; all by default.
     """
     params = num_models * shape.num_params
+    trained = params if num_trained is None else num_models * num_trained
     share = {stage: world_size if zero_stage >= stage else 1 for stage in (1, 2, 3)}
     weights = 4.0 * params / share[3]
-    optimizer = 12.0 * params / share[1]
-    gradients = 4.0 * params / share[2]
+    optimizer = 12.0 * trained / share[1]
+    gradients = 4.0 * trained / share[2]
     if zero.get("offload_optimizer"):
         optimizer = gradients = 0.0
     if zero.get("offload_param"):

@@ -1,0 +1,117 @@
+"""LoRA and partial finetunes through the trainer: what gets a gradient, what a checkpoint holds, and that resuming is exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.train.runs import losses, make_job, run_job
+from tests.train.steps import Grid, optimizer_step, worst, zero
+from tests.world import WorldPool
+from wands.errors import CheckpointError, ConfigError
+from wands.model.loading import build_empty, load_weights
+from wands.model.lora import LORA_FILE, find_targets
+from wands.model.lora_keys import LoraPair, lora_to_diffusers
+from wands.train.checkpoint import load_exported_state
+
+LORA = ("lora.rank=4", "lora.alpha=6", "lora.targets=all-linear")
+GRIDS = (Grid(2, 1, 1), Grid(1, 1, 2), Grid(1, 2, 2))
+
+
+@pytest.fixture(scope="module")
+def start(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA of all linear layers whose B is not zero: at zero A would get no gradient."""
+    import json
+
+    config = json.loads((tiny_pipeline / "transformer" / "config.json").read_text())
+    generator = torch.Generator().manual_seed(5)
+    pairs = {
+        name: LoraPair(
+            torch.randn(4, linear.in_features, generator=generator) / linear.in_features**0.5,
+            torch.randn(linear.out_features, 4, generator=generator) / 4,
+        )
+        for name, linear in find_targets(build_empty(config), "all-linear").items()
+    }
+    folder = tmp_path_factory.mktemp("lora")
+    save_file(lora_to_diffusers({"transformer": pairs}), folder / LORA_FILE)
+    return folder
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_gradient_of_a_lora_is_the_same_on_every_grid(
+    stage: int, start: Path, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    """Every matrix of the LoRA gets a gradient, nothing else does."""
+    settings = (*LORA, f"lora.init_from={start}", "train.bins_per_step=2")
+    alone = worlds[1].run(optimizer_step, tiny_pipeline, tmp_path, settings, zero(2), torch.float64)[0]
+    linears = make_job(tiny_pipeline, tmp_path, settings, world_size=1).num_trained
+    assert sum(grad.numel() for grad in alone.gradients.values()) == linears
+    assert all(".lora_" in name for name in alone.gradients)
+    assert all(float(grad.abs().max()) > 0 for grad in alone.gradients.values())
+    for grid in GRIDS:
+        overrides = (*settings, *grid.overrides)
+        ranks = worlds[grid.world_size].run(
+            optimizer_step, tiny_pipeline, tmp_path, overrides, zero(stage), torch.float64
+        )
+        error = worst(ranks[0].gradients, alone.gradients)
+        assert error <= 1e-5, grid
+        assert len({rank.digest for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_lora_resumes_bitwise_and_its_checkpoint_holds_nothing_else(
+    stage: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    settings = (*LORA, "train.max_steps=4", "checkpoint.every=2", "checkpoint.keep=3")
+
+    def run(resume: bool = False) -> list[dict[str, Any]]:
+        return worlds[2].run(run_job, tiny_pipeline, tmp_path / "run", settings, zero(stage), resume)[0]
+
+    straight = run()
+    first = load_exported_state(tmp_path / "run" / "checkpoints" / "step_00000002")
+    last = load_exported_state(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step_00000004").rename(tmp_path / "set aside")
+    assert losses(run(resume=True)) == losses(straight)
+    again = load_exported_state(tmp_path / "run")
+    assert all(torch.equal(again[name], value) for name, value in last.items())
+    assert all(".lora_" in name for name in last)
+    assert any(not torch.equal(first[name], value) for name, value in last.items())
+    held = {}
+    for path in (tmp_path / "run" / "checkpoints" / "step_00000004" / "transformer").glob("*model_states.pt"):
+        held |= torch.load(path, map_location="cpu", weights_only=False)
+    assert not held["frozen_param_fragments"]
+    assert all(".lora_" in name for name in held["module"])
+
+
+def test_frozen_weights_stay_bitwise_and_resume_too(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    settings = (
+        "model.trainable=['blocks.*.attn*']",
+        "model.freeze=['*.bias']",
+        "train.max_steps=4",
+        "checkpoint.every=2",
+    )
+
+    def run(resume: bool = False) -> list[dict[str, Any]]:
+        return worlds[2].run(
+            run_job, tiny_pipeline, tmp_path / "run", (*settings, "checkpoint.keep=3"), zero(3), resume
+        )[0]
+
+    straight, after = run(), load_exported_state(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step_00000004").rename(tmp_path / "set aside")
+    assert losses(run(resume=True)) == losses(straight)
+    again, before = load_exported_state(tmp_path / "run"), load_weights(tiny_pipeline)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(again[name], value) for name, value in after.items())
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if ".attn" in name and not name.endswith("bias")}
+
+
+def test_settings_that_exclude_each_other(tiny_pipeline: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"model\.freeze is for full finetunes"):
+        make_job(tiny_pipeline, tmp_path, ("lora.rank=4", "model.freeze=['*.bias']"))
+    with pytest.raises((ConfigError, CheckpointError), match=r"lora\.init_from=nowhere"):
+        make_job(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.init_from=nowhere"), world_size=1)

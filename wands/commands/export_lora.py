@@ -1,0 +1,81 @@
+"""A checkpoint of a LoRA run as LoRA files, in the keys of diffusers and PEFT and in those of ComfyUI."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from wands.config import LoraSection
+from wands.errors import CheckpointError
+from wands.model.lora import LORA_FILE
+from wands.model.lora_keys import LoraPair, lora_to_comfyui, lora_to_diffusers
+from wands.train.state import TrainState
+from wands.train.weights import load_lora_of
+
+log = logging.getLogger(__name__)
+
+COMFYUI_FILE = "comfyui.safetensors"
+
+
+def write_lora(step_dir: Path, state: TrainState, lora: LoraSection, out: Path, dtype: torch.dtype) -> None:
+    """Write the LoRA of each DiT that was trained; of two experts each in a folder of its own.
+
+    Args:
+        step_dir: checkpoint.
+        state: its state.
+        lora: settings of its run.
+        out: folder to fill.
+        dtype: of the tensors.
+
+    Raises:
+        CheckpointError: the LoRA is not finite, or what was written does not come back as it is.
+    """
+    names = {"transformer": "high_noise", "transformer_2": "low_noise"}
+    in_folders = state.recipe["model"].get("experts") is not None or len(state.parts) == 2
+    for part in state.parts:
+        folder = out / names[part] if in_folders else out
+        folder.mkdir(parents=True, exist_ok=True)
+        pairs = {
+            module: LoraPair(pair.down.to(dtype), pair.folded().up.to(dtype))
+            for module, pair in load_lora_of(step_dir, part).items()
+        }
+        _check_finite(pairs)
+        # A LoRA of either expert is one of "transformer" to its loaders: they are told where it goes when it is loaded.
+        metadata = {
+            "format": "pt",
+            "lora_adapter_metadata": json.dumps(
+                {
+                    "transformer.r": lora.rank,
+                    "transformer.lora_alpha": lora.rank,  # the run's own alpha is in lora_B
+                    "transformer.target_modules": sorted(pairs),
+                }
+            ),
+        }
+        _save(lora_to_diffusers({"transformer": pairs}), folder / LORA_FILE, metadata)
+        _save(lora_to_comfyui(pairs), folder / COMFYUI_FILE, {"format": "pt"})
+    if state.recipe["model"].get("merge_loras"):
+        log.warning(
+            "the LoRA was trained on a base with other LoRAs merged in; load those as well, or export with --merge"
+        )
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, path, metadata)
+    back = load_file(path)
+    if back.keys() != whole.keys() or any(not torch.equal(back[name], whole[name]) for name in whole):
+        raise CheckpointError(f"export: {path} read back differs from the checkpoint; write to another disk.")
+
+
+def _check_finite(pairs: Mapping[str, LoraPair]) -> None:
+    for module, pair in pairs.items():
+        if not (torch.isfinite(pair.down).all() and torch.isfinite(pair.up).all()):
+            raise CheckpointError(
+                f"export: the LoRA of {module} is not finite; the run has diverged, export an older step."
+            )
