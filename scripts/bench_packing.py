@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from wands.data.packing import assign_bins, plan_epoch
+from wands.data.packing import assign_bins, plan_epoch, storage_windows
 from wands.variants import VARIANTS
 
 MIXES = {"A": (0.3, 0.35), "B": (0.0, 0.35), "C": (0.6, 0.05)}  # share of 720p, share of 81-frame clips
@@ -179,12 +179,12 @@ def bias_beyond_chance(steps: Steps, lens: np.ndarray) -> float:
 
 @dataclass
 class Row:
-    """What one scheme reaches on one mix and capacity; efficiency and bias by (model, dp). `larger` steps are not compared."""
+    """What one scheme reaches on one mix and capacity; efficiency and bias by (model, dp). Rows `aside` are not compared."""
 
     name: str
     fill: float
     seconds: float
-    larger: bool = False
+    aside: bool = False
     efficiency: dict[tuple[str, int], float] = field(default_factory=dict)
     bias: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -200,9 +200,7 @@ class Row:
 
     def line(self, rows: Sequence[Row]) -> str:
         better = [
-            row.name.strip()
-            for row in rows
-            if not row.larger and any(row.beats(self, case) for case in CASES)
+            row.name.strip() for row in rows if not row.aside and any(row.beats(self, case) for case in CASES)
         ]
         cells = [f"{self.name:<22}", f"{self.fill:6.3f}"]
         cells += [f"{self.efficiency[case]:6.3f}" for case in CASES]
@@ -224,14 +222,27 @@ def rows_of(lens: np.ndarray, max_tokens: int) -> list[Row]:
         for model, dp in CASES:
             row.add((model, dp), cut(bins, dp, lens, cost_of[model]), lens, cost_of[model])
         rows.append(row)
-    return [*rows, *(wands_row(lens, max_tokens, cost_of, micro_steps) for micro_steps in (1, 4))]
+    return [
+        *rows,
+        wands_row("wands", lens, max_tokens, cost_of),
+        wands_row("  4 micro steps", lens, max_tokens, cost_of, micro_steps=4),
+        wands_row("  windows of 2048", lens, max_tokens, cost_of, buffer_size=2048),
+    ]
 
 
-def wands_row(lens: np.ndarray, max_tokens: int, cost_of: dict[str, np.ndarray], micro_steps: int) -> Row:
+def wands_row(
+    name: str,
+    lens: np.ndarray,
+    max_tokens: int,
+    cost_of: dict[str, np.ndarray],
+    micro_steps: int = 1,
+    buffer_size: int | None = None,
+) -> Row:
     """The plan, for steps of so many bins on every rank; ranks wait for each other in each micro step."""
-    row = Row(
-        "wands" if micro_steps == 1 else f"  {micro_steps} micro steps", 1.0, 0.0, larger=micro_steps > 1
-    )
+    row = Row(name, 1.0, 0.0, aside=micro_steps > 1 or buffer_size is not None)
+    windows = None
+    if buffer_size:
+        windows = storage_windows(np.stack(np.divmod(np.arange(len(lens)), 512), axis=1), buffer_size, seed=0)
     for model, dp in CASES:
         start = time.perf_counter()
         plan = plan_epoch(
@@ -242,6 +253,7 @@ def wands_row(lens: np.ndarray, max_tokens: int, cost_of: dict[str, np.ndarray],
             epoch=0,
             cost=MODELS[model].forward_flops,
             level_bins=dp,
+            windows=windows,
         )
         row.seconds = time.perf_counter() - start
         row.fill = min(row.fill, plan.fill)

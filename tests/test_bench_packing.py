@@ -82,6 +82,6 @@ def test_it_runs_and_prints_one_table():
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     lines = done.stdout.splitlines()
     assert sum(line.startswith("scheme") for line in lines) == 1
-    for name in (*SCHEMES, "wands ", "  4 micro steps"):
+    for name in (*SCHEMES, "wands ", "  4 micro steps", "  windows of 2048"):
         assert sum(line.startswith(name) for line in lines) >= 6
     assert lines[-1].startswith("planning 2000 clips")

@@ -125,9 +125,9 @@ class PackingSection(Section):
     """Bins whose cost is levelled to each other; the dp_size that is trained on, when a step has several micro steps. Then a
     step takes costly and cheap groups of so many, and its lengths are more mixed. Default: all bins of a step."""
     buffer_size: int | None = Field(default=None, gt=0)
-    """Samples that are packed together (elsewhere `packing_buffer_size`), for slow storage: shards of the cache are taken in
-    random order and their samples packed so many at a time, so that a run reads from few shards at a time. Best: several
-    thousand, and many steps. Default: the whole epoch is packed at once."""
+    """Look-ahead in samples for slow storage (`packing_buffer_size`; the section says the first word): shards of the cache are
+    taken in random order and so many samples packed at a time, so that a run reads from few shards at once and from each in
+    one go. Some tens of steps in a window pack as well as the whole. Default: the whole epoch at once."""
 
 
 class ParallelSection(Section):

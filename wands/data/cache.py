@@ -56,6 +56,10 @@ class LatentCache:
     several threads at once and as fast as from any file. With an index of an older wands HDF5 is asked for the
     place of each sample, once.
 
+    A cache may be larger than memory: nothing of a shard is mapped or kept, each read fills new arrays that are
+    its caller's, and what stays of the files is the system's page cache, which gives way to everything else.
+    What is kept is the index (some hundred bytes a sample) and at most `MAX_HANDLES` open shards.
+
     Attributes:
         keys: sample ids, sorted; `read(i)` gives the sample called `keys[i]`.
         null_text_embeds: embedding of the empty caption, bf16 [L, D].
