@@ -310,7 +310,8 @@ def export(checkpoint: Path, out: Path, **options: Any) -> None:
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="New or empty folder to write.")
 @click.option(
-    "--rest-of", help="Folder or Hub id in the layout of --to whose other parts are taken, such as a tokenizer."
+    "--rest-of",
+    help="Folder or Hub id in the layout of --to whose other parts are taken, such as a tokenizer.",
 )
 @click.option(
     "--dtype",
@@ -318,7 +319,9 @@ def export(checkpoint: Path, out: Path, **options: Any) -> None:
     help="Of the DiT or LoRA, but for what diffusers keeps in fp32 [default: as it is].",
 )
 @click.option(
-    "--forward/--no-forward", default=True, help="Compare what stock diffusers computes from source and result."
+    "--forward/--no-forward",
+    default=True,
+    help="Compare what stock diffusers computes from source and result.",
 )
 def convert(source: str, out: Path, **options: Any) -> None:
     """Write SOURCE in another layout: a folder, Hub id or file of a Wan model, or a LoRA of any trainer."""
