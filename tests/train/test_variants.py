@@ -145,6 +145,28 @@ def test_an_expert_sees_only_its_own_timesteps(
     assert set((timesteps >= 0.9 * 1000).tolist()) == {experts == "high"}
 
 
+def test_the_histogram_is_that_of_each_expert(pipelines: dict[str, Path]):
+    from click.testing import CliRunner
+
+    from wands.cli import main
+
+    def show(*settings: str) -> str:
+        arguments = [word for one in settings for word in ("--set", one)]
+        return CliRunner().invoke(main, ["train", "--show-timesteps", *arguments]).output
+
+    text = show(f"model.path={pipelines['wan2.2-t2v-a14b']}", "flow.flow_shift=5")
+    high, low = text.split("low-noise expert (transformer_2)")
+    assert "high-noise expert (transformer)" in high
+    shares = [
+        {line.split()[0]: line.split()[3] for line in part.splitlines() if " - " in line}
+        for part in (high, low)
+    ]
+    assert shares[0]["400"] == shares[1]["900"] == "0.0%"
+    assert float(shares[0]["900"].rstrip("%")) > 50
+    assert float(shares[1]["800"].rstrip("%")) > 5
+    assert "expert" not in show("flow.flow_shift=5")
+
+
 def test_experts_of_a_model_that_has_one(tiny_pipeline: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"model\.experts=high is for models of two experts"):
         make_job(tiny_pipeline, tmp_path, ONE_EXPERT)

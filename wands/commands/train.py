@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from wands.config import load_recipe
+from wands.config import Recipe, load_recipe
 from wands.encode.pipeline import fingerprint_pipeline
 from wands.errors import ConfigError
 from wands.files import write_text
@@ -20,7 +20,7 @@ from wands.train.engine import (
     ranks_per_node,
     start_together,
 )
-from wands.train.job import Job, Report, prepare_job
+from wands.train.job import Job, Report, prepare_job, read_model
 from wands.train.state import TrainState
 from wands.train.summary import start_block
 
@@ -52,10 +52,7 @@ def run_train(
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     tell: Report = say if rank == 0 else lambda text: None
     if show_timesteps:
-        from wands.flow.histogram import timestep_histogram
-
-        recipe = load_recipe(recipe_path, overrides)
-        tell(timestep_histogram(recipe.flow, recipe.train.seed))
+        _show_timesteps(load_recipe(recipe_path, overrides), tell)
         return
     names = (str(deepspeed or "the built-in DeepSpeed config"), str(recipe_path or "the recipe"))
     with start_together():
@@ -84,6 +81,18 @@ def run_train(
     rank, _, device = init_process_group()
     last = train(job, found, rank, device, tell)
     tell(f"done: {last}")
+
+
+def _show_timesteps(recipe: Recipe, tell: Report) -> None:
+    """One histogram, or one for each expert of a model that has two."""
+    from wands.flow.histogram import timestep_histogram
+
+    experts = read_model(recipe)[2] if recipe.model.path else ()
+    for expert in experts or (None,):
+        if expert and expert.name:
+            tell(f"{expert.name}-noise expert ({expert.part})")
+        sigma_range = expert.sigma_range if expert else (0.0, 1.0)
+        tell(timestep_histogram(recipe.flow, recipe.train.seed, sigma_range=sigma_range))
 
 
 def _resume_from(job: Job, resume: str | None) -> tuple[Path, TrainState] | None:

@@ -12,7 +12,12 @@ BAR_WIDTH = 50
 
 
 def timestep_histogram(
-    flow: FlowSection, seed: int = 0, *, num_samples: int = 20_000, num_bins: int = 20
+    flow: FlowSection,
+    seed: int = 0,
+    *,
+    num_samples: int = 20_000,
+    num_bins: int = 20,
+    sigma_range: tuple[float, float] = (0.0, 1.0),
 ) -> str:
     """Draw timesteps as training does, after the shift, and count them.
 
@@ -21,12 +26,14 @@ def timestep_histogram(
         seed: of the draws.
         num_samples: draws; 20,000 place each bar within 0.3 % of all samples.
         num_bins: bars between 0 and 1000.
+        sigma_range: noise levels of the expert that is trained.
 
     Returns:
         A heading, one line a bar from high noise to low, and a line of quantiles; ASCII only.
     """
     generator = philox(seed, "histogram")
-    timesteps = np.array([sample_sigma(generator, flow) for _ in range(num_samples)]) * NUM_TRAIN_TIMESTEPS
+    sigmas = [sample_sigma(generator, flow, *sigma_range) for _ in range(num_samples)]
+    timesteps = np.array(sigmas) * NUM_TRAIN_TIMESTEPS
     counts, edges = np.histogram(timesteps, bins=num_bins, range=(0, NUM_TRAIN_TIMESTEPS))
     bars = [
         f"{edges[i]:6.0f} - {edges[i + 1]:4.0f}  {counts[i] / num_samples:6.1%}  "

@@ -174,7 +174,7 @@ def prepare_job(
         raise ConfigError(
             "model.path is not set; give a diffusers pipeline folder or a Hub id, for example --set model.path=DIR."
         )
-    config, variant, experts = _read_model(recipe)
+    config, variant, experts = read_model(recipe)
     shape, num_trained = variant.dit, _count_trained(recipe, config, experts)
     degrees = choose_degrees(
         recipe.parallel,
@@ -228,8 +228,12 @@ def prepare_job(
     )
 
 
-def _read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, ...]]:
-    """The DiT's config, what model it is, and the experts that the recipe asks for."""
+def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, ...]]:
+    """The DiT's config, what model it is, and the experts that the recipe asks for.
+
+    Raises:
+        ConfigError: there is no such model, it is none of Wan's, or it does not have these experts.
+    """
     path, wanted = recipe.model.path, recipe.model.experts
     index, config = load_index(path), load_config(path)
     try:
