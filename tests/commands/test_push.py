@@ -499,7 +499,7 @@ def _damaged_samples(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_no_index, r"is no diffusers pipeline \(no model_index.json\); give what `wands export` wrote"),
+        (_no_index, r"is no diffusers pipeline \(no model_index.json\) and no LoRA; give what `wands export` wrote"),
         (_damaged_index, "model_index.json cannot be read .* run `wands export` again"),
         (_index_is_list, "model_index.json must hold a JSON object, not a list"),
         (_no_part, "lacks the parts vae; run `wands export` again"),

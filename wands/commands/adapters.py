@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from wands.model.lora_keys import lora_to_diffusers, read_lora
 log = logging.getLogger(__name__)
 NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 """diffusers' and PEFT's names of the file in a folder."""
+EXPERT_FOLDERS = {"high_noise": "transformer", "low_noise": "transformer_2"}
+"""Where `wands export` puts the LoRAs of two experts, and which is for which."""
 PEFT_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -52,7 +54,7 @@ def find_loras(lora: Sequence[str | Path], lora_2: Sequence[str | Path] = ()) ->
     Raises:
         ConfigError: a scale is no number, or there is no such LoRA.
     """
-    found = [_parse(str(text), "transformer") for text in lora]
+    found = [one for text in lora for one in _by_expert(_parse(str(text), "transformer"))]
     found += [_parse(str(text), "transformer_2") for text in lora_2]
     for one in found:
         if Path(one.path).exists():
@@ -60,6 +62,17 @@ def find_loras(lora: Sequence[str | Path], lora_2: Sequence[str | Path] = ()) ->
         elif not _HUB_ID.fullmatch(one.path):
             raise ConfigError(f"{one.key}={one.path} does not exist; give a LoRA's folder, file or Hub id.")
     return found
+
+
+def _by_expert(lora: Lora) -> list[Lora]:
+    """Those of two experts where a folder holds each in one of its own."""
+    folders = {name: Path(lora.path) / name for name in EXPERT_FOLDERS}
+    own = [
+        replace(lora, path=str(folder), part=EXPERT_FOLDERS[name])
+        for name, folder in folders.items()
+        if folder.is_dir()
+    ]
+    return own or [lora]
 
 
 def _parse(text: str, part: str) -> Lora:

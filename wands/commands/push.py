@@ -1,4 +1,4 @@
-"""`wands push`: a pipeline folder becomes a repository on the Hugging Face Hub, with a model card.
+"""`wands push`: the folder of a pipeline or a LoRA becomes a repository on the Hugging Face Hub, with a model card.
 
 What goes up is staged first as a folder of links: there linked components are real folders (the Hub client
 does not enter a linked one), training state is left out, and the JSON files carry no path of this machine.
@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError, safe_open
 
 from wands import __version__
 from wands.commands import model_card
+from wands.commands.adapters import EXPERT_FOLDERS
 from wands.commands.hub_repo import RETRY_WAITS, Hub, connect, open_repository
 from wands.commands.plots import save_loss_plot
 from wands.errors import WandsError
@@ -47,7 +49,7 @@ def push(
     message: str | None = None,
     training: Path | None = None,
 ) -> str:
-    """Upload a pipeline folder and its model card; run again after a failure, it sends only what is missing.
+    """Upload the folder of a pipeline or a LoRA and its model card; run again after a failure, it sends only what is missing.
 
     Writes ``README.md`` and ``loss.png`` into the folder. A ``README.md`` that wands did not write is kept.
 
@@ -65,37 +67,41 @@ def push(
         The address of the repository.
 
     Raises:
-        WandsError: the folder is no pipeline; name, token or server cannot be used; the upload failed.
+        WandsError: the folder is no pipeline and no LoRA; name, token or server cannot be used; the upload failed.
     """
     directory = Path(directory)
-    class_name = _check_pipeline(directory)
+    contents = _check_contents(directory)
     record = _read_record(directory, training)
     hub = open_repository(connect(repo_id, token, endpoint), public=public, revision=revision)
     url = f"{hub.api.endpoint}/{hub.repo_id}"
-    _write_card(directory, hub, record, class_name)
+    _write_card(directory, hub, record, contents)
     with tempfile.TemporaryDirectory(prefix="wands-push-") as staging:
         num_files, num_bytes = _stage(directory, Path(staging))
         log.info("uploading %d files, %.1f MB, to %s", num_files, num_bytes / 1e6, url)
         step = f" of step {record['step']}" if "step" in record else ""
+        what = "LoRA" if contents.loras else "pipeline"
         upload = partial(
             hub.api.upload_folder,
             repo_id=hub.repo_id,
             folder_path=staging,
             revision=revision,
-            commit_message=message or f"Upload the pipeline{step} with wands {__version__}",
+            commit_message=message or f"Upload the {what}{step} with wands {__version__}",
         )
         commit = hub.call("the upload", upload, RETRY_WAITS)
     log.info("%s is complete at commit %s", url, commit.oid)
     return url
 
 
-def _check_pipeline(directory: Path) -> str:
-    """Return the pipeline's class name; a folder that diffusers could not load is refused."""
+def _check_contents(directory: Path) -> model_card.Contents:
+    """Tell what the folder holds; one that diffusers could not load is refused."""
     index_path = directory / "model_index.json"
     if not index_path.is_file():
-        raise WandsError(
-            f"DIR={directory} is no diffusers pipeline (no model_index.json); give what `wands export` wrote."
-        )
+        loras = tuple(_find_loras(directory))
+        if not loras:
+            raise WandsError(
+                f"DIR={directory} is no diffusers pipeline (no model_index.json) and no LoRA; give what `wands export` wrote."
+            )
+        return model_card.Contents(loras=loras)
     index = _read_json(index_path)
     parts = [
         name for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[1]
@@ -103,7 +109,24 @@ def _check_pipeline(directory: Path) -> str:
     missing = [name for name in parts if not (directory / name).is_dir()]
     if missing:
         raise WandsError(f"DIR={directory} lacks the parts {', '.join(missing)}; run `wands export` again.")
-    return str(index.get("_class_name", "DiffusionPipeline"))
+    return model_card.Contents(str(index.get("_class_name", "DiffusionPipeline")))
+
+
+def _find_loras(directory: Path) -> Iterator[model_card.LoraFile]:
+    """The LoRAs that diffusers loads by its own keys, of the folder and of those of the two experts in it."""
+    for folder, own in (("", "transformer"), *EXPERT_FOLDERS.items()):
+        for path in sorted((directory / folder).glob("*.safetensors")):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    names = list(file.keys())
+            except (SafetensorError, OSError) as error:
+                raise WandsError(f"{path} cannot be read ({error}); run `wands export` again.") from error
+            prefixes = {name.partition(".")[0] for name in names if ".lora_" in name}
+            parts = {prefix: prefix for prefix in ("transformer", "transformer_2") if prefix in prefixes}
+            if list(parts) == ["transformer"]:
+                parts["transformer"] = own
+            if parts:
+                yield model_card.LoraFile(path.relative_to(directory).as_posix(), tuple(parts.items()))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -150,7 +173,7 @@ def _license_of(base: str, hub: Hub) -> str:
     return stated if isinstance(stated, str) else model_card.DEFAULT_LICENSE
 
 
-def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], class_name: str) -> None:
+def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: model_card.Contents) -> None:
     """Write README.md and loss.png into the folder, unless a person wrote the README.md."""
     path = directory / "README.md"
     try:
@@ -167,7 +190,7 @@ def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], class_name
         steps, losses = zip(*points, strict=True)
         save_loss_plot(directory / model_card.LOSS_FILE, {"loss": (steps, losses)})
     license_id = _license_of(str(record.get("base", "")), hub)
-    text = model_card.build_card(directory, hub.repo_id, record, class_name, license_id)
+    text = model_card.build_card(directory, hub.repo_id, record, contents, license_id)
     with atomic_path(path) as temporary:  # a README.md linked from elsewhere becomes a file: that one stays
         temporary.write_text(text, encoding="utf-8")
 
@@ -216,6 +239,9 @@ def _cleaned(path: Path) -> str | None:
     """Return a file's text without the places on this machine that it names, None to send it as it is."""
     if path.name == model_card.RECORD_FILE:
         return json.dumps(model_card.without_paths(_read_json(path)), indent=2) + "\n"
+    if path.name == "README.txt":  # beside an exported LoRA
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "".join(f"{model_card.without_paths(line)}\n" for line in lines)
     if path.name == model_card.SAMPLES_FILE:
         rows = [
             {key: value if "prompt" in key else model_card.without_paths(value) for key, value in row.items()}
