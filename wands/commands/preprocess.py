@@ -60,7 +60,11 @@ def preprocess(
 
     A clip that is already in the cache, made from the same file, caption and range, is not encoded again.
     If only its caption or its name is new, its latents are kept. Settings other than those the cache was begun
-    with are refused. Afterwards the index holds what the source holds, no more.
+    with are refused. Afterwards the index holds what the source holds, no more. All captions of a range of a file share one
+    decoding, one pass of the VAE and, in a shard, the latents.
+
+    A clip whose decoder ends a process is found when the next one takes it, or with one process when the same command is
+    given again: it is rejected and named in `quarantine.jsonl`, and not tried again unless it changes or that file goes.
 
     Under a launcher (RANK, WORLD_SIZE) its processes share the work, otherwise `workers` processes that this one
     starts: each takes the next clip that nobody has. All need the source and `out` on a file system they share.
