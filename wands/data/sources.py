@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import ceil
 from typing import Any, Protocol
 
 import numpy as np
@@ -95,12 +96,13 @@ class Sources:
         self.keys = [names[i] for i in rows.tolist()]
         self._part_of = np.repeat(np.arange(len(parts)), numbers)[rows]
         self._position_of = np.concatenate([part.chosen for part in parts])[rows]
-        copies = np.flatnonzero(np.diff(rows, prepend=rows[0]) < 0)  # a copy begins anew
-        copy_of = np.searchsorted(copies, np.arange(len(rows)), side="right")
-        stored = np.concatenate([part.data.places[part.chosen] for part in parts])[rows]
-        shards = np.stack([self._part_of, copy_of, stored[:, 0]], axis=1)
-        shard = np.unique(shards, axis=0, return_inverse=True)[1].reshape(-1)
-        self.places = np.stack([shard, stored[:, 1]], axis=1)
+        places, first_shard = [], 0
+        for part in parts:
+            stored = part.data.places[part.chosen]
+            for _ in range(ceil(part.repeat)):
+                places.append(stored + np.array([first_shard, 0]))
+                first_shard += int(stored[:, 0].max(initial=-1)) + 1
+        self.places = np.concatenate(places)
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
         """Video tokens of every row, int64 [rows]."""
@@ -266,20 +268,19 @@ def _settle_names(parts: Sequence[Part]) -> list[str]:
         keys = parts[0].data.keys
         return [keys[i] for i in parts[0].chosen.tolist()]
     names: list[str] = []
-    first_with: dict[str, tuple[Data, int]] = {}
-    for part in parts:
-        keys = part.data.keys
+    first_with: dict[str, tuple[int, int]] = {}
+    for number, part in enumerate(parts):
+        keys, contents = part.data.keys, _contents(part.data)
         for i in part.chosen.tolist():
-            data, other = first_with.setdefault(keys[i], (part.data, i))
-            if data is part.data or _content(data, other) == _content(part.data, i):
-                names.append(keys[i])
-            else:
-                names.append(f"{keys[i]}#{_content(part.data, i)[0]:08x}")
+            source, content = first_with.setdefault(keys[i], (number, contents[i]))
+            same = source == number or content == contents[i]
+            names.append(keys[i] if same else f"{keys[i]}#{contents[i] & 0xFFFFFFFF:08x}")
     return names
 
 
-def _content(data: Data, i: int) -> tuple[int, ...]:
-    """What tells a sample from others of the same name."""
+def _contents(data: Data) -> list[int]:
+    """What tells samples from others of the same name: checksum, text tokens and frames."""
     assert isinstance(data, LatentCache), "there is but one source of mock data"
     index = data.index
-    return (int(index.crc32[i]), int(index.text_lens[i]), *index.latent_shapes[i].tolist())
+    frames, texts = index.latent_shapes[:, 1].astype(np.int64), index.text_lens.astype(np.int64)
+    return (index.crc32.astype(np.int64) | texts << 32 | frames << 44).tolist()
