@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.commands.test_infer import records
+from tests.train.runs import run_job
 from wands.commands import infer as infer_module
 from wands.commands.adapters import find_loras
+from wands.commands.export import export
 from wands.commands.infer import infer
 from wands.commands.pipeline import find_pipeline, load_pipeline
 from wands.commands.prompts import SampleRequest
@@ -162,6 +164,30 @@ def test_ranks_share_a_pipeline_with_loras(run_world, trained: Trained, files: d
     wanted = trained.sample(lora=[str(files["both"])])
     for found in run_world(2, sample_with_lora_on_ranks, trained, str(files["both"])):
         assert_close(found, wanted)
+
+
+def test_a_lora_run_is_sampled_three_ways(
+    run_world, tiny_variant: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """From its checkpoint, from the folder of its LoRAs, and from the exported pipeline into which they are merged."""
+    folder = tiny_variant("wan2.2-t2v-a14b")
+    settings = ("lora.rank=2", "lora.alpha=3", "train.max_steps=2", "optim.lr=0.05", "loss.reduction=sample")
+    run_world(2, run_job, folder, tmp_path / "run", settings, {"zero_optimization": {"stage": 3}})
+    export(tmp_path / "run", tmp_path / "lora")
+    export(tmp_path / "run", tmp_path / "merged", merge=True)
+
+    def sample(model: Path, **options: object) -> Tensor:
+        lora = [tmp_path / "lora"] if options.pop("with_lora", False) else []
+        source = find_pipeline(model, loras=find_loras(lora), **options)
+        assert sorted({one.part for one in source.loras}) == (list(PARTS) if lora else [])
+        pipeline = load_pipeline(source)
+        pipeline.set_progress_bar_config(disable=True)
+        return infer_module._call(pipeline, REQUEST, output_type="latent")[1]
+
+    wanted = sample(tmp_path / "merged")
+    assert (sample(folder) - wanted).abs().max() > 1e-3
+    assert_close(sample(folder, checkpoint=tmp_path / "run"), wanted)
+    assert_close(sample(folder, with_lora=True), wanted)
 
 
 def test_offload_and_record(trained: Trained, files: dict[str, Path], tmp_path: Path) -> None:

@@ -317,14 +317,17 @@ def _dit_from_folder(source: DiTSource, part: str, dtype: torch.dtype) -> WanTra
 def _dit_from_checkpoint(source: PipelineSource, part: str, dtype: torch.dtype) -> WanTransformer3DModel:
     from accelerate import init_empty_weights
 
-    from wands.train.checkpoint import load_exported_state
+    from wands.train.checkpoint import load_state
+    from wands.train.weights import load_full_weights
 
     checkpoint = source.dits[part].checkpoint
     assert checkpoint is not None
     # No memory and no random numbers for weights that are replaced at once; RoPE's buffers are computed.
     with init_empty_weights(include_buffers=False):
         transformer = WanTransformer3DModel.from_config(source.dit)
-    state = load_exported_state(checkpoint, part)
+    # A LoRA run's checkpoint holds nothing of its base: that is the pipeline's, unless the run made it up.
+    made_up = load_state(checkpoint).recipe.get("model", {}).get("init") == "random"
+    state = load_full_weights(checkpoint, part, None if made_up else source.model)
     expected = {name: tuple(tensor.shape) for name, tensor in transformer.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
