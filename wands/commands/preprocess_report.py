@@ -76,7 +76,8 @@ class PreprocessReport:
         lines += [f"{lost}; the others took over its work" for lost in self.lost_workers]
         if self.num_left_out:
             lines.append(
-                f"{self.num_left_out:,} samples of earlier runs are not in the source: left out of the index"
+                f"{self.num_left_out:,} samples of earlier runs are not in the source, or of a size that is not asked "
+                "for: left out of the index"
             )
         if self.num_cut_captions:
             lines.append(
