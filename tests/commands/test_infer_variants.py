@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from diffusers import (
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
@@ -19,15 +20,16 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.commands.test_infer import make_checkpoint, records
+from wands.cli import main
 from wands.commands import infer as infer_module
 from wands.commands.infer import infer
 from wands.commands.pictures import Pictures, read_picture
 from wands.commands.pipeline import find_pipeline, load_pipeline, pipeline_for
 from wands.commands.prompts import SampleRequest, read_prompts
-from wands.commands.sharing import share_pipeline
+from wands.commands.sharing import check_commands, share_pipeline
 from wands.data.clip import ClipSpec
 from wands.data.video import decode_clip, save_video, to_pixels
 from wands.encode.vae import WanVideoEncoder
@@ -295,6 +297,68 @@ def test_ranks_sample_what_one_process_does(
         wanted = sample(folder, variant)
         for found in ranks:
             assert (found[variant] - wanted).abs().max() <= 1e-5 * wanted.abs().max(), variant
+
+
+def compare_pictures_on_ranks(folder: Path) -> str:
+    rank = int(os.environ["RANK"])
+    request, _ = asked_of("wan2.2-ti2v-5b")
+    pictures = [Pictures(noise_picture(rank))]
+    try:
+        check_commands(find_pipeline(folder), [request], pictures, "fp32", RankGrid(2, rank, ring_degree=2))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_pictures_are_refused(run_world, tiny_variant: Callable[[str], Path]) -> None:
+    """Files of one name may differ from node to node; the sample would be a mixture."""
+    first, second = run_world(2, compare_pictures_on_ranks, tiny_variant("wan2.2-ti2v-5b"))
+    assert first == second
+    assert first.startswith("the command of rank 1 (prompt 1.contents of image=")
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def test_command_line(tiny_variant: Callable[[str], Path], clips_dir: Path, tmp_path: Path) -> None:
+    """Pictures once for each prompt, a LoRA with its scale, the second expert's guidance."""
+    lora = tmp_path / "lora.safetensors"
+    names = (f"transformer.blocks.0.attn1.to_q.lora_{half}.weight" for half in "AB")
+    save_file(dict(zip(names, (torch.ones(1, 48), torch.ones(48, 1)), strict=True)), lora)
+    noise_picture(1).save(tmp_path / "a.png")
+    sizes = ["--height", "32", "--width", "64", "--frames", "5", "--steps", "2"]
+    asked = [
+        "--prompt",
+        "a",
+        "--prompt",
+        "b",
+        "--image",
+        tmp_path / "a.png",
+        "--image",
+        clips_dir / "bikes.mp4",
+    ]
+    more = [
+        "--guidance-2",
+        3.5,
+        "--shift",
+        4,
+        "--lora",
+        f"{lora}=0.25",
+        "--lora-2",
+        lora,
+        "--out",
+        tmp_path / "out",
+    ]
+    call = ["infer", "--model", tiny_variant("wan2.2-i2v-a14b"), *sizes, *asked, *more]
+    done = CliRunner().invoke(main, [str(part) for part in call], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    rows = records(tmp_path / "out")
+    assert [row["image"] for row in rows] == [str(tmp_path / "a.png"), str(clips_dir / "bikes.mp4")]
+    assert [(row["guidance_scale_2"], row["flow_shift"], row["fps"]) for row in rows] == [(3.5, 4.0, 16)] * 2
+    assert [(one["part"], one["scale"]) for one in rows[0]["loras"]] == [
+        ("transformer", 0.25),
+        ("transformer_2", 1.0),
+    ]
 
 
 # -------------------------------------------------------------------------------------------------- pictures
