@@ -202,7 +202,7 @@ def test_a_side_without_clips_is_refused(caches, holdout: float, said: str, spli
         (["data.sources=[{path: a, weight: .inf}]"], "data.sources.0.weight=inf is refused"),
         (["data.sources=[{weight: 1}]"], "data.sources.0.path"),
         (["data.sources=[]"], "data.sources=[] is refused"),
-        (["data.sources=[{path: a, wieght: 1}]"], "did you mean data.sources.0.weight?"),
+        (["data.sources=[{path: a, weights: 1}]"], "did you mean data.sources.0.weight?"),
         (["data.mock={num_samples: 1, shapes: [[1,2,2]], text_len: [1]}"], "did you mean data.mock.text_lens?"),
         (["data.sources=[{path: a}]", "data.cache=b"], "data.sources and data.cache=b are both set; keep one"),
         (["data.split=holdout"], "data.split=holdout needs clips that are held out (data.holdout=0); set"),
