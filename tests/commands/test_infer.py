@@ -22,7 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from wands.commands import infer as infer_module
-from wands.commands import sharing
+from wands.commands import sampling, sharing
 from wands.commands.infer import InferResult, infer
 from wands.commands.pipeline import DiTSource, find_pipeline, load_pipeline
 from wands.commands.prompts import SampleRequest, SizeRule, build_requests, read_prompts
@@ -102,7 +102,7 @@ def test_prompts_become_videos_sheet_and_record(tiny_pipeline: Path, tmp_path: P
 
 def test_equals_the_stock_pipeline_and_its_latents_decode_to_the_video(tiny_pipeline: Path) -> None:
     request = SampleRequest(prompt="a red bike", seed=7, negative_prompt="dull", **SMALL)
-    frames, latents, _ = infer_module._sample(load_pipeline(find_pipeline(tiny_pipeline)), request)
+    frames, latents, _ = sampling.sample(load_pipeline(find_pipeline(tiny_pipeline)), request)
 
     stock = WanPipeline.from_pretrained(tiny_pipeline)
     stock.set_progress_bar_config(disable=True)
@@ -128,7 +128,7 @@ def test_saved_latents_are_the_final_normalised_ones(tiny_pipeline: Path, tmp_pa
     assert result.latents == tmp_path / "000_a-dog.safetensors"
     saved = load_file(result.latents)["latents"]
     assert (saved.shape, saved.dtype) == ((16, 2, 4, 6), torch.float32)
-    _, latents, _ = infer_module._sample(load_pipeline(find_pipeline(tiny_pipeline)), result.request)
+    _, latents, _ = sampling.sample(load_pipeline(find_pipeline(tiny_pipeline)), result.request)
     assert torch.equal(saved, latents)
     assert records(tmp_path)[0]["latents"] == result.latents.name
 
@@ -163,11 +163,11 @@ def test_a_sample_depends_on_its_request_alone(tiny_pipeline: Path, tmp_path: Pa
 def test_flow_shift_reaches_schedulers_that_call_it_shift(tiny_pipeline: Path) -> None:
     pipeline = load_pipeline(find_pipeline(tiny_pipeline))
     euler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    pipeline.scheduler = infer_module._with_shift(euler, 8.0)
+    pipeline.scheduler = sampling.with_shift(euler, 8.0)
     assert (euler.config.shift, pipeline.scheduler.config.shift) == (3.0, 8.0)
-    _, shifted, _ = infer_module._sample(pipeline, SampleRequest(prompt="a cat", **SMALL))
-    pipeline.scheduler = infer_module._with_shift(pipeline.scheduler, 3.0)
-    _, plain, _ = infer_module._sample(pipeline, SampleRequest(prompt="a cat", **SMALL))
+    _, shifted, _ = sampling.sample(pipeline, SampleRequest(prompt="a cat", **SMALL))
+    pipeline.scheduler = sampling.with_shift(pipeline.scheduler, 3.0)
+    _, plain, _ = sampling.sample(pipeline, SampleRequest(prompt="a cat", **SMALL))
     assert not torch.equal(shifted, plain)
 
 
@@ -278,8 +278,8 @@ def test_checkpoint_equals_the_exported_folder(
             n: (t.dtype, t.shape) for n, t in wanted.items()
         }
         assert {t.dtype for t in state.values()} == {torch.float32, dtype}
-        _, latents, _ = infer_module._sample(found, request)
-        assert torch.equal(latents, infer_module._sample(from_folder, request)[1])
+        _, latents, _ = sampling.sample(found, request)
+        assert torch.equal(latents, sampling.sample(from_folder, request)[1])
 
 
 def test_bf16_keeps_the_vae_in_fp32(tiny_pipeline: Path) -> None:
@@ -296,13 +296,13 @@ def test_bf16_keeps_the_vae_in_fp32(tiny_pipeline: Path) -> None:
 def test_model_offload_through_accelerates_hooks(tiny_pipeline: Path) -> None:
     """The hooks know no difference between devices: here they bring each model to the CPU."""
     request = SampleRequest(prompt="a cat", **SMALL)
-    plain = infer_module._sample(load_pipeline(find_pipeline(tiny_pipeline)), request)
+    plain = sampling.sample(load_pipeline(find_pipeline(tiny_pipeline)), request)
     pipeline = load_pipeline(find_pipeline(tiny_pipeline), offload="model")
     assert [
         hasattr(part, "_hf_hook") for part in (pipeline.text_encoder, pipeline.transformer, pipeline.vae)
     ] == [True] * 3
     for _ in range(2):
-        frames, latents, _ = infer_module._sample(pipeline, request)
+        frames, latents, _ = sampling.sample(pipeline, request)
         assert torch.equal(latents, plain[1])
         np.testing.assert_array_equal(frames, plain[0])
 
@@ -318,10 +318,10 @@ def test_sequential_offload_leaves_no_weight_on_the_device(tiny_pipeline: Path) 
 def test_offload_changes_nothing_on_cuda(tiny_pipeline: Path, offload: str) -> None:
     request = SampleRequest(prompt="a cat", **SMALL)
     source = find_pipeline(tiny_pipeline)
-    plain = infer_module._sample(load_pipeline(source, device="cuda"), request)
+    plain = sampling.sample(load_pipeline(source, device="cuda"), request)
     pipeline = load_pipeline(source, device="cuda", offload=offload)
     for _ in range(2):
-        assert torch.equal(infer_module._sample(pipeline, request)[1], plain[1])
+        assert torch.equal(sampling.sample(pipeline, request)[1], plain[1])
 
 
 # --------------------------------------------------------------------------------------------- several ranks
@@ -365,7 +365,7 @@ def unusual_pipeline(folder: Path, kind: str) -> WanPipeline:
 def sample_unusually_on_ranks(folder: Path, kind: str) -> torch.Tensor:
     pipeline = unusual_pipeline(folder, kind)
     share_pipeline(pipeline, RankGrid(2, int(os.environ["RANK"]), ring_degree=2))
-    return infer_module._call(pipeline, SHARED[0], output_type="latent")[1]
+    return sampling.call_pipeline(pipeline, SHARED[0], output_type="latent")[1]
 
 
 @pytest.mark.parametrize(("world_size", "degrees"), [(2, [(1, 2), (2, 1)]), (4, [(1, 4), (2, 2), (4, 1)])])
@@ -392,8 +392,10 @@ def test_ranks_sample_the_video_of_one_process(
 @pytest.mark.parametrize("kind", ["model offload", "sequential offload", "two experts"])
 def test_ranks_share_pipelines_of_all_kinds(run_world, tiny_pipeline: Path, kind: str) -> None:
     """As below, accelerate's hooks bring weights to the CPU here."""
-    expected = infer_module._call(unusual_pipeline(tiny_pipeline, kind), SHARED[0], output_type="latent")[1]
-    plain = infer_module._call(unusual_pipeline(tiny_pipeline, ""), SHARED[0], output_type="latent")[1]
+    expected = sampling.call_pipeline(unusual_pipeline(tiny_pipeline, kind), SHARED[0], output_type="latent")[
+        1
+    ]
+    plain = sampling.call_pipeline(unusual_pipeline(tiny_pipeline, ""), SHARED[0], output_type="latent")[1]
     assert torch.equal(expected, plain) == (kind != "two experts")
     for latents in run_world(2, sample_unusually_on_ranks, tiny_pipeline, kind):
         assert (latents - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.commands.test_infer import records
 from tests.train.runs import run_job
-from wands.commands import infer as infer_module
+from wands.commands import sampling
 from wands.commands.adapters import find_loras
 from wands.commands.export import export
 from wands.commands.infer import infer
@@ -49,7 +49,7 @@ class Trained:
         return pipeline
 
     def sample(self, **loras: list[str]) -> Tensor:
-        return infer_module._call(self.pipeline(**loras), REQUEST, output_type="latent")[1]
+        return sampling.call_pipeline(self.pipeline(**loras), REQUEST, output_type="latent")[1]
 
     def merged(self, scales: dict[str, float]) -> Tensor:
         """The dumb way: the update is added to the weights."""
@@ -58,7 +58,7 @@ class Trained:
             for name, pair in self.pairs[part].items():
                 weight = getattr(pipeline, part).get_submodule(name).weight
                 weight.data += scale * pair.delta().float()
-        return infer_module._call(pipeline, REQUEST, output_type="latent")[1]
+        return sampling.call_pipeline(pipeline, REQUEST, output_type="latent")[1]
 
     def state(self, part: str, prefix: str) -> dict[str, Tensor]:
         return {
@@ -157,7 +157,7 @@ def test_scales_and_experts(trained: Trained, files: dict[str, Path]) -> None:
 def sample_with_lora_on_ranks(trained: Trained, path: str) -> Tensor:
     pipeline = trained.pipeline(lora=[path])
     share_pipeline(pipeline, RankGrid(2, int(os.environ["RANK"]), ring_degree=2))
-    return infer_module._call(pipeline, REQUEST, output_type="latent")[1]
+    return sampling.call_pipeline(pipeline, REQUEST, output_type="latent")[1]
 
 
 def test_ranks_share_a_pipeline_with_loras(run_world, trained: Trained, files: dict[str, Path]) -> None:
@@ -182,7 +182,7 @@ def test_a_lora_run_is_sampled_three_ways(
         assert sorted({one.part for one in source.loras}) == (list(PARTS) if lora else [])
         pipeline = load_pipeline(source)
         pipeline.set_progress_bar_config(disable=True)
-        return infer_module._call(pipeline, REQUEST, output_type="latent")[1]
+        return sampling.call_pipeline(pipeline, REQUEST, output_type="latent")[1]
 
     wanted = sample(tmp_path / "merged")
     assert (sample(folder) - wanted).abs().max() > 1e-3
@@ -194,7 +194,7 @@ def test_offload_and_record(trained: Trained, files: dict[str, Path], tmp_path: 
     source = find_pipeline(trained.folder, loras=find_loras([files["both"]]))
     offloaded = load_pipeline(source, offload="model", dtype=torch.bfloat16)
     offloaded.set_progress_bar_config(disable=True)
-    assert infer_module._call(offloaded, REQUEST, output_type="latent")[1].isfinite().all()
+    assert sampling.call_pipeline(offloaded, REQUEST, output_type="latent")[1].isfinite().all()
     infer(trained.folder, [REQUEST], out_dir=tmp_path, lora=[f"{files['both']}=0.5"])
     assert records(tmp_path)[0]["loras"] == [
         {"path": str(files["both"]), "part": "transformer", "scale": 0.5}

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from tests.commands.test_infer import make_checkpoint, records
 from wands.cli import main
 from wands.commands import infer as infer_module
+from wands.commands import sampling
 from wands.commands.infer import infer
 from wands.commands.pictures import Pictures, read_picture
 from wands.commands.pipeline import find_pipeline, load_pipeline, pipeline_for
@@ -72,9 +73,9 @@ def asked_of(variant: str) -> tuple[SampleRequest, Pictures]:
 def sample(folder: Path, variant: str) -> torch.Tensor:
     request, pictures = asked_of(variant)
     pipeline = pipeline_for(loaded(folder), with_image=pictures.image is not None)
-    [(one, _, _)] = infer_module._pipelines(pipeline, [request], [pictures])
+    [(one, _, _)] = sampling.each_request(pipeline, [request], [pictures])
     one.set_progress_bar_config(disable=True)
-    return infer_module._call(one, request, pictures, output_type="latent")[1]
+    return sampling.call_pipeline(one, request, pictures, output_type="latent")[1]
 
 
 @pytest.mark.parametrize("variant", SAMPLED)
@@ -154,13 +155,13 @@ def test_offloaded_pipelines_sample_both_kinds(tiny_variant: Callable[[str], Pat
     plain = WanPipeline.from_pretrained(folder)
     offloaded = load_pipeline(find_pipeline(folder), offload="model")
     given = [pictures, Pictures(), pictures]
-    for one, asked, with_these in infer_module._pipelines(offloaded, [request] * 3, given):
-        found = infer_module._call(one, asked, with_these, output_type="latent")[1]
+    for one, asked, with_these in sampling.each_request(offloaded, [request] * 3, given):
+        found = sampling.call_pipeline(one, asked, with_these, output_type="latent")[1]
         if with_these.image:
             assert torch.equal(found, sample(folder, "wan2.2-ti2v-5b"))
         else:
-            [(stock, _, _)] = infer_module._pipelines(plain, [asked], [with_these])
-            assert torch.equal(found, infer_module._call(stock, asked, output_type="latent")[1])
+            [(stock, _, _)] = sampling.each_request(plain, [asked], [with_these])
+            assert torch.equal(found, sampling.call_pipeline(stock, asked, output_type="latent")[1])
 
 
 # ----------------------------------------------------------------------------------------------- two experts
@@ -189,7 +190,7 @@ def experts_called(pipeline: DiffusionPipeline, variant: str) -> list[tuple[floa
     request, pictures = asked_of(variant)
     before, pipeline.scheduler = pipeline.scheduler, scheduler
     try:
-        infer_module._call(
+        sampling.call_pipeline(
             pipeline, request.model_copy(update={"guidance_scale": 1.0, "guidance_scale_2": None}), pictures,
             output_type="latent",
         )  # fmt: skip

@@ -11,22 +11,19 @@ import json
 import logging
 import re
 import sys
-import time
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from diffusers import WanImageToVideoPipeline
 
 from wands.commands.adapters import find_loras
 from wands.commands.contact_sheet import SheetRow, pick_frames, save_contact_sheet
 from wands.commands.pictures import Pictures, read_pictures
-from wands.commands.pipeline import AnyPipeline, PipelineSource, find_pipeline, load_pipeline, pipeline_for
+from wands.commands.pipeline import AnyPipeline, PipelineSource, find_pipeline, load_pipeline
 from wands.commands.prompts import (
     SampleRequest,
     SizeRule,
@@ -35,12 +32,11 @@ from wands.commands.prompts import (
     raise_problems,
     read_prompts,
 )
+from wands.commands.sampling import call_pipeline, each_request, sample, shift_key
 from wands.commands.sharing import check_commands, own_device, plan_ranks, share_pipeline
 from wands.data.video import save_video
-from wands.errors import WandsError
 from wands.files import atomic_path
 from wands.train.engine import start_together
-from wands.variants import TEXT_LEN
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +45,6 @@ Several: TypeAlias = T | Sequence[T] | None
 """Not given, once for all prompts, or as many times as there are prompts."""
 RECORD_FILE = "samples.jsonl"
 SHEET_FRAMES = 4
-NO_PICTURES = Pictures()
 
 
 @dataclass(frozen=True)
@@ -241,9 +236,9 @@ def _run(
     first = _next_number(out_dir)
     sheet = out_dir / f"contact_sheet_{first:03d}.png"
     results, rows = [], []
-    for i, (one, request, given) in enumerate(_pipelines(pipeline, requests, pictures)):
+    for i, (one, request, given) in enumerate(each_request(pipeline, requests, pictures)):
         one.set_progress_bar_config(disable=not sys.stderr.isatty(), leave=False)
-        frames, latents, seconds = _sample(one, request, given)
+        frames, latents, seconds = sample(one, request, given)
         stem = f"{first + i:03d}_{_slug(request.prompt)}"
         result = InferResult(
             request=request,
@@ -251,7 +246,7 @@ def _run(
             latents=out_dir / f"{stem}.safetensors" if save_latents else None,
             contact_sheet=sheet,
             fps=fps,
-            flow_shift=float(one.scheduler.config[_shift_key(one.scheduler)]),
+            flow_shift=float(one.scheduler.config[shift_key(one.scheduler)]),
             seconds=seconds,
         )
         _write(result, frames, latents, origin)
@@ -262,27 +257,13 @@ def _run(
     return results
 
 
-def _pipelines(
-    pipeline: AnyPipeline, requests: Sequence[SampleRequest], pictures: Sequence[Pictures]
-) -> Iterator[tuple[AnyPipeline, SampleRequest, Pictures]]:
-    """Each request with the pipeline that samples it, which has a scheduler of its own each time."""
-    scheduler = pipeline.scheduler
-    views: dict[bool, AnyPipeline] = {}
-    for request, given in zip(requests, pictures, strict=True):
-        with_image = given.image is not None
-        if with_image not in views:
-            views[with_image] = pipeline_for(pipeline, with_image=with_image)
-        views[with_image].scheduler = _with_shift(scheduler, request.flow_shift)
-        yield views[with_image], request, given
-
-
 def _sample_along(
     pipeline: AnyPipeline, requests: Sequence[SampleRequest], pictures: Sequence[Pictures]
 ) -> None:
     """Do this rank's part of every sample; the first rank decodes them."""
-    for one, request, given in _pipelines(pipeline, requests, pictures):
+    for one, request, given in each_request(pipeline, requests, pictures):
         one.set_progress_bar_config(disable=True)
-        _call(one, request, given, output_type="latent")
+        call_pipeline(one, request, given, output_type="latent")
 
 
 def _run_problems(out_dir: Path, offload: str, device: str, fps: int | None) -> list[str]:
@@ -302,93 +283,6 @@ def _run_problems(out_dir: Path, offload: str, device: str, fps: int | None) -> 
     if fps is not None and fps <= 0:
         problems.append(f"infer.fps={fps} must be above 0; leave it out for the model's own.")
     return problems
-
-
-def _sample(
-    pipeline: AnyPipeline, request: SampleRequest, pictures: Pictures = NO_PICTURES
-) -> tuple[np.ndarray, torch.Tensor, float]:
-    """Run the pipeline once: uint8 [F, H, W, 3], final normalised latents fp32 [C, f, h, w] and seconds."""
-    started = time.perf_counter()
-    video, latents = _call(pipeline, request, pictures, output_type="np")
-    return (video * 255).round().astype(np.uint8), latents, time.perf_counter() - started
-
-
-def _call(
-    pipeline: AnyPipeline, request: SampleRequest, pictures: Pictures = NO_PICTURES, *, output_type: str
-) -> tuple[Any, torch.Tensor]:
-    """Give what the pipeline returns for the one sample, and its final normalised latents, fp32 [C, f, h, w]."""
-    last: dict[str, torch.Tensor] = {}
-
-    def keep(
-        _: AnyPipeline, step: int, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]
-    ) -> dict[str, Any]:
-        last.update(tensors)
-        return {}
-
-    options: dict[str, Any] = {
-        key: picture
-        for key, picture in (("image", pictures.image), ("last_image", pictures.last_image))
-        if picture is not None
-    }
-    if request.guidance_scale_2 is not None:
-        options["guidance_scale_2"] = request.guidance_scale_2
-    with _keeping_condition(pipeline, last):
-        output = pipeline(
-            prompt=request.prompt,
-            negative_prompt=request.negative_prompt,
-            height=request.height,
-            width=request.width,
-            num_frames=request.num_frames,
-            num_inference_steps=request.num_inference_steps,
-            guidance_scale=request.guidance_scale,
-            max_sequence_length=TEXT_LEN,
-            # Drawn on the CPU: CUDA's random numbers are others, and differ between devices.
-            generator=torch.Generator("cpu").manual_seed(request.seed),
-            output_type=output_type,
-            callback_on_step_end=keep,  # the latents that the pipeline decodes: no second decoder to keep equal
-            **options,
-        ).frames[0]
-    latents = last["latents"][0].float().cpu()
-    if "first_frame" in last:  # put back behind the last step, where no callback is made
-        latents[:, :1] = last["first_frame"][0].float().cpu()
-    if not torch.isfinite(latents).all():
-        raise WandsError(
-            f"infer.prompt={request.prompt!r}: the sample has values that are not finite; "
-            "use infer.dtype=fp32, or other weights if that does not help.",
-            agreed=True,
-        )
-    return output, latents
-
-
-@contextmanager
-def _keeping_condition(pipeline: AnyPipeline, kept: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Note the clean first frame of a TI2V sample, [1, C, 1, h, w], which only `prepare_latents` returns."""
-    if not (isinstance(pipeline, WanImageToVideoPipeline) and pipeline.config.expand_timesteps):
-        yield
-        return
-    prepare = pipeline.prepare_latents
-
-    def prepare_and_keep(*args: Any, **options: Any) -> Any:
-        prepared = prepare(*args, **options)
-        kept["first_frame"] = prepared[1]
-        return prepared
-
-    pipeline.prepare_latents = prepare_and_keep
-    try:
-        yield
-    finally:
-        del pipeline.prepare_latents
-
-
-def _with_shift(scheduler: Any, flow_shift: float | None) -> Any:
-    """Give a fresh scheduler of the same kind: solvers remember the sample before."""
-    change = {} if flow_shift is None else {_shift_key(scheduler): flow_shift}
-    return type(scheduler).from_config(scheduler.config, **change)
-
-
-def _shift_key(scheduler: Any) -> str:
-    # Solvers such as UniPC heed flow_shift only with flow sigmas; FlowMatchEuler calls it shift.
-    return "flow_shift" if "use_flow_sigmas" in scheduler.config else "shift"
 
 
 def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origin: Mapping[str, Any]) -> None:
