@@ -225,11 +225,17 @@ def test_the_expert_of_a_timestep_is_the_one_trained_there(
         with pytest.raises(AssertionError):
             check_experts(pipeline, variant)
     pipeline.register_to_config(boundary_ratio=boundary)
-    high, low = pipeline.transformer, pipeline.transformer_2
-    first = high.proj_out.weight.clone()
-    assert not torch.equal(first, low.proj_out.weight)
-    stored = load_file(tiny_variant(variant) / "transformer" / "diffusion_pytorch_model.safetensors")
-    assert torch.equal(first, stored["proj_out.weight"])  # not swapped on the way in
+    check_weights(pipeline, tiny_variant(variant))
+    pipeline.register_modules(transformer=pipeline.transformer_2, transformer_2=pipeline.transformer)
+    with pytest.raises(AssertionError):
+        check_weights(pipeline, tiny_variant(variant))
+
+
+def check_weights(pipeline: DiffusionPipeline, folder: Path) -> None:
+    """Each expert is where its folder says."""
+    for part in ("transformer", "transformer_2"):
+        stored = load_file(folder / part / "diffusion_pytorch_model.safetensors")
+        assert torch.equal(getattr(pipeline, part).proj_out.weight, stored["proj_out.weight"])
 
 
 def test_either_expert_is_replaced(tiny_variant: Callable[[str], Path], tmp_path: Path) -> None:
