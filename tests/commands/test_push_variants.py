@@ -147,6 +147,9 @@ def test_a_lora_of_one_model(tiny_variant: Callable[[str], Path], run_example: A
     assert "image" in called
     # Without a record there is still a card.
     assert build_card(tmp_path, NAME, {}, contents, "mit").count("load_lora_weights") == 1
+    merged = build_card(tmp_path, NAME, RECORD | {"recipe": {"lora": LORA}}, Contents("WanPipeline"), "mit")
+    assert "proj_out, merged into the weights |" in merged
+    assert "load_lora_weights" not in merged
 
 
 def test_both_experts_in_one_file(

@@ -184,7 +184,7 @@ def _introduction(record: Mapping[str, Any], contents: Contents, variant: Varian
     rows = {
         "Base": origin,
         "Trained": _trained_experts(record, variant),
-        "LoRA": _lora_numbers(record) if contents.loras else "",
+        "LoRA": _lora_numbers(record, merged=not contents.loras),
         "Checkpoint": f"`{_last(str(record['checkpoint']))}`" if record.get("checkpoint") else "",
         "Optimizer steps": f"{record['step']:,}" if isinstance(record.get("step"), int) else "",
         "Weights": str(record.get("dtype", "")),
@@ -201,13 +201,14 @@ def _trained_experts(record: Mapping[str, Any], variant: Variant | None) -> str:
     return " and ".join(f"{expert.name}-noise expert (`{expert.part}`)" for expert in trained)
 
 
-def _lora_numbers(record: Mapping[str, Any]) -> str:
+def _lora_numbers(record: Mapping[str, Any], merged: bool) -> str:
     settings = (record.get("recipe") or {}).get("lora") or {}
     told = {key: settings[key] for key in ("rank", "alpha", "targets") if settings.get(key) is not None}
-    return ", ".join(
+    words = [
         f"{key} {', '.join(map(str, value)) if isinstance(value, list) else value}"
         for key, value in told.items()
-    )
+    ]
+    return ", ".join([*words, "merged into the weights"] if words and merged else words)
 
 
 def _data_rows(record: Mapping[str, Any]) -> dict[str, str]:
