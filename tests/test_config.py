@@ -8,6 +8,7 @@ import pytest
 
 from wands.config import Recipe, list_recipes, load_recipe
 from wands.errors import ConfigError
+from wands.variants import VARIANTS, Variant
 
 
 def problems(*overrides: str, path: Path | None = None) -> str:
@@ -56,6 +57,20 @@ def test_missing_recipe_lists_the_shipped_ones():
         ConfigError, match=r"neither a file nor a recipe of wands; use a path or one of .*tiny"
     ):
         load_recipe("no-such-recipe")
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda row: row.name)
+def test_every_variant_has_a_full_and_a_lora_recipe(variant: Variant):
+    full, lora = load_recipe(f"{variant.name}-finetune"), load_recipe(f"{variant.name}-lora")
+    assert (full.lora, lora.lora is not None) == (None, True)
+    assert full.model.path == lora.model.path
+    assert full.flow.flow_shift == lora.flow.flow_shift
+    assert variant.name.split("-")[1] in full.model.path.lower()
+    for recipe in (full, lora):
+        assert recipe.model.experts == ("both" if variant.boundary_ratio else None)
+    # Shifts of official inference, but for T2V of Wan 2.1, whose authors advise lower ones in training.
+    if not variant.name.startswith("wan2.1-t2v"):
+        assert full.flow.flow_shift == (3.0 if variant.name == "wan2.1-i2v-14b" else variant.default_shift)
 
 
 @pytest.mark.parametrize("name", list_recipes())
