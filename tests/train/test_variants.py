@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from make_tiny_pipeline import build_tiny_pipeline
 
 from tests.train.runs import losses, make_job, run_job, weights
 from tests.train.steps import Grid, optimizer_step, stock_gradients, worst, zero
@@ -29,11 +29,8 @@ GRIDS = (Grid(2, 1, 1), Grid(1, 2, 2))
 
 
 @pytest.fixture(scope="module")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("variants")
-    for name in VARIANTS:
-        build_tiny_pipeline(folder / name, size="test", vae_dir="random", variant=name)
-    return {name: folder / name for name in VARIANTS}
+def pipelines(tiny_variant: Callable[[str], Path]) -> dict[str, Path]:
+    return {name: tiny_variant(name) for name in VARIANTS}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
