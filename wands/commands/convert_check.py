@@ -102,8 +102,8 @@ def _forward(config: dict[str, Any], dtype: torch.dtype, read: Callable[[str], T
 
     with init_empty_weights(include_buffers=False):
         model = WanTransformer3DModel.from_config(config).eval()
-    # Copies: where a mapped tensor lies decides in which order a kernel sums, and so the last bit of the output.
-    model.load_state_dict({name: read(name).clone() for name, _ in model.named_parameters()}, assign=True)
+    # Fresh tensors, never mapped ones: where they lie decides in which order a kernel sums, and so the last bit.
+    model.load_state_dict({name: read(name) for name, _ in model.named_parameters()}, assign=True)
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

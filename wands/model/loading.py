@@ -7,11 +7,12 @@ read as they are: their names and configs become diffusers' on the way.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,15 @@ def load_transformer(
         ["config.json"] if init == "random" else ["config.json", "*.safetensors", "*.safetensors.index.json"]
     )
     folder = _find_folder(path, subfolder, patterns)
-    model = _build_empty(_read_config(path, folder), zero_init_context)
-    if init == "random":
-        _fill(model, lambda name, shape: merge(name, _initial_value(name, shape, seed)), dtype)
-    else:
-        with _Weights(path, folder) as weights:
-            weights.check_fit(model)
-            _fill(model, lambda name, _: merge(name, weights.read(name)), dtype)
+    config = _read_config(path, folder)
+    with _freed_is_returned():
+        model = _build_empty(config, zero_init_context)
+        if init == "random":
+            _fill(model, lambda name, shape: merge(name, _initial_value(name, shape, seed)), dtype)
+        else:
+            with _Weights(path, folder) as weights:
+                weights.check_fit(model)
+                _fill(model, lambda name, _: merge(name, weights.read(name)), dtype)
     num_params = sum(torch.Size(_shape(p)).numel() for p in model.parameters())
     logger.info("model.path=%s: %.1f M parameters, %s", path, num_params / 1e6, init)
     return model
@@ -219,8 +222,30 @@ def _fill(
                     param.copy_(make(name, shape))
         else:
             owner, _, leaf = name.rpartition(".")
-            value = make(name, shape).to(dtype, copy=True)  # a copy: what is read is the mapped file itself
+            value = make(name, shape).to(dtype, copy=True)  # a copy: `make` may give what it keeps
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+
+
+@contextmanager
+def _freed_is_returned() -> Iterator[None]:
+    """Let the C library give freed tensors back to the system at once.
+
+    Left alone, glibc learns from the first large tensor that is freed to keep such in its heap, where the partitions
+    that ZeRO-3 makes in between pin them: four ranks that load a model then hold more than three copies of it.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        yield  # no glibc
+        return
+    mmap_threshold, trim_threshold, kib = -3, -1, 1024
+    mallopt(mmap_threshold, 128 * kib)
+    try:
+        yield
+    finally:
+        # Where glibc's learning ends by itself; a fixed threshold has switched it off.
+        mallopt(mmap_threshold, 32 * kib * kib)
+        mallopt(trim_threshold, 64 * kib * kib)
 
 
 def _gathered(param: nn.Parameter) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Tensors in files, one at a time: safetensors and tensor-only pickles are mapped, safetensors are written as they come."""
+"""Tensors in files, one at a time: read from safetensors and tensor-only pickles, written as safetensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class TensorFiles:
-    """The tensors of some files, mapped into memory: one is read when it is asked for.
+    """The tensors of some files: one is read when it is asked for.
+
+    Safetensors are read into memory of their own rather than mapped, as their package does: the pages of a mapped
+    file stay with the process, and a model that is read once would be there twice.
 
     Args:
         files: safetensors, or pickles that hold tensors alone.
@@ -71,7 +74,7 @@ class TensorFiles:
         return self._readers[name].dtype()
 
     def read(self, name: str) -> Tensor:
-        """One tensor, as it is in the file; it lives no longer than the file is open."""
+        """One tensor, as it is in the file."""
         return self._readers[name].read()
 
     def _open_safetensors(self, path: Path) -> dict[str, _Reader]:
@@ -80,12 +83,23 @@ class TensorFiles:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.where}: {path} cannot be read ({error}); fetch it again.") from None
         self.metadata |= file.metadata() or {}
+        stream = self._stack.enter_context(path.open("rb"))
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header, start = json.loads(stream.read(length)), 8 + length
+
+        def read(name: str) -> Tensor:
+            begin, end = header[name]["data_offsets"]
+            value = torch.empty(end - begin, dtype=torch.uint8)
+            stream.seek(start + begin)
+            if stream.readinto(memoryview(value.numpy())) != end - begin:
+                raise CheckpointError(f"{self.where}: {path} has become shorter; fetch it again.")
+            return value.view(_DTYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
 
         def reader(name: str) -> _Reader:
             return _Reader(
                 lambda: tuple(file.get_slice(name).get_shape()),
                 lambda: _DTYPES[file.get_slice(name).get_dtype()],
-                lambda: file.get_tensor(name),
+                lambda: read(name),
             )
 
         return {name: reader(name) for name in file.keys()}  # noqa: SIM118 (no dict)
