@@ -3,25 +3,28 @@
 #   bash scripts/demo.sh                 four real clips that come with two Python packages
 #   bash scripts/demo.sh --clips DIR     your own folder of clips with captions (anything `wands preprocess` reads)
 #   bash scripts/demo.sh --out DIR       where everything goes (default demo_out, made anew each time)
-# DEMO_STEPS=N trains so many steps; without it 1500 for up to four clips, for more clips up to 4500.
+#   bash scripts/demo.sh --variant NAME  another Wan than wan2.1-t2v-1.3b: wan2.2-ti2v-5b for example; a wrong name lists them all
+# DEMO_STEPS=N trains so many steps; without it 1500 (900 of two experts) for up to four clips, for more clips up to three times.
 set -euo pipefail
 die() { echo "demo.sh: $*" >&2; exit 2; }
 absolute() { case "$1" in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }
 physical() { if [ -d "$1" ]; then (cd "$1" && pwd -P); else echo "$(cd "$(dirname "$1")" && pwd -P)/$(basename "$1")"; fi; }
 
-clips="" out="" more="${DEMO_MORE_STEPS:-200}"
+variants="wan2.1-t2v-1.3b wan2.1-t2v-14b wan2.1-i2v-14b wan2.1-flf2v-14b wan2.2-t2v-a14b wan2.2-i2v-a14b wan2.2-ti2v-5b"
+clips="" out="" variant=wan2.1-t2v-1.3b more="${DEMO_MORE_STEPS:-200}"
 while [ $# -gt 0 ]; do
   case "$1" in
-    --clips | --out)
-      [ -n "${2:-}" ] || die "$1 needs a folder"
-      if [ "$1" = --out ]; then out="$(absolute "$2")"; else clips="$2"; fi
+    --clips | --out | --variant)
+      [ -n "${2:-}" ] || die "$1 needs a $([ "$1" = --variant ] && echo name || echo folder)"
+      case "$1" in --out) out="$(absolute "$2")" ;; --clips) clips="$2" ;; *) variant="$2" ;; esac
       shift 2
       ;;
-    -h | --help) sed -n '2,6p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,7p' "$0"; exit 0 ;;
     *) die "unknown option $1 (see --help)" ;;
   esac
 done
 if [ -e "$clips" ]; then clips="$(absolute "$clips")"; fi # else the name of a dataset
+case " $variants " in *" $variant "*) ;; *) die "unknown variant $variant; one of $variants" ;; esac
 cd "$(dirname "$0")/.."
 out="${out:-demo_out}"
 if [ -e "$clips" ] && [ -d "$out" ]; then
@@ -43,13 +46,14 @@ if [ -z "$clips" ]; then
   python scripts/demo_report.py clips .setup/clips "$clips"
 fi
 
-say "2/8 a tiny Wan 2.1 pipeline: real classes, random DiT, small trained VAE"
-python scripts/make_tiny_pipeline.py "$out/model" --captions "$clips"
+say "2/8 a tiny $variant pipeline: real classes, random DiT, small trained VAE"
+python scripts/make_tiny_pipeline.py "$out/model" --variant "$variant" --captions "$clips"
 
 say "3/8 clips to a latent cache"
-wands preprocess "$clips" --out "$out/cache" --model "$out/model" --max-pixels 12288 --max-frames 21
+wands preprocess "$clips" --out "$out/cache" --model "$out/model" --max-frames 21 \
+  --max-pixels "$(python scripts/demo_report.py pixels "$variant")"
 python -m data_tools.inspect "$out/cache"
-steps="$(python scripts/demo_report.py steps "$out/cache" ${DEMO_STEPS:+"$DEMO_STEPS"})"
+steps="$(python scripts/demo_report.py steps --variant "$variant" "$out/cache" ${DEMO_STEPS:+"$DEMO_STEPS"})"
 
 train() {
   deepspeed --num_gpus 2 --master_port "$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')" \
@@ -64,7 +68,7 @@ train --set train.max_steps="$((steps + more))" --resume
 say "6/8 checkpoint to a diffusers pipeline"
 wands export "$out/run" --out "$out/exported"
 
-say "7/8 sampling with the clips' captions"
+say "7/8 sampling with the clips' captions, and their first and last frames where the variant takes them"
 python scripts/demo_report.py prompts "$out/cache" "$out/prompts.jsonl"
 wands infer --model "$out/exported" --prompts-file "$out/prompts.jsonl" --out "$out/samples" \
   --steps 30 --guidance 1.0 --dtype fp32 --save-latents

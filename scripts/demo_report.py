@@ -7,14 +7,24 @@ import csv
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
+if TYPE_CHECKING:
+    from wands.data.cache import LatentCache
+
+DEFAULT_VARIANT = "wan2.1-t2v-1.3b"
 STEPS, FEW_CLIPS = 1500, 4  # so many steps learn so few clips
+STEPS_OF_TWO = 900  # of two experts, both of which every step updates
+PIXELS = {
+    8: 12288,
+    16: 40960,
+}  # largest frame, by the VAE's stride: at most 48 or 40 tokens of a latent frame
 
 # Window of each clip in seconds: different lengths, one shot each, something moves.
 WINDOWS = {
@@ -49,30 +59,57 @@ def write_clips(source: Path, out: Path) -> None:
             rows.writerow([path.name, caption, start, end])
 
 
+def max_pixels(variant: str) -> int:
+    """Area of the frames that the demo's variant is trained on."""
+    from wands.variants import VARIANTS
+
+    return PIXELS[VARIANTS[variant].vae_stride[1]]
+
+
+def pixel_size(cache: LatentCache, i: int) -> tuple[int, int, int]:
+    """(frames, height, width) of the pixels that sample i was encoded from."""
+    _, frames, height, width = cache.index.latent_shapes[i].tolist()
+    stride = cache.manifest["variant"]["vae_stride"]
+    return stride[0] * (frames - 1) + 1, stride[1] * height, stride[2] * width
+
+
+def frames_taken(conditions: Sequence[str]) -> dict[str, int]:
+    """Which frames of its clip a sample starts from and ends at: option of a prompt -> number of the frame."""
+    first = {"image": 0} if {"image", "first_frame"} & set(conditions) else {}
+    return first | ({"last_image": -1} if "last_image" in conditions else {})
+
+
 def write_prompts(cache_dir: Path, out: Path) -> None:
-    """One prompt for each sample of the cache, at the sample's own size and length."""
+    """One prompt for each sample of the cache, at the sample's own size and length, with its own pictures.
+
+    A variant that takes pictures gets the clip's first frame, and its last where it takes that too: PNGs in a folder
+    `pictures` beside the file.
+    """
+    from PIL import Image
+
     from wands.data.cache import LatentCache
 
     cache = LatentCache(cache_dir)
+    taken = frames_taken(cache.manifest["variant"]["conditions"])
     with out.open("w", encoding="utf-8") as handle:
         for i in range(len(cache)):
-            _, frames, height, width = cache.index.latent_shapes[i].tolist()
-            row = {
-                "prompt": cache.meta(i)["caption"],
-                "height": height * 8,
-                "width": width * 8,
-                "num_frames": 4 * frames - 3,
-            }
+            frames, height, width = pixel_size(cache, i)
+            row = {"prompt": cache.meta(i)["caption"], "height": height, "width": width, "num_frames": frames}
+            for name, number in taken.items():
+                row[name] = f"pictures/{i:03d}-{name}.png"
+                (out.parent / "pictures").mkdir(exist_ok=True)
+                Image.fromarray(source_frames(cache, i)[number]).save(out.parent / row[name])
             handle.write(json.dumps({**row, "seed": i}) + "\n")
 
 
-def choose_steps(cache_dir: Path, wanted: int | None) -> tuple[int, str]:
+def choose_steps(cache_dir: Path, wanted: int | None, num_experts: int = 1) -> tuple[int, str]:
     """Training steps for a cache, and the sentence that says why.
 
     `STEPS` is enough while a step sees every clip. More clips take proportionally more, up to three times.
 
     Args:
         cache_dir: of `wands preprocess`.
+        num_experts: DiTs that each step updates.
         wanted: what the user asks for, taken as it is.
 
     Raises:
@@ -97,8 +134,9 @@ def choose_steps(cache_dir: Path, wanted: int | None) -> tuple[int, str]:
     factor = 1 if len(cache) <= FEW_CLIPS else min(plan.num_steps, 3)
     why = "" if factor == 1 else f", {factor} times the usual"
     capped = len(cache) > FEW_CLIPS and plan.num_steps > factor
+    usual = STEPS if num_experts == 1 else STEPS_OF_TWO
     short = f"; {plan.num_steps} times would be in proportion, set DEMO_STEPS" if capped else ""
-    return factor * STEPS, f"{factor * STEPS} steps{why} ({epoch}{short})"
+    return factor * usual, f"{factor * usual} steps{why} ({epoch}{short})"
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -131,6 +169,13 @@ def judge(table: np.ndarray, captions: Sequence[str]) -> tuple[np.ndarray, str]:
     return right, verdict + (f" ({shared} clips share a caption and cannot be told apart)" if shared else "")
 
 
+def loss_columns(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The loss of every step by name; of two experts, one column for each."""
+    columns = {"high": "loss_high", "low": "loss_low"}
+    found = {f"{name}-noise expert": key for name, key in columns.items() if key in metrics[0]}
+    return {name: [row[key] for row in metrics] for name, key in (found or {"training loss": "loss"}).items()}
+
+
 def report(out: Path, seconds: int) -> bool:
     """Print the closing block, write contact sheet and loss plot.
 
@@ -156,10 +201,10 @@ def report(out: Path, seconds: int) -> bool:
         rows.append(SheetRow(f"{cache.index.keys[i]}: {sample['prompt']}", left, right))
     save_contact_sheet(out / "contact_sheet.png", rows)
     metrics = read_metrics(out / "run")
-    steps, losses = [int(row["step"]) for row in metrics], [row["loss"] for row in metrics]
-    save_loss_plot(out / "loss.png", {"training loss": (steps, losses)})
+    steps, losses = [int(row["step"]) for row in metrics], loss_columns(metrics)
+    save_loss_plot(out / "loss.png", {name: (steps, values) for name, values in losses.items()})
 
-    edge = max(len(losses) // 10, 1)
+    edge = max(len(steps) // 10, 1)
     names = [key[:14] for key in cache.index.keys]
     print(f"\nlatent correlation of each sample (row) with each clip (column), {len(names)} clips")
     print(" " * 16 + "".join(f"{name:>16}" for name in names))
@@ -167,11 +212,14 @@ def report(out: Path, seconds: int) -> bool:
         print(f"{name:<16}" + "".join(f"{value:>16.3f}" for value in row))
     nearest, verdict = judge(table, [cache.meta(i)["caption"] for i in range(len(cache))])
     print(f"\nwands demo: {verdict}")
-    first, last = np.mean(losses[:edge]), np.mean(losses[-edge:])
-    print(
-        f"  loss          {first:.4f} -> {last:.4f} (means of the first and last {edge} of {len(losses)} steps)"
-    )
-    fallen = bool(last < 0.7 * first)
+    fallen = True
+    for name, values in losses.items():
+        first, last = np.mean(values[:edge]), np.mean(values[-edge:])
+        what = "loss" if len(losses) == 1 else name.replace("noise expert", "noise")
+        print(
+            f"  {what:<13} {first:.4f} -> {last:.4f} (means of the first and last {edge} of {len(values)} steps)"
+        )
+        fallen = fallen and bool(last < 0.7 * first)
     if not fallen:
         print("                the loss was to fall by 30 % at least: train longer, DEMO_STEPS=N")
     print(f"  time          {seconds // 60} min {seconds % 60} s, package set-up aside")
@@ -187,16 +235,13 @@ def report(out: Path, seconds: int) -> bool:
     return bool(nearest.all()) and fallen
 
 
-def source_frames(cache: object, i: int) -> np.ndarray:
+def source_frames(cache: LatentCache, i: int) -> np.ndarray:
     """The pixels that sample i was encoded from, uint8 [F, H, W, 3]."""
     from wands.data.clip import ClipSpec
     from wands.data.video import decode_clip
 
-    meta = cache.meta(i)  # type: ignore[attr-defined]
-    _, frames, height, width = cache.index.latent_shapes[i].tolist()  # type: ignore[attr-defined]
-    spec = ClipSpec(
-        fps=meta["fps"], height=height * 8, width=width * 8, center_crop=True, max_frames=4 * frames - 3
-    )
+    meta, (frames, height, width) = cache.meta(i), pixel_size(cache, i)
+    spec = ClipSpec(fps=meta["fps"], height=height, width=width, center_crop=True, max_frames=frames)
     return next(iter(decode_clip(Path(meta["source"]), spec, start=meta["start_seconds"]))).frames
 
 
@@ -221,6 +266,9 @@ def main() -> int:
     steps = actions.add_parser("steps", help="how many steps to train; the number alone goes to stdout")
     steps.add_argument("cache", type=Path)
     steps.add_argument("wanted", type=int, nargs="?")
+    steps.add_argument("--variant", default=DEFAULT_VARIANT)
+    pixels = actions.add_parser("pixels", help="how large frames may be")
+    pixels.add_argument("variant")
     closing = actions.add_parser("report", help="the closing block")
     closing.add_argument("out", type=Path)
     closing.add_argument("--seconds", type=int, required=True)
@@ -229,11 +277,14 @@ def main() -> int:
         write_clips(args.source, args.out)
     elif args.action == "prompts":
         write_prompts(args.cache, args.out)
+    elif args.action == "pixels":
+        print(max_pixels(args.variant))
     elif args.action == "steps":
         from wands.errors import WandsError
+        from wands.variants import VARIANTS
 
         try:
-            number, why = choose_steps(args.cache, args.wanted)
+            number, why = choose_steps(args.cache, args.wanted, len(VARIANTS[args.variant].experts))
         except WandsError as error:
             print(f"demo: {error}", file=sys.stderr)
             return 2

@@ -13,8 +13,10 @@ import demo_report
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from wands.data.cache import CacheWriter
+from wands.commands.prompts import SampleRequest, check_conditions, read_prompts
+from wands.data.cache import CacheWriter, LatentCache
 from wands.errors import CacheError, DataError
 from wands.variants import VARIANTS
 
@@ -23,16 +25,21 @@ SHAPE = (3, 6, 8)  # latent frames, height, width: 3 * 3 * 4 = 36 tokens
 LARGE = (6, 12, 16)  # 6 * 6 * 8 = 288 tokens: the largest that the demo's settings allow; one fits a bin
 
 
-def make_cache(path: Path, shapes: Sequence[tuple[int, int, int]]) -> Path:
-    with CacheWriter(path, VARIANTS["wan2.1-t2v-1.3b"], {"vae": "aa"}) as writer:
+def make_cache(
+    path: Path, shapes: Sequence[tuple[int, int, int]], variant: str = "wan2.1-t2v-1.3b", **more: object
+) -> Path:
+    row = VARIANTS[variant]
+    with CacheWriter(path, row, {"vae": "aa"}) as writer:
         for i, shape in enumerate(shapes):
             meta = {
                 "num_frames": 4 * shape[0] - 3,
                 "fps": 16.0,
                 "content": "c",
                 "caption": f"clip, number {i}",
+                **more,
             }
-            writer.add(f"clip{i:03d}", torch.zeros(16, *shape).bfloat16(), torch.zeros(2, 8).bfloat16(), meta)
+            latents = torch.zeros(row.dit.out_channels, *shape).bfloat16()
+            writer.add(f"clip{i:03d}", latents, torch.zeros(2, 8).bfloat16(), meta)
         writer.commit(torch.zeros(1, 8).bfloat16())
     return path
 
@@ -58,6 +65,39 @@ def test_prompts_have_the_size_of_their_sample(tmp_path: Path):
         {"prompt": "clip, number 0", "height": 48, "width": 64, "num_frames": 9, "seed": 0},
         {"prompt": "clip, number 1", "height": 96, "width": 128, "num_frames": 21, "seed": 1},
     ]
+
+
+def test_prompts_have_the_strides_and_pictures_of_their_variant(clips_dir: Path, tmp_path: Path):
+    source = {"source": str(clips_dir / "carphone_pristine.mp4"), "start_seconds": 0.5}
+    cache = make_cache(tmp_path / "cache", [(2, 6, 8)], "wan2.2-ti2v-5b", **source)
+    demo_report.write_prompts(cache, tmp_path / "prompts.jsonl")
+    (request,) = read_prompts(tmp_path / "prompts.jsonl")
+    assert (request.height, request.width, request.num_frames, request.last_image) == (96, 128, 5, None)
+    frames = demo_report.source_frames(LatentCache(cache), 0)
+    assert frames.shape == (5, 96, 128, 3)
+    assert request.image is not None
+    picture = np.asarray(Image.open(request.image))
+    errors = [np.abs(picture.astype(int) - frame).mean() for frame in frames]
+    assert errors[0] == 0 < min(errors[1:])
+
+
+def test_frames_taken_are_those_that_the_variant_needs():
+    taken = {name: demo_report.frames_taken(row.conditions) for name, row in VARIANTS.items()}
+    both = [name for name, frames in taken.items() if frames == {"image": 0, "last_image": -1}]
+    assert both == ["wan2.1-flf2v-14b"]
+    first = [name for name, frames in taken.items() if frames == {"image": 0}]
+    assert first == ["wan2.1-i2v-14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b"]
+    for name, frames in taken.items():
+        problems = check_conditions(
+            [SampleRequest(prompt="a", **dict.fromkeys(frames, "f.png"))], VARIANTS[name]
+        )
+        assert not problems, problems
+
+
+def test_losses_of_two_experts_are_told_apart():
+    one, two = {"loss": 3.0}, {"loss": 3.0, "loss_high": 2.0, "loss_low": 4.0}
+    assert demo_report.loss_columns([one, one]) == {"training loss": [3.0, 3.0]}
+    assert demo_report.loss_columns([two]) == {"high-noise expert": [2.0], "low-noise expert": [4.0]}
 
 
 def test_correlation_is_pearsons():
@@ -127,6 +167,7 @@ def test_steps_grow_with_the_passes(tmp_path: Path, shapes: list[tuple[int, int,
     assert why.startswith(f"{expected} steps")
     assert ("set DEMO_STEPS" in why) == (len(shapes) == 40)
     assert demo_report.choose_steps(cache, 7)[0] == 7
+    assert demo_report.choose_steps(cache, None, num_experts=2)[0] == expected * 0.6
 
 
 def test_steps_need_two_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
@@ -162,6 +203,8 @@ def demo(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
         (("--out", "demo", "--clips", "demo/clips/metadata.csv"), "lies inside --out"),
         (("--out", "mine"), "holds files that are not a demo's"),
         (("--out",), "--out needs a folder"),
+        (("--variant",), "--variant needs a name"),
+        (("--variant", "wan3"), f"unknown variant wan3; one of {' '.join(VARIANTS)}"),
         (("--what",), "unknown option --what"),
     ],
 )
