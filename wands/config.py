@@ -41,8 +41,8 @@ class ModelSection(Section):
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` takes only the config of `path` and starts from Wan's own initialisation."""
     experts: Literal["high", "low", "both"] | None = None
-    """Models of two experts (A14B): which to train, both by default. Each draws its noise levels inside its own range. `both` makes
-    two updates a step: first the high-noise expert learns from the step's clips, then the low-noise one from the same clips."""
+    """Models of two experts (A14B): which to train, both by default. Each draws its noise levels inside its own range. `both`
+    makes two updates a step: first the high-noise expert learns from the step's clips, then the low-noise one from the same."""
     merge_loras: list[MergeSection] = []
     """LoRAs that are added to the weights when they are loaded; exports with `--merge` and full finetunes contain them."""
     trainable: list[str] = []

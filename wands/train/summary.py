@@ -72,7 +72,10 @@ def start_block(job: Job, start_step: int) -> str:
         (
             "flow",
             f"{flow.preset}: {flow.timestep_sampling}, shift {flow.flow_shift}, uniform share {flow.mix_uniform}, "
-            f"weighting {flow.weighting}, caption dropout {flow.cfg_dropout}",
+            f"weighting {flow.weighting}, caption dropout {flow.cfg_dropout}"
+            + (
+                f", first frame given {flow.i2v_ratio:.0%}" if "first_frame" in job.variant.conditions else ""
+            ),
         ),
         ("memory", _memory_line(job)),
         ("output", str(job.output_dir)),
