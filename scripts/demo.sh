@@ -4,6 +4,7 @@
 #   bash scripts/demo.sh --clips DIR     your own folder of clips with captions (anything `wands preprocess` reads)
 #   bash scripts/demo.sh --out DIR       where everything goes (default demo_out, made anew each time)
 #   bash scripts/demo.sh --variant NAME  another Wan than wan2.1-t2v-1.3b: wan2.2-ti2v-5b for example; a wrong name lists them all
+#   bash scripts/demo.sh --lora RANK     trains a LoRA of the untrained model instead of its weights
 # DEMO_STEPS=N trains so many steps; without it 1500 (900 of two experts) for up to four clips, for more clips up to three times.
 set -euo pipefail
 die() { echo "demo.sh: $*" >&2; exit 2; }
@@ -11,20 +12,22 @@ absolute() { case "$1" in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }
 physical() { if [ -d "$1" ]; then (cd "$1" && pwd -P); else echo "$(cd "$(dirname "$1")" && pwd -P)/$(basename "$1")"; fi; }
 
 variants="wan2.1-t2v-1.3b wan2.1-t2v-14b wan2.1-i2v-14b wan2.1-flf2v-14b wan2.2-t2v-a14b wan2.2-i2v-a14b wan2.2-ti2v-5b"
-clips="" out="" variant=wan2.1-t2v-1.3b more="${DEMO_MORE_STEPS:-200}"
+clips="" out="" lora="" variant=wan2.1-t2v-1.3b more="${DEMO_MORE_STEPS:-200}"
 while [ $# -gt 0 ]; do
   case "$1" in
-    --clips | --out | --variant)
-      [ -n "${2:-}" ] || die "$1 needs a $([ "$1" = --variant ] && echo name || echo folder)"
-      case "$1" in --out) out="$(absolute "$2")" ;; --clips) clips="$2" ;; *) variant="$2" ;; esac
+    --clips | --out | --variant | --lora)
+      case "$1" in --variant) needs="a name" ;; --lora) needs="a rank" ;; *) needs="a folder" ;; esac
+      [ -n "${2:-}" ] || die "$1 needs $needs"
+      case "$1" in --out) out="$(absolute "$2")" ;; --clips) clips="$2" ;; --variant) variant="$2" ;; --lora) lora="$2" ;; esac
       shift 2
       ;;
-    -h | --help) sed -n '2,7p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,8p' "$0"; exit 0 ;;
     *) die "unknown option $1 (see --help)" ;;
   esac
 done
 if [ -e "$clips" ]; then clips="$(absolute "$clips")"; fi # else the name of a dataset
 case " $variants " in *" $variant "*) ;; *) die "unknown variant $variant; one of $variants" ;; esac
+case "$lora" in *[!0-9]* | 0*) die "--lora $lora is no rank; 16, for example" ;; esac
 cd "$(dirname "$0")/.."
 out="${out:-demo_out}"
 if [ -e "$clips" ] && [ -d "$out" ]; then
@@ -58,20 +61,27 @@ steps="$(python scripts/demo_report.py steps --variant "$variant" "$out/cache" $
 train() {
   deepspeed --num_gpus 2 --master_port "$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')" \
     --module wands train tiny --deepspeed ds_configs/zero3.json \
-    --set model.path="$out/model" --set data.cache="$out/cache" --set output_dir="$out/run" "$@"
+    --set model.path="$out/model" --set data.cache="$out/cache" --set output_dir="$out/run" \
+    ${lora:+--set lora.rank="$lora" --set lora.targets=all-linear} "$@"
 }
 say "4/8 training: deepspeed, 2 processes, ZeRO-3, packing"
 train --set train.max_steps="$steps"
 say "5/8 resume: $more steps more from the checkpoint"
 train --set train.max_steps="$((steps + more))" --resume
 
-say "6/8 checkpoint to a diffusers pipeline"
+if [ -n "$lora" ]; then
+  say "6/8 checkpoint to the files of a LoRA"
+  model=(--model "$out/model" --lora "$out/exported")
+else
+  say "6/8 checkpoint to a diffusers pipeline"
+  model=(--model "$out/exported")
+fi
 wands export "$out/run" --out "$out/exported"
 
 say "7/8 sampling with the clips' captions, and their first and last frames where the variant takes them"
 python scripts/demo_report.py prompts "$out/cache" "$out/prompts.jsonl"
-wands infer --model "$out/exported" --prompts-file "$out/prompts.jsonl" --out "$out/samples" \
+wands infer "${model[@]}" --prompts-file "$out/prompts.jsonl" --out "$out/samples" \
   --steps 30 --guidance 1.0 --dtype fp32 --save-latents
 
 say "8/8 results"
-python scripts/demo_report.py report "$out" --seconds "$(($(date +%s) - began))"
+python scripts/demo_report.py report "$out" --seconds "$(($(date +%s) - began))" ${lora:+--lora}

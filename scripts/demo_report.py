@@ -176,8 +176,13 @@ def loss_columns(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[float
     return {name: [row[key] for row in metrics] for name, key in (found or {"training loss": "loss"}).items()}
 
 
-def report(out: Path, seconds: int) -> bool:
+def report(out: Path, seconds: int, lora: bool) -> bool:
     """Print the closing block, write contact sheet and loss plot.
+
+    Args:
+        out: folder of the demo.
+        seconds: how long it took.
+        lora: what was exported are a LoRA's files.
 
     Returns:
         False when a sample is nearer to another clip, or the loss has not fallen.
@@ -224,13 +229,15 @@ def report(out: Path, seconds: int) -> bool:
         print("                the loss was to fall by 30 % at least: train longer, DEMO_STEPS=N")
     print(f"  time          {seconds // 60} min {seconds % 60} s, package set-up aside")
     for what, where in (
-        ("contact sheet", "contact_sheet.png"), ("loss plot", "loss.png"), ("samples", "samples/*.mp4"), ("pipeline", "exported"),
+        ("contact sheet", "contact_sheet.png"), ("loss plot", "loss.png"), ("samples", "samples/*.mp4"),
+        ("LoRA" if lora else "pipeline", "exported"),
         ("checkpoints", "run/checkpoints"), ("tensorboard", "run/tensorboard"), ("latent cache", "cache"), ("clips", "clips"),
     ):  # fmt: skip
         if list(out.glob(where)):
             print(f"  {what:<13} {out / where}")
+    model = f"{out / 'model'} --lora {out / 'exported'}" if lora else out / "exported"
     print(
-        f'  next          wands infer --model {out / "exported"} --prompt "..."    wands push {out / "exported"} you/your-model'
+        f'  next          wands infer --model {model} --prompt "..."    wands push {out / "exported"} you/your-model'
     )
     return bool(nearest.all()) and fallen
 
@@ -272,6 +279,7 @@ def main() -> int:
     closing = actions.add_parser("report", help="the closing block")
     closing.add_argument("out", type=Path)
     closing.add_argument("--seconds", type=int, required=True)
+    closing.add_argument("--lora", action="store_true")
     args = parser.parse_args()
     if args.action == "clips":
         write_clips(args.source, args.out)
@@ -291,7 +299,7 @@ def main() -> int:
         print(f"training: {why}", file=sys.stderr)
         print(number)
     else:
-        return 0 if report(args.out, args.seconds) else 1
+        return 0 if report(args.out, args.seconds, args.lora) else 1
     return 0
 
 

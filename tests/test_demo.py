@@ -205,6 +205,7 @@ def demo(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
         (("--out",), "--out needs a folder"),
         (("--variant",), "--variant needs a name"),
         (("--variant", "wan3"), f"unknown variant wan3; one of {' '.join(VARIANTS)}"),
+        (("--lora", "high"), "--lora high is no rank"),
         (("--what",), "unknown option --what"),
     ],
 )
