@@ -468,7 +468,10 @@ def test_index_arrays_must_agree(tmp_path: Path) -> None:
 
 
 OTHER_CHANNELS = replace(
-    VARIANT, name="wan2.2-ti2v-5b", dit=replace(VARIANT.dit, in_channels=48), vae_stride=(4, 16, 16)
+    VARIANT,
+    name="wan2.2-ti2v-5b",
+    dit=replace(VARIANT.dit, in_channels=48, out_channels=48),
+    vae_stride=(4, 16, 16),
 )
 
 

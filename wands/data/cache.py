@@ -22,6 +22,7 @@ from wands.data.cache_format import (
     INDEX_NAME,
     NO_ID,
     CacheIndex,
+    array_names,
     checksum,
     digest,
     first_difference,
@@ -32,6 +33,7 @@ from wands.data.cache_format import (
     read_offsets,
     reason,
     sample_path,
+    stored_names,
     variant_contract,
 )
 from wands.data.cache_writer import CacheWriter
@@ -44,6 +46,10 @@ __all__ = ["CacheIndex", "CacheWriter", "LatentCache"]
 
 MAX_HANDLES = 32
 PER_PROCESS = ("_pid", "_lock", "_handles", "_offsets", "_looked_into")
+MUST_AGREE = ("vae_stride", "patch_size", "latent_channels", "text_dim")
+GIVEN = {"image", "last_image", "clip"}
+"""Conditions that are stored; text always is, and a clean first frame is one of the latents."""
+LATENTS = {"latents", "image_latents"}
 CURE = "encode again with wands preprocess --model of the model you train, into another --out."
 
 
@@ -65,6 +71,7 @@ class LatentCache:
         null_text_embeds: embedding of the empty caption, bf16 [L, D].
         index: shapes, lengths and places of all samples.
         manifest: variant and fingerprint.
+        conditions: of a variant, whose samples `read` gives; those of the cache until `serve`.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:
@@ -88,6 +95,13 @@ class LatentCache:
         self.index = CacheIndex.from_file(self.path / INDEX_NAME)
         self.keys = list(self.index.keys)
         self.null_text_embeds = from_bits(self.index.null_text)
+        self.conditions: tuple[str, ...] = tuple(self.manifest["variant"]["conditions"])
+        self._names = array_names(self.conditions)
+        if len(self) and self.index.offsets.shape[1] != len(self._names):
+            raise CacheError(
+                f"cache={self.path} has an {INDEX_NAME} of samples with {self.index.offsets.shape[1]} arrays, not "
+                f"{', '.join(self._names)}; run the same wands preprocess again, it rebuilds the index."
+            )
         self._check_shards()
         self._forget_handles()
 
@@ -137,11 +151,12 @@ class LatentCache:
         return f, h, w
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Sample `i` of the index: latents bf16 [C, f, h, w] and trimmed text_embeds bf16 [L, D].
+        """Sample `i` of the index: latents bf16 [C, f, h, w], trimmed text_embeds bf16 [L, D], and of the given
+        frames what `conditions` ask for: image_latents bf16 [C, f, h, w], image_embeds bf16 [I, E].
 
         Args:
             i: position in `keys`.
-            frames: (first, end) of the latent frames wanted, all by default. The latents keep their shape;
+            frames: (first, end) of the latent frames wanted, all by default. Latents keep their shape;
                 the other frames are zero and, without `verify`, not read from the file: a rank of a
                 context-parallel group needs but the frames of its own tokens
                 (`wands.data.patchify.frames_of_tokens`). A checksum is one of the whole sample, so `verify`
@@ -155,27 +170,31 @@ class LatentCache:
         first, end = (0, num_frames) if frames is None else frames
         assert 0 <= first <= end <= num_frames, (frames, num_frames)
         offsets, file = self._place(i)
-        shape, text_shape = self._shapes(i)
-        text = np.empty(text_shape, np.uint16)
+        whole, wanted = self.verify or (first, end) == (0, num_frames), array_names(self.conditions)
+        arrays: dict[str, np.ndarray] = {}
         try:
-            if self.verify or (first, end) == (0, num_frames):
-                bits = np.empty(shape, np.uint16)
-                _read_into(bits, file, offsets[0])
-            else:
-                bits = np.zeros(shape, np.uint16)
-                frame = 2 * shape[2] * shape[3]
-                for channel in range(shape[0]):
-                    start = offsets[0] + (channel * num_frames + first) * frame
-                    _read_into(bits[channel, first:end], file, start)
-            _read_into(text, file, offsets[1])  # behind the latents: the disk has read ahead
+            for (name, shape), offset in zip(self._shapes(i).items(), offsets, strict=True):
+                if not self.verify and name not in wanted:
+                    continue
+                if whole or name not in LATENTS:
+                    arrays[name] = np.empty(shape, np.uint16)
+                    _read_into(arrays[name], file, offset)
+                else:
+                    arrays[name] = _read_frames(shape, (first, end), file, offset)
         except OSError as error:
             raise self._damaged(i, f"cannot be read ({reason(error)})") from None
-        if self.verify and (found := checksum(bits, text)) != self.index.crc32[i]:
+        if self.verify and (found := checksum(*arrays.values())) != self.index.crc32[i]:
             raise self._damaged(i, f"has a wrong checksum ({found:08x}, not {self.index.crc32[i]:08x})")
-        latents = from_bits(bits)
+        tensors = {name: from_bits(arrays[name]) for name in wanted}
         if self.verify:
-            blank_other_frames(latents, (first, end))
-        return Sample(sample_id=self.index.keys[i], latents=latents, text_embeds=from_bits(text))
+            for name in LATENTS & tensors.keys():
+                blank_other_frames(tensors[name], (first, end))
+        return Sample(sample_id=self.index.keys[i], **tensors)
+
+    def serve(self, variant: Variant) -> None:
+        """From here on give the samples of a variant that the cache fits, which may take less than is stored."""
+        assert set(array_names(variant.conditions)) <= set(self._names), variant.name
+        self.conditions = variant.conditions
 
     def meta(self, i: int) -> dict[str, Any]:
         """What is known of sample `i` beside its numbers: caption, source file, window, num_frames, fps."""
@@ -187,7 +206,8 @@ class LatentCache:
 
         Args:
             variant: of the model to train. Sizes of one family share their caches: what must agree is the
-                VAE's stride, the latent channels, the text width and the conditions.
+                VAE's stride, the latent channels and the text width; and the cache must have what the model is
+                conditioned on. It may have more: see `serve`.
             fingerprint: of the model's encoders (`wands.encode.pipeline.fingerprint_pipeline`). Parts that
                 the model folder does not have, such as a bare DiT's, are not compared.
 
@@ -195,7 +215,8 @@ class LatentCache:
             CacheError: naming what the cache has and what the model has.
         """
         ours, theirs = self.manifest["variant"], variant_contract(variant)
-        differing = [name for name in theirs if name != "name" and ours.get(name) != theirs[name]]
+        differing = [name for name in MUST_AGREE if ours.get(name) != theirs[name]]
+        differing += _lacking(ours, theirs)
         if differing:
             cached, model = (
                 ", ".join(f"{name}={side.get(name)}" for name in differing) for side in (ours, theirs)
@@ -238,7 +259,7 @@ class LatentCache:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._handles: OrderedDict[str, tuple[h5py.File, FileIO]] = OrderedDict()
-        self._offsets: dict[int, tuple[int, int]] = {}
+        self._offsets: dict[int, tuple[int, ...]] = {}
         self._looked_into: set[str] = set()
 
     def _own_handles(self) -> threading.Lock:
@@ -269,13 +290,16 @@ class LatentCache:
             raise self._damaged(i, f"is not where the index says, {found} is")
         return group
 
-    def _shapes(self, i: int) -> tuple[tuple[int, ...], tuple[int, int]]:
-        """Shapes of latents and text of sample `i`, by the index."""
+    def _shapes(self, i: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of all arrays of sample `i`, by index and manifest, in the order of their offsets."""
+        latents = tuple(self.index.latent_shapes[i].tolist())
         text = (int(self.index.text_lens[i]), self.null_text_embeds.shape[1])
-        return tuple(self.index.latent_shapes[i].tolist()), text
+        embeds = tuple(self.manifest["variant"].get("image_embeds", ()))
+        shapes = {"latents": latents, "text_embeds": text, "image_latents": latents, "image_embeds": embeds}
+        return {name: shapes[name] for name in self._names}
 
-    def _place(self, i: int) -> tuple[tuple[int, int], FileIO]:
-        """Where latents and text of sample `i` begin, in bytes of its shard; and that file."""
+    def _place(self, i: int) -> tuple[tuple[int, ...], FileIO]:
+        """Where each array of sample `i` begins, in bytes of its shard; and that file."""
         with self._own_handles():
             try:
                 file = self._shard(i)[1]
@@ -284,20 +308,18 @@ class LatentCache:
             shard = int(self.index.shards[i])
             name, known = self.index.shard_names[shard], self.index.shard_ids[shard]
             if name in self._looked_into:
-                latents_at, text_at = self.index.offsets[i].tolist()
-                return (latents_at, text_at), file
+                return tuple(self.index.offsets[i].tolist()), file
             if known != NO_ID or i not in self._offsets:
                 group = self._group(i)
                 try:
-                    latents, text = group["latents"], group["text_embeds"]
-                    found = (latents.shape, text.shape, latents.dtype, text.dtype)
+                    found = {name: group[name].shape for name in stored_names(group)}
+                    types = {group[name].dtype for name in found}
                     offsets = read_offsets(group)
                 except (OSError, KeyError, RuntimeError) as error:
                     raise self._damaged(i, f"cannot be read ({reason(error)})") from None
-                if found != (*self._shapes(i), np.uint16, np.uint16):
-                    raise self._damaged(
-                        i, f"has latents {found[0]} and text {found[1]}, not what the index says"
-                    )
+                if found != self._shapes(i) or types != {np.dtype(np.uint16)}:
+                    told = " and ".join(f"{name} {shape}" for name, shape in found.items())
+                    raise self._damaged(i, f"has {told}, not what the index says")
                 self._offsets[i] = offsets
                 if known != NO_ID:
                     if known != self._handles[name][0].attrs.get("id"):
@@ -320,6 +342,15 @@ class LatentCache:
         self._forget_handles()
 
 
+def _lacking(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Names of what keeps a cache with the contract `ours` from giving all that `theirs` is conditioned on."""
+    has, wanted = set(ours.get("conditions", ())) & GIVEN, set(theirs["conditions"]) & GIVEN
+    # Latents of the first frame alone are other numbers than latents of the first and the last.
+    if not wanted <= has or ("image" in wanted and "last_image" in has - wanted):
+        return ["conditions"]
+    return ["image_embeds"] if "clip" in wanted and ours["image_embeds"] != theirs["image_embeds"] else []
+
+
 def _file_size(path: str) -> int | None:
     """Of a file, None where there is none; one call to the system, for there may be thousands of shards."""
     try:
@@ -327,6 +358,16 @@ def _file_size(path: str) -> int | None:
     except OSError:
         return None
     return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _read_frames(shape: tuple[int, ...], frames: tuple[int, int], file: FileIO, offset: int) -> np.ndarray:
+    """uint16 [C, f, h, w] of which only the frames (first, end) are read, the others zero."""
+    (first, end), (channels, num_frames, rows, columns) = frames, shape
+    bits = np.zeros(shape, np.uint16)
+    for channel in range(channels):
+        start = offset + 2 * rows * columns * (channel * num_frames + first)
+        _read_into(bits[channel, first:end], file, start)
+    return bits
 
 
 def _read_into(array: np.ndarray, file: FileIO, offset: int) -> None:

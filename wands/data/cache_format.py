@@ -1,10 +1,12 @@
 """What lies in a cache folder and how each file is read and written whole: manifest, index, shard, checksums.
 
     manifest.json      schema version, variant, fingerprint of encoders and settings; written first
-    shard-00000.h5     /samples/000000/{latents, text_embeds} uint16, contiguous; attributes key, crc32, meta
+    shard-00000.h5     /samples/000000/{latents, text_embeds} uint16, contiguous; attributes key, crc32, meta;
+                       for models that are given frames also image_latents, for those with CLIP image_embeds
     index.npz          keys, places, shapes, checksums, the embedding of ""; written last
 
-Letters: N samples, L text tokens, D text width, C latent channels, f h w latent frames, rows, columns.
+Letters: N samples, L text tokens, D text width, C latent channels, f h w latent frames, rows, columns, A arrays of
+a sample.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,10 @@ from wands.variants import Variant
 FORMAT = "wands latent cache"
 SCHEMA_VERSION = 1
 MANIFEST_NAME, INDEX_NAME = "manifest.json", "index.npz"
+IMAGE_ARRAYS = {"image": "image_latents", "clip": "image_embeds"}
+"""What a condition of a variant adds to each sample; image_latents have the shape of the latents."""
+ARRAYS = ("latents", "text_embeds", *IMAGE_ARRAYS.values())
+"""Names of a sample's arrays in the order of checksum and offsets; every sample of a cache has the same ones."""
 LIBVER = ("v110", "v110")
 """File format that HDF5 1.10 and later read; "latest" would write what only the newest library opens."""
 
@@ -53,9 +59,12 @@ def from_bits(bits: np.ndarray) -> Tensor:
     return torch.from_numpy(bits).view(torch.bfloat16)
 
 
-def checksum(latents: np.ndarray, text_embeds: np.ndarray) -> int:
-    """CRC-32 of a sample's bits: latents, then text."""
-    return zlib.crc32(text_embeds.data, zlib.crc32(latents.data))
+def checksum(*arrays: np.ndarray) -> int:
+    """CRC-32 of a sample's bits, in the order of `ARRAYS`."""
+    found = 0
+    for array in arrays:
+        found = zlib.crc32(array.data, found)
+    return found
 
 
 def digest(value: Any) -> str:
@@ -71,16 +80,22 @@ def to_text(value: str) -> str:
 # ---- manifest
 
 
+def array_names(conditions: Collection[str]) -> tuple[str, ...]:
+    """Which of `ARRAYS` the samples for a variant with these conditions have."""
+    return (*ARRAYS[:2], *(name for condition, name in IMAGE_ARRAYS.items() if condition in conditions))
+
+
 def variant_contract(variant: Variant) -> dict[str, Any]:
     """What of a variant decides whether a cache fits it; the name is for the reader of the message."""
+    dit = variant.dit
     return {
         "name": variant.name,
         "vae_stride": list(variant.vae_stride),
-        "patch_size": list(variant.dit.patch_size),
+        "patch_size": list(dit.patch_size),
         "conditions": list(variant.conditions),
-        "latent_channels": variant.dit.in_channels,
-        "text_dim": variant.dit.text_dim,
-    }
+        "latent_channels": dit.out_channels,
+        "text_dim": dit.text_dim,
+    } | ({"image_embeds": [dit.image_len, dit.image_dim]} if dit.image_dim else {})
 
 
 def build_manifest(variant: Variant, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,8 +182,8 @@ class Entry:
     """Digest of what the latents are made from, without the caption; empty in caches of earlier versions."""
     last: bool = False
     """No other window of its clip follows."""
-    offsets: tuple[int, int] = (0, 0)
-    """Where latents and text begin in the shard, in bytes."""
+    offsets: tuple[int, ...] = (0, 0)
+    """Where each array begins in the shard, in bytes."""
     display_size: tuple[str, ...] = ()
     """Width and height of the source as fractions, in square pixels; empty in caches of earlier versions."""
 
@@ -182,7 +197,7 @@ class Entry:
         text_len: int,
         crc32: int,
         meta: Mapping[str, Any],
-        offsets: tuple[int, int],
+        offsets: tuple[int, ...],
     ) -> Entry:
         """From what a shard holds of a sample; `meta` is its metadata."""
         c, f, h, w = latent_shape
@@ -216,10 +231,10 @@ class CacheIndex:
         rows: int32 [N], its number inside the shard.
         latent_shapes: int32 [N, 4], (C, f, h, w).
         text_lens: int32 [N], text tokens kept.
-        crc32: uint32 [N], of the latents' bits followed by the text's.
+        crc32: uint32 [N], of the bits of all arrays.
         num_frames: int32 [N], pixel frames.
         fps: float32 [N], frames per second after resampling.
-        offsets: int64 [N, 2], where latents and text begin in the shard, in bytes: HDF5 need not be asked.
+        offsets: int64 [N, A], where each array begins in the shard, in bytes: HDF5 need not be asked.
         null_text: uint16 [L, D], bf16 bits of the embedding of "".
     """
 
@@ -269,7 +284,7 @@ class CacheIndex:
             num_frames=np.array([entry.num_frames for entry in entries], np.int32),
             fps=np.array([entry.fps for entry in entries], np.float32),
             null_text=null_text,
-            offsets=np.array([entry.offsets for entry in entries], np.int64).reshape(-1, 2),
+            offsets=np.array([entry.offsets for entry in entries] or np.zeros((0, 2)), np.int64),
             shard_ids=tuple(read_shard_id(path / name) for name in names),
         )
 
@@ -373,17 +388,22 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
     return file
 
 
-def read_offsets(group: h5py.Group) -> tuple[int, int]:
-    """Where latents and text of a sample begin in its file, in bytes; 0 for an empty one.
+def stored_names(group: h5py.Group) -> list[str]:
+    """Which of `ARRAYS` a sample has; each has latents and text, or is damaged."""
+    return [name for name in ARRAYS if name in group or name in ARRAYS[:2]]
+
+
+def read_offsets(group: h5py.Group) -> tuple[int, ...]:
+    """Where each array of a sample begins in its file, in bytes; 0 for an empty one.
 
     Raises:
-        OSError: they are not stored in one piece.
+        OSError: one is not stored in one piece.
     """
-    latents, text = group["latents"], group["text_embeds"]
-    found = [stored.id.get_offset() for stored in (latents, text)]
-    if any(at is None and stored.size for at, stored in zip(found, (latents, text), strict=True)):
+    arrays = [group[name] for name in stored_names(group)]
+    found = [stored.id.get_offset() for stored in arrays]
+    if any(at is None and stored.size for at, stored in zip(found, arrays, strict=True)):
         raise OSError("not stored in one piece")
-    return found[0] or 0, found[1] or 0
+    return tuple(at or 0 for at in found)
 
 
 def shard_id(entries: Sequence[Entry]) -> str:
@@ -423,8 +443,8 @@ def read_entries(path: Path, fingerprint: str) -> Iterator[Entry]:
         raise CacheError(_damaged_shard(path, error)) from None
 
 
-def read_stored(path: Path, fingerprint: str, row: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """The latents of one sample of a finished shard, checked: uint16 [C, f, h, w] and the metadata.
+def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """All arrays of one sample of a finished shard but the text, checked: uint16, by name, and the metadata.
 
     Raises:
         CacheError: the shard is damaged or of another cache.
@@ -432,10 +452,11 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[np.ndarray, dic
     try:
         with open_shard(path, fingerprint) as file:
             group = file[sample_path(row)]
-            latents, text = group["latents"][()], group["text_embeds"][()]
-            if checksum(latents, text) != int(group.attrs["crc32"]):
+            arrays = {name: group[name][()] for name in stored_names(group)}
+            if checksum(*arrays.values()) != int(group.attrs["crc32"]):
                 raise OSError(f"wrong checksum of {json.loads(group.attrs['key'])}")
-            return latents, json.loads(group.attrs["meta"])
+            del arrays["text_embeds"]
+            return arrays, json.loads(group.attrs["meta"])
     except (OSError, KeyError, ValueError, RuntimeError) as error:
         raise CacheError(_damaged_shard(path, error)) from None
 

@@ -12,7 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,8 @@ import numpy as np
 from torch import Tensor
 
 from wands.data.cache_format import (
+    ARRAYS,
+    IMAGE_ARRAYS,
     INDEX_NAME,
     LIBVER,
     MANIFEST_NAME,
@@ -85,14 +87,25 @@ class ShardWriter:
         self._file: h5py.File | None = None
         self._pending: list[Entry] = []
         self._num_bytes = 0
-        self._rows: dict[str, int] = {}  # digest of latents -> the sample of the open shard that has them
+        self._rows: dict[
+            str, int
+        ] = {}  # digest of all but the text -> the sample of the open shard that has it
 
     def has(self, key: str, content: str) -> bool:
         """Whether a finished shard already holds `key`, made from the same `content`."""
         return key in self._entries and self._entries[key].content == content
 
-    def add(self, key: str, latents: Tensor, text_embeds: Tensor, meta: Mapping[str, Any]) -> None:
-        """Append one sample; equal latents of several samples in a shard are stored once.
+    def add(
+        self,
+        key: str,
+        latents: Tensor,
+        text_embeds: Tensor,
+        meta: Mapping[str, Any],
+        *,
+        image_latents: Tensor | None = None,
+        image_embeds: Tensor | None = None,
+    ) -> None:
+        """Append one sample; of several samples in a shard that differ in their text alone the rest is stored once.
 
         Args:
             key: unique name; becomes the sample id of training.
@@ -101,24 +114,30 @@ class ShardWriter:
             meta: JSON values; must hold `num_frames`, `fps` and `content` (a digest of what the sample is
                 made from), usually also `caption`, `source`, the window, `video` (a digest of what the
                 latents are made from) and `last` (no window of the clip follows).
+            image_latents: bf16 [C, f, h, w], of the given frames, for variants that take them.
+            image_embeds: bf16 [I, E], CLIP's states of the given frames, likewise.
 
         Raises:
             CacheError: the disk is full; the unfinished shard is removed.
         """
         assert (latents.ndim, text_embeds.ndim) == (4, 2), (latents.shape, text_embeds.shape)
+        assert image_latents is None or image_latents.shape == latents.shape, image_latents.shape
         assert "\0" not in key, "the index separates keys by NUL"
-        latent_bits, text_bits = to_bits(latents), to_bits(text_embeds)
-        row, crc32 = len(self._pending), checksum(latent_bits, text_bits)
-        name = hashlib.blake2b(repr(latents.shape).encode() + latent_bits.tobytes()).hexdigest()
+        given = zip(ARRAYS, (latents, text_embeds, image_latents, image_embeds), strict=True)
+        bits = {name: to_bits(tensor) for name, tensor in given if tensor is not None}
+        row, crc32 = len(self._pending), checksum(*bits.values())
+        text_bits = bits.pop("text_embeds")
+        name = _digest_of(bits.values())
         same = self._rows.get(name) if self._file is not None else None
-        size = text_bits.nbytes + (latent_bits.nbytes if same is None else 0)
+        size = text_bits.nbytes + (sum(array.nbytes for array in bits.values()) if same is None else 0)
         try:
             file = self._open_shard(size + 4 * len(text := json.dumps(meta)))
             group = file.create_group(sample_path(row))
-            if same is None:
-                group.create_dataset("latents", data=latent_bits)
-            else:  # another caption of the clip, say: a second name for the same numbers
-                group["latents"] = file[sample_path(same)]["latents"]
+            for array, values in bits.items():
+                if same is None:
+                    group.create_dataset(array, data=values)
+                else:  # another caption of the clip, say: a second name for the same numbers
+                    group[array] = file[sample_path(same)][array]
             group.create_dataset("text_embeds", data=text_bits)
             # Of fixed length they lie in the object's header, which HDF5 guards by a checksum of its own.
             group.attrs.update(
@@ -142,7 +161,8 @@ class ShardWriter:
         """Append the samples of a journal's record, those that a finished shard does not hold.
 
         Args:
-            record: latents and then the text of each sample; `meta["samples"]` has their keys and metadata.
+            record: latents, what there is of the given frames, and then the text of each sample; `meta["samples"]`
+                has their keys and metadata.
 
         Raises:
             CacheError: the record is damaged, or the disk is full.
@@ -150,10 +170,13 @@ class ShardWriter:
         lacking = [not self.has(key, meta["content"]) for key, meta in record.meta["samples"]]
         if not any(lacking):
             return
-        latents, *texts = map(from_bits, record.read())
+        arrays = [from_bits(bits) for bits in record.read()]
+        texts = arrays[-len(lacking) :]
+        latents, *of_frames = arrays[: -len(lacking)]
+        images = dict(zip(IMAGE_ARRAYS.values(), of_frames, strict=False))
         for text_embeds, (key, meta), lacks in zip(texts, record.meta["samples"], lacking, strict=True):
             if lacks:
-                self.add(key, latents, text_embeds, meta)
+                self.add(key, latents, text_embeds, meta, **images)
 
     def finish_shard(self) -> None:
         """Give the samples added since the last shard their file.
@@ -235,6 +258,14 @@ class ShardWriter:
         self._temporary.unlink(missing_ok=True)
         self._file, self._pending, self._num_bytes, self._rows = None, [], 0, {}
         return disk_error(self.path / shard_name(self._next), wanted, error)
+
+
+def _digest_of(arrays: Iterable[np.ndarray]) -> str:
+    found = hashlib.blake2b()
+    for array in arrays:
+        found.update(repr(array.shape).encode())
+        found.update(array.data)
+    return found.hexdigest()
 
 
 class CacheWriter(ShardWriter):

@@ -229,6 +229,7 @@ def _open_caches(
                     f"{name}={source.path} holds no sample; run wands preprocess on a folder with clips."
                 )
             cache.check_fits(variant, fingerprint)
+            cache.serve(variant)
         except CacheError as error:
             if section.sources is None or str(error).startswith(name):
                 raise
