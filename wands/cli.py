@@ -459,7 +459,35 @@ def push(directory: Path, repo_id: str, **options: Any) -> None:
     click.echo(run(directory, repo_id, **options))
 
 
-def _leave() -> None:
+@main.command()
+@click.option("--model", required=True, help="Diffusers pipeline folder, or a Hub id that is on this machine.")
+@click.option("--clip", type=click.Path(path_type=Path), help="Video for the VAE's checks [default: made up].")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), help="[default: cuda if there is one].")
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16"]),
+    help="Of text encoder and DiT at work [default: bf16 on cuda, fp32 on cpu].",
+)
+@click.option("--only", multiple=True, metavar="NAME", help="A check, or a group such as vae; repeatable.")
+def selftest(model: str, only: tuple[str, ...], **options: Any) -> None:
+    """Hold MODEL's own weights, on this machine, against stock diffusers: a line for each check.
+
+    Exit code 0 when none fails, 1 when one does, 2 when MODEL or an option is wrong. Context parallelism is checked under a
+    launcher, which then checks nothing else: torchrun --nproc-per-node N -m wands selftest --model MODEL
+    """
+    from wands.commands.selftest import selftest as run
+
+    found = {"pass": 0, "fail": 0, "skipped": 0}
+    for result in run(model, only=only, **options):
+        found[result.status] += 1
+        if os.environ.get("RANK", "0") == "0":
+            _say(str(result))
+    if os.environ.get("RANK", "0") == "0":
+        _say("{pass} passed, {fail} failed, {skipped} skipped".format(**found))
+    _leave(int(found["fail"] > 0))
+
+
+def _leave(code: int = 0) -> None:
     """End a rank at once: its work is on disk.
 
     Taking the collectives' threads apart at interpreter exit was seen to abort a finished run with gloo.
@@ -468,7 +496,9 @@ def _leave() -> None:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
+    if code:
+        sys.exit(code)
 
 
 def _say(text: str) -> None:
