@@ -407,6 +407,18 @@ def test_alpha_is_folded_and_told(pipelines: dict[str, Path], tmp_path: Path):
     )
 
 
+def test_a_folder_of_peft(pipelines: dict[str, Path], tmp_path: Path):
+    keys = write_lora(tmp_path / "mine.safetensors", pipelines["wan2.1-t2v-1.3b"])
+    (tmp_path / "peft").mkdir()
+    peft = {key.replace("transformer.", "base_model.model.", 1): value for key, value in keys.items()}
+    save_file(peft, tmp_path / "peft" / "adapter_model.safetensors")
+    (tmp_path / "peft" / "adapter_config.json").write_text('{"lora_alpha": 8, "r": 2}')
+    report = convert(str(tmp_path / "peft"), tmp_path / "out", to="diffusers")
+    found = tensors(report.out / "pytorch_lora_weights.safetensors")
+    expected = {key: value * 4 if "lora_B" in key else value for key, value in keys.items()}
+    assert_same_bits(found, expected)
+
+
 def test_the_command(pipelines: dict[str, Path], tmp_path: Path):
     run = CliRunner().invoke
     source = str(pipelines["wan2.1-t2v-1.3b"])

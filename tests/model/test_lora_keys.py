@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,8 +165,22 @@ def test_alpha_in_the_metadata():
     assert scales == {8.0 / RANK}
     with pytest.raises(CheckpointError, match=r"trained with use_dora"):
         alphas_of({"lora_adapter_metadata": '{"transformer.use_dora": true}'}, "x")
-    with pytest.raises(CheckpointError, match="is not JSON"):
+    with pytest.raises(CheckpointError, match="is no JSON"):
         alphas_of({"lora_adapter_metadata": "{"}, "x")
+
+
+def test_alpha_beside_peft_s_file(tmp_path: Path):
+    """PEFT says alpha in another file; who does not look there loads every LoRA at the wrong strength."""
+    file, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    config.write_text('{"lora_alpha": 16, "r": 4, "use_dora": false, "alpha_pattern": {}}')
+    assert alphas_of({"format": "pt"}, file) == {"transformer": 16.0}
+    assert alphas_of({"format": "pt"}, tmp_path / "other.safetensors") == {}
+    config.write_text('{"lora_alpha": 16, "use_rslora": true}')
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors was trained with use_rslora"):
+        alphas_of(None, file)
+    config.write_text("[]")
+    with pytest.raises(CheckpointError, match=r"its adapter_config\.json is no JSON object"):
+        alphas_of(None, file)
 
 
 def broken(change) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from wands.errors import ConfigError, WandsError
 from wands.files import publish
 from wands.model.encoder_names import LATENTS_22
 from wands.model.hub import fetch_model
-from wands.model.lora_keys import is_lora
+from wands.model.lora_keys import PEFT_FILE, is_lora
 from wands.model.names import EXPERTS
 from wands.model.official import DIT_STEM, EXPERT_FOLDERS, boundary_of, to_official_config
 from wands.model.tensor_files import Entry, TensorFiles, write_safetensors, write_sharded
@@ -136,11 +136,11 @@ def _find_source(source: str) -> Path:
 
 def _lora_file(root: Path) -> Path | None:
     """The LoRA that a file or a folder is."""
-    path = root if root.is_file() else root / LORA_FILE
-    if not path.is_file():
-        return None
-    with TensorFiles([path], f"SRC {path}") as files:
-        return path if is_lora(files.shapes) else None
+    for path in [root] if root.is_file() else [root / LORA_FILE, root / PEFT_FILE]:
+        if path.is_file():
+            with TensorFiles([path], f"SRC {path}") as files:
+                return path if is_lora(files.shapes) else None
+    return None
 
 
 class _Job:

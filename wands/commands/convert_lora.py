@@ -35,7 +35,7 @@ def convert_lora(
     where = f"SRC {source}"
     with TensorFiles([source], where) as files:
         state = {name: files.read(name) for name in files.shapes}
-        loras = read_lora(state, alphas=alphas_of(files.metadata, where), where=where)
+        loras = read_lora(state, alphas=alphas_of(files.metadata, source), where=where)
         rows: list[Row] = []
         notes = []
         for expert, pairs in loras.items():

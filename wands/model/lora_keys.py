@@ -12,6 +12,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -54,6 +56,9 @@ class LoraPair:
 
 _PART = re.compile(r"\.(?:lora_(?P<half>A|B|down|up)(?:\.[\w-]+)?\.weight|(?P<alpha>alpha))$")
 _MUSUBI = "lora_unet_"
+PEFT_FILE = "adapter_model.safetensors"
+"""PEFT's name of a LoRA in a folder."""
+_PEFT_CONFIG = "adapter_config.json"
 _PREFIXES = ("base_model.model.", COMFYUI_DIT, COMFYUI_LORA, "transformer_2.", "transformer.")
 
 
@@ -169,32 +174,40 @@ def _place(key: str) -> tuple[str, str]:
     return expert, find_module(key.removeprefix(prefix))
 
 
-def alphas_of(metadata: Mapping[str, str] | None, where: str) -> dict[str, float]:
-    """The alpha of each expert that diffusers wrote into a file's metadata; {} where it wrote none.
+def alphas_of(metadata: Mapping[str, str] | None, path: str | Path) -> dict[str, float]:
+    """The alpha of each expert that a trainer wrote beside the keys; {} where it wrote none.
+
+    diffusers writes it into the file's metadata, PEFT into `adapter_config.json` beside its `adapter_model`.
 
     Args:
         metadata: of the safetensors file.
-        where: what to call the file in errors.
+        path: of the file.
 
     Raises:
-        CheckpointError: the metadata asks for more than an alpha, such as DoRA or one alpha for each module.
+        CheckpointError: it asks for more than an alpha, such as DoRA or one alpha for each module, or is damaged.
     """
-    text = (metadata or {}).get("lora_adapter_metadata", "{}")
+    path, settings = Path(path), (metadata or {}).get("lora_adapter_metadata", "{}")
+    beside = path.with_name(_PEFT_CONFIG)
+    is_peft = path.name == PEFT_FILE and beside.is_file()
     try:
-        settings = json.loads(text)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: its lora_adapter_metadata is not JSON ({error}); mend it.") from None
+        found: dict[str, Any] = json.loads(settings)
+        if is_peft:
+            config = json.loads(beside.read_text(encoding="utf-8"))
+            found |= {f"{EXPERTS[0]}.{key}": value for key, value in config.items()}
+    except (ValueError, AttributeError) as error:
+        what = _PEFT_CONFIG if is_peft else "lora_adapter_metadata"
+        raise CheckpointError(f"{path}: its {what} is no JSON object ({error}); mend it.") from None
     odd = {
         key.rpartition(".")[2]
-        for key, value in settings.items()
+        for key, value in found.items()
         if value and key.endswith((".alpha_pattern", ".use_dora", ".use_rslora"))
     }
     if odd:
         raise CheckpointError(
-            f"{where} was trained with {', '.join(sorted(odd))}, which keys cannot say; convert it with its trainer."
+            f"{path} was trained with {', '.join(sorted(odd))}, which keys cannot say; convert it with its trainer."
         )
     return {
         key.removesuffix(".lora_alpha"): float(value)
-        for key, value in settings.items()
+        for key, value in found.items()
         if key.endswith(".lora_alpha")
     }
