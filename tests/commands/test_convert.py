@@ -17,6 +17,7 @@ from transformers import UMT5EncoderModel
 
 from tests.model.official import T5Encoder, WanModel, WanVae, XlmRobertaClip, random_state
 from tests.model.packs import randomize
+from tests.train.runs import losses, make_job, run_job
 from wands.cli import main
 from wands.commands import convert_check, convert_parts
 from wands.commands.convert import convert
@@ -322,6 +323,28 @@ def test_sources_that_are_no_model(tmp_path: Path, pipelines: dict[str, Path]):
                 rest_of=str(rest),
                 forward=False,
             )
+
+
+def test_training_starts_from_an_official_folder_as_it_is(
+    pipelines: dict[str, Path], tmp_path: Path, run_world
+):
+    source = pipelines["wan2.1-t2v-1.3b"]
+    official = convert(str(source), tmp_path / "official", to="official", forward=False).out
+    zero3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    ours, stock = (
+        losses(run_world(2, run_job, model, tmp_path / f"run-{model.name}", ("train.max_steps=2",), zero3)[0])
+        for model in (official, source)
+    )
+    assert len(ours) == 2
+    assert ours == stock
+
+
+def test_an_official_repository_of_two_experts_is_one_to_training(pipelines: dict[str, Path], tmp_path: Path):
+    source = pipelines["wan2.2-i2v-a14b"]
+    official = convert(str(source), tmp_path / "official", to="official", forward=False).out
+    ours, stock = (make_job(model, tmp_path / "run", ("model.experts=both",)) for model in (official, source))
+    assert ours.variant == stock.variant
+    assert [(e.name, e.part) for e in ours.experts] == [("high", "transformer"), ("low", "transformer_2")]
 
 
 # ---- LoRA ----
