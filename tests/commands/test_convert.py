@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,23 @@ def test_a_disk_that_forgets_is_found(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_one_tensor_at_a_time(pipelines: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """When a tensor is read, the ones before it are gone, but for the one that it is compared with."""
+    read, seen, alive = TensorFiles.read, [], []
+
+    def spy(self: TensorFiles, name: str) -> Tensor:
+        alive.append(sum(ref() is not None for ref in seen))
+        value = read(self, name)
+        seen.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(TensorFiles, "read", spy)
+    source = pipelines["wan2.1-t2v-1.3b"] / "transformer"
+    report = convert(str(source), tmp_path / "out", to="comfyui", forward=False)
+    assert len(alive) == 3 * report.rows[0].written  # once to write, once from either end to compare
+    assert max(alive) == 1
+
+
 def test_nothing_is_overwritten(pipelines: dict[str, Path], tmp_path: Path):
     source = str(pipelines["wan2.1-t2v-1.3b"])
     (tmp_path / "full").mkdir()
@@ -428,6 +446,14 @@ def test_alpha_is_folded_and_told(pipelines: dict[str, Path], tmp_path: Path):
     assert torch.equal(
         found["diffusion_model.head.head.lora_B.weight"], keys["transformer.proj_out.lora_B.weight"] * 0.5
     )
+
+
+def test_the_rest_of_what_stands_alone(pipelines: dict[str, Path], tmp_path: Path):
+    source = str(pipelines["wan2.1-t2v-1.3b"])
+    write_lora(tmp_path / "mine.safetensors", Path(source))
+    for what, to in ((source, "comfyui"), (str(tmp_path / "mine.safetensors"), "official")):
+        with pytest.raises(ConfigError, match="has nothing to give"):
+            convert(what, tmp_path / "out", to=to, rest_of=source)
 
 
 def test_a_folder_of_peft(pipelines: dict[str, Path], tmp_path: Path):

@@ -34,6 +34,7 @@ _TOKENIZER = "google/umt5-xxl"
 _T5_FILE = "models_t5_umt5-xxl-enc-bf16.pth"
 # What of an official repository no other layout has.
 _OFFICIAL_REST = ("models_clip_*", "models_t5_*", "Wan2.*_VAE.*", "google", "xlm-roberta-large")
+_DIT_FILES = ["transformer/*.safetensors", "transformer_2/*.safetensors", f"{DIT_STEM}*", "*_noise_model/*"]
 _LEFT_OUT = {
     (
         "official",
@@ -95,7 +96,11 @@ def convert(
         raise ConfigError(
             f"--out {out} is there already; choose a new or an empty folder, nothing is overwritten."
         )
-    rest = fetch_model(rest_of, key="--rest-of") if rest_of else None
+    lora = _lora_file(root)
+    if rest_of and (to == "comfyui" or lora is not None):
+        what = "a LoRA" if lora is not None else "ComfyUI's files"
+        raise ConfigError(f"--rest-of {rest_of} has nothing to give: {what} stand alone; leave it out.")
+    rest = fetch_model(rest_of, key="--rest-of", ignore=_DIT_FILES) if rest_of else None
     partial = out.with_name(f"{out.name}.tmp")
     try:
         partial.mkdir(parents=True)
@@ -106,7 +111,6 @@ def convert(
     except OSError as error:
         raise WandsError(f"--out {out} cannot be made ({error.strerror}); choose another folder.") from error
     try:
-        lora = _lora_file(root)
         if lora is not None:
             rows, notes = convert_lora(lora, partial, to=to, dtype=_DTYPES.get(dtype or ""))
         else:
