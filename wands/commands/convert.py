@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,14 +20,13 @@ from wands.errors import ConfigError, WandsError
 from wands.files import publish
 from wands.model.encoder_names import LATENTS_22
 from wands.model.hub import fetch_model
+from wands.model.lora import LORA_FILE
 from wands.model.lora_keys import PEFT_FILE, is_lora
 from wands.model.names import EXPERTS
 from wands.model.official import DIT_STEM, EXPERT_FOLDERS, boundary_of, to_official_config
 from wands.model.tensor_files import Entry, TensorFiles, write_safetensors, write_sharded
 from wands.variants import Variant, variant_of
 
-log = logging.getLogger(__name__)
-LORA_FILE = "pytorch_lora_weights.safetensors"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TOKENIZER = "google/umt5-xxl"
 _T5_FILE = "models_t5_umt5-xxl-enc-bf16.pth"
@@ -36,12 +34,13 @@ _T5_FILE = "models_t5_umt5-xxl-enc-bf16.pth"
 _OFFICIAL_REST = ("models_clip_*", "models_t5_*", "Wan2.*_VAE.*", "google", "xlm-roberta-large")
 _DIT_FILES = ["transformer/*.safetensors", "transformer_2/*.safetensors", f"{DIT_STEM}*", "*_noise_model/*"]
 _LEFT_OUT = {
-    (
-        "official",
-        "image_encoder",
-    ): "official Wan's file has a text half too; --rest-of takes it from an official repository",
-    ("comfyui", "text_encoder"): "ComfyUI's file has the tokenizer in it; take the published umt5_xxl",
-    ("comfyui", "image_encoder"): "take the published clip_vision_h",
+    "official": {
+        "image_encoder": "official Wan's file has a text half too; --rest-of takes it from an official repository"
+    },
+    "comfyui": {
+        "text_encoder": "ComfyUI's file has the tokenizer in it; take the published umt5_xxl",
+        "image_encoder": "take the published clip_vision_h",
+    },
 }
 
 
@@ -196,7 +195,7 @@ class _Job:
             return (
                 "its latents_mean and latents_std are not Wan's own, and only diffusers' layout can say them"
             )
-        return _LEFT_OUT.get((self.to, part.name))
+        return _LEFT_OUT.get(self.to, {}).get(part.name)
 
     def _cast(self, part: Part, converted: Converted) -> Callable[[str], torch.dtype | None]:
         if self.dtype is None or part.name not in EXPERTS:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from wands.commands.convert_parts import Row
 from wands.errors import CheckpointError
+from wands.model.lora import LORA_FILE
 from wands.model.lora_keys import LoraPair, alphas_of, lora_to_comfyui, lora_to_diffusers, read_lora
 from wands.model.names import EXPERTS
 from wands.model.official import EXPERT_FOLDERS
@@ -72,9 +73,7 @@ def _keys(pairs: dict[str, LoraPair], to: str) -> dict[str, Tensor]:
 
 def _file_name(source: Path, to: str, expert: str, several: bool) -> str:
     side = EXPERT_FOLDERS[expert].removesuffix("_model") + "_" if several else ""
-    return (
-        f"{side}pytorch_lora_weights.safetensors" if to == "diffusers" else f"{side}{source.stem}.safetensors"
-    )
+    return f"{side}{LORA_FILE}" if to == "diffusers" else f"{side}{source.stem}.safetensors"
 
 
 def _compare(keys: dict[str, Tensor], path: Path) -> None:
