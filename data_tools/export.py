@@ -3,7 +3,8 @@
 python -m data_tools.export CACHE OUT --format safetensors|webdataset
 
 OUT holds export.json, the manifest of the cache; null_text.safetensors, the embedding of the empty caption; and
-safetensors  a file per sample with latents and text_embeds in bf16; key, caption and the rest in its header
+safetensors  a file per sample with latents and text_embeds in bf16, for models that are given frames also image_latents
+             and, with CLIP, image_embeds; key, caption and the rest in its header
 webdataset   the same files in tars of 1 GiB, each with the caption as .txt and the rest as .json beside it
 
 python -m data_tools.import_cache brings either back, bit by bit.
@@ -28,7 +29,7 @@ from safetensors.torch import save
 from data_tools.exit_code import mistakes_are_2
 from wands.commands.progress import progress
 from wands.data.cache import LatentCache
-from wands.data.cache_format import disk_error, to_text
+from wands.data.cache_format import array_names, disk_error, to_text
 from wands.errors import ConfigError
 from wands.files import publish
 
@@ -106,7 +107,7 @@ def _to_bytes(cache: LatentCache, i: int) -> bytes:
         "meta": json.dumps(cache.meta(i)),
         "crc32": f"{cache.index.crc32[i]:08x}",
     }
-    tensors = {"latents": sample.latents.contiguous(), "text_embeds": sample.text_embeds.contiguous()}
+    tensors = {name: getattr(sample, name).contiguous() for name in array_names(cache.conditions)}
     return save(tensors, header)
 
 

@@ -16,7 +16,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ from data_tools.import_shards import check_latents
 from data_tools.merge import to_variant
 from wands.data.archive import TarReader
 from wands.data.cache import CacheWriter
-from wands.data.cache_format import checksum, reason, to_bits
-from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json
+from wands.data.cache_format import array_names, checksum, reason, to_bits
+from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_variant
 from wands.errors import ConfigError, DataError
-from wands.variants import TEXT_LEN, variant_of
+from wands.variants import TEXT_LEN
 
 PICKLES = {".pth", ".pt", ".pkl", ".pickle", ".ckpt", ".bin"}
 MUSUBI_FPS = 16.0
@@ -46,12 +46,13 @@ MUSUBI_LATENTS = re.compile(
 
 @dataclass(frozen=True)
 class Item:
-    """One sample on its way into a cache: latents bf16 [C, f, h, w], text_embeds bf16 [L, D]."""
+    """One sample on its way into a cache: latents bf16 [C, f, h, w], text_embeds bf16 [L, D]; `images` of given frames."""
 
     key: str
     latents: Tensor
     text_embeds: Tensor
     meta: dict[str, Any]
+    images: dict[str, Tensor] = field(default_factory=dict)
 
 
 def import_cache(source: str | Path, out: str | Path, model: str | None = None) -> int:
@@ -106,7 +107,8 @@ def _import_export(source: Path, out: Path) -> int:
         raise DataError(
             f"source={source} has a damaged {EXPORT_NAME} or {NULL_NAME} ({reason(error)}); export again."
         ) from None
-    items = _read_folder(source) if layout == "safetensors" else _read_tars(source)
+    names = array_names(variant.conditions)
+    items = _read_folder(source, names) if layout == "safetensors" else _read_tars(source, names)
     seen: set[str] = set()
     with CacheWriter(out, variant, fingerprint) as writer:
         for item in items:
@@ -114,7 +116,7 @@ def _import_export(source: Path, out: Path) -> int:
                 raise DataError(f"source={source} has {item.key} twice; export again.")
             seen.add(item.key)
             if not writer.has(item.key, item.meta["content"]):
-                writer.add(item.key, item.latents, item.text_embeds, item.meta)
+                writer.add(item.key, item.latents, item.text_embeds, item.meta, **item.images)
         if len(seen) != count:
             raise DataError(
                 f"source={source} has {len(seen):,} samples of {count:,}; restore the others or export again."
@@ -123,15 +125,15 @@ def _import_export(source: Path, out: Path) -> int:
     return count
 
 
-def _read_folder(source: Path) -> Iterator[Item]:
+def _read_folder(source: Path, names: Sequence[str]) -> Iterator[Item]:
     for path in sorted(source.iterdir()):
         if path.suffix in PICKLES:
             raise DataError(f"{path} is a pickle, which can run any program when opened; remove it.")
         if path.suffix == ".safetensors" and path.name != NULL_NAME:
-            yield _exported(path.read_bytes(), str(path))
+            yield _exported(path.read_bytes(), str(path), names)
 
 
-def _read_tars(source: Path) -> Iterator[Item]:
+def _read_tars(source: Path, names: Sequence[str]) -> Iterator[Item]:
     for path in sorted(source.glob("*.tar")):
         try:
             reader = TarReader(path)
@@ -149,20 +151,22 @@ def _read_tars(source: Path) -> Iterator[Item]:
                         )
                 if "safetensors" not in sample.members:
                     raise DataError(f"{path}: {sample.key} has no .safetensors; export again.")
-                yield _exported(tar.read(sample.members["safetensors"]), f"{path}: {sample.key}.safetensors")
+                content = tar.read(sample.members["safetensors"])
+                yield _exported(content, f"{path}: {sample.key}.safetensors", names)
 
 
-def _exported(content: bytes, place: str) -> Item:
-    """One sample of an export, its checksum verified."""
+def _exported(content: bytes, place: str, names: Sequence[str]) -> Item:
+    """One sample of an export, its checksum verified; `names` are those of its arrays."""
     try:
-        header, tensors = _header(content), load(content)
-        latents, text = tensors["latents"], tensors["text_embeds"]
-        if latents.dtype != torch.bfloat16 or text.dtype != torch.bfloat16:
-            raise ValueError(f"not bf16 but {latents.dtype} and {text.dtype}")
-        found = checksum(to_bits(latents), to_bits(text))
+        header, stored = _header(content), load(content)
+        tensors = {name: stored[name] for name in names}
+        if any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
+            raise ValueError(f"not bf16 but {' and '.join(str(t.dtype) for t in tensors.values())}")
+        found = checksum(*map(to_bits, tensors.values()))
         if found != int(header["crc32"], 16):
             raise ValueError(f"wrong checksum ({found:08x}, not {header['crc32']})")
-        return Item(json.loads(header["key"]), latents, text, json.loads(header["meta"]))
+        latents, text = tensors.pop("latents"), tensors.pop("text_embeds")
+        return Item(json.loads(header["key"]), latents, text, json.loads(header["meta"]), tensors)
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(f"{place} is damaged ({reason(error)}); export again.") from None
 
@@ -181,10 +185,12 @@ def _import_musubi(source: Path, out: Path, model: str) -> int:
 
     from wands.encode.text import CLEANING_VERSION, TextEncoder
 
-    try:
-        variant = variant_of(read_json(find_part(model, "transformer", CONFIG_FILES) / "config.json"))
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"model={model}: {error}; give a text-to-video pipeline of Wan 2.1.") from None
+    variant = read_variant(model)
+    if variant.num_images:
+        raise ConfigError(
+            f"model={model} is {variant.name}, and what musubi-tuner stores of its given frames is not read; run wands "
+            "preprocess on the videos."
+        )
     vae = AutoencoderKLWan.load_config(find_part(model, "vae", CONFIG_FILES))
     std = torch.tensor(vae["latents_std"])
     settings = {

@@ -31,10 +31,10 @@ from wands.data.archive import TAR_EXTENSIONS, TarReader
 from wands.data.cache import CacheWriter
 from wands.data.cache_format import write_whole
 from wands.data.source import Rejection
-from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json
+from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json, read_variant
 from wands.encode.text import CLEANING_VERSION, TextEncoder, clean_caption
 from wands.errors import ConfigError, DataError
-from wands.variants import TEXT_LEN, Variant, variant_of
+from wands.variants import TEXT_LEN, Variant
 
 REJECTS_NAME = "rejects.jsonl"
 CONTRAST, JITTER = 0.4, 0.3
@@ -104,7 +104,12 @@ def import_shards(
         raise ConfigError(
             f"device={device} cannot be used ({brief}); use cpu, or cuda with an NVIDIA GPU"
         ) from None
-    variant = _read_variant(model)
+    variant = read_variant(model)
+    if variant.num_images:
+        raise ConfigError(
+            f"model={model} is {variant.name}, and shards do not hold what it needs of the given frames; run wands "
+            "preprocess on the videos."
+        )
     shards = _find_shards(Path(source))
     samples = _read_all(shards, Path(source))
     rejected: list[Rejection] = []
@@ -216,7 +221,7 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     Raises:
         DataError: they do not fit, are not finite, or look as the VAE gives them.
     """
-    channels, patch = variant.dit.in_channels, variant.dit.patch_size
+    channels, patch = variant.dit.out_channels, variant.dit.patch_size
     if latents.ndim != 4 or latents.shape[0] != channels or 0 in latents.shape:
         raise DataError(
             f"latents of shape {tuple(latents.shape)} are not [{channels}, frames, rows, columns] of "
@@ -255,14 +260,6 @@ def _vae_std(model: str | Path) -> Tensor:
     default = inspect.signature(AutoencoderKLWan.__init__).parameters["latents_std"].default
     config = read_json(find_part(model, "vae", CONFIG_FILES) / "config.json")
     return torch.tensor(config.get("latents_std", default))
-
-
-def _read_variant(model: str | Path) -> Variant:
-    config = read_json(find_part(model, "transformer", CONFIG_FILES) / "config.json")
-    try:
-        return variant_of(config)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"model={model}: {error}; give a text-to-video pipeline of Wan 2.1.") from None
 
 
 # ---- formats

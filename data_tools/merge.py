@@ -20,7 +20,7 @@ from wands.commands.progress import progress
 from wands.data.cache import CacheWriter, LatentCache
 from wands.data.cache_format import INDEX_NAME, first_difference, to_bits
 from wands.errors import CacheError, ConfigError
-from wands.variants import VARIANTS, Variant
+from wands.variants import MASK_CHANNELS, VARIANTS, Variant
 
 SHOWN = 5
 """Keys named in a message about many."""
@@ -105,7 +105,11 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
                 meta = cache.meta(i)
                 if not writer.has(cache.keys[i], meta["content"]):
                     sample = cache.read(i)
-                    writer.add(sample.sample_id, sample.latents, sample.text_embeds, meta)
+                    writer.add(
+                        *(sample.sample_id, sample.latents, sample.text_embeds, meta),
+                        image_latents=sample.image_latents,
+                        image_embeds=sample.image_embeds,
+                    )
                     copied += 1
                 advance()
         writer.commit(like.null_text_embeds, keys)
@@ -115,17 +119,22 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
 def to_variant(contract: dict[str, Any]) -> Variant:
     """A variant with the contract that a manifest holds; sizes of the DiT, which no cache knows, are those of any."""
     base = next(iter(VARIANTS.values()))
+    channels, conditions = contract["latent_channels"], tuple(contract["conditions"])
+    image_len, image_dim = contract.get("image_embeds", (0, None))
     dit = replace(
         base.dit,
         patch_size=tuple(contract["patch_size"]),
-        in_channels=contract["latent_channels"],
+        in_channels=channels + (MASK_CHANNELS + channels if "image" in conditions else 0),
+        out_channels=channels,
         text_dim=contract["text_dim"],
+        image_len=image_len,
+        image_dim=image_dim,
     )
     return replace(
         base,
         name=contract["name"],
         vae_stride=tuple(contract["vae_stride"]),
-        conditions=tuple(contract["conditions"]),
+        conditions=conditions,
         dit=dit,
     )
 

@@ -35,6 +35,7 @@ from wands.data.cache_format import (
     read_offsets,
     reason,
     sample_path,
+    stored_names,
 )
 from wands.errors import CacheError
 
@@ -68,7 +69,7 @@ class Report:
     Attributes:
         problems: empty for a sound cache.
         num_samples: samples in the shards, indexed or not.
-        num_bytes: bytes of latents and text whose checksum was computed.
+        num_bytes: bytes of arrays whose checksum was computed.
         num_unguarded: samples of an older wands, whose captions no checksum guards.
     """
 
@@ -89,7 +90,8 @@ def verify(
 ) -> Report:
     """Read a whole cache and compare all it holds with its checksums and with itself.
 
-    Guarded are: latents and text by the CRC-32 of the sample, kept in shard and index; keys, captions and all
+    Guarded are: latents, text and what belongs to given frames by the CRC-32 of the sample, kept in shard
+    and index; keys, captions and all
     structures of a shard by HDF5's own checksums; the index by those of the zip file and by comparing it with
     the shards; the manifest by its digest. Bits that no reader looks at, such as gaps in a shard, are not
     read. Not guarded is what lies outside an HDF5 header: metadata of one sample above 64 KiB.
@@ -232,7 +234,7 @@ def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
     if attrs["dtype"] not in ("bfloat16", b"bfloat16"):
         raise ValueError(f"dtype {attrs['dtype']}")
     computed = num_bytes = 0
-    for name in ("latents", "text_embeds"):
+    for name in stored_names(group):
         stored = group[name]
         if stored.dtype != np.uint16:
             raise ValueError(f"{name} of {stored.dtype}")

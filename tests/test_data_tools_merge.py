@@ -117,7 +117,7 @@ def test_a_damaged_sample_is_named_and_not_copied(
 
 
 def test_killed_at_any_moment_the_next_run_goes_on(tmp_path: Path) -> None:
-    """Ten kill -9 at random moments; a run that finishes before its kill starts anew."""
+    """Ten kill -9 at random moments, more until one comes late enough; a run that finishes before its kill starts anew."""
     write_cache(tmp_path / "a", range(300), max_samples=150)
     write_cache(tmp_path / "b", range(300, 650), max_samples=150)
     paths, out = [tmp_path / "a", tmp_path / "b"], tmp_path / "out"
@@ -125,7 +125,7 @@ def test_killed_at_any_moment_the_next_run_goes_on(tmp_path: Path) -> None:
     merge(tmp_path / "wanted", paths)
     usual, wanted = time.monotonic() - started, contents(tmp_path / "wanted")
     draw, kills, resumed = np.random.default_rng(0), 0, 0
-    while kills < 10:
+    while kills < 10 or (not resumed and kills < 60):
         process = FORK.Process(target=merge, args=(out, paths))
         process.start()
         process.join(draw.uniform(0, usual))

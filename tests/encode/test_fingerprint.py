@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from transformers import UMT5EncoderModel
 from wands.encode import pipeline as pipeline_module
 from wands.encode.pipeline import find_part, fingerprint_pipeline
 from wands.errors import ConfigError
+from wands.model import hub
 
 VAE_FILE = "vae/diffusion_pytorch_model.safetensors"
 
@@ -109,23 +111,27 @@ def test_the_hubs_cache_names_files_by_their_hash(copy: Path, tiny_pipeline: Pat
     assert fingerprint_pipeline(copy)["vae"]["weights_sha256"] == wanted
 
 
+@pytest.mark.parametrize("variant", ["wan2.1-t2v-1.3b", "wan2.1-i2v-14b", "wan2.2-i2v-a14b"])
 def test_from_the_hub_no_weight_is_fetched(
-    tiny_pipeline: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_variant: Callable[[str], Path], variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = fingerprint_pipeline(tiny_pipeline)
-    hashes = {part: local[part]["weights_sha256"] for part in ("vae", "text_encoder")}
+    copy = Path(shutil.copytree(tiny_variant(variant), tmp_path / "copy"))
+    local = fingerprint_pipeline(copy)
+    assert ("image_encoder" in local) == ("image_processor" in local) == (variant == "wan2.1-i2v-14b")
+    hashes = {part: value["weights_sha256"] for part, value in local.items() if "weights_sha256" in value}
     for weights in copy.rglob("*.safetensors"):
         weights.unlink()
     asked: list[str] = []
 
-    def snapshot(name: str, allow_patterns: list[str]) -> str:
+    def snapshot(name: str, allow_patterns: list[str], ignore_patterns: None = None) -> str:
         asked.extend(allow_patterns)
         return str(copy)
 
     def metadata(url: str) -> SimpleNamespace:
         return SimpleNamespace(etag=hashes[url.split("/")[-2]])
 
-    monkeypatch.setattr(pipeline_module, "snapshot_download", snapshot)
+    for module in (pipeline_module, hub):
+        monkeypatch.setattr(module, "snapshot_download", snapshot)
     monkeypatch.setattr(pipeline_module, "get_hf_file_metadata", metadata)
     assert fingerprint_pipeline("someone/tiny-wan") == local
     assert asked

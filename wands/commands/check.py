@@ -20,8 +20,9 @@ import numpy as np
 
 from wands.commands.check_report import CheckedClip, CheckedSample, CheckReport, PackingForecast
 from wands.commands.progress import progress
+from wands.data.cache_format import array_names
 from wands.data.captions import clean_caption, estimate_tokens
-from wands.data.clip import ClipSpec, further_specs, split_bounds
+from wands.data.clip import ClipSpec, check_frames, further_specs, split_bounds
 from wands.data.isolated import Crash, map_isolated
 from wands.data.manifest import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ManifestRow
 from wands.data.packing import plan_epoch
@@ -29,7 +30,7 @@ from wands.data.source import load_source
 from wands.data.video import VideoInfo, decode_clip, probe
 from wands.errors import ConfigError, DataError
 from wands.files import write_text
-from wands.variants import TEXT_LEN, VARIANTS, Variant, variant_of
+from wands.variants import TEXT_LEN, VARIANTS, Variant
 
 ASSUMED = "wan2.1-t2v-1.3b"
 """Variant whose strides and rate count where no model is given; all of Wan 2.1 share them."""
@@ -37,6 +38,8 @@ LIMIT_SECONDS = 300.0
 """One clip may be decoded for so long; a decoder that hangs is ended then."""
 SAMPLE_OVERHEAD = 1350
 """Bytes of a shard per sample beside its numbers and caption: HDF5's groups, attributes, paths. Measured: 1.2 to 1.4 kB."""
+ARRAY_OVERHEAD = 300
+"""Likewise for each further array of a sample."""
 THUMBNAIL = (176, 120)  # pixels, width and height at most
 KEPT_THUMBNAILS = 20_000  # 100 MB; a page shows fewer
 
@@ -112,12 +115,19 @@ def check(
     count = _counter(model)
     lengths = {caption: count(caption) for caption in sorted(set(captions))}
     tasks: list[_Task | None] = [
-        _Task(row.path, spec, row.start, row.end, more_pixels, thumbnails) for row in rows
+        _Task(row.path, spec, row.start, row.end, more_pixels, thumbnails, variant.conditions) for row in rows
     ]
     for item in rejections:
         clip_path = Path(item.path) if _is_clip(item.path) else None
         tasks.append(
-            _Task(clip_path, spec, more_pixels=more_pixels, thumbnails=thumbnails) if clip_path else None
+            _Task(
+                *(clip_path, spec),
+                more_pixels=more_pixels,
+                thumbnails=thumbnails,
+                conditions=variant.conditions,
+            )
+            if clip_path
+            else None
         )
     looks = _look_at_all(tasks, num_workers, limit_seconds)
     clips = [
@@ -182,6 +192,7 @@ class _Task:
     end: float | None = None
     more_pixels: tuple[int, ...] = ()
     thumbnails: bool = True
+    conditions: tuple[str, ...] = ("text",)
 
 
 @dataclass(frozen=True)
@@ -215,6 +226,7 @@ def _look_at(task: _Task) -> _Look:
             file.read(1 << 16)
         for clip in decode_clip(task.path, task.spec, task.start, task.end, task.more_pixels):
             frames = clip.frames
+            check_frames(str(task.path), len(frames), task.conditions)
             # Every 16th pixel of every frame: no two clips that differ agree in all of them.
             seen = repr(frames.shape).encode() + frames[:, ::4, ::4].tobytes()
             digest = hashlib.blake2b(seen, digest_size=16).hexdigest()
@@ -324,11 +336,13 @@ def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, twin: str, *, exac
 def _cache_bytes(clip: CheckedClip, windows: Sequence[_Window], variant: Variant, stored: set[str]) -> int:
     """What the samples of a clip add to the cache; `stored` has the digests of those whose latents it holds already."""
     own = 2 * min(clip.text_tokens, TEXT_LEN) * variant.dit.text_dim + len(clip.caption.encode())
-    total = len(windows) * (own + SAMPLE_OVERHEAD)
+    dit, of_frames = variant.dit, array_names(variant.conditions)[2:]
+    total = len(windows) * (own + SAMPLE_OVERHEAD + ARRAY_OVERHEAD * len(of_frames))
     for window in windows:
         if window.digest not in stored:
             stored.add(window.digest)
-            total += 2 * variant.dit.in_channels * int(np.prod(_latent_size(window, variant)))
+            latents = 2 * dit.out_channels * int(np.prod(_latent_size(window, variant)))
+            total += latents * (1 + ("image_latents" in of_frames)) + 2 * dit.image_len * (dit.image_dim or 0)
     return total
 
 
@@ -370,10 +384,6 @@ def _counter(model: str | Path | None) -> Callable[[str], int]:
 
 
 def _read_variant(model: str | Path) -> Variant:
-    from wands.encode.pipeline import CONFIG_FILES, find_part, read_json
+    from wands.encode.pipeline import read_variant
 
-    config = read_json(find_part(model, "transformer", CONFIG_FILES) / "config.json")
-    try:
-        return variant_of(config)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"model={model}: {error}; give a text-to-video pipeline of Wan 2.1.") from None
+    return read_variant(model)

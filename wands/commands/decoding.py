@@ -10,22 +10,23 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from wands.commands.claims import Claims
 from wands.commands.work import BEGUN, IN_ENCODER, UNTOUCHED, Clip, Lines, Marks, Run
 from wands.data.cache_format import from_bits, read_stored, to_bits
-from wands.data.clip import ClipSpec, TooSmallError
+from wands.data.clip import ClipSpec, TooSmallError, check_frames
 from wands.data.isolated import Crashed, iterate_isolated
 from wands.data.video import DecodedClip, decode_clip, to_pixels
-from wands.encode.vae import WanVideoEncoder
+from wands.encode.image import WindowEncoder
 from wands.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Piece:
         suffix: that its samples' keys end in.
         meta: of its samples, without what differs from caption to caption.
         pixels: float32 [3, F, H, W] in [-1, 1], or None.
-        latents: bf16 [C, f, h, w] where they need no encoding.
+        encoded: what `WindowEncoder.encode` gives, where it need not be asked.
         suspect: a process ended with the clip in hand.
         last: the clip is done with this one.
         reason: why the clip cannot be used.
@@ -61,7 +62,7 @@ class Piece:
     suffix: str = ""
     meta: dict[str, Any] | None = None
     pixels: Tensor | None = None
-    latents: Tensor | None = None
+    encoded: dict[str, Tensor] | None = None
     suspect: bool = False
     last: bool = False
     reason: str | None = None
@@ -169,7 +170,7 @@ class Decoder:
     def _pieces(self, number: int, clip: Clip, mark: int) -> Iterator[Piece]:
         for shard, place, suffix in clip.latents:
             bits, meta = read_stored(self._cache / shard, self._run.digest, place)
-            yield Piece(number, clip, suffix, meta, latents=from_bits(bits))
+            yield Piece(number, clip, suffix, meta, encoded=_to_tensors(bits))
         if not clip.decode:
             return
         known = {suffix for _, _, suffix in clip.latents}
@@ -178,7 +179,7 @@ class Decoder:
             log.warning("%s is encoded in a process of its own: others have ended over it", clip.path)
             task = (self._run, str(self._device), arguments, [*known, *_everywhere(clip)])
             for suffix, meta, bits in iterate_isolated(encode_windows, *task, limit_seconds=LIMIT_SECONDS):
-                yield Piece(number, clip, suffix, meta | {"video": clip.video}, latents=from_bits(bits))
+                yield Piece(number, clip, suffix, meta | {"video": clip.video}, encoded=_to_tensors(bits))
             return
         if mark == BEGUN:
             log.warning("%s is decoded in a process of its own: another ended with it in hand", clip.path)
@@ -188,6 +189,7 @@ class Decoder:
         else:
             clips = decode_clip(*arguments)
         for decoded, last in mark_last(clips):
+            check_frames(clip.path, len(decoded.frames), self._run.conditions)
             if decoded.suffix not in known and clip.lacks(decoded.suffix):
                 meta = _meta(decoded, last) | {"video": clip.video}
                 yield Piece(
@@ -200,28 +202,37 @@ class Decoder:
 def encode_windows(
     run: Run, device: str, arguments: tuple[Any, ...], skipped: list[str]
 ) -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """Decode and encode a clip, in a process that it may end: suffix, metadata, bits of the latents."""
-    encoder = load_vae(run, torch.device(device))
+    """Decode and encode a clip, in a process that it may end: suffix, metadata, bits of what is stored."""
+    encoder = load_encoder(run, torch.device(device))
     for decoded, last in mark_last(decode_clip(*arguments)):
+        check_frames(str(arguments[0]), len(decoded.frames), run.conditions)
         if decoded.suffix not in skipped:
-            latents = encoder.encode(to_pixels(decoded.frames))
-            if not latents.isfinite().all():
-                raise DataError(not_finite(str(arguments[0])))
-            yield decoded.suffix, _meta(decoded, last), to_bits(latents.to(torch.bfloat16))
+            encoded = encoder.encode(to_pixels(decoded.frames))
+            check_finite(str(arguments[0]), encoded)
+            yield decoded.suffix, _meta(decoded, last), {name: to_bits(t) for name, t in encoded.items()}
 
 
-def load_vae(run: Run, device: torch.device) -> WanVideoEncoder:
-    """The VAE with the settings of a run.
+def load_encoder(run: Run, device: torch.device) -> WindowEncoder:
+    """The encoders of pixels with the settings of a run.
 
     Raises:
         ConfigError: the model cannot be loaded.
     """
-    return WanVideoEncoder.load(run.model, device, dtype=run.vae_dtype, tiling=run.vae_tiling)
+    return WindowEncoder.load(run.model, device, run.conditions, dtype=run.vae_dtype, tiling=run.vae_tiling)
 
 
-def not_finite(path: str) -> str:
-    """Why a clip is rejected whose latents are not numbers."""
-    return f"video={path} encodes to numbers that are not finite; replace the file"
+def check_finite(path: str, encoded: Mapping[str, Tensor]) -> None:
+    """Refuse a clip that encodes to what are not numbers.
+
+    Raises:
+        DataError: it does.
+    """
+    if not all(tensor.isfinite().all() for tensor in encoded.values()):
+        raise DataError(f"video={path} encodes to numbers that are not finite; replace the file")
+
+
+def _to_tensors(bits: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    return {name: from_bits(array) for name, array in bits.items()}
 
 
 def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]]:

@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 from wands.commands.claims import Claims
-from wands.commands.decoding import NO_MEMORY, Decoder, Piece, load_vae, not_finite
+from wands.commands.decoding import NO_MEMORY, Decoder, Piece, check_finite, load_encoder
 from wands.commands.progress import progress
 from wands.commands.work import DTYPES, Lines, Run, WorkerStats
 from wands.data.cache_format import disk_error, to_bits
 from wands.data.cache_writer import ShardWriter
 from wands.data.journal import Journal, read_records
 from wands.data.source import Rejection
+from wands.encode.image import WindowEncoder
 from wands.encode.spool import TextSpool, store_text
 from wands.encode.text import TextEncoder
-from wands.encode.vae import WanVideoEncoder
+from wands.errors import DataError
 
 JOURNAL_BYTES = 1 << 30
 
@@ -100,7 +101,7 @@ class _ClipPass:
 
     def _encode_pieces(self, decoder: Decoder) -> None:
         spool = TextSpool(sorted(self.work.glob("text-*.journal")))
-        encoder = load_vae(self.run, self.device) if self.run.needs_vae else None
+        encoder = load_encoder(self.run, self.device) if self.run.needs_vae else None
         rejected: set[int] = set()
         pieces = iter(decoder)
         with _shown("clips", decoder.claims, self.slot) as show:
@@ -123,9 +124,9 @@ class _ClipPass:
                 self.stats.waited += got - began
                 self.stats.worked += time.monotonic() - got
 
-    def _store(self, piece: Piece, encoder: WanVideoEncoder | None, spool: TextSpool) -> str | None:
+    def _store(self, piece: Piece, encoder: WindowEncoder | None, spool: TextSpool) -> str | None:
         """Encode a window once and append it to the journal for all its captions; returns why that cannot be."""
-        latents = piece.latents
+        encoded = piece.encoded
         if piece.pixels is not None:
             assert encoder is not None
             try:
@@ -133,21 +134,22 @@ class _ClipPass:
             except (torch.OutOfMemoryError, MemoryError):
                 _free_memory()
                 return NO_MEMORY
-            if not encoded.isfinite().all():
-                return not_finite(piece.clip.path)
-            latents = encoded.to(torch.bfloat16)
-        if latents is not None:
-            self._append(piece, latents, spool)
+            try:
+                check_finite(piece.clip.path, encoded)
+            except DataError as error:
+                return str(error)
+        if encoded is not None:
+            self._append(piece, encoded, spool)
         return None
 
-    def _append(self, piece: Piece, latents: Tensor, spool: TextSpool) -> None:
+    def _append(self, piece: Piece, encoded: dict[str, Tensor], spool: TextSpool) -> None:
         """One record for all captions: a kill costs all of them or none."""
         assert piece.meta is not None
         rows, path, meta = piece.clip.lacks(piece.suffix), piece.clip.path, piece.meta
         own = [{"caption": row.caption, "source": path, "content": row.content} for row in rows]
         samples = [(row.key + piece.suffix, meta | of_row) for row, of_row in zip(rows, own, strict=True)]
-        texts = [to_bits(spool.read(row.caption)) for row in rows]
-        self.journal.add(piece.clip.video + piece.suffix, [to_bits(latents), *texts], {"samples": samples})
+        tensors = [*encoded.values(), *(spool.read(row.caption) for row in rows)]
+        self.journal.add(piece.clip.video + piece.suffix, [*map(to_bits, tensors)], {"samples": samples})
         self.stats.num_windows += 1
         if self.journal.num_records >= self.run.max_samples or self.journal.num_bytes >= JOURNAL_BYTES:
             self._to_shards()

@@ -25,12 +25,12 @@ from wands.data.cache import CacheWriter, LatentCache
 from wands.data.cache_format import write_whole
 from wands.data.clip import ClipSpec, further_specs, split_bounds
 from wands.data.source import load_source
-from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json
+from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json, read_variant
 from wands.encode.spool import TextSpool
 from wands.encode.text import CLEANING_VERSION
 from wands.encode.vae import TILE, TILE_STRIDE
 from wands.errors import CacheError, ConfigError, DataError
-from wands.variants import TEXT_LEN, Variant, variant_of
+from wands.variants import TEXT_LEN, Variant
 
 
 def preprocess(
@@ -138,6 +138,7 @@ def preprocess(
                 vae_tiling=vae_tiling,
                 digest=writer.digest,
                 max_samples=max_samples,
+                conditions=variant.conditions,
             )
             job = Job(writer, crew, run)
             with job.work_folder():
@@ -164,20 +165,31 @@ def _settings(spec: ClipSpec, text_dtype: str, vae_dtype: str, vae_tiling: bool)
 
 
 def _read_variant(model: str | Path) -> Variant:
-    """The variant that the DiT's config names, once the encoders are known to be its own."""
+    """The variant of a pipeline, once the encoders are known to be its own."""
+    variant = read_variant(model)
     find_part(model, "tokenizer", CONFIG_FILES)
-    dit, vae, text_encoder = (
-        read_json(find_part(model, part, CONFIG_FILES) / "config.json")
-        for part in ("transformer", "vae", "text_encoder")
+    vae, text_encoder = (
+        read_json(find_part(model, part, CONFIG_FILES) / "config.json") for part in ("vae", "text_encoder")
     )
-    try:
-        variant = variant_of(dit)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"model={model}: {error}; give a text-to-video pipeline of Wan 2.1.") from None
-    for what, ours, theirs in (
-        ("its VAE gives z_dim", vae.get("z_dim", 16), f"in_channels={variant.dit.in_channels}"),
+    stride = (vae.get("scale_factor_temporal", 4), *[vae.get("scale_factor_spatial", 8)] * 2)
+    pairs = [
+        ("its VAE gives z_dim", vae.get("z_dim", 16), f"out_channels={variant.dit.out_channels}"),
+        ("its VAE gives stride", stride, f"stride={variant.vae_stride}"),
         ("its text encoder gives d_model", text_encoder.get("d_model"), f"text_dim={variant.dit.text_dim}"),
-    ):
+    ]
+    if "clip" in variant.conditions:
+        find_part(model, "image_processor", CONFIG_FILES)
+        clip = read_json(find_part(model, "image_encoder", CONFIG_FILES) / "config.json")
+        rows = (clip.get("image_size", 224) // clip.get("patch_size", 32)) ** 2 + 1
+        pairs += [
+            (
+                "its image encoder gives hidden_size",
+                clip.get("hidden_size"),
+                f"image_dim={variant.dit.image_dim}",
+            ),
+            ("its image encoder gives tokens", rows * variant.num_images, f"tokens={variant.dit.image_len}"),
+        ]
+    for what, ours, theirs in pairs:
         if str(ours) != theirs.partition("=")[2]:
             raise ConfigError(
                 f"model={model}: {what}={ours} but its DiT takes {theirs}; give a pipeline of one piece."

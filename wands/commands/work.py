@@ -98,6 +98,7 @@ class Run:
         digest: of the cache's fingerprint.
         max_samples: of a shard.
         needs_vae: whether any clip is to be decoded.
+        conditions: of the variant.
     """
 
     token: str
@@ -110,6 +111,7 @@ class Run:
     digest: str = ""
     max_samples: int = 512
     needs_vae: bool = True
+    conditions: tuple[str, ...] = ("text",)
 
     def write(self, work: Path) -> None:
         """Write the file; OSError as the system raises it."""
@@ -119,7 +121,8 @@ class Run:
     def read(cls, work: Path) -> Run:
         """Read the file."""
         value = json.loads((work / "run.json").read_text())
-        return cls(**value | {"more_pixels": tuple(value["more_pixels"])})
+        lists = {name: tuple(value[name]) for name in ("more_pixels", "conditions")}
+        return cls(**value | lists)
 
 
 @dataclass

@@ -6,7 +6,7 @@ for every size but that of the first bound. Keys of rows never contain "#".
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
@@ -118,6 +118,11 @@ class ClipSpec:
         """
         if max_pixels is None and height is None:
             max_pixels = MAX_PIXELS
+        shortest = variant.vae_stride[0] + 1
+        if variant.num_images and max_frames is not None and max_frames < shortest:
+            raise ConfigError(
+                f"max_frames={max_frames} makes stills, and {variant.name} is given the first frame; use {shortest} or more"
+            )
         return cls(
             fps=fps if fps is not None else variant.fps,
             height=height,
@@ -233,6 +238,24 @@ def split_suffix(suffix: str) -> tuple[str, str]:
     found = re.fullmatch(r"((?:#\d+)?)((?:#\d+x\d+)?)", suffix)
     assert found, suffix
     return found[1], found[2]
+
+
+def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> None:
+    """Refuse a sample of which a model that is given its first frame could predict nothing.
+
+    Args:
+        path: of the clip.
+        num_frames: of the sample.
+        conditions: of the variant.
+
+    Raises:
+        DataError: it is a still.
+    """
+    if num_frames == 1 and "image" in conditions:
+        raise DataError(
+            f"video={path} gives one frame, and an image-to-video model needs more than the one it is given; "
+            "leave stills out, or give a longer clip"
+        )
 
 
 def plan_windows(spec: ClipSpec, begin: float, finish: float) -> Iterator[tuple[float, int]]:

@@ -18,6 +18,8 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from wands.errors import ConfigError
+from wands.model.loading import load_index
+from wands.variants import Variant, variant_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,29 @@ TEXT_KEYS = (
     "relative_attention_num_buckets",
     "relative_attention_max_distance",
 )
+CLIP_KEYS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "image_size",
+    "patch_size",
+    "hidden_act",
+    "layer_norm_eps",
+)
+PROCESSOR_KEYS = (
+    "do_convert_rgb",
+    "do_resize",
+    "size",
+    "resample",
+    "do_center_crop",
+    "crop_size",
+    "do_rescale",
+    "rescale_factor",
+    "do_normalize",
+    "image_mean",
+    "image_std",
+)
+IMAGE_PARTS = ("image_encoder", "image_processor")
 PROBE = "A cat, 2 dogs &amp; «trois» oiseaux – 一只猫 🐈 swim\n\tslowly; ÄÖÜß naïve"
 
 
@@ -73,9 +98,26 @@ def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES)
         raise ConfigError(f"model={name!r} is neither a folder nor a Hub id; give one of them.")
     if not (root / part).is_dir():
         raise ConfigError(
-            f"model={name} has no {part} folder; give a complete Wan pipeline in diffusers layout."
+            f"model={name} has no {part} folder; give a complete Wan pipeline in diffusers layout, which wands convert makes "
+            "of an official one."
         )
     return root / part
+
+
+def read_variant(model: str | Path) -> Variant:
+    """The variant that the configs of a pipeline name.
+
+    Args:
+        model: diffusers pipeline folder or Hub id.
+
+    Raises:
+        ConfigError: there is no such model, or it is none that wands knows.
+    """
+    config = read_json(find_part(model, "transformer", CONFIG_FILES) / "config.json")
+    try:
+        return variant_of(config, load_index(model))
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"model={model}: {error}; give a pipeline of Wan 2.1 or 2.2.") from None
 
 
 def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
@@ -89,7 +131,8 @@ def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
         model: diffusers pipeline folder or Hub id.
 
     Returns:
-        {"vae": {...}, "text_encoder": {...}, "tokenizer": {...}}; parts that the model lacks are left out.
+        {"vae": {...}, "text_encoder": {...}, "tokenizer": {...}}, with CLIP also "image_encoder" and
+        "image_processor"; parts that the model lacks are left out.
 
     Raises:
         ConfigError: there is no such model, or a part is damaged.
@@ -98,10 +141,19 @@ def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
         "vae": _fingerprint_vae,
         "text_encoder": _fingerprint_text_encoder,
         "tokenizer": _fingerprint_tokenizer,
+        "image_encoder": _fingerprint_image_encoder,
+        "image_processor": _fingerprint_image_processor,
     }
     fingerprint = {}
     for part, read in readers.items():
         if Path(model).is_dir() and not (Path(model) / part).is_dir():
+            continue
+        # On the Hub only a part that is there can be looked at, and most models have no CLIP.
+        if (
+            part in IMAGE_PARTS
+            and not Path(model).is_dir()
+            and load_index(model).get(part, [None])[0] is None
+        ):
             continue
         fingerprint[part] = read(str(model), find_part(model, part, CONFIG_FILES))
     return fingerprint
@@ -136,6 +188,23 @@ def _fingerprint_tokenizer(model: str, folder: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model={model} has a tokenizer that does not load ({_brief(error)}).") from None
     return {"vocabulary_sha256": _sha256([sorted(tokenizer.get_vocab().items()), tokenizer(PROBE).input_ids])}
+
+
+def _fingerprint_image_encoder(model: str, folder: Path) -> dict[str, str]:
+    from transformers import CLIPVisionConfig
+
+    config = CLIPVisionConfig.from_dict(read_json(folder / "config.json"))
+    kept = {key: getattr(config, key) for key in CLIP_KEYS}
+    return {
+        "config_sha256": _sha256(kept),
+        "weights_sha256": _weights_sha256(model, folder, "model.safetensors"),
+    }
+
+
+def _fingerprint_image_processor(model: str, folder: Path) -> dict[str, str]:
+    config = read_json(folder / "preprocessor_config.json")
+    kept = {key: config.get(key) for key in PROCESSOR_KEYS}
+    return {"config_sha256": _sha256(kept)}
 
 
 def _weights_sha256(model: str, folder: Path, single: str) -> str:
