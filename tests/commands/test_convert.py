@@ -23,7 +23,7 @@ from wands.cli import main
 from wands.commands import convert_check, convert_parts
 from wands.commands.convert import convert
 from wands.errors import CheckpointError, ConfigError, WandsError
-from wands.model import names
+from wands.model import hub, names
 from wands.model.lora_keys import read_lora
 from wands.model.tensor_files import TensorFiles, as_bytes
 
@@ -250,6 +250,26 @@ def test_a_disk_that_forgets_is_found(
     with pytest.raises(CheckpointError, match=r"head\.head\.bias read back from .* differs from the source"):
         convert(str(pipelines["wan2.1-t2v-1.3b"]), tmp_path / "out", to="official")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hub_id_and_the_rest_of_another(
+    pipelines: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of the model that lends its other parts the DiT is not fetched."""
+    official = convert(
+        str(pipelines["wan2.1-t2v-1.3b"]), tmp_path / "official", to="official", forward=False
+    ).out
+    calls = {}
+
+    def fetch(repo_id: str, *, allow_patterns: list[str] | None, ignore_patterns: list[str] | None) -> str:
+        calls[repo_id] = (allow_patterns, ignore_patterns)
+        return str(official if repo_id == "someone/wan" else pipelines["wan2.1-t2v-1.3b"])
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    out = convert("someone/wan", tmp_path / "out", to="diffusers", rest_of="other/wan", forward=False).out
+    assert (out / "model_index.json").is_file()
+    assert "*.pth" in calls["someone/wan"][0]
+    assert "transformer/*.safetensors" in calls["other/wan"][1]
 
 
 def test_one_tensor_at_a_time(pipelines: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.model.official import WanModel, random_state
 from tests.model.packs import CONFIG, KINDS
 from wands.errors import CheckpointError, ConfigError
+from wands.model import hub
 from wands.model.loading import check_weights, load_config, load_index, load_transformer
 from wands.model.official import to_official_config
 from wands.model.tensor_files import Entry, write_sharded
@@ -93,6 +94,20 @@ def test_two_experts(kind: str, boundary: float, tmp_path: Path):
         "boundary_ratio": boundary,
         "transformer_2": ["diffusers", "WanTransformer3DModel"],
     }
+
+
+def test_an_official_repository_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """diffusers' files are asked for first; only a repository without them is asked for official ones."""
+    low = write_official(tmp_path / "low_noise_model", seed=2)
+    calls = []
+
+    def fetch(repo_id: str, *, allow_patterns: list[str], ignore_patterns: None) -> str:
+        calls.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    assert_same(load_transformer("someone/wan", subfolder="transformer_2"), converted(low))
+    assert [patterns[0] for patterns in calls] == ["transformer_2/config.json", "low_noise_model/*"]
 
 
 def test_one_expert_has_no_second(tmp_path: Path):
