@@ -20,7 +20,6 @@ import numpy as np
 
 from wands.commands.check_report import CheckedClip, CheckedSample, CheckReport, PackingForecast
 from wands.commands.progress import progress
-from wands.data.cache_format import array_names
 from wands.data.captions import clean_caption, estimate_tokens
 from wands.data.clip import ClipSpec, check_frames, further_specs, split_bounds
 from wands.data.isolated import Crash, map_isolated
@@ -336,13 +335,13 @@ def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, twin: str, *, exac
 def _cache_bytes(clip: CheckedClip, windows: Sequence[_Window], variant: Variant, stored: set[str]) -> int:
     """What the samples of a clip add to the cache; `stored` has the digests of those whose latents it holds already."""
     own = 2 * min(clip.text_tokens, TEXT_LEN) * variant.dit.text_dim + len(clip.caption.encode())
-    dit, of_frames = variant.dit, array_names(variant.conditions)[2:]
-    total = len(windows) * (own + SAMPLE_OVERHEAD + ARRAY_OVERHEAD * len(of_frames))
+    dit, image, clip_states = variant.dit, "image" in variant.conditions, "clip" in variant.conditions
+    total = len(windows) * (own + SAMPLE_OVERHEAD + ARRAY_OVERHEAD * (image + clip_states))
     for window in windows:
         if window.digest not in stored:
             stored.add(window.digest)
             latents = 2 * dit.out_channels * int(np.prod(_latent_size(window, variant)))
-            total += latents * (1 + ("image_latents" in of_frames)) + 2 * dit.image_len * (dit.image_dim or 0)
+            total += latents * (1 + image) + 2 * dit.image_len * (dit.image_dim or 0)
     return total
 
 
