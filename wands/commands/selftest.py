@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wands.commands.selftest_dit import DiTChecks
-from wands.commands.selftest_encoders import TextChecks, VaeChecks
+from wands.commands.selftest_encoders import ClipChecks, TextChecks, VaeChecks
 from wands.commands.selftest_experts import ExpertChecks
 from wands.commands.selftest_setup import (
     Outcome,
@@ -28,10 +28,13 @@ from wands.variants import Expert
 log = logging.getLogger(__name__)
 
 Checks = Mapping[str, Callable[[Any], Outcome]]
-NAMES = [name for part in (VaeChecks, TextChecks, ExpertChecks, DiTChecks) for name in part.CHECKS]
+NAMES = [
+    name for part in (VaeChecks, TextChecks, ClipChecks, ExpertChecks, DiTChecks) for name in part.CHECKS
+]
 # What a model must be conditioned on for a check to say anything of it.
 NEEDS = {
     "image.condition": "image",
+    "image.embeds": "clip",
     "first_frame.latents": "first_frame",
     "first_frame.timesteps": "first_frame",
 }
@@ -71,6 +74,7 @@ def selftest(
     with exact_fp32(), quiet():
         yield from _run(setup, VaeChecks.CHECKS, lambda: VaeChecks(setup), only)
         yield from _run(setup, TextChecks.CHECKS, lambda: TextChecks(setup), only)
+        yield from _run(setup, ClipChecks.CHECKS, lambda: ClipChecks(setup), only)
         yield from _run(setup, ExpertChecks.CHECKS, lambda: ExpertChecks(setup), only)
         for expert in setup.variant.experts:
             yield from _run_dit(setup, expert, only)
@@ -83,15 +87,22 @@ def _run_dit(setup: Setup, expert: Expert, only: Sequence[str]) -> Iterator[Resu
 
 def _run(setup: Setup, checks: Checks, load: Callable[[], Any], only: Sequence[str]) -> Iterator[Result]:
     """The checks of one part, which is loaded when the first of them needs it and dropped behind the last."""
-    part = None
+    part, broken = None, ""
     for name, check in checks.items():
         if not _chosen(name, only):
             continue
-        if reason := _obstacle(name, setup):
+        if reason := _obstacle(name, setup) or broken:
             yield Result(name, "skipped", reason)
             continue
         if part is None:
-            part = load()
+            try:
+                part = load()
+            except WandsError:
+                raise
+            except Exception as error:
+                broken = "its part of the model does not run, see above"
+                yield _failure(name, error)
+                continue
         yield _result(name, check, part)
     del part
     free_memory()
@@ -104,13 +115,17 @@ def _result(name: str, check: Callable[[Any], Outcome], part: Any) -> Result:
         return Result(name, "skipped", str(reason))
     except WandsError:
         raise
-    except Exception as error:  # whatever a library or a GPU does not do is for the user to see, and the next check to be run
-        log.debug("%s", name, exc_info=True)
-        return Result(name, "fail", " ".join(f"{type(error).__name__}: {error}".split())[:300])
-    text = f"{found.number} ({found.bound})"
+    except Exception as error:
+        return _failure(name, error)
     if found.passed is None:
         return Result(name, "skipped", f"{found.number} (no bound: {found.bound})")
-    return Result(name, "pass" if found.passed else "fail", text)
+    return Result(name, "pass" if found.passed else "fail", f"{found.number} ({found.bound})")
+
+
+def _failure(name: str, error: Exception) -> Result:
+    """What a library, a GPU or its memory does not do is a finding: it is said, and the next check is run."""
+    log.debug("%s", name, exc_info=error)
+    return Result(name, "fail", " ".join(f"{type(error).__name__}: {error}".split())[:300])
 
 
 def _chosen(name: str, only: Sequence[str]) -> bool:

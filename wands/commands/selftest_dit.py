@@ -16,7 +16,7 @@ from diffusers import WanTransformer3DModel
 from wands.attention.hybrid import ContextAttention
 from wands.attention.varlen import choose_backend
 from wands.commands.selftest_pack import Comparison, Pack
-from wands.commands.selftest_setup import Outcome, Setup, free_memory
+from wands.commands.selftest_setup import Outcome, Setup, Skipped, free_memory
 from wands.config import ParallelSection
 from wands.encode.pipeline import quiet_without_terminal
 from wands.errors import CheckpointError, ConfigError
@@ -55,6 +55,7 @@ class DiTChecks:
         """
         self.setup, self.expert = setup, expert
         self._found: dict[str, Comparison] = {}
+        self._tried: set[str] = set()
 
     def check_names(self) -> Outcome:
         """Official Wan's names and diffusers' are one to one."""
@@ -90,6 +91,7 @@ class DiTChecks:
     def _against_stock(self, kind: str) -> Comparison:
         """Both packs at once, so that each model is loaded once."""
         if kind not in self._found:
+            self._try_once("stock")
             packs = {"packed": Pack(self.setup, self.expert)}
             if "first_frame" in self.setup.variant.conditions:
                 packs["first_frame"] = Pack(self.setup, self.expert, num_samples=1, i2v_ratio=1.0)
@@ -110,6 +112,7 @@ class DiTChecks:
     def _against_one_process(self) -> Comparison:
         """Every rank runs the whole pack alone, then its part of it with the others."""
         if "cp" not in self._found:
+            self._try_once("cp")
             groups = _meet(self.setup)
             grid, fp32 = groups.grid, torch.float32
             pack = Pack(self.setup, self.expert, i2v_ratio=1.0)
@@ -130,6 +133,12 @@ class DiTChecks:
             split = f"Ulysses {grid.ulysses_degree} x ring {grid.ring_degree}"
             self._found["cp"] = Comparison(found, right, rounded, "one process", split)
         return self._found["cp"]
+
+    def _try_once(self, what: str) -> None:
+        """What did not run for one check is not loaded again for the next."""
+        if what in self._tried:
+            raise Skipped("the model does not run, see above")
+        self._tried.add(what)
 
     def _load_stock(self) -> WanTransformer3DModel:
         part = self.expert.part

@@ -13,10 +13,19 @@ from diffusers.video_processor import VideoProcessor
 from PIL import Image
 from torch import Tensor
 
-from wands.commands.selftest_setup import OFFICIAL_TEXT_LEN, Outcome, Setup, Skipped, judge, relative_error
+from wands.commands.selftest_setup import (
+    OFFICIAL_TEXT_LEN,
+    Outcome,
+    Setup,
+    Skipped,
+    free_memory,
+    judge,
+    relative_error,
+)
 from wands.data.conditions import condition_tokens
 from wands.data.patchify import patchify
 from wands.data.video import to_pixels
+from wands.encode.image import ImageEncoder, given_frames
 from wands.encode.pipeline import find_part, quiet_without_terminal
 from wands.encode.text import TextEncoder
 from wands.encode.vae import WanVideoEncoder
@@ -157,7 +166,7 @@ class VaeChecks:
 
 
 def encode_given_frames(encoder: WanVideoEncoder, pixels: Tensor, last_image: bool) -> Tensor:
-    """The latents of a clip of which only the first frame, or first and last, is given: what is missing is grey.
+    """The latents of a clip of which only the first frame, or first and last, is given, as preprocess makes them.
 
     Args:
         encoder: the VAE.
@@ -167,9 +176,47 @@ def encode_given_frames(encoder: WanVideoEncoder, pixels: Tensor, last_image: bo
     Returns:
         fp32 [C, f, h, w], normalised.
     """
-    given = pixels.clone()
-    given[:, 1 : -1 if last_image else None] = 0.0
-    return encoder.encode(given)
+    return encoder.encode(given_frames(pixels, last_image))
+
+
+class ClipChecks:
+    """What I2V models of Wan 2.1 attend to beside the text."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Take what is tested.
+
+        Args:
+            setup: of a model with CLIP.
+        """
+        self.setup = setup
+        self.given = [0, -1] if "last_image" in setup.variant.conditions else [0]
+
+    def check_embeds(self) -> Outcome:
+        """CLIP's states before its last layer, one picture after the other."""
+        right = self._stock()
+        free_memory()
+        encoder = ImageEncoder.load(self.setup.folder, self.setup.device)
+        found = encoder.encode(list(self.setup.frames[self.given]))
+        return judge(relative_error(found, right), 1e-5, FP32)
+
+    @torch.no_grad()
+    def _stock(self) -> Tensor:
+        unused = dict.fromkeys(["vae", "text_encoder", "tokenizer", "transformer", "transformer_2"])
+        try:
+            with quiet_without_terminal():
+                pipeline = WanImageToVideoPipeline.from_pretrained(
+                    self.setup.folder, **unused, torch_dtype=torch.float32
+                )
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"model={self.setup.folder}: its image encoder cannot be loaded ({reason})."
+            ) from None
+        pictures = [Image.fromarray(picture) for picture in self.setup.frames[self.given]]
+        states: Tensor = pipeline.to(self.setup.device).encode_image(pictures, self.setup.device)
+        return states.flatten(0, 1).cpu()
+
+    CHECKS: ClassVar[dict[str, Callable[[Any], Outcome]]] = {"image.embeds": check_embeds}
 
 
 class TextChecks:

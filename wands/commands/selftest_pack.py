@@ -24,7 +24,7 @@ from wands.model.transformer import PackedWanTransformer
 from wands.parallel.layout import ContextLayout
 from wands.variants import Expert
 
-GRIDS = ((3, 4, 5), (2, 3, 4), (4, 2, 3))
+GRIDS = ((3, 3, 5), (2, 5, 5), (2, 1, 7))
 TEXT_LENS = (9, 40, 1)
 SEED = 0
 OUTPUT_BOUND, GRADIENT_BOUND = 1e-4, 1e-3
