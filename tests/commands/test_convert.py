@@ -334,6 +334,17 @@ def test_weights_that_are_not_whole(change, says: str, pipelines: dict[str, Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+def test_what_published_files_carry_for_nothing(pipelines: dict[str, Path], tmp_path: Path):
+    source = tmp_path / "transformer"
+    shutil.copytree(pipelines["wan2.1-flf2v-14b"] / "transformer", source)
+    extra = "blocks.0.attn2.norm_added_q.weight"
+    spoil(source, lambda weights: weights.update({extra: torch.ones(48)}))
+    row = convert(str(source), tmp_path / "out", to="official").rows[0]
+    assert row.unused == (extra,)
+    assert (row.read, row.forward) == (row.written + 1, "a forward of stock diffusers gives the same output")
+    assert extra in str(row)
+
+
 def test_sources_that_are_no_model(tmp_path: Path, pipelines: dict[str, Path]):
     with pytest.raises(ConfigError, match="neither a folder nor a Hub id"):
         convert("no/such/thing", tmp_path / "out", to="official")
