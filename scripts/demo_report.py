@@ -139,6 +139,12 @@ def choose_steps(cache_dir: Path, wanted: int | None, num_experts: int = 1) -> t
     return factor * usual, f"{factor * usual} steps{why} ({epoch}{short})"
 
 
+def made(latents: torch.Tensor, taken: Mapping[str, int]) -> torch.Tensor:
+    """The latent frames [C, f, h, w] that a sample had to make: those of its pictures are like its clip's, untrained or not."""
+    first, last = int("image" in taken), latents.shape[1] - ("last_image" in taken)
+    return latents[:, first:last] if first < last else latents
+
+
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     """Pearson correlation of two latents [C, f, h, w]; the second is resized to the first's shape."""
     if a.shape != b.shape:
@@ -198,6 +204,8 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     samples = [json.loads(line) for line in (out / "samples" / "samples.jsonl").read_text().splitlines()]
     clips = [cache.read(i).latents.float() for i in range(len(cache))]
     latents = [load_file(out / "samples" / sample["latents"])["latents"].float() for sample in samples]
+    taken = frames_taken(cache.manifest["variant"]["conditions"])
+    clips, latents = ([made(video, taken) for video in videos] for videos in (clips, latents))
     table = np.array([[correlation(mine, clip) for clip in clips] for mine in latents])
 
     rows = []
@@ -211,7 +219,8 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
 
     edge = max(len(steps) // 10, 1)
     names = [key[:14] for key in cache.index.keys]
-    print(f"\nlatent correlation of each sample (row) with each clip (column), {len(names)} clips")
+    without = ", without the frames that were given" if taken else ""
+    print(f"\nlatent correlation of each sample (row) with each clip (column), {len(names)} clips{without}")
     print(" " * 16 + "".join(f"{name:>16}" for name in names))
     for name, row in zip(names, table, strict=True):
         print(f"{name:<16}" + "".join(f"{value:>16.3f}" for value in row))

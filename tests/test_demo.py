@@ -94,6 +94,14 @@ def test_frames_taken_are_those_that_the_variant_needs():
         assert not problems, problems
 
 
+def test_given_frames_say_nothing_about_a_sample():
+    video = torch.arange(4.0).view(1, 4, 1, 1)
+    assert demo_report.made(video, {}).flatten().tolist() == [0, 1, 2, 3]
+    assert demo_report.made(video, {"image": 0}).flatten().tolist() == [1, 2, 3]
+    assert demo_report.made(video, {"image": 0, "last_image": -1}).flatten().tolist() == [1, 2]
+    assert demo_report.made(video[:, :1], {"image": 0}).flatten().tolist() == [0]
+
+
 def test_losses_of_two_experts_are_told_apart():
     one, two = {"loss": 3.0}, {"loss": 3.0, "loss_high": 2.0, "loss_low": 4.0}
     assert demo_report.loss_columns([one, one]) == {"training loss": [3.0, 3.0]}
