@@ -299,7 +299,7 @@ class TextChecks:
     def _judge(self, error: float) -> Outcome:
         if self.setup.dtype == "fp32":
             return judge(error, 2**-8, "stored in bf16")
-        return judge(error, 0.05, "computed in bf16, padded and unpadded")
+        return judge(error, 0.1, "computed in bf16, padded and unpadded")
 
     CHECKS: ClassVar[dict[str, Callable[[Any], Outcome]]] = {
         "text.tied": check_tied,

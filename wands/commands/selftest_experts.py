@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from torch import Tensor
 
 from wands.commands.selftest_setup import Outcome, Setup
@@ -33,6 +34,7 @@ class ExpertChecks:
         file = setup.folder / "scheduler" / "scheduler_config.json"
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         self.num_timesteps = int(config.get("num_train_timesteps", 1000))
+        self.class_name = setup.index["_class_name"]
         self.experts = setup.variant.experts
         assert setup.variant.boundary_ratio is not None
         self.boundary_ratio = setup.variant.boundary_ratio
@@ -41,7 +43,7 @@ class ExpertChecks:
     def check_boundary(self) -> Outcome:
         """Below, at and above the boundary the pipeline samples with the DiT that training gives these timesteps."""
         timesteps = torch.tensor([self.boundary + 1, self.boundary, self.boundary - 1], dtype=torch.float64)
-        stock = ask_pipeline(self.boundary_ratio, self.num_timesteps, timesteps)
+        stock = ask_pipeline(self.class_name, self.boundary_ratio, self.num_timesteps, timesteps)
         above, _, below = (timesteps / self.num_timesteps).tolist()
         sigmas = (above, self.boundary_ratio, below)
         ours = [next((e.part for e in self.experts if _holds(e, sigma)), "none") for sigma in sigmas]
@@ -79,10 +81,11 @@ class ExpertChecks:
     }
 
 
-def ask_pipeline(boundary_ratio: float, num_timesteps: int, timesteps: Tensor) -> list[str]:
+def ask_pipeline(class_name: str, boundary_ratio: float, num_timesteps: int, timesteps: Tensor) -> list[str]:
     """Let the stock pipeline sample with two DiTs that do nothing but note that they were called.
 
     Args:
+        class_name: of the pipeline.
         boundary_ratio: of the pipeline.
         num_timesteps: of its scheduler.
         timesteps: of its loop, falling.
@@ -93,19 +96,22 @@ def ask_pipeline(boundary_ratio: float, num_timesteps: int, timesteps: Tensor) -
     calls: list[str] = []
     scheduler = _Scheduler(num_timesteps, use_flow_sigmas=True, prediction_type="flow_prediction")
     scheduler.chosen = timesteps
-    pipeline = WanPipeline(
-        tokenizer=None,
-        text_encoder=None,
-        vae=None,
-        scheduler=scheduler,
-        transformer=_Recorder.build("transformer", calls),
-        transformer_2=_Recorder.build("transformer_2", calls),
-        boundary_ratio=boundary_ratio,
-    )
+    parts = {name: _Recorder.build(name, calls) for name in ("transformer", "transformer_2")}
+    unused = {"tokenizer": None, "text_encoder": None, "vae": _NoVae()}
+    options = {"height": 16, "width": 16, "num_frames": 1, "num_inference_steps": len(timesteps)}
+    picture = {}
+    if class_name == "WanImageToVideoPipeline":
+        pipeline = WanImageToVideoPipeline(
+            **unused, **parts, scheduler=scheduler, boundary_ratio=boundary_ratio
+        )
+        latents = torch.zeros(1, 16, 1, 2, 2)
+        pipeline.prepare_latents = lambda *_: (latents, latents)
+        picture = {"image": torch.zeros(1, 3, 16, 16)}
+    else:
+        pipeline = WanPipeline(**unused, **parts, scheduler=scheduler, boundary_ratio=boundary_ratio)
     pipeline.set_progress_bar_config(disable=True)
     embeds = torch.zeros(1, 1, WIDTH)
-    options = {"height": 16, "width": 16, "num_frames": 1, "num_inference_steps": len(timesteps)}
-    pipeline(prompt_embeds=embeds, guidance_scale=1.0, output_type="latent", **options)
+    pipeline(**picture, prompt_embeds=embeds, guidance_scale=1.0, output_type="latent", **options)
     return calls
 
 
@@ -124,7 +130,7 @@ class _Recorder(WanTransformer3DModel):
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor]:
         self.note()
-        return (hidden_states,)
+        return (hidden_states[:, :16],)
 
 
 class _Scheduler(UniPCMultistepScheduler):
@@ -138,6 +144,12 @@ class _Scheduler(UniPCMultistepScheduler):
 
     def step(self, _prediction: Tensor, _timestep: Tensor, latents: Tensor, **_: Any) -> tuple[Tensor]:
         return (latents,)
+
+
+class _NoVae:
+    """What a pipeline asks of the VAE that it does not use."""
+
+    config = SimpleNamespace(z_dim=16, scale_factor_temporal=4, scale_factor_spatial=8)
 
 
 class _Ends:
