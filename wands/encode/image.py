@@ -59,14 +59,14 @@ class ImageEncoder:
         Raises:
             ConfigError: there is no such model, or its files are damaged.
         """
-        named = (load_index(model).get("image_processor") or [None, None])[1]
-        kind = getattr(transformers, named or "", transformers.CLIPImageProcessor)
+        named = (load_index(model).get("image_processor") or [None, None])[1] or "CLIPImageProcessor"
         try:
+            kind = getattr(transformers, named)
             processor = kind.from_pretrained(find_part(model, "image_processor"))
             folder = find_part(model, "image_encoder")
             with quiet_without_terminal():
                 encoder = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"model={model}: its image encoder cannot be loaded ({reason}).") from None
         return cls(processor, encoder.to(device))
