@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from wands.config import DataSection, load_recipe
+from wands.data import sources as sources_module
 from wands.data.cache import CacheWriter, LatentCache
 from wands.data.sources import Dataset, Sources, describe_data, list_sources, open_data
 from wands.errors import CacheError, ConfigError, WandsError
@@ -49,6 +51,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     write(folder / "empty", [])
     write(folder / "alien", [("x", 1)], vae={"weights": "bb"})
     write(folder / "text", [("x", 1)], text_encoder={"weights": "cc"})
+    write(folder / "seen", [("x", 1)], image_encoder={"weights": "dd"})
     return lambda name: str(folder / name)
 
 
@@ -89,6 +92,13 @@ def test_a_name_is_one_clip(caches):
     assert torch.equal(part[:, :1], opened["a"].read(1).latents[:, :1])
     assert not part[:, 1:].any()
     assert torch.equal(data.null_text_embeds, opened["a"].null_text_embeds)
+
+
+def test_clip_states_that_the_model_does_not_look_at_do_not_part_caches(caches):
+    sources = [{"path": caches("c")}, {"path": caches("seen")}]
+    assert open_section(sources=sources).keys == ["clip0", "x"]
+    looking = replace(VARIANT, conditions=("text", "image", "clip"))
+    assert "image_encoder" in sources_module._encoders(LatentCache(caches("seen")), looking)
 
 
 def test_visits_are_rows_and_rows_know_where_they_lie(caches):

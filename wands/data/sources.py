@@ -234,7 +234,9 @@ def _open_caches(
             if section.sources is None or str(error).startswith(name):
                 raise
             raise CacheError(f"{name}: {error}") from None
-        if caches and (difference := first_difference(_encoders(caches[0]), _encoders(cache))):
+        if caches and (
+            difference := first_difference(_encoders(caches[0], variant), _encoders(cache, variant))
+        ):
             key, first, this = difference
             raise CacheError(
                 f"{name}={source.path} was encoded with {key}={this} but {asked[0].path} with {first}; encode "
@@ -244,9 +246,12 @@ def _open_caches(
     return [*caches]
 
 
-def _encoders(cache: LatentCache) -> dict[str, Any]:
-    """What caches of one run must share; sizes and lengths of clips may differ."""
-    return {part: value for part, value in cache.fingerprint.items() if part != "settings"}
+def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
+    """What caches of one run must share; sizes and lengths of clips may differ, and what the model does not look at."""
+    ignored = (
+        {"settings"} if "clip" in variant.conditions else {"settings", "image_encoder", "image_processor"}
+    )
+    return {part: value for part, value in cache.fingerprint.items() if part not in ignored}
 
 
 def _choose_side(section: DataSection, opened: Sequence[Data]) -> list[np.ndarray]:
