@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import socket
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -380,6 +381,25 @@ def test_the_command(tiny_variant: Callable[[str], Path], monkeypatch: Patch) ->
     assert wrong.stdout.splitlines()[-1] == "0 passed, 1 failed, 4 skipped"
 
 
+def test_a_hub_id_is_looked_for_on_this_machine_alone(
+    tiny_variant: Callable[[str], Path], monkeypatch: Patch, tmp_path: Path
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(socket.socket, "connect", lambda _, address: calls.append(address))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: calls.append(address) or [])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--a-wan"
+    shutil.copytree(tiny_variant(I2V), repository / "snapshots" / "0a1b")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0a1b")
+    found = list(selftest("someone/a-wan"))
+    assert {one.status for one in found} == {"pass", "skipped"}
+    assert [one.name for one in found if one.status == "pass"] == [
+        name for name in LINES[I2V] if name != "vae.statistics"
+    ]
+    assert calls == []
+
+
 def test_mistakes_of_the_user(
     tiny_variant: Callable[[str], Path], monkeypatch: Patch, tmp_path: Path
 ) -> None:
@@ -391,7 +411,7 @@ def test_mistakes_of_the_user(
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert "selftest fetches nothing; fetch it first: hf download no/such" in refusal("no/such")
     assert "give the folder" in refusal(tmp_path / "gone")
     assert "no Wan pipeline in diffusers layout" in refusal(tmp_path)
