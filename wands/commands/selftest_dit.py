@@ -170,7 +170,7 @@ class DiTChecks:
 
     def _load_in_turn(self) -> PackedWanTransformer:
         """The ranks of a node one after the other: on the host there is one copy at a time, if they have GPUs."""
-        for turn in range(ranks_per_node()):
+        for turn in range(dist.get_world_size()):  # nodes may have unequal numbers of ranks
             if turn == int(os.environ["LOCAL_RANK"]):
                 model = self._load_packed(torch.float32)
             dist.barrier()
