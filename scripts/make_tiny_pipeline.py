@@ -4,7 +4,7 @@
 
 Every interface is that of the variant (T5 tokenizer, UMT5 encoder, causal VAE with its channels and stride, CLIP, one
 expert or two, patch 1x2x2, UniPC with flow sigmas); only widths and depths are small. DiT, CLIP and text encoder are
-random, the VAE of 16 channels is the one in scripts/tiny_vae, made by train_tiny_vae.py.
+random, the VAEs are those in scripts/tiny_vae (16 channels) and tiny_vae_48, made by train_tiny_vae.py.
 `diffusers.DiffusionPipeline.from_pretrained(OUT)` loads it.
 """
 
@@ -39,7 +39,9 @@ from transformers import (
 
 from wands.variants import VARIANTS, Variant
 
-SHIPPED_VAE = Path(__file__).resolve().parent / "tiny_vae"
+SCRIPTS = Path(__file__).resolve().parent
+SHIPPED_VAES = {16: SCRIPTS / "tiny_vae", 48: SCRIPTS / "tiny_vae_48"}
+"""By latent channels."""
 
 # 1.1 M parameters: enough to memorise a handful of clips in minutes. 24 = 8 + 8 + 8 channels of RoPE.
 DEMO_DIT = {"num_attention_heads": 4, "attention_head_dim": 24, "num_layers": 6, "ffn_dim": 448}
@@ -205,7 +207,7 @@ def build_vae(vae_dir: str | Path | None, size: str, variant: Variant) -> Autoen
     """
     channels = variant.dit.out_channels
     if vae_dir is None:
-        vae_dir = "random" if size == "test" else SHIPPED_VAE
+        vae_dir = "random" if size == "test" else SHIPPED_VAES[channels]
     if vae_dir == "random":
         # Wan 2.2's own VAE of TI2V cuts pixels into patches before a VAE of stride 8 begins.
         patch = {"in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16}

@@ -1,10 +1,11 @@
-"""Train the tiny Wan VAE that ships in scripts/tiny_vae: a real AutoencoderKLWan, a few clips, one thread.
+"""Train the tiny Wan VAEs that ship in scripts/tiny_vae and tiny_vae_48: a real AutoencoderKLWan, a few clips, one thread.
 
     python scripts/train_tiny_vae.py --clips DIR --unseen DIR --out scripts/tiny_vae --minutes 60
+    python scripts/train_tiny_vae.py --variant wan2.2-ti2v-5b ... --out scripts/tiny_vae_48
 
-The architecture keeps Wan 2.1's interface (16 latent channels, stride 4x8x8, causal, 4k+1 frames) at 1/90 of
-its size. Weights are stored in float16; what is printed at the end is measured on the stored file, through
-the stock class.
+The architecture keeps the variant's interface (16 latent channels and stride 4x8x8, or 48 and 4x16x16; causal, 4k+1
+frames) at 1/90 of Wan 2.1's size or less. Weights are stored in float16; what is printed at the end is measured on the
+stored file, through the stock class.
 """
 
 from __future__ import annotations
@@ -14,30 +15,65 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 import torch
 from diffusers import AutoencoderKLWan
 from PIL import Image
-from whole_clip_vae import channels_last, for_whole_clips, start_linear
+from whole_clip_vae import channels_last, for_whole_clips, from_patches, start_linear, to_patches
 
-CONFIG = {
-    "base_dim": 16,
-    "z_dim": 16,
-    "dim_mult": [1, 2, 2, 3],
-    "num_res_blocks": 1,
-    "latents_mean": [0.0] * 16,
-    "latents_std": [1.0] * 16,
+from wands.variants import VARIANTS
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A tiny VAE.
+
+    Attributes:
+        config: of the AutoencoderKLWan.
+        scale: how many times longer the sides of a latent's pixels are than Wan 2.1's eight.
+    """
+
+    config: dict[str, Any]
+    scale: int = 1
+
+
+def _latents(channels: int) -> dict[str, Any]:
+    return {"z_dim": channels, "latents_mean": [0.0] * channels, "latents_std": [1.0] * channels}
+
+
+PRESETS = {
+    16: Preset({"base_dim": 16, "dim_mult": [1, 2, 2, 3], "num_res_blocks": 1, **_latents(16)}),
+    # Pixels are cut into patches of 2x2 first, as Wan 2.2's VAE does: twelve channels at half the size.
+    48: Preset(
+        {
+            "base_dim": 12,
+            "decoder_base_dim": 10,
+            "dim_mult": [2, 3, 4, 4],
+            "num_res_blocks": 1,
+            "in_channels": 12,
+            "out_channels": 12,
+            "patch_size": 2,
+            "scale_factor_spatial": 16,
+            **_latents(48),
+        },
+        scale=2,
+    ),
 }
+"""By latent channels: of Wan 2.1 and A14B, and of TI2V-5B."""
 FPS = 16
 VIDEO_SUFFIXES = {".mp4", ".mpg", ".mpeg", ".avi", ".mkv", ".mov", ".webm"}
-AREAS = (64 * 96, 96 * 144, 128 * 208)  # pixels per frame; the demo works at the last
+# At scale 1; areas grow with its square.
+AREAS = (64 * 96, 96 * 144, 128 * 208)  # pixels per frame; the demo works between the last two
 CROP = 64
 POSITIONS_PER_STEP = 80_000  # frames x height x width of one optimizer step: sets the batch of each shape
 KL_WEIGHT = 3e-4
 EMA_DECAY = 0.998
+SAVE_EVERY = 300  # seconds
 
 
 # ----------------------------------------------------------------------------------------------- clips
@@ -82,7 +118,7 @@ def to_pixels(window: torch.Tensor) -> torch.Tensor:
 
 
 def draw_batches(
-    clips: list[list[torch.Tensor]], rng: np.random.Generator, progress: Callable[[], float]
+    clips: list[list[torch.Tensor]], rng: np.random.Generator, progress: Callable[[], float], scale: int
 ) -> Iterator[torch.Tensor]:
     """Endless training windows float32 [B, 3, T, H, W]: crops of large frames, and whole frames of all sizes.
 
@@ -96,13 +132,13 @@ def draw_batches(
 
     while True:
         if rng.random() < (0.85 if progress() < 0.6 else 0.5):
-            level, num_frames, crop = int(rng.integers(1, len(AREAS))), int(rng.choice((9, 17))), CROP
+            level, num_frames, crop = int(rng.integers(1, len(AREAS))), int(rng.choice((9, 17))), CROP * scale
         else:
             level, num_frames, crop = int(rng.integers(len(AREAS))), int(rng.choice((9, 17, 25))), 0
         clip = draw_clip()[level]
         batch = []
         positions = 0
-        while positions < POSITIONS_PER_STEP * 0.75:
+        while positions < POSITIONS_PER_STEP * scale**2 * 0.75:
             if crop:  # crops of one step may come from several clips: their shape is the same
                 clip = draw_clip()[level]
             start = int(rng.integers(max(1, len(clip) - num_frames + 1)))
@@ -132,11 +168,11 @@ def forward_loss(vae: AutoencoderKLWan, pixels: torch.Tensor) -> tuple[torch.Ten
         (loss, mean squared error), both scalars.
     """
     with torch.autocast("cpu", torch.bfloat16):
-        moments = vae.quant_conv(vae.encoder(pixels)).float()
+        moments = vae.quant_conv(vae.encoder(to_patches(vae, pixels))).float()
         mean, logvar = moments.chunk(2, dim=1)
         logvar = logvar.clamp(-30, 20)
         latents = mean + torch.randn_like(mean) * torch.exp(0.5 * logvar)
-        decoded = vae.decoder(vae.post_quant_conv(latents)).float()
+        decoded = from_patches(vae, vae.decoder(vae.post_quant_conv(latents))).float()
     kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
     error = decoded - pixels
     mse = error.square().mean()
@@ -151,7 +187,7 @@ def forward_loss(vae: AutoencoderKLWan, pixels: torch.Tensor) -> tuple[torch.Ten
 
 @torch.no_grad()
 def reconstruct(vae: AutoencoderKLWan, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 [T, H, W, 3] -> (decoded float32 [3, T, H, W] in [-1, 1], raw posterior mean [16, t, h, w])."""
+    """uint8 [T, H, W, 3] -> (decoded float32 [3, T, H, W] in [-1, 1], raw posterior mean [Z, t, h, w])."""
     latents = vae.encode(to_pixels(window)[None]).latent_dist.mode()
     return vae.decode(latents).sample[0].clamp(-1, 1), latents[0]
 
@@ -209,14 +245,14 @@ def write_sheet(vae: AutoencoderKLWan, clips: dict[str, torch.Tensor], path: Pat
 
 
 def save(
-    weights: dict[str, torch.Tensor], out: Path, clips: list[torch.Tensor], count: int
+    preset: Preset, weights: dict[str, torch.Tensor], out: Path, clips: list[torch.Tensor], count: int
 ) -> AutoencoderKLWan:
     """Round the weights to float16, measure the latents with the rounded weights, write both.
 
     Returns:
         The stored model, float32.
     """
-    vae = AutoencoderKLWan(**CONFIG)
+    vae = AutoencoderKLWan(**preset.config)
     vae.load_state_dict({k: v.half().float() for k, v in weights.items()})
     mean, std = measure_latents(channels_last(vae.eval()), clips, count)
     vae.register_to_config(
@@ -234,20 +270,25 @@ def learning_rate(progress: float, peak: float) -> float:
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def train(clips: list[list[torch.Tensor]], out: Path, minutes: float, seed: int, peak_lr: float) -> None:
+def train(
+    preset: Preset, clips: list[list[torch.Tensor]], out: Path, minutes: float, seed: int, peak_lr: float
+) -> None:
     """Train from scratch for `minutes` of wall time; the result goes to `out`, also every 5 minutes."""
     torch.manual_seed(seed)
-    vae = for_whole_clips(AutoencoderKLWan(**CONFIG)).train()
+    vae = for_whole_clips(AutoencoderKLWan(**preset.config)).train()
     largest = [sizes[-1] for sizes in clips]
-    start_linear(vae, [to_pixels(w)[None] for clip in largest for w in windows_of(clip, 17, 2)])
+    start_linear(
+        vae, [to_pixels(w)[None] for clip in largest for w in windows_of(clip, 17, 2 * preset.scale)]
+    )
     averaged = {k: v.clone() for k, v in vae.state_dict().items()}
     optimizer = torch.optim.AdamW(vae.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=1e-3)
-    begin = last_save = time.monotonic()
+    begin = time.monotonic()
+    last_save = begin - SAVE_EVERY  # the start itself is kept too
 
     def progress() -> float:
         return (time.monotonic() - begin) / (minutes * 60)
 
-    batches = draw_batches(clips, np.random.default_rng(seed), progress)
+    batches = draw_batches(clips, np.random.default_rng(seed), progress, preset.scale)
     step, recent = 0, []
     while (done := progress()) < 1:
         for group in optimizer.param_groups:
@@ -267,12 +308,12 @@ def train(clips: list[list[torch.Tensor]], out: Path, minutes: float, seed: int,
             db = 10 * math.log10(4 / (sum(recent) / len(recent)))
             print(f"{done * minutes:6.1f} min  step {step:6d}  training windows {db:5.2f} dB", flush=True)
             recent = []
-        if time.monotonic() - last_save > 300:
-            stored = save(averaged, out, largest, count=1)
+        if time.monotonic() - last_save > SAVE_EVERY:
+            stored = save(preset, averaged, out, largest, count=1)
             on_clips = "  ".join(f"{psnr(stored, clip, 1):.2f}" for clip in largest)
             print(f"    saved; whole frames {on_clips} dB", flush=True)
             last_save = time.monotonic()
-    save(averaged, out, largest, count=4)
+    save(preset, averaged, out, largest, count=4)
 
 
 def report(
@@ -295,6 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--variant", choices=sorted(VARIANTS), default="wan2.1-t2v-1.3b")
     parser.add_argument("--clips", type=Path, required=True, help="folder of training clips")
     parser.add_argument("--unseen", type=Path, help="folder of clips that are only measured")
     parser.add_argument("--skip", nargs="*", default=["carphone_distorted"], help="stems in --clips left out")
@@ -303,15 +345,18 @@ def main() -> None:
         "--minutes", type=float, default=60, help="wall time of the training; 0 only measures --out"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--lr", type=float, default=3e-5, help="peak learning rate")
     parser.add_argument("--sheet", type=Path, help="write a PNG: frames above their reconstruction")
     args = parser.parse_args()
     torch.set_num_threads(1)
     paths = [p for p in clip_paths(args.clips) if p.stem not in args.skip]
+    preset = PRESETS[VARIANTS[args.variant].dit.out_channels]
+    areas = [area * preset.scale**2 for area in AREAS]
     if args.minutes > 0:
-        train([[load_clip(p, a) for a in AREAS] for p in paths], args.out, args.minutes, args.seed, args.lr)
-    trained_on = {p.name: load_clip(p, AREAS[-1]) for p in paths}
-    unseen = {p.name: load_clip(p, AREAS[-1]) for p in clip_paths(args.unseen)} if args.unseen else {}
+        clips = [[load_clip(p, a) for a in areas] for p in paths]
+        train(preset, clips, args.out, args.minutes, args.seed, args.lr)
+    trained_on = {p.name: load_clip(p, areas[-1]) for p in paths}
+    unseen = {p.name: load_clip(p, areas[-1]) for p in clip_paths(args.unseen)} if args.unseen else {}
     vae = report(args.out, trained_on, unseen)
     if args.sheet:
         write_sheet(vae, {**trained_on, **unseen}, args.sheet)

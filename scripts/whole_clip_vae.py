@@ -14,8 +14,12 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
     WanResample,
     WanResidualBlock,
     WanRMS_norm,
+    patchify,
+    unpatchify,
 )
 from torch import nn
+
+STRAIGHT = 3.0  # standard deviations above 0 at which SiLU is nearly straight
 
 
 def whole_clip_resample(self: WanResample, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
@@ -63,6 +67,18 @@ def for_whole_clips(vae: AutoencoderKLWan) -> AutoencoderKLWan:
     return channels_last(vae)
 
 
+def to_patches(vae: AutoencoderKLWan, pixels: torch.Tensor) -> torch.Tensor:
+    """What enters the encoder: pixels [B, 3, T, H, W], or patches of them [B, 3pp, T, H/p, W/p]."""
+    size = vae.config.patch_size
+    return patchify(pixels, size) if size else pixels
+
+
+def from_patches(vae: AutoencoderKLWan, patches: torch.Tensor) -> torch.Tensor:
+    """The inverse of `to_patches`, for what leaves the decoder."""
+    size = vae.config.patch_size
+    return unpatchify(patches, size) if size else patches
+
+
 def principal_axes(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean [C], leading variances [count] and their axes [C, count] of rows [N, C]."""
     mean = rows.mean(0)
@@ -105,28 +121,43 @@ def start_downsample(module: WanResample, features: Sequence[torch.Tensor]) -> N
             weight[i, source, 2] = 0.5
 
 
-def start_latents(vae: AutoencoderKLWan, features: Sequence[torch.Tensor]) -> None:
-    """End the encoder in whitened principal components of its features, through norm and SiLU.
+def start_norm(block: WanResidualBlock, norm: WanRMS_norm, features: Sequence[torch.Tensor]) -> None:
+    """Make SiLU(norm(block(x))) nearly linear in x: it would cut off one sign, and divide the amplitude away.
 
-    Each component enters once with either sign, for silu(u) - silu(-u) = u; a large constant channel beside
-    them keeps the RMS norm from dividing their amplitude away.
+    Each channel is moved to where SiLU is nearly straight, and the least telling one is made a large constant that
+    rules the RMS norm.
+
+    Args:
+        block: ends in the features that `norm` gets; silenced, so that its last bias alone adds to them.
+        norm: followed by SiLU.
+        features: what leaves the block, [1, C, T, H, W], one a clip.
     """
-    last, out, num_latents = vae.encoder.down_blocks[-1].conv_shortcut, vae.encoder.conv_out, vae.config.z_dim
-    rows = torch.cat([x[0, : last.weight.shape[1]].flatten(1).T for x in features])
-    mean, variances, axes = principal_axes(rows, num_latents)
-    whiten = (axes / variances.sqrt()).T
-    last.weight.mul_(0.01)
-    nn.init.zeros_(last.bias)
-    for sign, part in ((1, slice(0, num_latents)), (-1, slice(num_latents, 2 * num_latents))):
-        last.weight[part, :, 0, 0, 0] = sign * whiten
-        last.bias[part] = -sign * (whiten @ mean)
-    last.bias[-1] = 8.0
-    nn.init.zeros_(out.weight)
-    nn.init.zeros_(out.bias)
-    for i in range(num_latents):
-        out.weight[i, i, 2, 1, 1] = 1.4  # features are scaled by sqrt(48) / sqrt(32 + 8 * 8), about 1 / 1.4
-        out.weight[i, num_latents + i, 2, 1, 1] = -1.4
-    out.bias[num_latents:] = -6.0  # log variance
+    rows = torch.cat([x[0].flatten(1).T for x in features])
+    mean, std = rows.mean(0), rows.std(0)
+    std = std.clamp_min(1e-3 * std.max())
+    target = STRAIGHT * std
+    loud = int(std.argmin())
+    target[loud] = 3 * target.norm()
+    block.conv2.bias.copy_(target - mean)
+    gamma = target.norm() / (len(std) ** 0.5 * std)
+    gamma[loud] = 1e-2
+    norm.gamma.copy_(gamma.view_as(norm.gamma))
+
+
+def start_latents(vae: AutoencoderKLWan, features: Sequence[torch.Tensor]) -> None:
+    """End the encoder in whitened principal components of its features, through norm and SiLU."""
+    encoder, num_latents = vae.encoder, vae.config.z_dim
+    mean, variances, axes = principal_axes(torch.cat([x[0].flatten(1).T for x in features]), num_latents)
+    whitened = [
+        torch.einsum("bcthw,cz->bzthw", x - mean.view(-1, 1, 1, 1), axes / variances.sqrt()) for x in features
+    ]
+    last = encoder.down_blocks[-1]
+    start_norm(last, encoder.norm_out, features)
+    shift = last.conv2.bias.view(-1, 1, 1, 1)
+    nn.init.zeros_(encoder.conv_out.weight)
+    nn.init.zeros_(encoder.conv_out.bias)
+    fit(encoder.conv_out, [encoder.nonlinearity(encoder.norm_out(x + shift)) for x in features], whitened)
+    encoder.conv_out.bias[num_latents:] = -6.0  # log variance
     for conv in (vae.quant_conv, vae.post_quant_conv):
         nn.init.zeros_(conv.bias)
         conv.weight.copy_(torch.eye(conv.weight.shape[0])[:, :, None, None, None])
@@ -152,21 +183,22 @@ def fit(
     Args:
         conv: stride 1; its other outputs stay as they are.
         inputs: [1, C, T, H, W], one a clip.
-        targets: [1, K, T, H, W] of the same T, H, W.
+        targets: [1, K, T, H, W] of the same T, H, W; those that the convolution has no output for are left out.
         first: index of the first output that is set.
     """
     kernel = (1, *conv.kernel_size) if len(conv.kernel_size) == 2 else conv.kernel_size
     rows, wanted = [], []
     for x, y in zip(inputs, targets, strict=True):
-        flat = neighbourhoods(x, kernel).reshape(x[0, 0].numel(), -1)
-        pick = torch.randperm(len(flat))[:20_000]
-        rows.append(torch.cat([flat[pick], torch.ones(len(pick), 1)], dim=1))
+        pick = torch.randperm(x[0, 0].numel())[:20_000]
+        seen = neighbourhoods(x, kernel)[torch.unravel_index(pick, x.shape[2:])].flatten(1)
+        rows.append(torch.cat([seen, torch.ones(len(pick), 1)], dim=1))
         wanted.append(y[0].flatten(1).T[pick])
     a, b = torch.cat(rows).double(), torch.cat(wanted).double()
     gram = a.T @ a / len(a)
     ridge = 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=a.dtype)
     solution = torch.linalg.solve(gram + ridge, a.T @ b / len(a)).float().T
-    outputs = slice(first, first + solution.shape[0])
+    solution = solution[: len(conv.weight) - first]
+    outputs = slice(first, first + len(solution))
     conv.weight[outputs] = solution[:, :-1].reshape(-1, *conv.weight.shape[1:])
     conv.bias[outputs] = solution[:, -1]
 
@@ -190,7 +222,8 @@ def start_upsample(
         channels = module.dim
         for half in range(2):  # outputs of either half become every other frame, the first frame excepted
             inputs = [x[:, :, 1:] for x in features]
-            fit(module.time_conv, inputs, [y[:, :, 1 + half :: 2] for y in doubled], half * channels)
+            wanted = [y[:, :channels, 1 + half :: 2] for y in doubled]
+            fit(module.time_conv, inputs, wanted, half * channels)
     module.resample[1] = nn.Identity()
     raised = [module(x) for x in features]
     module.resample[1] = conv
@@ -206,12 +239,12 @@ def start_encoder(
     Returns:
         For every downsampling, features [1, C, T, H, W] of each clip before and after its time convolution.
     """
-    conv_in = vae.encoder.conv_in
+    conv_in, inputs = vae.encoder.conv_in, vae.config.in_channels
     conv_in.weight.mul_(0.1)
-    conv_in.weight[:3] = 0
+    conv_in.weight[:inputs] = 0
     nn.init.zeros_(conv_in.bias)
-    for colour in range(3):
-        conv_in.weight[colour, colour, 2, 1, 1] = 1
+    for channel in range(inputs):
+        conv_in.weight[channel, channel, 2, 1, 1] = 1
     features = [conv_in(clip) for clip in clips]
     spatial, temporal = [], []
     for block in vae.encoder.down_blocks:
@@ -228,6 +261,18 @@ def start_encoder(
     return spatial, temporal
 
 
+def leading_first(channels: int, kept: int) -> list[int]:
+    """Order of a time convolution's channels in which the first `kept` are its leading means and differences.
+
+    A first frame passes a time convolution by, so its channels must mean the same before and after: where only some of
+    them fit, they are some of the means and, behind them, of the differences (see start_downsample).
+    """
+    means, num_differences = channels - channels // 4, min(kept, channels) // 4
+    num_means = min(kept, channels) - num_differences
+    head = [*range(num_means), *range(means, means + num_differences)]
+    return head + [i for i in range(channels) if i not in head]
+
+
 def start_decoder(
     vae: AutoencoderKLWan,
     clips: Sequence[torch.Tensor],
@@ -237,38 +282,41 @@ def start_decoder(
     """Least squares, one layer after the other: each is fitted to what the encoder had at that place."""
     decoder = vae.decoder
     latents = [vae.quant_conv(vae.encoder(clip))[:, : vae.config.z_dim] for clip in clips]
-    fit(decoder.conv_in, latents, temporal[2])
+    deep = leading_first(temporal[2][0].shape[1], len(decoder.conv_in.weight))
+    fit(decoder.conv_in, latents, [x[:, deep] for x in temporal[2]])
     features = [decoder.mid_block(decoder.conv_in(z)) for z in latents]
-    # A first frame passes a time convolution by, so its channels must mean the same before and after: the
-    # order puts first what fits into 24 channels, differences (24 to 31, see start_downsample) among it.
-    order = [*range(18), *range(24, 30), *range(18, 24), 30, 31]
+    middle = leading_first(
+        temporal[1][0].shape[1], len(decoder.up_blocks[0].upsamplers[0].resample[1].weight)
+    )
     targets = [
-        (spatial[2], [x[:, order[:24]] for x in temporal[1]]),
-        ([x[:, order] for x in spatial[1]], spatial[0]),
-        ([], [torch.cat([clip, -clip], dim=1) for clip in clips]),
+        ([x[:, deep] for x in spatial[2]], [x[:, middle] for x in temporal[1]]),
+        ([x[:, middle] for x in spatial[1]], spatial[0]),
+        ([], list(clips)),
     ]
-    last = decoder.up_blocks[2].upsamplers[0].resample[1]
-    last.weight.mul_(0.1)
-    last.weight[-1] = 0
-    last.bias[-1] = 4.0  # the constant against the RMS norm, as in start_latents
+    decoder.up_blocks[2].upsamplers[0].resample[1].weight.mul_(0.1)
     for block, (doubled, enlarged) in zip(decoder.up_blocks[:3], targets, strict=True):
         for resnet in block.resnets:
             features = [resnet(x) for x in features]
         features = start_upsample(block.upsamplers[0], features, doubled, enlarged)
-    fit(decoder.conv_out, [decoder.nonlinearity(decoder.norm_out(x)) for x in features], clips)
+    for resnet in decoder.up_blocks[3].resnets:
+        features = [resnet(x) for x in features]
+    start_norm(resnet, decoder.norm_out, features)
+    shift = resnet.conv2.bias.view(-1, 1, 1, 1)
+    fit(decoder.conv_out, [decoder.nonlinearity(decoder.norm_out(x + shift)) for x in features], clips)
 
 
 @torch.no_grad()
 def start_linear(vae: AutoencoderKLWan, clips: Sequence[torch.Tensor]) -> None:
     """Set initial weights: a principal component analysis encodes, least squares decode.
 
-    A random VAE needs thousands of steps until its latents tell anything. This one starts with 16 numbers
-    that hold most of the variance of 4x8x8 pixels, and with the best linear way back, layer by layer.
+    A random VAE needs thousands of steps until its latents tell anything. This one starts with the few numbers
+    that hold most of the variance of a latent's pixels, and with the best linear way back, layer by layer.
 
     Args:
-        vae: prepared by `for_whole_clips`, with the widths of train_tiny_vae's CONFIG.
+        vae: prepared by `for_whole_clips`, of four levels, the last two of which halve the frames.
         clips: float32 [1, 3, T, H, W] in [-1, 1], T = 4k+1.
     """
+    clips = [to_patches(vae, clip) for clip in clips]
     silence_branches(vae)
     spatial, temporal = start_encoder(vae, clips)
     start_decoder(vae, clips, spatial, temporal)

@@ -17,7 +17,11 @@ import whole_clip_vae
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from transformers import UMT5EncoderModel
 
+from wands.variants import VARIANTS
+
 CAPTIONS = list(fetch_clips.CAPTIONS.values())
+DECIBELS = {16: 20, 48: 16}
+"""What each shipped VAE reaches on every one of the four clips at least."""
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +39,11 @@ def pipeline(demo_dir: Path) -> WanPipeline:
     return loaded
 
 
-@pytest.fixture(scope="module")
-def shipped_vae() -> AutoencoderKLWan:
-    vae = AutoencoderKLWan.from_pretrained(tiny.SHIPPED_VAE, torch_dtype=torch.float32).eval()
+@pytest.fixture(scope="module", params=sorted(tiny.SHIPPED_VAES))
+def shipped_vae(request: pytest.FixtureRequest) -> AutoencoderKLWan:
+    """The shipped VAE of Wan 2.1 and that of TI2V, by their channels."""
+    folder = tiny.SHIPPED_VAES[request.param]
+    vae = AutoencoderKLWan.from_pretrained(folder, torch_dtype=torch.float32).eval()
     return whole_clip_vae.channels_last(vae)
 
 
@@ -203,26 +209,39 @@ def test_fetch_without_a_package_index_is_one_sentence(tmp_path):
 
 @pytest.mark.parametrize("num_frames", [1, 5, 9, 17])
 def test_shipped_vae_has_wans_interface(shipped_vae, num_frames):
+    channels, stride = shipped_vae.config.z_dim, shipped_vae.config.scale_factor_spatial
+    assert (channels, stride) in {(row.dit.out_channels, row.vae_stride[1]) for row in VARIANTS.values()}
     pixels = torch.rand(1, 3, num_frames, 32, 48) * 2 - 1
     with torch.no_grad():
         latents = shipped_vae.encode(pixels).latent_dist.mode()
         decoded = shipped_vae.decode(latents).sample
-    assert latents.shape == (1, 16, (num_frames - 1) // 4 + 1, 4, 6)
+    assert latents.shape == (1, channels, (num_frames - 1) // 4 + 1, 32 // stride, 48 // stride)
     assert decoded.shape == pixels.shape
-    assert len(shipped_vae.config.latents_mean) == len(shipped_vae.config.latents_std) == 16
+    assert len(shipped_vae.config.latents_mean) == len(shipped_vae.config.latents_std) == channels
 
 
-def test_shipped_vae_is_small_enough_to_ship():
-    assert sum(p.stat().st_size for p in tiny.SHIPPED_VAE.iterdir()) <= 3_000_000
+@pytest.mark.parametrize("channels", sorted(tiny.SHIPPED_VAES))
+def test_shipped_vae_is_small_enough_to_ship(channels):
+    assert sum(p.stat().st_size for p in tiny.SHIPPED_VAES[channels].iterdir()) <= 3 * 2**20
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_every_variant_of_the_demo_has_a_shipped_vae(name):
+    vae = tiny.build_vae(None, "demo", VARIANTS[name])
+    assert vae.config.z_dim == VARIANTS[name].dit.out_channels
+    assert (vae.config.scale_factor_temporal, vae.config.scale_factor_spatial) == VARIANTS[name].vae_stride[
+        :2
+    ]
 
 
 @pytest.mark.parametrize("clip", ["bikes.mp4", "bigbuckbunny.mp4", "carphone_pristine.mp4", "cityCC0.mpg"])
 def test_shipped_vae_on_real_clips(shipped_vae, clips_dir, clip):
-    window = train_tiny_vae.load_clip(clips_dir / clip, 96 * 144, max_seconds=1)[4:13]
+    scale = shipped_vae.config.scale_factor_spatial // 8
+    window = train_tiny_vae.load_clip(clips_dir / clip, 96 * 144 * scale**2, max_seconds=1)[4:13]
     decoded, latents = train_tiny_vae.reconstruct(shipped_vae, window)
     pixels = train_tiny_vae.to_pixels(window)
     mse = (decoded - pixels).square().mean().item()
-    assert 10 * math.log10(4 / mse) >= 20
+    assert 10 * math.log10(4 / mse) >= DECIBELS[shipped_vae.config.z_dim]
     # Colour, not grey: what the pixels have beside their own grey value correlates with the original's.
     colour, shown = (x - x.mean(0, keepdim=True) for x in (pixels, decoded))
     assert torch.corrcoef(torch.stack([colour.flatten(), shown.flatten()]))[0, 1] > 0.8
@@ -236,23 +255,34 @@ def test_shipped_vae_on_real_clips(shipped_vae, clips_dir, clip):
     assert 0.5 < normalised.std() < 1.6
 
 
-def test_whole_clip_training_forward_equals_the_stock_chunked_one():
+@pytest.mark.parametrize("channels", sorted(train_tiny_vae.PRESETS))
+def test_whole_clip_training_forward_equals_the_stock_chunked_one(channels):
     torch.manual_seed(0)
-    stock = AutoencoderKLWan(**{**train_tiny_vae.CONFIG, "base_dim": 4}).eval()
+    config = train_tiny_vae.PRESETS[channels].config
+    stock = AutoencoderKLWan(**{**config, "base_dim": 4, "decoder_base_dim": 4}).eval()
     whole = whole_clip_vae.for_whole_clips(copy.deepcopy(stock))
     pixels = torch.rand(1, 3, 13, 32, 32) * 2 - 1
     with torch.no_grad():
         latents = stock.encode(pixels).latent_dist.mode()
-        assert torch.allclose(whole.quant_conv(whole.encoder(pixels))[:, :16], latents, atol=1e-5)
-        decoded = whole.decoder(whole.post_quant_conv(latents)).clamp(-1, 1)
+        moments = whole.quant_conv(whole.encoder(whole_clip_vae.to_patches(whole, pixels)))
+        assert torch.allclose(moments[:, :channels], latents, atol=1e-5)
+        patches = whole.decoder(whole.post_quant_conv(latents))
+        decoded = whole_clip_vae.from_patches(whole, patches).clamp(-1, 1)
         assert torch.allclose(decoded, stock.decode(latents).sample, atol=1e-5)
+
+
+def test_channels_of_a_narrower_decoder_lead_with_means_and_differences():
+    order = whole_clip_vae.leading_first(32, 24)
+    assert order == [*range(18), *range(24, 30), *range(18, 24), 30, 31]
+    assert whole_clip_vae.leading_first(32, 48) == list(range(32))
+    assert sorted(whole_clip_vae.leading_first(48, 40)) == list(range(48))
 
 
 def test_linear_start_is_a_working_autoencoder(clips_dir):
     """Principal components and least squares beat a random start by far: latents whitened, pixels back."""
     frames = train_tiny_vae.load_clip(clips_dir / "carphone_pristine.mp4", 48 * 64, max_seconds=0.8)
     windows = [train_tiny_vae.to_pixels(w)[None] for w in train_tiny_vae.windows_of(frames, 9, 2)]
-    vae = whole_clip_vae.for_whole_clips(AutoencoderKLWan(**train_tiny_vae.CONFIG))
+    vae = whole_clip_vae.for_whole_clips(AutoencoderKLWan(**train_tiny_vae.PRESETS[16].config))
 
     def auto_encode() -> tuple[torch.Tensor, float]:
         """Latents [N, 16] and the mean squared error of the pixels."""
