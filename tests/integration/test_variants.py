@@ -39,7 +39,7 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     "name", [name for name in VARIANTS if name != "wan2.1-t2v-14b"]
-)  # the 1.3B by another size
+)  # the 1.3B of another size
 def test_a_variant_learns_a_clip(
     name: str, clips_dir: Path, tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
 ):
