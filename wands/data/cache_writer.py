@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import struct
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -196,6 +197,7 @@ class ShardWriter:
                 self._temporary.unlink()
                 self._file, self._rows = None, {}
                 return
+            _cut_slack(self._temporary)
             publish(self._temporary, self.path / shard_name(self._next))
         except (OSError, RuntimeError) as error:
             raise self._drop_shard(self._num_bytes, error) from None
@@ -258,6 +260,18 @@ class ShardWriter:
         self._temporary.unlink(missing_ok=True)
         self._file, self._pending, self._num_bytes, self._rows = None, [], 0, {}
         return disk_error(self.path / shard_name(self._next), wanted, error)
+
+
+def _cut_slack(shard: Path) -> None:
+    """Give back the space that was claimed and not needed: HDF5 does not know of it and leaves it in the file.
+
+    Source: HDF5 File Format Specification 3.0, superblock versions 2 and 3, "End of File Address".
+    """
+    with shard.open("r+b") as file:
+        signature, version, end = struct.unpack("<8sB19xQ", file.read(36))
+        assert (signature, version) == (b"\x89HDF\r\n\x1a\n", 3), (signature, version)
+        if end < file.seek(0, os.SEEK_END):
+            file.truncate(end)
 
 
 def _digest_of(arrays: Iterable[np.ndarray]) -> str:
