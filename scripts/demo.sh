@@ -4,7 +4,7 @@
 #   bash scripts/demo.sh --clips DIR     your own folder of clips with captions (anything `wands preprocess` reads)
 #   bash scripts/demo.sh --out DIR       where everything goes (default demo_out, made anew each time)
 #   bash scripts/demo.sh --variant NAME  another Wan than wan2.1-t2v-1.3b: wan2.2-ti2v-5b for example; a wrong name lists them all
-#   bash scripts/demo.sh --lora RANK     trains a LoRA of the untrained model instead of its weights
+#   bash scripts/demo.sh --lora RANK     trains a LoRA of the untrained model instead of its weights; 32, for example
 # DEMO_STEPS=N trains so many steps; without it 1500 (900 of two experts) for up to four clips, for more clips up to three times.
 set -euo pipefail
 die() { echo "demo.sh: $*" >&2; exit 2; }
@@ -58,11 +58,12 @@ wands preprocess "$clips" --out "$out/cache" --model "$out/model" --max-frames 2
 python -m data_tools.inspect "$out/cache"
 steps="$(python scripts/demo_report.py steps --variant "$variant" "$out/cache" ${DEMO_STEPS:+"$DEMO_STEPS"})"
 
+# What a LoRA adds to an untrained model must be large, hence its alpha.
 train() {
   deepspeed --num_gpus 2 --master_port "$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')" \
     --module wands train tiny --deepspeed ds_configs/zero3.json \
     --set model.path="$out/model" --set data.cache="$out/cache" --set output_dir="$out/run" \
-    ${lora:+--set lora.rank="$lora" --set lora.targets=all-linear} "$@"
+    ${lora:+--set lora.rank="$lora" --set lora.alpha="$((4 * lora))" --set lora.targets=all-linear} "$@"
 }
 say "4/8 training: deepspeed, 2 processes, ZeRO-3, packing"
 train --set train.max_steps="$steps"
