@@ -195,7 +195,7 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     """
     from safetensors.torch import load_file
 
-    from wands.commands.contact_sheet import SheetRow, save_contact_sheet
+    from wands.commands.inference.contact_sheet import SheetRow, save_contact_sheet
     from wands.commands.plots import save_loss_plot
     from wands.data.cache import LatentCache
     from wands.train.metrics import read_metrics

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from wands.commands.prompts import SampleRequest, check_conditions, read_prompts
+from wands.commands.inference.prompts import SampleRequest, check_conditions, read_prompts
 from wands.data.cache import CacheWriter, LatentCache
 from wands.errors import CacheError, DataError
 from wands.variants import VARIANTS

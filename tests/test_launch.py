@@ -179,7 +179,9 @@ def test_deepspeed_on_each_node(fake, start, tmp_path: Path):
 
 def test_deepspeed_over_ssh_brings_every_argument_and_variable_to_the_nodes(fake, start, tmp_path: Path):
     """The real deepspeed; pdsh runs its line in a shell here, with the start of Python replaced by something that tells."""
-    python = re.search(r"/\S+/python[\d.]*", (BIN / "deepspeed").read_text())[0]  # may be another name of ours
+    python = re.search(r"/\S+/python[\d.]*", (BIN / "deepspeed").read_text())[
+        0
+    ]  # may be another name of ours
     pdsh = f"""
     while [[ "$1" == -* ]]; do case "$1" in -S) shift ;; *) shift 2 ;; esac; done
     if [ "$1" = true ]; then exit; fi

@@ -460,8 +460,12 @@ def push(directory: Path, repo_id: str, **options: Any) -> None:
 
 
 @main.command()
-@click.option("--model", required=True, help="Diffusers pipeline folder, or a Hub id that is on this machine.")
-@click.option("--clip", type=click.Path(path_type=Path), help="Video for the VAE's checks [default: made up].")
+@click.option(
+    "--model", required=True, help="Diffusers pipeline folder, or a Hub id that is on this machine."
+)
+@click.option(
+    "--clip", type=click.Path(path_type=Path), help="Video for the VAE's checks [default: made up]."
+)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), help="[default: cuda if there is one].")
 @click.option(
     "--dtype",

@@ -15,5 +15,5 @@ def look_at(task: Any) -> Any:
 
 
 def encode_windows(*args: Any) -> Any:
-    """In place of `wands.commands.decoding.encode_windows`: memory runs out at the first one."""
+    """In place of `wands.commands.preprocessing.decoding.encode_windows`: memory runs out at the first one."""
     os.abort()

@@ -22,8 +22,8 @@ from tests.data.test_video import write_clip
 from wands.cli import main
 from wands.commands import check as module
 from wands.commands.check import check, save_report
-from wands.commands.check_page import render_page
-from wands.commands.check_report import CheckReport
+from wands.commands.checking.page import render_page
+from wands.commands.checking.report import CheckReport
 from wands.commands.preprocess import preprocess
 from wands.data.cache import LatentCache
 from wands.data.captions import estimate_tokens
@@ -276,8 +276,8 @@ def test_the_page_needs_nothing_else(report: CheckReport, tmp_path: Path) -> Non
 
 
 def test_a_large_page_says_what_it_leaves_out(report: CheckReport, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wands.commands.check_page.MAX_ROWS", 2)
-    monkeypatch.setattr("wands.commands.check_report.SHOWN_CLIPS", 2)
+    monkeypatch.setattr("wands.commands.checking.page.MAX_ROWS", 2)
+    monkeypatch.setattr("wands.commands.checking.report.SHOWN_CLIPS", 2)
     page = Page(render_page(report))
     assert page.opened.count("tr") == 1 + 2
     assert "3 more clips" in page.words

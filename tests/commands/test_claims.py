@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from wands.commands import claims
-from wands.commands.claims import Claims
+from wands.commands.preprocessing import claims
+from wands.commands.preprocessing.claims import Claims
 
 
 def test_a_piece_done_since_the_state_was_read_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

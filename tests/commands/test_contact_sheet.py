@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from wands.commands import contact_sheet
-from wands.commands.contact_sheet import SheetRow, pick_frames, save_contact_sheet
+from wands.commands.inference import contact_sheet
+from wands.commands.inference.contact_sheet import SheetRow, pick_frames, save_contact_sheet
 from wands.commands.plots import save_loss_plot, smooth
 from wands.errors import WandsError
 

@@ -20,8 +20,9 @@ from tests.model.official import T5Encoder, WanModel, WanVae, XlmRobertaClip, ra
 from tests.model.packs import randomize
 from tests.train.runs import losses, make_job, run_job
 from wands.cli import main
-from wands.commands import convert_check, convert_parts
 from wands.commands.convert import convert
+from wands.commands.converting import parts as convert_parts
+from wands.commands.converting import proof as convert_check
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.model import hub, names
 from wands.model.lora_keys import read_lora

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tests.commands.test_preprocess import SMALL, contents
-from wands.commands import decoding, encoding
-from wands.commands.decoding import CLIPS_AHEAD, DECODING_THREADS
 from wands.commands.preprocess import preprocess
-from wands.commands.workers import Crew, lock_work, tell_followers, work_share
+from wands.commands.preprocessing import decoding, encoding
+from wands.commands.preprocessing.decoding import CLIPS_AHEAD, DECODING_THREADS
+from wands.commands.preprocessing.workers import Crew, lock_work, tell_followers, work_share
 from wands.encode.vae import WanVideoEncoder
 from wands.errors import CacheError, ConfigError
 
@@ -101,7 +101,7 @@ def test_a_mistake_of_one_worker_is_left_for_the_leader(
         assert not (work / "worker-2.json").exists()
         share(work, slot, token, *devices)
 
-    monkeypatch.setattr("wands.commands.preprocess_job.encode_share", with_company)
+    monkeypatch.setattr("wands.commands.preprocessing.job.encode_share", with_company)
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
     assert report is not None
     assert "a worker ended early (model='no/such model' is neither" in report.render()
@@ -133,7 +133,7 @@ def test_followers_are_told_once(monkeypatch: pytest.MonkeyPatch, how: str) -> N
         def set(self, key: str, value: str) -> None:
             told.append(json.loads(value))
 
-    monkeypatch.setattr("wands.commands.workers._store", Store)
+    monkeypatch.setattr("wands.commands.preprocessing.workers._store", Store)
     crew = Crew(2, 0, True, "cpu", None)
     try:
         with tell_followers(crew) as begin:

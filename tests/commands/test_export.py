@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from tests.train.runs import run_job, weights
 from wands.commands.export import EXPORT_FILE, export
-from wands.commands.model_card import MARKER
+from wands.commands.publishing.model_card import MARKER
 from wands.errors import CheckpointError, ConfigError, WandsError
 
 

@@ -22,11 +22,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from wands.commands import infer as infer_module
-from wands.commands import sampling, sharing
 from wands.commands.infer import InferResult, infer
-from wands.commands.pipeline import DiTSource, find_pipeline, load_pipeline
-from wands.commands.prompts import SampleRequest, SizeRule, build_requests, read_prompts
-from wands.commands.sharing import plan_ranks, share_pipeline
+from wands.commands.inference import sampling, sharing
+from wands.commands.inference.pipeline import DiTSource, find_pipeline, load_pipeline
+from wands.commands.inference.prompts import SampleRequest, SizeRule, build_requests, read_prompts
+from wands.commands.inference.sharing import plan_ranks, share_pipeline
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.parallel.mesh import RankGrid
 

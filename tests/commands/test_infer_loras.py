@@ -18,13 +18,13 @@ from torch import Tensor
 
 from tests.commands.test_infer import records
 from tests.train.runs import run_job
-from wands.commands import sampling
-from wands.commands.adapters import find_loras
 from wands.commands.export import export
 from wands.commands.infer import infer
-from wands.commands.pipeline import find_pipeline, load_pipeline
-from wands.commands.prompts import SampleRequest
-from wands.commands.sharing import share_pipeline
+from wands.commands.inference import sampling
+from wands.commands.inference.adapters import find_loras
+from wands.commands.inference.pipeline import find_pipeline, load_pipeline
+from wands.commands.inference.prompts import SampleRequest
+from wands.commands.inference.sharing import share_pipeline
 from wands.errors import ConfigError
 from wands.model.lora_keys import LoraPair, lora_to_comfyui
 from wands.parallel.mesh import RankGrid

@@ -25,12 +25,12 @@ from safetensors.torch import load_file, save_file
 from tests.commands.test_infer import make_checkpoint, records
 from wands.cli import main
 from wands.commands import infer as infer_module
-from wands.commands import sampling
 from wands.commands.infer import infer
-from wands.commands.pictures import Pictures, read_picture
-from wands.commands.pipeline import find_pipeline, load_pipeline, pipeline_for
-from wands.commands.prompts import SampleRequest, read_prompts
-from wands.commands.sharing import check_commands, share_pipeline
+from wands.commands.inference import sampling
+from wands.commands.inference.pictures import Pictures, read_picture
+from wands.commands.inference.pipeline import find_pipeline, load_pipeline, pipeline_for
+from wands.commands.inference.prompts import SampleRequest, read_prompts
+from wands.commands.inference.sharing import check_commands, share_pipeline
 from wands.data.clip import ClipSpec
 from wands.data.video import decode_clip, save_video, to_pixels
 from wands.encode.vae import WanVideoEncoder

@@ -22,11 +22,11 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
-from wands.commands import decoding
 from wands.commands import preprocess as module
 from wands.commands import progress as progress_module
 from wands.commands.preprocess import preprocess
-from wands.commands.preprocess_report import PreprocessReport
+from wands.commands.preprocessing import decoding
+from wands.commands.preprocessing.report import PreprocessReport
 from wands.data.cache import LatentCache
 from wands.data.clip import ClipSpec
 from wands.data.histogram import token_histogram

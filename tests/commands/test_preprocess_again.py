@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.commands.test_preprocess import CAPTIONS, SMALL, Counter, contents
-from wands.commands import decoding
 from wands.commands.preprocess import preprocess
-from wands.commands.preprocess_report import PreprocessReport
+from wands.commands.preprocessing import decoding
+from wands.commands.preprocessing.report import PreprocessReport
 from wands.data.cache import LatentCache
 from wands.encode.text import TextEncoder
 from wands.encode.vae import WanVideoEncoder

@@ -13,10 +13,11 @@ import pytest
 from tests.commands import deadly
 from tests.commands.test_preprocess import SMALL, contents
 from tests.commands.test_preprocess_workers import finish, noise, start
-from wands.commands import decoding, preprocess_job
 from wands.commands.preprocess import preprocess
-from wands.commands.preprocess_job import QUARANTINE_NAME, Job
-from wands.commands.work import BEGUN, IN_ENCODER, Marks
+from wands.commands.preprocessing import decoding
+from wands.commands.preprocessing import job as preprocess_job
+from wands.commands.preprocessing.job import QUARANTINE_NAME, Job
+from wands.commands.preprocessing.work import BEGUN, IN_ENCODER, Marks
 from wands.data.cache import LatentCache
 from wands.data.isolated import Crashed
 

@@ -14,10 +14,10 @@ import torch
 
 from tests.commands.test_preprocess import SMALL, Counter, contents
 from tests.commands.test_preprocess_workers import noise
-from wands.commands import decoding
 from wands.commands.check import check
 from wands.commands.preprocess import preprocess
-from wands.commands.preprocess_report import PreprocessReport
+from wands.commands.preprocessing import decoding
+from wands.commands.preprocessing.report import PreprocessReport
 from wands.data.cache import LatentCache
 from wands.data.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
 from wands.data.video import decode_clip

@@ -27,12 +27,12 @@ from data_tools.verify import verify
 from tests.commands.test_preprocess import SMALL, differs
 from tests.commands.test_preprocess_again import forbid_video
 from tests.train.runs import make_job, run_job
-from wands.commands import encoding
 from wands.commands.check import check
-from wands.commands.decoding import encode_windows
 from wands.commands.preprocess import preprocess
-from wands.commands.preprocess_report import PreprocessReport
-from wands.commands.work import Run
+from wands.commands.preprocessing import encoding
+from wands.commands.preprocessing.decoding import encode_windows
+from wands.commands.preprocessing.report import PreprocessReport
+from wands.commands.preprocessing.work import Run
 from wands.config import FlowSection
 from wands.data.cache import LatentCache
 from wands.data.cache_format import array_names, checksum, to_bits

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from tests.commands.test_preprocess import SMALL, break_some, contents
-from wands.commands.claims import Claims
 from wands.commands.preprocess import preprocess
+from wands.commands.preprocessing.claims import Claims
 from wands.data.cache import LatentCache
 from wands.data.video import save_video
 
@@ -252,7 +252,7 @@ def test_each_piece_is_taken_once_and_a_closed_file_gives_back(tmp_path: Path) -
     path = tmp_path / "claims"
     Claims.create(path, 3)
     code = (
-        "import sys; from pathlib import Path; from wands.commands.claims import Claims\n"
+        "import sys; from pathlib import Path; from wands.commands.preprocessing.claims import Claims\n"
         "claims = Claims(Path(sys.argv[1]))\n"
         "print(claims.take(), flush=True)\n"
         "claims.done(0) if sys.argv[2] == 'done' else None\n"
@@ -287,7 +287,7 @@ def test_a_piece_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "claims"
     Claims.create(path, 1)
     code = (
-        "import sys, time; from pathlib import Path; from wands.commands.claims import Claims\n"
+        "import sys, time; from pathlib import Path; from wands.commands.preprocessing.claims import Claims\n"
         "claims = Claims(Path(sys.argv[1])); print(claims.take(), flush=True); time.sleep(60)\n"
     )
     child = subprocess.Popen(
@@ -309,8 +309,8 @@ def test_a_piece_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_rejects_of_a_line_torn_by_a_kill_are_read(tmp_path: Path) -> None:
-    from wands.commands.preprocess_job import Job
-    from wands.commands.work import WORK_NAME
+    from wands.commands.preprocessing.job import Job
+    from wands.commands.preprocessing.work import WORK_NAME
 
     class Writer:
         path = tmp_path

@@ -20,8 +20,8 @@ from huggingface_hub import constants, snapshot_download
 from PIL import Image
 
 from tests.commands.fake_hub import FakeHub, File, Repo
-from wands.commands import hub_repo, model_card
 from wands.commands import push as push_module
+from wands.commands.publishing import hub_repo, model_card
 from wands.commands.push import push
 from wands.errors import WandsError
 from wands.train.state import TrainState
@@ -499,7 +499,10 @@ def _damaged_samples(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_no_index, r"is no diffusers pipeline \(no model_index.json\) and no LoRA; give what `wands export` wrote"),
+        (
+            _no_index,
+            r"is no diffusers pipeline \(no model_index.json\) and no LoRA; give what `wands export` wrote",
+        ),
         (_damaged_index, "model_index.json cannot be read .* run `wands export` again"),
         (_index_is_list, "model_index.json must hold a JSON object, not a list"),
         (_no_part, "lacks the parts vae; run `wands export` again"),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.commands.fake_hub import FakeHub
 from tests.commands.test_push import NAME, RECORD, TOKEN, _quiet_machine, read_card, send, write_record
-from wands.commands.model_card import Contents, LoraFile, build_card
+from wands.commands.publishing.model_card import Contents, LoraFile, build_card
 from wands.commands.push import _check_contents
 
 __all__ = ["_quiet_machine"]  # a fixture that acts by being here

@@ -21,8 +21,11 @@ from transformers import UMT5EncoderModel
 
 from wands.cli import main
 from wands.commands import selftest as selftest_command
-from wands.commands import selftest_dit, selftest_encoders, selftest_experts, selftest_setup
 from wands.commands.selftest import selftest
+from wands.commands.selftests import dit as selftest_dit
+from wands.commands.selftests import encoders as selftest_encoders
+from wands.commands.selftests import experts as selftest_experts
+from wands.commands.selftests import setup as selftest_setup
 from wands.data.collate import PackingCollator
 from wands.data.video import save_video
 from wands.encode import text

@@ -11,7 +11,7 @@ import pytest
 
 from tests.data.corpus import SAMPLE, build_corpus, mutate
 from wands.commands.check import check
-from wands.commands.check_report import CheckReport
+from wands.commands.checking.report import CheckReport
 from wands.data.clip import ClipSpec
 from wands.data.isolated import Crash, map_isolated
 from wands.data.video import decode_clip

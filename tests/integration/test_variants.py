@@ -14,8 +14,8 @@ from tests.train.runs import losses, run_job
 from tests.train.steps import zero
 from tests.world import WorldPool
 from wands.commands.infer import infer
+from wands.commands.inference.prompts import SampleRequest
 from wands.commands.preprocess import preprocess
-from wands.commands.prompts import SampleRequest
 from wands.data.cache import LatentCache
 from wands.train.checkpoint import find_checkpoint
 from wands.variants import VARIANTS

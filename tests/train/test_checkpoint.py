@@ -104,7 +104,10 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
             "train.seed=9 must equal the checkpoint's 0",
         ),
         *(
-            ({"recipe": {**recipe, "packing": {**recipe["packing"], key: 99}}}, f"packing.{key}=99 must equal")
+            (
+                {"recipe": {**recipe, "packing": {**recipe["packing"], key: 99}}},
+                f"packing.{key}=99 must equal",
+            )
             for key in ("max_tokens", "level_bins", "buffer_size")
         ),
         ({"data_fingerprint": "other"}, "the data has changed"),

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from wands.commands.check_report import CheckedClip, CheckedSample, CheckReport, PackingForecast
+from wands.commands.checking.report import CheckedClip, CheckedSample, CheckReport, PackingForecast
 from wands.commands.progress import progress
 from wands.data.captions import clean_caption, estimate_tokens
 from wands.data.clip import ClipSpec, check_frames, further_specs, split_bounds
@@ -172,7 +172,7 @@ def save_report(report: CheckReport, json_path: Path | None = None, html_path: P
     Raises:
         WandsError: a file cannot be written.
     """
-    from wands.commands.check_page import render_page
+    from wands.commands.checking.page import render_page
 
     if json_path is not None:
         write_text(json_path, report.to_json())

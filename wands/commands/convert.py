@@ -12,10 +12,18 @@ from typing import Any
 
 import torch
 
-from wands.commands.convert_check import compare_bits, compare_forwards, stock_names
-from wands.commands.convert_lora import convert_lora
-from wands.commands.convert_parts import STEMS, Converted, Part, Row, convert_part, find_parts, make_entries
-from wands.commands.convert_pipeline import check_rest, copy_path, write_pipeline, write_stock_config
+from wands.commands.converting.lora import convert_lora
+from wands.commands.converting.parts import (
+    STEMS,
+    Converted,
+    Part,
+    Row,
+    convert_part,
+    find_parts,
+    make_entries,
+)
+from wands.commands.converting.pipeline import check_rest, copy_path, write_pipeline, write_stock_config
+from wands.commands.converting.proof import compare_bits, compare_forwards, stock_names
 from wands.errors import ConfigError, WandsError
 from wands.files import publish
 from wands.model.encoder_names import LATENTS_22

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from wands import __version__
 from wands.commands.export_lora import write_lora
-from wands.commands.model_card import LOSS_FILE, MARKER, RECORD_FILE
+from wands.commands.publishing.model_card import LOSS_FILE, MARKER, RECORD_FILE
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.files import publish, write_text
 from wands.model.hub import fetch_model

@@ -20,11 +20,11 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from wands.commands.adapters import find_loras
-from wands.commands.contact_sheet import SheetRow, pick_frames, save_contact_sheet
-from wands.commands.pictures import Pictures, read_pictures
-from wands.commands.pipeline import AnyPipeline, PipelineSource, find_pipeline, load_pipeline
-from wands.commands.prompts import (
+from wands.commands.inference.adapters import find_loras
+from wands.commands.inference.contact_sheet import SheetRow, pick_frames, save_contact_sheet
+from wands.commands.inference.pictures import Pictures, read_pictures
+from wands.commands.inference.pipeline import AnyPipeline, PipelineSource, find_pipeline, load_pipeline
+from wands.commands.inference.prompts import (
     SampleRequest,
     SizeRule,
     build_requests,
@@ -32,8 +32,8 @@ from wands.commands.prompts import (
     raise_problems,
     read_prompts,
 )
-from wands.commands.sampling import call_pipeline, each_request, sample, shift_key
-from wands.commands.sharing import check_commands, own_device, plan_ranks, share_pipeline
+from wands.commands.inference.sampling import call_pipeline, each_request, sample, shift_key
+from wands.commands.inference.sharing import check_commands, own_device, plan_ranks, share_pipeline
 from wands.data.video import save_video
 from wands.files import atomic_path
 from wands.train.engine import start_together

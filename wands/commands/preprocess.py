@@ -1,7 +1,8 @@
 """`wands preprocess`: clips and captions in, a latent cache out.
 
-The phases: scan the source, hand out what the cache lacks, encode captions and then clips (`wands/commands/encoding.py`; UMT5 and
-the VAE are never in memory together), write the index. What cannot be used is left out, and said.
+The phases: scan the source, hand out what the cache lacks, encode captions and then clips
+(`wands/commands/preprocessing/encoding.py`; UMT5 and the VAE are never in memory together), write the index. What cannot be
+used is left out, and said.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from wands.commands.preprocess_job import Job
-from wands.commands.preprocess_report import REJECTS_NAME, PreprocessReport
-from wands.commands.scan import Scan
-from wands.commands.work import WORK_NAME, Run
-from wands.commands.workers import Crew, follow_leader, tell_followers
+from wands.commands.preprocessing.job import Job
+from wands.commands.preprocessing.report import REJECTS_NAME, PreprocessReport
+from wands.commands.preprocessing.scan import Scan
+from wands.commands.preprocessing.work import WORK_NAME, Run
+from wands.commands.preprocessing.workers import Crew, follow_leader, tell_followers
 from wands.data.cache import CacheWriter, LatentCache
 from wands.data.cache_format import write_whole
 from wands.data.clip import ClipSpec, further_specs, split_bounds

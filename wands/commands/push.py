@@ -20,10 +20,10 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from wands import __version__
-from wands.commands import model_card
-from wands.commands.adapters import EXPERT_FOLDERS
-from wands.commands.hub_repo import RETRY_WAITS, Hub, connect, open_repository
+from wands.commands.inference.adapters import EXPERT_FOLDERS
 from wands.commands.plots import save_loss_plot
+from wands.commands.publishing import model_card
+from wands.commands.publishing.hub_repo import RETRY_WAITS, Hub, connect, open_repository
 from wands.errors import WandsError
 from wands.files import atomic_path
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wands.commands.selftest_dit import DiTChecks
-from wands.commands.selftest_encoders import ClipChecks, TextChecks, VaeChecks
-from wands.commands.selftest_experts import ExpertChecks
-from wands.commands.selftest_setup import (
+from wands.commands.selftests.dit import DiTChecks
+from wands.commands.selftests.encoders import ClipChecks, TextChecks, VaeChecks
+from wands.commands.selftests.experts import ExpertChecks
+from wands.commands.selftests.setup import (
     Outcome,
     Result,
     Setup,

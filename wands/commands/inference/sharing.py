@@ -18,9 +18,9 @@ from diffusers import WanImageToVideoPipeline
 from wands import __version__
 from wands.attention.hybrid import ContextAttention
 from wands.attention.varlen import choose_backend
-from wands.commands.pictures import Pictures
-from wands.commands.pipeline import AnyPipeline, PipelineSource
-from wands.commands.prompts import SampleRequest
+from wands.commands.inference.pictures import Pictures
+from wands.commands.inference.pipeline import AnyPipeline, PipelineSource
+from wands.commands.inference.prompts import SampleRequest
 from wands.config import ParallelSection
 from wands.errors import ConfigError
 from wands.model.sharded import shard_transformer

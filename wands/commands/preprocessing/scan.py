@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
-from wands.commands.work import Clip, Row
+from wands.commands.preprocessing.work import Clip, Row
 from wands.data.cache_format import Entry
 from wands.data.captions import clean_caption
 from wands.data.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wands.commands.claims import Claims
-from wands.commands.work import BEGUN, IN_ENCODER, UNTOUCHED, Clip, Lines, Marks, Run
+from wands.commands.preprocessing.claims import Claims
+from wands.commands.preprocessing.work import BEGUN, IN_ENCODER, UNTOUCHED, Clip, Lines, Marks, Run
 from wands.data.cache_format import from_bits, read_stored, to_bits
 from wands.data.clip import ClipSpec, TooSmallError, check_frames
 from wands.data.isolated import Crashed, iterate_isolated

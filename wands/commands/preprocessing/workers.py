@@ -1,7 +1,7 @@
 """The processes of `wands preprocess`: alone, started by this one, or by a launcher; one of them leads.
 
 Nobody waits for a process that may be dead: what a worker has in hand is a lock that the system lifts at its end
-(`wands/commands/claims.py`), and a launcher's store carries one message, the leader's, when the work is there.
+(`wands/commands/preprocessing/claims.py`), and a launcher's store carries one message, the leader's, when the work is there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from wands.commands.encoding import encode_share
-from wands.commands.work import WorkerStats
+from wands.commands.preprocessing.encoding import encode_share
+from wands.commands.preprocessing.work import WorkerStats
 from wands.errors import CacheError, ConfigError, WandsError
 
 log = logging.getLogger(__name__)

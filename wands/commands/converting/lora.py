@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wands.commands.convert_parts import Row
+from wands.commands.converting.parts import Row
 from wands.errors import CheckpointError
 from wands.model.lora import LORA_FILE
 from wands.model.lora_keys import LoraPair, alphas_of, lora_to_comfyui, lora_to_diffusers, read_lora

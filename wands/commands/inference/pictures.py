@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from wands.commands.prompts import SampleRequest
+from wands.commands.inference.prompts import SampleRequest
 from wands.data.clip import ClipSpec
 from wands.data.video import decode_clip, probe
 from wands.errors import DataError

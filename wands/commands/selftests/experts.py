@@ -11,7 +11,7 @@ import torch
 from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from torch import Tensor
 
-from wands.commands.selftest_setup import Outcome, Setup
+from wands.commands.selftests.setup import Outcome, Setup
 from wands.config import FlowSection
 from wands.flow.keys import philox
 from wands.flow.sigmas import sample_sigma

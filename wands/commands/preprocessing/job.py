@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from wands.commands.claims import Claims
-from wands.commands.encoding import encode_share
-from wands.commands.work import UNTOUCHED, WORK_NAME, Clip, Lines, Marks, Run, WorkerStats
-from wands.commands.workers import Crew, lock_work, start_workers
+from wands.commands.preprocessing.claims import Claims
+from wands.commands.preprocessing.encoding import encode_share
+from wands.commands.preprocessing.work import UNTOUCHED, WORK_NAME, Clip, Lines, Marks, Run, WorkerStats
+from wands.commands.preprocessing.workers import Crew, lock_work, start_workers
 from wands.data.cache_format import disk_error, write_whole
 from wands.data.cache_writer import CacheWriter
 from wands.data.source import Rejection

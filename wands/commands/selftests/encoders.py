@@ -13,7 +13,7 @@ from diffusers.video_processor import VideoProcessor
 from PIL import Image
 from torch import Tensor
 
-from wands.commands.selftest_setup import (
+from wands.commands.selftests.setup import (
     OFFICIAL_TEXT_LEN,
     Outcome,
     Setup,

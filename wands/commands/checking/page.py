@@ -9,7 +9,7 @@ from string import Template
 
 import numpy as np
 
-from wands.commands.check_report import SHOWN_PROBLEMS, CheckedClip, CheckReport, describe_source
+from wands.commands.checking.report import SHOWN_PROBLEMS, CheckedClip, CheckReport, describe_source
 
 MAX_ROWS = 5000
 """Clips on one page: those that are rejected or warned of come first. The JSON has all of them."""

@@ -15,8 +15,8 @@ from diffusers import WanTransformer3DModel
 
 from wands.attention.hybrid import ContextAttention
 from wands.attention.varlen import choose_backend
-from wands.commands.selftest_pack import Comparison, Pack
-from wands.commands.selftest_setup import Outcome, Setup, Skipped, free_memory
+from wands.commands.selftests.pack import Comparison, Pack
+from wands.commands.selftests.setup import Outcome, Setup, Skipped, free_memory
 from wands.config import ParallelSection
 from wands.encode.pipeline import quiet_without_terminal
 from wands.errors import CheckpointError, ConfigError

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from diffusers import WanImageToVideoPipeline
 
-from wands.commands.pictures import Pictures
-from wands.commands.pipeline import AnyPipeline, pipeline_for
-from wands.commands.prompts import SampleRequest
+from wands.commands.inference.pictures import Pictures
+from wands.commands.inference.pipeline import AnyPipeline, pipeline_for
+from wands.commands.inference.prompts import SampleRequest
 from wands.errors import WandsError
 from wands.variants import TEXT_LEN
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from wands.commands.selftest_setup import OFFICIAL_TEXT_LEN, Outcome, Setup, Skipped, judge, relative_error
+from wands.commands.selftests.setup import OFFICIAL_TEXT_LEN, Outcome, Setup, Skipped, judge, relative_error
 from wands.config import FlowSection
 from wands.data.collate import PackingCollator, Sample
 from wands.data.conditions import image_mask

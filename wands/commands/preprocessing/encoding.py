@@ -1,6 +1,6 @@
 """One worker's share of `wands preprocess`: first captions, then clips, until nobody has anything left to do.
 
-`wands/commands/work.py` says what lies in the folder where the workers meet.
+`wands/commands/preprocessing/work.py` says what lies in the folder where the workers meet.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wands.commands.claims import Claims
-from wands.commands.decoding import NO_MEMORY, Decoder, Piece, check_finite, load_encoder
+from wands.commands.preprocessing.claims import Claims
+from wands.commands.preprocessing.decoding import NO_MEMORY, Decoder, Piece, check_finite, load_encoder
+from wands.commands.preprocessing.work import DTYPES, Lines, Run, WorkerStats
 from wands.commands.progress import progress
-from wands.commands.work import DTYPES, Lines, Run, WorkerStats
 from wands.data.cache_format import disk_error, to_bits
 from wands.data.cache_writer import ShardWriter
 from wands.data.journal import Journal, read_records

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 
-from wands.commands.adapters import Lora, add_loras
+from wands.commands.inference.adapters import Lora, add_loras
 from wands.encode.pipeline import quiet_without_terminal
 from wands.errors import CheckpointError, ConfigError
 from wands.variants import Variant, variant_of

@@ -1,0 +1,1 @@
+"""What `wands check` says, in a terminal and in a browser."""

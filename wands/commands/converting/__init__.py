@@ -1,0 +1,1 @@
+"""What `wands convert` is made of: whole repositories, their parts, LoRAs, and the proof that all came through."""

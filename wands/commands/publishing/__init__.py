@@ -1,0 +1,1 @@
+"""What `wands push` puts on the Hub: the repository and its card."""

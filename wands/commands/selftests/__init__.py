@@ -1,0 +1,1 @@
+"""The checks of `wands selftest`, part by part."""
