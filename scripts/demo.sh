@@ -5,7 +5,7 @@
 #   bash scripts/demo.sh --out DIR       where everything goes (default demo_out, made anew each time)
 #   bash scripts/demo.sh --variant NAME  another Wan than wan2.1-t2v-1.3b: wan2.2-ti2v-5b for example; a wrong name lists them all
 #   bash scripts/demo.sh --lora RANK     trains a LoRA of the untrained model instead of its weights; 32, for example
-# DEMO_STEPS=N trains so many steps; without it 1500 (900 of two experts) for up to four clips, for more clips up to three times.
+# DEMO_STEPS=N trains so many steps; without it 1500 (900 for A14B and 5B) for up to four clips, for more clips up to three times.
 set -euo pipefail
 die() { echo "demo.sh: $*" >&2; exit 2; }
 absolute() { case "$1" in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }

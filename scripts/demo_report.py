@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DEFAULT_VARIANT = "wan2.1-t2v-1.3b"
 STEPS, FEW_CLIPS = 1500, 4  # so many steps learn so few clips
-STEPS_OF_TWO = 900  # of two experts, both of which every step updates
+HEAVY_STEPS = 900  # of two experts, both of which every step updates, and of the wider DiT of 48 channels
 PIXELS = {
     8: 12288,
     16: 40960,
@@ -102,14 +102,14 @@ def write_prompts(cache_dir: Path, out: Path) -> None:
             handle.write(json.dumps({**row, "seed": i}) + "\n")
 
 
-def choose_steps(cache_dir: Path, wanted: int | None, num_experts: int = 1) -> tuple[int, str]:
+def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tuple[int, str]:
     """Training steps for a cache, and the sentence that says why.
 
     `STEPS` is enough while a step sees every clip. More clips take proportionally more, up to three times.
 
     Args:
         cache_dir: of `wands preprocess`.
-        num_experts: DiTs that each step updates.
+        heavy: a step takes about twice the time, see `HEAVY_STEPS`.
         wanted: what the user asks for, taken as it is.
 
     Raises:
@@ -134,7 +134,7 @@ def choose_steps(cache_dir: Path, wanted: int | None, num_experts: int = 1) -> t
     factor = 1 if len(cache) <= FEW_CLIPS else min(plan.num_steps, 3)
     why = "" if factor == 1 else f", {factor} times the usual"
     capped = len(cache) > FEW_CLIPS and plan.num_steps > factor
-    usual = STEPS if num_experts == 1 else STEPS_OF_TWO
+    usual = HEAVY_STEPS if heavy else STEPS
     short = f"; {plan.num_steps} times would be in proportion, set DEMO_STEPS" if capped else ""
     return factor * usual, f"{factor * usual} steps{why} ({epoch}{short})"
 
@@ -300,8 +300,10 @@ def main() -> int:
         from wands.errors import WandsError
         from wands.variants import VARIANTS
 
+        row = VARIANTS[args.variant]
+        heavy = len(row.experts) > 1 or row.dit.out_channels == 48
         try:
-            number, why = choose_steps(args.cache, args.wanted, len(VARIANTS[args.variant].experts))
+            number, why = choose_steps(args.cache, args.wanted, heavy)
         except WandsError as error:
             print(f"demo: {error}", file=sys.stderr)
             return 2

@@ -45,6 +45,8 @@ SHIPPED_VAES = {16: SCRIPTS / "tiny_vae", 48: SCRIPTS / "tiny_vae_48"}
 
 # 1.1 M parameters: enough to memorise a handful of clips in minutes. 24 = 8 + 8 + 8 channels of RoPE.
 DEMO_DIT = {"num_attention_heads": 4, "attention_head_dim": 24, "num_layers": 6, "ffn_dim": 448}
+# A token of 48 channels is 192 numbers, and their noise must pass the residual stream whole: wider, and fewer layers.
+DEMO_DIT_48 = {**DEMO_DIT, "num_attention_heads": 10, "num_layers": 4}
 # For tests: four heads, so that head splits of 2 and 4 exist; two layers; 12 = 4 + 4 + 4.
 TEST_DIT = {
     "num_attention_heads": 4,
@@ -236,9 +238,10 @@ def build_vae(vae_dir: str | Path | None, size: str, variant: Variant) -> Autoen
 
 def dit_config(variant: Variant, size: str, dit: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Config of a small DiT with the interfaces of a variant; entries of `dit` replace those of the size."""
+    demo = DEMO_DIT_48 if variant.dit.out_channels == 48 else DEMO_DIT
     config = {
         **DIT,
-        **(DEMO_DIT if size == "demo" else TEST_DIT),
+        **(demo if size == "demo" else TEST_DIT),
         "in_channels": variant.dit.in_channels,
         "out_channels": variant.dit.out_channels,
         "text_dim": TEXT[size]["d_model"],

@@ -175,7 +175,7 @@ def test_steps_grow_with_the_passes(tmp_path: Path, shapes: list[tuple[int, int,
     assert why.startswith(f"{expected} steps")
     assert ("set DEMO_STEPS" in why) == (len(shapes) == 40)
     assert demo_report.choose_steps(cache, 7)[0] == 7
-    assert demo_report.choose_steps(cache, None, num_experts=2)[0] == expected * 0.6
+    assert demo_report.choose_steps(cache, None, heavy=True)[0] == expected * 0.6
 
 
 def test_steps_need_two_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
