@@ -294,7 +294,7 @@ def train(
 )
 @click.option("--merge", is_flag=True, help="Of a LoRA run: the whole pipeline, the LoRA merged in.")
 def export(checkpoint: Path, out: Path, **options: Any) -> None:
-    """Turn CHECKPOINT, a run folder or one of its steps, into a diffusers pipeline folder."""
+    """Turn CHECKPOINT, a run folder or one of its steps, into a diffusers pipeline folder; of a LoRA run, into LoRA files."""
     from wands.commands.export import export as run
 
     click.echo(run(checkpoint, out, **options))

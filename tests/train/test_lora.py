@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,109 @@ def test_settings_that_exclude_each_other(tiny_pipeline: Path, tmp_path: Path):
         make_job(tiny_pipeline, tmp_path, ("lora.rank=4", "model.freeze=['*.bias']"))
     with pytest.raises((ConfigError, CheckpointError), match=r"lora\.init_from=nowhere"):
         make_job(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.init_from=nowhere"), world_size=1)
+
+
+def test_a_resume_that_would_train_something_else_is_refused(tiny_pipeline: Path, tmp_path: Path):
+    """The base and the places of a LoRA are not in its checkpoint: the recipe must say the same."""
+    from wands.train.loop import build_state
+
+    job = make_job(tiny_pipeline, tmp_path, LORA, world_size=1)
+    state = build_state(job, 2, 0, [])
+    recipe = state.recipe
+
+    def resume(**sections: dict[str, Any] | None) -> None:
+        changed = {
+            name: value and {**(recipe[name] or {}), **value} if value else None
+            for name, value in sections.items()
+        }
+        state.check_resumable(
+            where="there",
+            world_size=1,
+            zero_stage=state.zero_stage,
+            recipe={**recipe, **changed},
+            parts=state.parts,
+            transformer_config=state.transformer_config,
+            data_fingerprint=state.data_fingerprint,
+        )
+
+    resume()
+    resume(model={"path": f"/moved/{tiny_pipeline.name}"})
+    resume(lora={"init_from": "anything"})
+    for sections, words in (
+        ({"lora": {"targets": "attention"}}, "lora.targets=attention must equal the checkpoint's all-linear"),
+        ({"lora": {"alpha": 8.0}}, "lora.alpha=8.0"),
+        ({"lora": {"rank": 8}}, "lora.rank=8"),
+        ({"lora": None}, "lora.rank=None"),
+        ({"model": {"path": "/another/model"}}, "model.path=model"),
+        ({"model": {"init": "random"}}, "model.init=random"),
+        ({"model": {"merge_loras": [{"path": "x", "scale": 1.0}]}}, "model.merge_loras="),
+        ({"model": {"freeze": ["*.bias"]}}, "model.freeze="),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            resume(**sections)
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_frozen_weights_are_in_the_checkpoint_of_every_stage(
+    stage: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    settings = ("model.trainable=['blocks.*.attn*']", "train.max_steps=1")
+    worlds[2].run(run_job, tiny_pipeline, tmp_path, settings, zero(stage))
+    after, before = load_exported_state(tmp_path), load_weights(tiny_pipeline)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before if ".attn" not in name)
+
+
+def test_merging_into_a_base_of_bf16_loses_nothing(tiny_pipeline: Path, start: Path, tmp_path: Path):
+    """Rounded to bf16 a small update is gone; training and export must merge in fp32."""
+    from safetensors.torch import load_file
+
+    from wands.config import MergeSection
+    from wands.model.loading import load_transformer
+    from wands.model.lora import MergedLoras
+    from wands.variants import Expert
+
+    folder = tmp_path / "bf16"
+    shutil.copytree(tiny_pipeline, folder)
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    base = {name: value.bfloat16() for name, value in load_file(file).items()}
+    save_file(base, file)
+    merged = MergedLoras.load(
+        [MergeSection(path=str(start), scale=1e-3)], Expert("", "transformer", (0.0, 1.0))
+    )
+    model = dict(load_transformer(folder, merge=merged).named_parameters())
+    for name in ("blocks.0.attn1.to_q.weight", "proj_out.weight"):
+        update = merged(name, torch.zeros_like(model[name]))
+        torch.testing.assert_close(model[name] - base[name].float(), update, rtol=1e-3, atol=1e-7)
+
+
+def test_a_lora_of_one_expert_is_not_given_to_the_other(tmp_path: Path):
+    from wands.model.lora import load_lora
+    from wands.variants import VARIANTS
+
+    high, low = VARIANTS["wan2.2-t2v-a14b"].experts
+    pairs = {"blocks.0.attn1.to_q": LoraPair(torch.ones(2, 4), torch.ones(4, 2))}
+    for name, part in (("high_noise", "transformer"), ("own", "transformer_2")):
+        (tmp_path / name).mkdir()
+        save_file(lora_to_diffusers({part: pairs}), tmp_path / name / LORA_FILE)
+    assert load_lora(tmp_path, high, "lora.init_from").keys() == pairs.keys()
+    with pytest.raises(ConfigError, match="no LoRA of the low-noise expert"):
+        load_lora(tmp_path, low, "lora.init_from")
+    assert load_lora(tmp_path / "own", low, "lora.init_from").keys() == pairs.keys()
+    with pytest.raises(ConfigError, match="holds a LoRA of transformer_2, not of transformer"):
+        load_lora(tmp_path / "own", high, "lora.init_from")
+    for name, value in (("high", 1.0), ("low", 2.0)):  # as pairs of LoRAs are published
+        named = {"blocks.0.attn1.to_q": LoraPair(value * torch.ones(2, 4), torch.ones(4, 2))}
+        (tmp_path / "pair").mkdir(exist_ok=True)
+        save_file(
+            lora_to_diffusers({"transformer": named}), tmp_path / "pair" / f"{name}_noise_model.safetensors"
+        )
+    for expert, value in ((high, 1.0), (low, 2.0)):
+        [pair] = load_lora(tmp_path / "pair", expert, "lora.init_from").values()
+        assert float(pair.down[0, 0]) == value
+
+
+def test_targets_that_choose_nothing(tiny_pipeline: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"lora\.targets=\[\] chooses no layer"):
+        make_job(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.targets=[]"), world_size=1)

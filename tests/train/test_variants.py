@@ -11,6 +11,7 @@ import torch
 
 from tests.train.runs import losses, make_job, run_job, weights
 from tests.train.steps import Grid, optimizer_step, stock_gradients, worst, zero
+from tests.train.test_sources import write_cache
 from tests.world import WorldPool
 from wands.errors import ConfigError
 from wands.train import job as job_module
@@ -72,6 +73,31 @@ def test_tokens_of_given_frames_are_neither_trained_nor_counted(
     assert error <= TOLERANCE
 
 
+def test_of_sources_visited_in_part_the_rows_visited_count(pipelines: dict[str, Path], tmp_path: Path):
+    """A mean over all rows would be wrong here, negative even."""
+    model, sources = pipelines["wan2.2-ti2v-5b"], []
+    for name, names, repeat in (("a", "abcdefghij", 0.1), ("b", "klmnopqrst", 1.0)):
+        write_cache(tmp_path / name, model, names, seed=1)
+        sources.append(f"{{path: {tmp_path / name}, repeat: {repeat}}}")
+    settings = (
+        "data.mock=null",
+        f"data.sources=[{', '.join(sources)}]",
+        "loss.reduction=token",
+        "flow.i2v_ratio=1.0",
+    )
+    job = make_job(model, tmp_path, settings, world_size=1)
+    for epoch in (0, 3):
+        first, end = (job.sampler.first_step(number) for number in (epoch, epoch + 1))
+        plans = [job.sampler.step_plan(step) for step in range(first, end)]
+        mean = sum(job.count(plan) for plan in plans) / len(plans)
+        assert [job.denominator(plan) for plan in plans] == pytest.approx([mean] * len(plans))
+
+
+def test_first_frames_are_for_models_that_take_them(tiny_pipeline: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"flow\.i2v_ratio=0\.3 is for TI2V models"):
+        make_job(tiny_pipeline, tmp_path, ("flow.i2v_ratio=0.3",), world_size=1)
+
+
 # ---- two experts
 
 
@@ -98,6 +124,8 @@ def test_both_experts_are_two_runs_of_one(
     both, high, low = run("both", "both"), run("high", "high"), run("low", "low")
     assert [row["loss_high"] for row in both] == losses(high) == [row["loss_high"] for row in high]
     assert [row["loss_low"] for row in both] == losses(low)
+    for name, alone in (("high", high), ("low", low)):
+        assert [row[f"grad_norm_{name}"] for row in both] == [row["grad_norm"] for row in alone]
     assert [row["loss"] for row in both] == [
         (a + b) / 2 for a, b in zip(losses(high), losses(low), strict=True)
     ]

@@ -67,6 +67,10 @@ def export(
     partial, old = (out.with_name(f"{out.name}.{suffix}") for suffix in ("tmp", "old"))
     _check_out(out, old)
     lora = lora_of(state)
+    if lora is not None and not merge and (base is not None or not link):
+        raise ConfigError(
+            "--base and --copy are for whole pipelines, and this run trained a LoRA; leave them out or add --merge."
+        )
     if merge and lora is None:
         raise ConfigError(f"--merge is for LoRA runs, and {checkpoint} is none; leave it out.")
     try:
@@ -178,7 +182,8 @@ def _link_or_copy(source: str, target: str) -> str:
 def _check_base(base_dir: Path, state: TrainState) -> None:
     if not (base_dir / "model_index.json").is_file():
         raise ConfigError(
-            f"--base {base_dir} has no model_index.json; give a diffusers pipeline folder or Hub id."
+            f"--base {base_dir} has no model_index.json; give --base with a diffusers pipeline folder or Hub id (wands convert "
+            "makes one of an official repository)."
         )
     ours = {k: v for k, v in state.transformer_config.items() if not k.startswith("_")}
     for part in state.parts:

@@ -193,6 +193,10 @@ class PlanSampler:
             occurrence_of=self._occurrence_of,
         )
 
+    def rows(self, epoch: int) -> np.ndarray | None:
+        """The rows that an epoch visits, int64; None for all of them."""
+        return None if self._visits is None else self._visits.rows(epoch)
+
     def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
         """The steps from `start_step` to the end of the run."""
         return (self.step_plan(step) for step in range(start_step, self.total_steps))

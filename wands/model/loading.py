@@ -109,7 +109,8 @@ def load_transformer(
         else:
             with _Weights(path, folder) as weights:
                 weights.check_fit(model)
-                _fill(model, lambda name, _: merge(name, weights.read(name)), dtype)
+                # In fp32 before anything is merged: a small update is lost in the rounding of a bf16 file.
+                _fill(model, lambda name, _: merge(name, weights.read(name).to(torch.float32)), dtype)
     num_params = sum(torch.Size(_shape(p)).numel() for p in model.parameters())
     logger.info("model.path=%s: %.1f M parameters, %s", path, num_params / 1e6, init)
     return model
@@ -329,7 +330,7 @@ def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
     if owner.rpartition(".")[2].startswith("norm"):
         return torch.ones(shape) if leaf == "weight" else torch.zeros(shape)
-    if leaf == "bias" or owner == "proj_out":
+    if leaf in ("bias", "pos_embed") or owner == "proj_out":
         return torch.zeros(shape)
     if "text_embedder" in owner or "time_embedder" in owner:
         return torch.randn(shape, generator=generator) * 0.02

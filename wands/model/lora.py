@@ -108,6 +108,8 @@ def check_lora(model: nn.Module, lora: LoraSection, start: Mapping[str, LoraPair
         ConfigError: as `add_lora`.
     """
     targets = find_targets(model, lora.targets)
+    if not targets:
+        raise ConfigError(f"lora.targets={lora.targets} chooses no layer; leave it out or name some.")
     _check_start(targets, lora, start or {})
     return sum(lora.rank * (linear.in_features + linear.out_features) for linear in targets.values())
 
@@ -141,9 +143,11 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]
     loras = read_lora(state, alphas=alphas, where=f"{key}={file}")
     if expert.part in loras:
         return loras[expert.part]
-    if len(loras) == 1 and expert.name:  # a file of one expert does not say which
-        return next(iter(loras.values()))
-    raise ConfigError(f"{key}={file} holds a LoRA of {', '.join(loras)}, not of {expert.part}.")
+    if list(loras) == ["transformer"] and expert.name:  # most files of one expert do not say which
+        return loras["transformer"]
+    raise ConfigError(
+        f"{key}={file} holds a LoRA of {', '.join(loras)}, not of {expert.part}; give that one's, or set model.experts."
+    )
 
 
 def load_start(lora: LoraSection, expert: Expert) -> dict[str, LoraPair] | None:
@@ -193,12 +197,20 @@ class MergedLoras:
 
 
 def _find_file(path: Path, expert: Expert, key: str) -> Path:
-    own = path / f"{expert.name}_noise"
-    folder = own if expert.name and own.is_dir() else path
+    own, folder = path / f"{expert.name}_noise", path
+    if expert.name and any((path / name).is_dir() for name in ("high_noise", "low_noise")):
+        if not own.is_dir():
+            raise ConfigError(
+                f"{key}={path} holds no LoRA of the {expert.name}-noise expert; set model.experts to the one that it holds."
+            )
+        folder = own
     if folder.is_dir():
         files = [folder / name for name in _FILES if (folder / name).is_file()] or sorted(
             folder.glob("*.safetensors")
         )
+        # How pairs of LoRAs are published: a file for each expert, named after it.
+        named = [file for file in files if f"{expert.name}_noise" in file.name.lower()] if expert.name else []
+        files = named or files
         if len(files) != 1:
             raise ConfigError(
                 f"{key}={folder} holds {len(files)} safetensors files and should hold one; name the file."

@@ -278,4 +278,15 @@ def load_exported_state(where: Path, part: str = "transformer") -> dict[str, tor
         lazy = get_fp32_state_dict_from_zero_checkpoint(
             str(checkpoint), tag=part, exclude_frozen_parameters=adapters_only, lazy_mode=True
         )
-        return {name: tensor.contiguous().clone() for name, tensor in lazy.items()}
+        weights = {name: tensor.contiguous().clone() for name, tensor in lazy.items()}
+    if (
+        state.zero_stage == 1 and not adapters_only
+    ):  # DeepSpeed keeps frozen weights apart only from stage 2 on
+        whole = torch.load(
+            checkpoint / part / "mp_rank_00_model_states.pt",
+            map_location="cpu",
+            weights_only=False,
+            mmap=True,
+        )["module"]
+        weights = {name: weights.get(name, tensor.float()) for name, tensor in whole.items()}
+    return weights

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from wands.config import Recipe
+from wands.config import FlowSection, Recipe
 from wands.data.collate import PackingCollator
 from wands.data.packing import assign_bins
 from wands.data.patchify import grid_size
@@ -89,13 +89,21 @@ class Job:
         text = "".join([f"{key}\0{length}\n" for key, length in rows])
         if isinstance(self.data, Sources):
             text += repr([str(repeat) for repeat in self.data.visits.repeats])
+        if self.recipe.packing.buffer_size is not None:  # windows follow the places in the shards
+            text += hashlib.sha256(np.ascontiguousarray(self.data.places).tobytes()).hexdigest()
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     def step_flops(self, bins: Sequence[Sequence[int]]) -> int:
-        """Matmul FLOPs of one step: of each expert forward once, backward twice that."""
+        """Matmul FLOPs of one step: of each expert forward once, backward twice that.
+
+        Weights that are frozen have no gradient of their own, a third of their linear layers' work.
+        """
         lens = self.seq_lens
         forward = sum(self.shape.forward_flops([int(lens[i]) for i in one]) for one in bins)
-        return 3 * len(self.experts) * forward
+        squares = sum(int(lens[i]) ** 2 for one in bins for i in one)
+        linear = forward - squares * self.shape.attention_flops_per_squared_token()
+        frozen = 1.0 - min(self.num_trained / self.shape.num_params, 1.0)
+        return len(self.experts) * (3 * forward - round(frozen * linear))
 
     def denominator(self, plan: StepPlan) -> float:
         """What the summed loss of a step is divided by for its gradient: see `StepPlan.denominators`.
@@ -104,14 +112,16 @@ class Job:
         it is the mean, so that every step of the epoch has the same denominator.
         """
         value = plan.denominators[self.recipe.loss.reduction]
-        if self.recipe.loss.reduction == "token" and self._mean_first_frame:
-            value -= self.recipe.flow.i2v_ratio * self._mean_first_frame * plan.denominators["sample"]
+        if self.recipe.loss.reduction == "token" and self._gives_first_frames:
+            rows = self.sampler.rows(plan.epoch)
+            mean = float((self._first_frames if rows is None else self._first_frames[rows]).mean())
+            value -= self.recipe.flow.i2v_ratio * mean * plan.denominators["sample"]
         return value
 
     def count(self, plan: StepPlan) -> float:
         """What the summed loss of a step is divided by to be its mean: its own samples, or its trained tokens."""
         value = plan.counts[self.recipe.loss.reduction]
-        if self.recipe.loss.reduction == "token" and self._mean_first_frame:
+        if self.recipe.loss.reduction == "token" and self._gives_first_frames:
             for one in plan.bins:
                 for i, occurrence in zip(one, plan.occurrences(one), strict=True):
                     key = SampleKey(self.data.keys[i], occurrence, plan.epoch)
@@ -119,14 +129,16 @@ class Job:
                     value -= self.collator.clean_len(key, grid)
         return value
 
+    @property
+    def _gives_first_frames(self) -> bool:
+        return "first_frame" in self.variant.conditions
+
     @cached_property
-    def _mean_first_frame(self) -> float:
-        """Tokens of a sample's first frame, on average, where a first frame may be given and more than it is there."""
-        if "first_frame" not in self.variant.conditions:
-            return 0.0
+    def _first_frames(self) -> np.ndarray:
+        """Tokens of every row's first frame, int64; 0 where there is nothing but it."""
         shapes = (self.data.latent_shape(i) for i in range(len(self.data.keys)))
-        grids = [grid_size(shape, self.shape.patch_size) for shape in shapes]
-        return sum(rows * columns for frames, rows, columns in grids if frames > 1) / len(grids)
+        grids = (grid_size(shape, self.shape.patch_size) for shape in shapes)
+        return np.array([rows * columns if frames > 1 else 0 for frames, rows, columns in grids], np.int64)
 
     def imbalance(self, bins: Sequence[tuple[int, ...]]) -> float:
         """Cost of the slowest rank over the mean, summed over the micro steps of one optimizer step."""
@@ -189,6 +201,10 @@ def prepare_job(
         seed=recipe.train.seed,
         fingerprint=lambda: encoders(recipe.model.path),
     )
+    if "first_frame" not in variant.conditions and recipe.flow.i2v_ratio != FlowSection().i2v_ratio:
+        raise ConfigError(
+            f"flow.i2v_ratio={recipe.flow.i2v_ratio} is for TI2V models, and {variant.name} is none; leave it out."
+        )
     visits = data.visits if isinstance(data, Sources) else None
     if recipe.model.init == "pretrained":
         for expert in experts:

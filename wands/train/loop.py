@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -96,7 +97,7 @@ def train(
                     device,
                     losses=losses,
                     lr=lr,
-                    grad_norm=max(result.grad_norm for result in results),
+                    grad_norms=[result.grad_norm for result in results],
                     seconds=seconds,
                     data_wait=data_wait,
                 )
@@ -170,19 +171,20 @@ def _report(
     *,
     losses: Sequence[float],
     lr: float,
-    grad_norm: float,
+    grad_norms: Sequence[float],
     seconds: float,
     data_wait: float,
 ) -> StepReport:
     tflops = job.step_flops(plan.bins) / seconds / job.world_size / 1e12
     peak = peak_tflops(device)
     used = sum(1 for one in plan.bins if one)
+    names = [expert.name for expert in job.experts]
     return StepReport(
         step=plan.step + 1,
         epoch=plan.epoch,
         loss=sum(losses) / len(losses),
         lr=lr,
-        grad_norm=grad_norm,
+        grad_norm=max(grad_norms),
         tokens=plan.num_tokens,
         samples=plan.num_samples,
         seconds=seconds,
@@ -191,9 +193,8 @@ def _report(
         mfu=tflops / peak if peak else None,
         fill=plan.num_tokens / (used * job.recipe.packing.max_tokens),
         imbalance=job.imbalance(plan.bins),
-        expert_losses={
-            expert.name: loss for expert, loss in zip(job.experts, losses, strict=True) if expert.name
-        },
+        expert_losses=dict(zip(names, losses, strict=True)) if all(names) else {},
+        expert_norms=dict(zip(names, grad_norms, strict=True)) if all(names) else {},
     )
 
 
@@ -208,12 +209,18 @@ def build_state(job: Job, step: int, epoch: int, history: list[tuple[int, float]
         parts=[expert.part for expert in job.experts],
         transformer_config=job.transformer_config,
         data_fingerprint=job.data_fingerprint(),
-        data_summary={"num_samples": len(job.data.keys), "num_tokens": int(job.seq_lens.sum())},
+        data_summary=_summarize_data(job),
         recipe=job.recipe.model_dump(mode="json"),
         base=job.recipe.model.path,
         loss=thin(history),
         files={},
     )
+
+
+def _summarize_data(job: Job) -> dict[str, int]:
+    """Clips and their tokens, each counted once however often an epoch visits it."""
+    _, first = np.unique(np.array(job.data.keys, dtype=object).astype(str), return_index=True)
+    return {"num_samples": len(first), "num_tokens": int(job.seq_lens[first].sum())}
 
 
 class _SampleLog:

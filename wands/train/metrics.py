@@ -58,6 +58,7 @@ class StepReport:
         fill: tokens / (bins x packing.max_tokens).
         imbalance: cost of the busiest rank / mean cost, summed over micro steps.
         expert_losses: the loss of each expert that is trained, by its name; empty for a model of one DiT.
+        expert_norms: its `grad_norm`, likewise.
     """
 
     step: int
@@ -74,6 +75,7 @@ class StepReport:
     fill: float
     imbalance: float
     expert_losses: dict[str, float] = field(default_factory=dict)
+    expert_norms: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -121,6 +123,7 @@ class MetricsWriter:
         self.history.append((report.step, report.loss))
         row = asdict(report) | {"tokens_per_second": report.tokens_per_second}
         experts = {f"loss_{name}": loss for name, loss in row.pop("expert_losses").items()}
+        experts |= {f"grad_norm_{name}": norm for name, norm in row.pop("expert_norms").items()}
         self._rows.write(json.dumps(row | experts) + "\n")
         self._rows.flush()
         groups = {"loss": "train", "lr": "train", "grad_norm": "train", "epoch": "train"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import PurePath
 from typing import Any
 
 from wands.errors import CheckpointError
@@ -15,6 +16,20 @@ _POSITION_KEYS = (
     "packing.level_bins",
     "packing.buffer_size",
 )
+
+
+def _what_is_trained(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> values in two recipes that decide what is trained, and of a LoRA on which base, which its checkpoint lacks."""
+    names = ["lora.rank", "lora.alpha", "lora.targets", "model.trainable", "model.freeze"]
+    if theirs.get("lora"):
+        names += ["model.path", "model.init", "model.merge_loras"]
+
+    def value(recipe: dict[str, Any], name: str) -> Any:
+        section, key = name.split(".")
+        found = (recipe.get(section) or {}).get(key)
+        return PurePath(found).name if name == "model.path" and found else found or None  # a folder may move
+
+    return {name: (value(ours, name), value(theirs, name)) for name in names}
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,13 @@ class TrainState:
                 f"--resume {where}: model.path is another model than the checkpoint's ({', '.join(changed)} differ); set it "
                 f"back to {self.base}."
             )
+        for name, (ours, theirs) in _what_is_trained(recipe, self.recipe).items():
+            if ours != theirs:
+                raise CheckpointError(
+                    f"--resume {where}: {name}={ours} must equal the checkpoint's {theirs}, or its weights would come to other "
+                    "places or stand on another base; set it back, or export the checkpoint and start a new run (a LoRA goes on "
+                    "with lora.init_from)."
+                )
         if data_fingerprint != self.data_fingerprint:
             raise CheckpointError(
                 f"--resume {where}: the data has changed (fingerprint {data_fingerprint}, checkpoint {self.data_fingerprint}); "
