@@ -67,14 +67,6 @@ def test_an_empty_bin_is_one_zero_token_of_no_weight():
     assert shard.meta.positions.tolist() == [[0, 0, 0]]
 
 
-def test_split_gives_what_packing_each_sample_alone_gives():
-    pack = collator(cfg_dropout=0.5)
-    for one, alone in zip(pack(THREE, [0, 0, 0], 0).split(), (pack([s], [0], 0) for s in THREE), strict=True):
-        for name in ("tokens", "cu_seqlens", "grid_sizes", "text_embeds", "cu_seqlens_text", "weights"):
-            assert torch.equal(getattr(one, name), getattr(alone, name)), name
-        assert one.keys == alone.keys
-
-
 def test_the_shard_of_a_lone_rank_is_the_whole_batch():
     batch = collator()(THREE, [0, 0, 0], 0)
     shard = batch.shard(ContextLayout.build(batch.seq_lens)).to("cpu")

@@ -148,31 +148,6 @@ class PackedBatch:
         """Text tokens of each sample, trimmed."""
         return tuple(self.cu_seqlens_text.diff().tolist())
 
-    def split(self) -> list[PackedBatch]:
-        """One batch per sample, for running a bin without packing."""
-        tokens = self.tokens.split(self.seq_lens)
-        texts = self.text_embeds.split(self.text_lens)
-        conditions = (
-            [None] * len(self.keys)
-            if self.condition_tokens is None
-            else self.condition_tokens.split(self.seq_lens)
-        )
-        return [
-            PackedBatch(
-                tokens=tokens[i],
-                cu_seqlens=_cu_seqlens([len(tokens[i])]),
-                grid_sizes=self.grid_sizes[i : i + 1],
-                text_embeds=texts[i],
-                cu_seqlens_text=_cu_seqlens([len(texts[i])]),
-                keys=self.keys[i : i + 1],
-                weights=self.weights[i : i + 1],
-                clean_lens=self.clean_lens[i : i + 1],
-                condition_tokens=conditions[i],
-                image_embeds=None if self.image_embeds is None else self.image_embeds[i : i + 1],
-            )
-            for i in range(len(self.keys))
-        ]
-
     def shard(self, layout: ContextLayout) -> Shard:
         """The part of the batch that `layout` gives this rank.
 
