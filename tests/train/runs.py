@@ -102,7 +102,9 @@ def release(engine: Any) -> None:
 
     engine.destroy()
     parameter_offload.FWD_MODULE_STACK.clear()  # ZeRO-3 puts every model there and takes none away
-    torch.nn.functional.linear = _LINEAR  # it puts its own in the place of torch's, with other roundings in bf16
+    torch.nn.functional.linear = (
+        _LINEAR  # it puts its own in the place of torch's, with other roundings in bf16
+    )
     del engine
     gc.collect()
 
