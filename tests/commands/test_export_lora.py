@@ -18,7 +18,7 @@ from tests.train.steps import zero
 from wands.commands.export import EXPORT_FILE, export
 from wands.commands.export_lora import COMFYUI_FILE
 from wands.errors import ConfigError
-from wands.model.lora import LORA_FILE
+from wands.model.lora_files import LORA_FILE
 from wands.train.weights import load_full_weights
 from wands.variants import TEXT_LEN
 

@@ -15,7 +15,8 @@ from tests.train.steps import Grid, optimizer_step, worst, zero
 from tests.world import WorldPool
 from wands.errors import CheckpointError, ConfigError
 from wands.model.loading import build_empty, load_weights
-from wands.model.lora import LORA_FILE, find_targets
+from wands.model.lora import find_targets
+from wands.model.lora_files import LORA_FILE
 from wands.model.lora_keys import LoraPair, lora_to_diffusers
 from wands.train.checkpoint import load_exported_state
 

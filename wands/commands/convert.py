@@ -28,7 +28,7 @@ from wands.errors import ConfigError, WandsError
 from wands.files import publish
 from wands.model.encoder_names import LATENTS_22
 from wands.model.hub import fetch_model
-from wands.model.lora import LORA_FILE
+from wands.model.lora_files import EXPERT_NAMES, LORA_FILE
 from wands.model.lora_keys import PEFT_FILE, is_lora
 from wands.model.names import EXPERTS
 from wands.model.official import DIT_STEM, EXPERT_FOLDERS, boundary_of, to_official_config
@@ -262,11 +262,7 @@ class _Job:
         if part.name in EXPERTS:
             variant = self.variant
             assert variant is not None
-            side = (
-                {EXPERTS[0]: "_high_noise", EXPERTS[1]: "_low_noise"}[part.name]
-                if EXPERTS[1] in self.parts
-                else ""
-            )
+            side = f"_{EXPERT_NAMES[part.name]}" if EXPERTS[1] in self.parts else ""
             path = self.out / "diffusion_models" / f"{variant.name.replace('-', '_')}{side}.safetensors"
         else:
             path = self.out / "vae" / ("wan2.2_vae" if converted.config.get("z_dim") == 48 else "wan_2.1_vae")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wands.config import LoraSection
 from wands.errors import CheckpointError
-from wands.model.lora import LORA_FILE
+from wands.model.lora_files import EXPERT_NAMES, LORA_FILE
 from wands.model.lora_keys import LoraPair, lora_to_comfyui, lora_to_diffusers
 from wands.train.state import TrainState
 from wands.train.weights import load_lora_of
@@ -36,10 +36,9 @@ def write_lora(step_dir: Path, state: TrainState, lora: LoraSection, out: Path, 
     Raises:
         CheckpointError: the LoRA is not finite, or what was written does not come back as it is.
     """
-    names = {"transformer": "high_noise", "transformer_2": "low_noise"}
     in_folders = state.recipe["model"].get("experts") is not None or len(state.parts) == 2
     for part in state.parts:
-        folder = out / names[part] if in_folders else out
+        folder = out / EXPERT_NAMES[part] if in_folders else out
         folder.mkdir(parents=True, exist_ok=True)
         pairs = {
             module: LoraPair(pair.down.to(dtype), pair.folded().up.to(dtype))

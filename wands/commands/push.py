@@ -20,12 +20,12 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from wands import __version__
-from wands.commands.inference.adapters import EXPERT_FOLDERS
 from wands.commands.plots import save_loss_plot
 from wands.commands.publishing import model_card
 from wands.commands.publishing.hub_repo import RETRY_WAITS, Hub, connect, open_repository
 from wands.errors import WandsError
 from wands.files import atomic_path
+from wands.model.lora_files import EXPERT_NAMES
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def _check_contents(directory: Path) -> model_card.Contents:
 
 def _find_loras(directory: Path) -> Iterator[model_card.LoraFile]:
     """The LoRAs that diffusers loads by its own keys, of the folder and of those of the two experts in it."""
-    for folder, own in (("", "transformer"), *EXPERT_FOLDERS.items()):
+    for folder, own in (("", "transformer"), *((name, part) for part, name in EXPERT_NAMES.items())):
         for path in sorted((directory / folder).glob("*.safetensors")):
             try:
                 with safe_open(path, framework="pt") as file:

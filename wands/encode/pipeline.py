@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
+from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from wands.errors import ConfigError
+from wands.model.hub import fetch_model
 from wands.model.loading import load_index
 from wands.variants import Variant, variant_of
 
@@ -83,22 +84,10 @@ def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES)
     Raises:
         ConfigError: there is no such model, or it lacks the part.
     """
-    name = str(model)
-    if name and Path(name).is_dir():
-        root = Path(name)
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
-        try:
-            root = Path(snapshot_download(name, allow_patterns=[f"{part}/{pattern}" for pattern in patterns]))
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise ConfigError(
-                f"model={name} is no folder here and could not be fetched from the Hub "
-                f"({' '.join(str(error).split())[:200]}); check the name, the network and your access."
-            ) from None
-    else:
-        raise ConfigError(f"model={name!r} is neither a folder nor a Hub id; give one of them.")
+    root = fetch_model(model, key="model", allow=[f"{part}/{pattern}" for pattern in patterns])
     if not (root / part).is_dir():
         raise ConfigError(
-            f"model={name} has no {part} folder; give a complete Wan pipeline in diffusers layout, which wands convert makes "
+            f"model={model} has no {part} folder; give a complete Wan pipeline in diffusers layout, which wands convert makes "
             "of an official one."
         )
     return root / part
@@ -172,8 +161,19 @@ def _fingerprint_vae(model: str, folder: Path) -> dict[str, str]:
 def _fingerprint_text_encoder(model: str, folder: Path) -> dict[str, str]:
     from transformers import UMT5Config
 
-    config = UMT5Config.from_dict(read_json(folder / "config.json"))
-    kept = {key: getattr(config, key) for key in TEXT_KEYS}
+    return _fingerprint_encoder(model, folder, UMT5Config, TEXT_KEYS)
+
+
+def _fingerprint_image_encoder(model: str, folder: Path) -> dict[str, str]:
+    from transformers import CLIPVisionConfig
+
+    return _fingerprint_encoder(model, folder, CLIPVisionConfig, CLIP_KEYS)
+
+
+def _fingerprint_encoder(model: str, folder: Path, kind: Any, keys: Sequence[str]) -> dict[str, str]:
+    """Of an encoder of transformers: `kind` knows the defaults of keys that its config leaves out."""
+    config = kind.from_dict(read_json(folder / "config.json"))
+    kept = {key: getattr(config, key) for key in keys}
     return {
         "config_sha256": _sha256(kept),
         "weights_sha256": _weights_sha256(model, folder, "model.safetensors"),
@@ -188,17 +188,6 @@ def _fingerprint_tokenizer(model: str, folder: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model={model} has a tokenizer that does not load ({_brief(error)}).") from None
     return {"vocabulary_sha256": _sha256([sorted(tokenizer.get_vocab().items()), tokenizer(PROBE).input_ids])}
-
-
-def _fingerprint_image_encoder(model: str, folder: Path) -> dict[str, str]:
-    from transformers import CLIPVisionConfig
-
-    config = CLIPVisionConfig.from_dict(read_json(folder / "config.json"))
-    kept = {key: getattr(config, key) for key in CLIP_KEYS}
-    return {
-        "config_sha256": _sha256(kept),
-        "weights_sha256": _weights_sha256(model, folder, "model.safetensors"),
-    }
 
 
 def _fingerprint_image_processor(model: str, folder: Path) -> dict[str, str]:

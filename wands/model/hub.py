@@ -31,7 +31,7 @@ def fetch_model(
         ConfigError: neither a folder nor a Hub id, or the Hub does not give it.
     """
     name = str(path)
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():  # "" is a folder too, for pathlib: the one that we are in
         return Path(name)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).exists():
         raise ConfigError(f"{key}={name} is neither a folder nor a Hub id; give one of them.")

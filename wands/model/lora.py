@@ -19,14 +19,12 @@ from torch import Tensor, nn
 
 from wands.config import LoraSection, MergeSection
 from wands.errors import CheckpointError, ConfigError
+from wands.model.lora_files import find_lora_file
 from wands.model.lora_keys import LoraPair, alphas_of, read_lora
 from wands.model.transformer import Fp32Linear
 from wands.variants import Expert
 
 ADAPTER = "default"
-LORA_FILE = "pytorch_lora_weights.safetensors"
-"""diffusers' name of the file in a folder."""
-_FILES = (LORA_FILE, "adapter_model.safetensors")
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj")
 _FFN = ("ffn.net.0.proj", "ffn.net.2")
 
@@ -125,7 +123,7 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]
     """Read a LoRA file of any known layout.
 
     Args:
-        path: the file; a folder with one; or a folder with a sub-folder for each expert, as `wands export` writes it.
+        path: see `wands.model.lora_files.find_lora_file`.
         expert: whose LoRA is wanted.
         key: what the user calls it, for errors.
 
@@ -133,7 +131,7 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]
         ConfigError: there is no such file, or it holds another expert's.
         CheckpointError: it is damaged, or no LoRA of Wan.
     """
-    file = _find_file(Path(path), expert, key)
+    file = find_lora_file(Path(path), key, expert.part if expert.name else None)
     try:
         with safe_open(file, framework="pt") as opened:
             state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a dict
@@ -194,31 +192,6 @@ class MergedLoras:
         if leaf != "weight" or not found:
             return weight
         return sum((scale * pair.delta() for scale, pair in found), weight.double()).to(weight.dtype)
-
-
-def _find_file(path: Path, expert: Expert, key: str) -> Path:
-    own, folder = path / f"{expert.name}_noise", path
-    if expert.name and any((path / name).is_dir() for name in ("high_noise", "low_noise")):
-        if not own.is_dir():
-            raise ConfigError(
-                f"{key}={path} holds no LoRA of the {expert.name}-noise expert; set model.experts to the one that it holds."
-            )
-        folder = own
-    if folder.is_dir():
-        files = [folder / name for name in _FILES if (folder / name).is_file()] or sorted(
-            folder.glob("*.safetensors")
-        )
-        # How pairs of LoRAs are published: a file for each expert, named after it.
-        named = [file for file in files if f"{expert.name}_noise" in file.name.lower()] if expert.name else []
-        files = named or files
-        if len(files) != 1:
-            raise ConfigError(
-                f"{key}={folder} holds {len(files)} safetensors files and should hold one; name the file."
-            )
-        return files[0]
-    if not folder.is_file() or folder.suffix != ".safetensors":
-        raise ConfigError(f"{key}={path} is no safetensors file and no folder with one; give a LoRA.")
-    return folder
 
 
 def _check_start(targets: Mapping[str, nn.Linear], lora: LoraSection, start: Mapping[str, LoraPair]) -> None:

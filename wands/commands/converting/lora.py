@@ -9,10 +9,9 @@ from torch import Tensor
 
 from wands.commands.converting.parts import Row
 from wands.errors import CheckpointError
-from wands.model.lora import LORA_FILE
+from wands.model.lora_files import EXPERT_NAMES, LORA_FILE
 from wands.model.lora_keys import LoraPair, alphas_of, lora_to_comfyui, lora_to_diffusers, read_lora
 from wands.model.names import EXPERTS
-from wands.model.official import EXPERT_FOLDERS
 from wands.model.tensor_files import Entry, TensorFiles, as_bytes, write_safetensors
 
 
@@ -72,7 +71,7 @@ def _keys(pairs: dict[str, LoraPair], to: str) -> dict[str, Tensor]:
 
 
 def _file_name(source: Path, to: str, expert: str, several: bool) -> str:
-    side = EXPERT_FOLDERS[expert].removesuffix("_model") + "_" if several else ""
+    side = EXPERT_NAMES[expert] + "_" if several else ""
     return f"{side}{LORA_FILE}" if to == "diffusers" else f"{side}{source.stem}.safetensors"
 
 

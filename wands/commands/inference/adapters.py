@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from wands.errors import CheckpointError, ConfigError
-from wands.model.lora_keys import lora_to_diffusers, read_lora
+from wands.model.lora_files import find_lora_file, parts_in
+from wands.model.lora_keys import PEFT_FILE, lora_to_diffusers, read_lora
 
 log = logging.getLogger(__name__)
-NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
-"""diffusers' and PEFT's names of the file in a folder."""
-EXPERT_FOLDERS = {"high_noise": "transformer", "low_noise": "transformer_2"}
-"""Where `wands export` puts the LoRAs of two experts, and which is for which."""
 PEFT_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -58,19 +55,17 @@ def find_loras(lora: Sequence[str | Path], lora_2: Sequence[str | Path] = ()) ->
     found += [_parse(str(text), "transformer_2") for text in lora_2]
     for one in found:
         if Path(one.path).exists():
-            _file_of(one)
+            find_lora_file(Path(one.path), one.key)
         elif not _HUB_ID.fullmatch(one.path):
             raise ConfigError(f"{one.key}={one.path} does not exist; give a LoRA's folder, file or Hub id.")
     return found
 
 
 def _by_expert(lora: Lora) -> list[Lora]:
-    """Those of two experts where a folder holds each in one of its own."""
-    folders = {name: Path(lora.path) / name for name in EXPERT_FOLDERS}
+    """Those of two experts where a folder holds one for each."""
+    path = Path(lora.path)
     own = [
-        replace(lora, path=str(folder), part=EXPERT_FOLDERS[name])
-        for name, folder in folders.items()
-        if folder.is_dir()
+        replace(lora, path=str(find_lora_file(path, lora.key, part)), part=part) for part in parts_in(path)
     ]
     return own or [lora]
 
@@ -88,20 +83,6 @@ def _parse(text: str, part: str) -> Lora:
             f"{Lora(path, part).key}={text} must end in a number; write PATH or PATH=SCALE, such as PATH=0.8."
         )
     return Lora(path, part, value)
-
-
-def _file_of(lora: Lora) -> Path:
-    path = Path(lora.path)
-    if path.is_file():
-        if path.suffix != ".safetensors":  # a pickle runs whatever its author wrote into it
-            raise ConfigError(f"{lora.key}={path} must be a .safetensors file; convert it.")
-        return path
-    files = sorted(path.glob("*.safetensors"))
-    named = [path / name for name in NAMES if (path / name).is_file()]
-    if not named and len(files) != 1:
-        several = f"{len(files)} .safetensors files" if files else "no .safetensors file"
-        raise ConfigError(f"{lora.key}={path} holds {several} and no {NAMES[0]}; name the file.")
-    return (named or files)[0]
 
 
 def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
@@ -137,13 +118,13 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 
 def _read(pipeline: Any, lora: Lora) -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
     """Part of the pipeline -> its tensors and its LoraConfig, both keyed as for "transformer"."""
-    file = _file_of(lora) if Path(lora.path).exists() else None
+    file = find_lora_file(Path(lora.path), lora.key) if Path(lora.path).exists() else None
     try:
         if file is None:
             state, metadata = pipeline.lora_state_dict(
                 lora.path, return_lora_metadata=True, use_safetensors=True
             )
-        elif (file.parent / PEFT_CONFIG).is_file() and file.name == NAMES[1]:
+        elif (file.parent / PEFT_CONFIG).is_file() and file.name == PEFT_FILE:
             state, metadata = _read_peft(file)
         else:
             state, metadata = pipeline.lora_state_dict(
