@@ -14,7 +14,8 @@ class PeakMemory:
 
     After the block, `bytes` is the most that was allocated at once since the last `mark` (or since the beginning), above what
     was allocated at the beginning; `kept` is what the block left behind. On a CPU the profiler notes every operator, which
-    slows the block down: for tests and benchmarks. Allocations of threads that existed before are not seen there.
+    slows the block down: for tests and benchmarks. What was allocated before the block and is freed inside it, and the work of
+    threads that existed before, are not seen there.
 
     Args:
         device: whose memory.
