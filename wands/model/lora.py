@@ -84,6 +84,8 @@ def add_lora(
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for name, base in targets.items():
         layer = model.get_submodule(name)
+        # Autocast knows better: PEFT would widen its input to the weights' fp32, a copy of it for every layer.
+        layer.cast_input_dtype_enabled = False
         down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
         if isinstance(base, Fp32Linear):  # what adds to an fp32 region is fp32 itself
             down.__class__ = up.__class__ = Fp32Linear

@@ -2,7 +2,7 @@
 
 Samples are contiguous, so a table row meets its tokens as a slice. Forward writes each slice once; backward
 sums each slice in a fixed order, so that it is deterministic and no sample's numbers depend on its
-neighbours.
+neighbours. Rows are kept for backward only where the table learns: a LoRA's does not.
 
 Letters: L tokens, S samples, D width.
 """
@@ -49,8 +49,9 @@ def gated_add(residual: Tensor, update: Tensor, gate: Tensor, lens: Sequence[int
 class _Modulate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: Tensor, shift: Tensor, lens: tuple[int, ...]) -> Tensor:
-        ctx.save_for_backward(x, factor)
-        ctx.lens = lens
+        learns = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        ctx.save_for_backward(x if learns else None, factor)
+        ctx.lens, ctx.dtype = lens, x.dtype
         out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, factor.dtype))
         for sample, rows in _slices(lens, x):
             torch.addcmul(shift[sample], x[rows], factor[sample], out=out[rows])
@@ -59,20 +60,23 @@ class _Modulate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, factor = ctx.saved_tensors
-        dx, dfactor, dshift = torch.empty_like(x), torch.empty_like(factor), torch.empty_like(factor)
-        for sample, rows in _slices(ctx.lens, x):
-            part = dout[rows]
-            torch.sum(part * x[rows], 0, out=dfactor[sample])
-            torch.sum(part, 0, out=dshift[sample])
-            torch.mul(part, factor[sample], out=dx[rows])
+        dx = torch.empty_like(dout, dtype=ctx.dtype)
+        for sample, rows in _slices(ctx.lens, dout):
+            torch.mul(dout[rows], factor[sample], out=dx[rows])
+        if x is None:
+            return dx, None, None, None
+        dfactor, dshift = torch.empty_like(factor), torch.empty_like(factor)
+        for sample, rows in _slices(ctx.lens, dout):
+            torch.sum(dout[rows] * x[rows], 0, out=dfactor[sample])
+            torch.sum(dout[rows], 0, out=dshift[sample])
         return dx, dfactor, dshift, None
 
 
 class _GatedAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, residual: Tensor, update: Tensor, gate: Tensor, lens: tuple[int, ...]) -> Tensor:
-        ctx.save_for_backward(update, gate)
-        ctx.lens, ctx.residual_dtype = lens, residual.dtype
+        ctx.save_for_backward(update if ctx.needs_input_grad[2] else None, gate)
+        ctx.lens, ctx.residual_dtype, ctx.update_dtype = lens, residual.dtype, update.dtype
         dtype = torch.promote_types(torch.promote_types(residual.dtype, update.dtype), gate.dtype)
         out = residual.new_empty(residual.shape, dtype=dtype)
         for sample, rows in _slices(lens, residual):
@@ -82,12 +86,16 @@ class _GatedAdd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         update, gate = ctx.saved_tensors
-        dupdate, dgate = torch.empty_like(update), torch.empty_like(gate)
-        for sample, rows in _slices(ctx.lens, update):
-            part = dout[rows]
-            torch.sum(part * update[rows], 0, out=dgate[sample])
-            torch.mul(part, gate[sample], out=dupdate[rows])
-        return dout.to(ctx.residual_dtype), dupdate, dgate, None
+        dupdate = torch.empty_like(dout, dtype=ctx.update_dtype)
+        for sample, rows in _slices(ctx.lens, dout):
+            torch.mul(dout[rows], gate[sample], out=dupdate[rows])
+        dresidual = dout.to(ctx.residual_dtype)
+        if update is None:
+            return dresidual, dupdate, None, None
+        dgate = torch.empty_like(gate)
+        for sample, rows in _slices(ctx.lens, dout):
+            torch.sum(dout[rows] * update[rows], 0, out=dgate[sample])
+        return dresidual, dupdate, dgate, None
 
 
 def _slices(lens: tuple[int, ...], x: Tensor) -> Iterator[tuple[int, slice]]:

@@ -241,6 +241,8 @@ def build_engine(
             return torch.optim.lr_scheduler.LambdaLR(optimizer, multiplier)
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Autocast would keep its bf16 copy of every weight until the forward ends: under ZeRO-3 the whole model on every rank.
+    torch.set_autocast_cache_enabled(False)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=trained, config=config, lr_scheduler=schedule, dist_init_required=False
     )
