@@ -293,6 +293,7 @@ def train(
     help="Copy the base's files instead of hard-linking them.",
 )
 @click.option("--merge", is_flag=True, help="Of a LoRA run: the whole pipeline, the LoRA merged in.")
+@click.option("--ema", is_flag=True, help="The moving average of what was trained, of a run with ema.")
 def export(checkpoint: Path, out: Path, **options: Any) -> None:
     """Turn CHECKPOINT, a run folder or one of its steps, into a diffusers pipeline folder; of a LoRA run, into LoRA files."""
     from wands.commands.export import export as run
@@ -396,6 +397,7 @@ def convert(source: str, out: Path, **options: Any) -> None:
     type=click.Path(path_type=Path),
     help="Run or step folder of wands train whose weights are used.",
 )
+@click.option("--ema", is_flag=True, help="The moving average that --checkpoint holds, of a run with ema.")
 @click.option(
     "--lora",
     multiple=True,

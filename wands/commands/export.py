@@ -19,7 +19,7 @@ from wands.commands.publishing.model_card import LOSS_FILE, MARKER, RECORD_FILE
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.files import publish, write_text
 from wands.model.hub import fetch_model
-from wands.train.checkpoint import find_checkpoint
+from wands.train.checkpoint import check_average, find_checkpoint
 from wands.train.state import TrainState
 from wands.train.weights import load_full_weights, lora_of
 from wands.variants import TEXT_LEN, DiTShape
@@ -39,6 +39,7 @@ def export(
     max_shard_size: str = "5GB",
     link: bool = True,
     merge: bool = False,
+    ema: bool = False,
 ) -> Path:
     """Write the pipeline folder of a checkpoint, or of a LoRA run the LoRA's files.
 
@@ -53,12 +54,13 @@ def export(
         max_shard_size: largest safetensors file.
         link: hard-link the base's files where the file system can, instead of copying.
         merge: of a LoRA run, write the whole pipeline with the LoRA merged into its weights.
+        ema: write the average of what was trained instead of its last values.
 
     Returns:
         `out`, absolute.
 
     Raises:
-        CheckpointError: incomplete checkpoint, or the reloaded weights differ.
+        CheckpointError: incomplete checkpoint, or one without an average, or the reloaded weights differ.
         ConfigError: `out` holds something else, or the base is another architecture.
         WandsError: `out` cannot be written; nothing is left beside it.
     """
@@ -73,14 +75,16 @@ def export(
         )
     if merge and lora is None:
         raise ConfigError(f"--merge is for LoRA runs, and {checkpoint} is none; leave it out.")
+    if ema:
+        check_average(step_dir, state)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         if lora is None or merge:
-            _write_pipeline(step_dir, state, base, partial, _DTYPES[dtype], max_shard_size, link)
+            _write_pipeline(step_dir, state, base, partial, _DTYPES[dtype], max_shard_size, link, ema)
         else:
             partial.mkdir(parents=True)
-            write_lora(step_dir, state, lora, partial, _DTYPES[dtype])
-        record = _record(step_dir, state, base or state.base, dtype)
+            write_lora(step_dir, state, lora, partial, _DTYPES[dtype], ema)
+        record = _record(step_dir, state, base or state.base, dtype, ema)
         write_text(partial / EXPORT_FILE, json.dumps(record, indent=2))
         _carry_over(out, partial)
         _put_in_place(partial, out, old)
@@ -101,6 +105,7 @@ def _write_pipeline(
     dtype: torch.dtype,
     max_shard_size: str,
     link: bool,
+    ema: bool,
 ) -> None:
     """The base's parts, and in the place of those that were trained their new weights, loaded again as a proof."""
     ignore = [] if lora_of(state) else [f"{part}/*.safetensors" for part in state.parts]
@@ -109,7 +114,7 @@ def _write_pipeline(
     copy = _link_or_copy if link else shutil.copy2
     shutil.copytree(base_dir, partial, ignore=_skipping(state.parts), copy_function=copy)
     for part in state.parts:
-        weights, folder = load_full_weights(step_dir, part, base), partial / part
+        weights, folder = load_full_weights(step_dir, part, base, ema), partial / part
         _save_transformer(weights, state.transformer_config, folder, dtype, max_shard_size)
         _verify(weights, folder, dtype)
 
@@ -264,7 +269,8 @@ def _verify(weights: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) 
         )
 
 
-def _record(step_dir: Path, state: TrainState, base: str, dtype: str) -> dict[str, Any]:
+def _record(step_dir: Path, state: TrainState, base: str, dtype: str, ema: bool) -> dict[str, Any]:
+    averaged = {"ema": state.recipe["ema"]} if ema else {}
     return {
         "wands_version": __version__,
         "base": str(Path(base).resolve()) if Path(base).is_dir() else base,
@@ -273,6 +279,7 @@ def _record(step_dir: Path, state: TrainState, base: str, dtype: str) -> dict[st
         "variant": state.variant,
         "parts": state.parts,
         "dtype": dtype,
+        **averaged,
         "recipe": state.recipe,
         "data": {**state.data_summary, "fingerprint": state.data_fingerprint},
         "loss": state.loss,

@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 COMFYUI_FILE = "comfyui.safetensors"
 
 
-def write_lora(step_dir: Path, state: TrainState, lora: LoraSection, out: Path, dtype: torch.dtype) -> None:
+def write_lora(
+    step_dir: Path, state: TrainState, lora: LoraSection, out: Path, dtype: torch.dtype, ema: bool = False
+) -> None:
     """Write the LoRA of each DiT that was trained; of two experts each in a folder of its own.
 
     Args:
@@ -32,6 +34,7 @@ def write_lora(step_dir: Path, state: TrainState, lora: LoraSection, out: Path, 
         lora: settings of its run.
         out: folder to fill.
         dtype: of the tensors.
+        ema: write its average.
 
     Raises:
         CheckpointError: the LoRA is not finite, or what was written does not come back as it is.
@@ -42,7 +45,7 @@ def write_lora(step_dir: Path, state: TrainState, lora: LoraSection, out: Path, 
         folder.mkdir(parents=True, exist_ok=True)
         pairs = {
             module: LoraPair(pair.down.to(dtype), pair.folded().up.to(dtype))
-            for module, pair in load_lora_of(step_dir, part).items()
+            for module, pair in load_lora_of(step_dir, part, ema).items()
         }
         _check_finite(pairs)
         # A LoRA of either expert is one of "transformer" to its loaders: they are told where it goes when it is loaded.

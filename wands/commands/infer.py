@@ -90,6 +90,7 @@ def infer(
     transformer: Path | None = None,
     transformer_2: Path | None = None,
     checkpoint: Path | None = None,
+    ema: bool = False,
     lora: Sequence[str | Path] = (),
     lora_2: Sequence[str | Path] = (),
     offload: Literal["none", "model", "sequential"] = "none",
@@ -125,6 +126,7 @@ def infer(
         transformer: diffusers folder whose transformer takes the place of the pipeline's.
         transformer_2: the same for the low-noise expert of two.
         checkpoint: the DiTs straight from `wands train`: a run folder (newest step) or a step folder.
+        ema: the moving average of their weights that the checkpoint holds.
         lora: "PATH" or "PATH=SCALE" each: LoRAs to add, in diffusers', PEFT's or ComfyUI's layout.
         lora_2: the same for the low-noise expert, where the files do not say so themselves.
         offload: "model" and "sequential" keep weights on the host and bring a model, or a layer, at a time.
@@ -141,7 +143,7 @@ def infer(
     Raises:
         ConfigError: the model cannot be used, options are wrong, a picture cannot be read, or the ranks that were started
             cannot share a video: all at once, before weights are read. Also when the ranks were given different things.
-        CheckpointError: the checkpoint is missing, incomplete, or of another model.
+        CheckpointError: the checkpoint is missing, incomplete, without an average, or of another model.
         WandsError: a file cannot be written.
     """
     options = {
@@ -163,6 +165,7 @@ def infer(
             transformer=transformer,
             transformer_2=transformer_2,
             checkpoint=checkpoint,
+            ema=ema,
             loras=find_loras(lora, lora_2),
         )
         rule = SizeRule(source.vae_stride, source.variant.dit.patch_size)
@@ -219,6 +222,8 @@ def _origin(source: PipelineSource, dtype: str) -> dict[str, Any]:
     for part, dit in source.dits.items():
         if dit.checkpoint or dit.folder != source.model:
             origin[part] = str(dit.checkpoint or dit.folder)
+    if source.ema:
+        origin["ema"] = True
     if source.loras:
         origin["loras"] = [asdict(lora) for lora in source.loras]
     return origin

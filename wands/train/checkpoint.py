@@ -15,9 +15,10 @@ import logging
 import re
 import resource
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,13 +26,14 @@ import torch.distributed as dist
 
 from wands.errors import CheckpointError
 from wands.files import publish, sync, write_text
+from wands.train.ema import WeightAverage, average_file, has_average, load_average
 from wands.train.state import TrainState
 
 log = logging.getLogger(__name__)
 
 STATE_FILE = "wands_state.json"
 _SETTINGS = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
-_BYTES_PER_PARAM = 16  # fp32 weights, two AdamW moments, and the module's own copy
+_BYTES_PER_TRAINED = 12  # fp32 master and two AdamW moments
 
 
 def step_name(step: int) -> str:
@@ -39,7 +41,13 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def save_checkpoint(engines: Mapping[str, Any], folder: Path, state: TrainState, keep: int) -> Path:
+def save_checkpoint(
+    engines: Mapping[str, Any],
+    folder: Path,
+    state: TrainState,
+    keep: int,
+    averages: Mapping[str, WeightAverage] = MappingProxyType({}),
+) -> Path:
     """Write one checkpoint; every rank must call it.
 
     Args:
@@ -47,6 +55,7 @@ def save_checkpoint(engines: Mapping[str, Any], folder: Path, state: TrainState,
         folder: `<output_dir>/checkpoints`.
         state: what goes into `wands_state.json`; its `files` are filled in here.
         keep: newest checkpoints that stay.
+        averages: of the DiTs' weights, by the same names.
 
     Returns:
         The finished folder.
@@ -54,7 +63,8 @@ def save_checkpoint(engines: Mapping[str, Any], folder: Path, state: TrainState,
     Raises:
         CheckpointError: the disk is full or refuses; the previous checkpoint is untouched.
     """
-    _check_space(engines, folder, state.zero_stage, whole=state.recipe["lora"] is None)
+    average = sum(one.num_bytes for one in averages.values())
+    _check_space(engines, folder, state.zero_stage, whole=state.recipe["lora"] is None, more=average)
     rank = dist.get_rank()
     target = folder / step_name(state.step)
     partial = folder / f"{target.name}.tmp"
@@ -70,6 +80,8 @@ def save_checkpoint(engines: Mapping[str, Any], folder: Path, state: TrainState,
             engine.save_checkpoint(
                 str(partial), tag=part, save_latest=False, exclude_frozen_parameters=adapters_only
             )
+            if part in averages:
+                averages[part].save(partial / part)
         dist.barrier()
         if rank == 0:
             _finish(partial, target, state)
@@ -90,21 +102,27 @@ def _is_write_error(error: RuntimeError) -> bool:
     )
 
 
-def _check_space(engines: Mapping[str, Any], folder: Path, zero_stage: int, whole: bool) -> None:
-    """Refuse before the first byte, on all ranks alike: a write that fails half way hangs the others."""
-    counts = [
-        sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters() if p.requires_grad or whole)
-        for engine in engines.values()
-    ]
-    num_params = max(counts)  # of one file's DiT
+def _check_space(engines: Mapping[str, Any], folder: Path, zero_stage: int, whole: bool, more: int) -> None:
+    """Refuse before the first byte, on all ranks alike: a write that fails half way hangs the others.
+
+    Args:
+        engines: what is saved.
+        folder: where.
+        zero_stage: how it is cut.
+        whole: frozen weights are saved too.
+        more: bytes that this rank writes besides.
+    """
+    counts = [_count(engine.module, whole) for engine in engines.values()]
     world_size = dist.get_world_size()
-    needed = sum(counts) * _BYTES_PER_PARAM
+    needed = sum(4 * held + _BYTES_PER_TRAINED * trained for held, trained in counts) + more * world_size
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    # One file per rank with its share of masters and moments, and below stage 3 one with the whole module.
-    largest = max(12 * num_params // world_size, 4 * num_params if zero_stage < 3 else 0)
-    largest = num_params * _BYTES_PER_PARAM if zero_stage == 0 else largest
+    held, trained = max(counts)
+    # One file per rank with its share of masters and moments, and one with the module, of which ZeRO-3 shares the frozen part.
+    module, states = 4 * held, _BYTES_PER_TRAINED * trained
+    largest = max(states // world_size, module // world_size if zero_stage == 3 else module)
+    largest = module + states if zero_stage == 0 else largest
     problem = None
     if needed > free:
         problem = f"needs about {needed / 1e9:.3f} GB, {free / 1e9:.3f} GB are free; free disk space or set another output_dir."
@@ -115,6 +133,13 @@ def _check_space(engines: Mapping[str, Any], folder: Path, zero_stage: int, whol
     first = next((text for text in problems if text), None)
     if first:
         raise CheckpointError(f"output_dir: a checkpoint in {folder} {first}", agreed=True)
+
+
+def _count(module: torch.nn.Module, whole: bool) -> tuple[int, int]:
+    """Parameters of a DiT that a checkpoint holds, and those of them that are trained."""
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in module.parameters()]
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    return sum(size for size, _ in sizes) if whole else trained, trained
 
 
 def _finish(partial: Path, target: Path, state: TrainState) -> None:
@@ -255,38 +280,68 @@ def _load_engine(engine: Any, checkpoint: Path, part: str) -> None:
             group["lr"] = base_lrs[number] * scheduler.lr_lambdas[number](scheduler.last_epoch)
 
 
-def load_exported_state(where: Path, part: str = "transformer") -> dict[str, torch.Tensor]:
+def load_exported_state(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, torch.Tensor]:
     """Assemble the full fp32 weights from a checkpoint's shards, in one process, without the world that wrote them.
 
     Args:
         where: a step folder, or a run folder (its newest complete checkpoint).
         part: which DiT, one of the state's `parts`.
+        ema: the average of what is trained instead; what is frozen stays as it is.
 
     Returns:
         diffusers parameter names -> fp32 CPU tensors; of a LoRA run PEFT's names of the LoRA's own parameters.
+
+    Raises:
+        CheckpointError: nothing complete is there, or no average.
     """
     checkpoint, state = find_checkpoint(where)
-    adapters_only = state.recipe.get("lora") is not None
-    if state.zero_stage == 0:
-        module: Mapping[str, torch.Tensor] = torch.load(
-            checkpoint / part / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
-        )["module"]
-        return {name: tensor.float() for name, tensor in module.items()}
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    if not ema:
+        return _load_trained(checkpoint, state, part)
+    check_average(checkpoint, state)
+    average, model = load_average(checkpoint / part), state.recipe["model"]
+    if not (model.get("trainable") or model.get("freeze")):
+        return average
+    return average | _load_trained(checkpoint, state, part, besides=average)
 
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        lazy = get_fp32_state_dict_from_zero_checkpoint(
-            str(checkpoint), tag=part, exclude_frozen_parameters=adapters_only, lazy_mode=True
+
+def check_average(checkpoint: Path, state: TrainState) -> None:
+    """Refuse `--ema` where there is no average.
+
+    Raises:
+        CheckpointError: the checkpoint was saved without one.
+    """
+    missing = [part for part in state.parts if not has_average(state, part)]
+    if missing:
+        raise CheckpointError(
+            f"checkpoint={checkpoint} holds no average of its weights ({missing[0]}/{average_file(0)}), because its run had no "
+            "ema; leave --ema out, or train with --set ema.decay=0.9999."
         )
-        weights = {name: tensor.contiguous().clone() for name, tensor in lazy.items()}
-    if (
-        state.zero_stage == 1 and not adapters_only
-    ):  # DeepSpeed keeps frozen weights apart only from stage 2 on
-        whole = torch.load(
+
+
+def _load_trained(
+    checkpoint: Path, state: TrainState, part: str, besides: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """The weights themselves, but for those named in `besides`."""
+    adapters_only = state.recipe.get("lora") is not None
+    weights: dict[str, torch.Tensor] = {}
+    if state.zero_stage > 0:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            lazy = get_fp32_state_dict_from_zero_checkpoint(
+                str(checkpoint), tag=part, exclude_frozen_parameters=adapters_only, lazy_mode=True
+            )
+            weights = {
+                name: tensor.contiguous().clone() for name, tensor in lazy.items() if name not in besides
+            }
+    # DeepSpeed keeps frozen weights apart only from stage 2 on.
+    if state.zero_stage == 0 or (state.zero_stage == 1 and not adapters_only):
+        module: Mapping[str, torch.Tensor] = torch.load(
             checkpoint / part / "mp_rank_00_model_states.pt",
             map_location="cpu",
             weights_only=False,
             mmap=True,
         )["module"]
-        weights = {name: weights.get(name, tensor.float()) for name, tensor in whole.items()}
+        missing = [name for name in module if name not in weights and name not in besides]
+        weights |= {name: module[name].to(torch.float32, copy=True) for name in missing}
     return weights

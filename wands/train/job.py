@@ -24,6 +24,7 @@ from wands.model.loading import build_empty, check_weights, load_config, load_in
 from wands.model.lora import MergedLoras, check_lora, load_start
 from wands.parallel.mesh import Degrees, RankGrid, check_world, choose_degrees
 from wands.train.ds_config import build_ds_config
+from wands.train.ema import check_ema
 from wands.variants import DiTShape, Expert, Variant, variant_of
 
 
@@ -177,6 +178,7 @@ def prepare_job(
     check_world(recipe.parallel, world_size)
     dp_size = world_size // recipe.parallel.group_size
     ds_config = build_ds_config(ds_user, recipe, world_size=world_size, device_type=device_type, names=names)
+    check_ema(recipe.ema, ds_config)
     if recipe.train.bins_per_step % dp_size:
         raise ConfigError(
             f"train.bins_per_step={recipe.train.bins_per_step} must be a multiple of dp_size={dp_size} "

@@ -19,6 +19,7 @@ from wands.errors import DataError
 from wands.parallel.mesh import ContextGroups, RankGrid
 from wands.train.batches import prefetched
 from wands.train.checkpoint import abandon_newer, load_checkpoint, save_checkpoint
+from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
 from wands.train.job import Job, Report
 from wands.train.metrics import MetricsWriter, StepReport, peak_tflops, read_rows, thin
@@ -56,11 +57,13 @@ def train(
         for expert in job.experts
     }
     saved, step, past = _resume(engines, job, resume, rank, say) if resume else (None, 0, ())
+    averages = build_averages(engines, recipe.ema, resume, say)
     writer = MetricsWriter(job.output_dir, step, past) if rank == 0 else None
 
     def save() -> Path:
         state = build_state(job, step, plan.epoch, writer.history if writer else [])
-        path = save_checkpoint(engines, job.output_dir / "checkpoints", state, recipe.checkpoint.keep)
+        folder = job.output_dir / "checkpoints"
+        path = save_checkpoint(engines, folder, state, recipe.checkpoint.keep, averages)
         say(f"saved {path}")
         return path
 
@@ -89,6 +92,8 @@ def train(
             for expert, loss, result in zip(job.experts, losses, results, strict=True):
                 _check_finite(expert, loss, result, step)
                 sample_log.write(step, expert, result.samples)
+            for average in averages.values():
+                average.update(step)
             seconds, waiting_since = time.perf_counter() - waiting_since, time.perf_counter()
             if writer is not None:
                 report = _report(
@@ -98,6 +103,7 @@ def train(
                     losses=losses,
                     lr=lr,
                     grad_norms=[result.grad_norm for result in results],
+                    ema_decay=next((average.decay for average in averages.values()), None),
                     seconds=seconds,
                     data_wait=data_wait,
                 )
@@ -172,6 +178,7 @@ def _report(
     losses: Sequence[float],
     lr: float,
     grad_norms: Sequence[float],
+    ema_decay: float | None,
     seconds: float,
     data_wait: float,
 ) -> StepReport:
@@ -195,6 +202,7 @@ def _report(
         imbalance=job.imbalance(plan.bins),
         expert_losses=dict(zip(names, losses, strict=True)) if all(names) else {},
         expert_norms=dict(zip(names, grad_norms, strict=True)) if all(names) else {},
+        ema_decay=ema_decay,
     )
 
 

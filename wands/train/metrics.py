@@ -59,6 +59,7 @@ class StepReport:
         imbalance: cost of the busiest rank / mean cost, summed over micro steps.
         expert_losses: the loss of each expert that is trained, by its name; empty for a model of one DiT.
         expert_norms: its `grad_norm`, likewise.
+        ema_decay: share that the moving average kept in this step, None without one.
     """
 
     step: int
@@ -76,6 +77,7 @@ class StepReport:
     imbalance: float
     expert_losses: dict[str, float] = field(default_factory=dict)
     expert_norms: dict[str, float] = field(default_factory=dict)
+    ema_decay: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -127,7 +129,7 @@ class MetricsWriter:
         self._rows.write(json.dumps(row | experts) + "\n")
         self._rows.flush()
         groups = {"loss": "train", "lr": "train", "grad_norm": "train", "epoch": "train"}
-        groups |= dict.fromkeys(experts, "train")
+        groups |= dict.fromkeys([*experts, "ema_decay"], "train")
         for name, value in (row | experts).items():
             if name != "step" and value is not None:
                 self._board.add_scalar(f"{groups.get(name, 'speed')}/{name}", value, report.step)

@@ -99,7 +99,15 @@ def _trained(job: Job) -> list[str]:
         )
     elif job.num_trained != job.shape.num_params:
         lines.append(f"{job.num_trained / 1e6:,.1f} M parameters are trained, the others frozen")
-    return lines + _experts(job)
+    return lines + _experts(job) + _ema(job)
+
+
+def _ema(job: Job) -> list[str]:
+    section = job.recipe.ema
+    if section is None:
+        return []
+    rest = f"{', warm-up' * section.warmup}{f', every {section.every} steps' if section.every > 1 else ''}, on {section.device}"
+    return [f"ema decay {section.decay:g}{rest}"]
 
 
 def _experts(job: Job) -> list[str]:

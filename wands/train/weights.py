@@ -21,24 +21,25 @@ def lora_of(state: TrainState) -> LoraSection | None:
     return None if section is None else LoraSection.model_validate(section)
 
 
-def load_lora_of(where: Path, part: str = "transformer") -> dict[str, LoraPair]:
+def load_lora_of(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, LoraPair]:
     """The LoRA that a checkpoint of a LoRA run holds, by module.
 
     Args:
         where: a step folder, or a run folder (its newest complete checkpoint).
         part: which DiT, one of the state's `parts`.
+        ema: its average.
 
     Raises:
-        CheckpointError: nothing complete is there.
+        CheckpointError: nothing complete is there, or no average.
     """
     _, state = find_checkpoint(where)
     lora = lora_of(state)
     assert lora is not None, f"{where} is of a run without LoRA"
-    return lora_pairs(load_exported_state(where, part), lora)
+    return lora_pairs(load_exported_state(where, part, ema), lora)
 
 
 def load_full_weights(
-    where: Path, part: str = "transformer", base: str | Path | None = None
+    where: Path, part: str = "transformer", base: str | Path | None = None, ema: bool = False
 ) -> dict[str, Tensor]:
     """All weights of a DiT as a checkpoint leaves them: its own, or the base's with the LoRA merged in.
 
@@ -46,21 +47,22 @@ def load_full_weights(
         where: a step folder, or a run folder (its newest complete checkpoint).
         part: which DiT, one of the state's `parts`.
         base: model whose weights a LoRA is merged into; the run's own `model.path` by default.
+        ema: the average of what was trained instead.
 
     Returns:
         diffusers parameter names -> fp32 CPU tensors.
 
     Raises:
-        CheckpointError: nothing complete is there, or the base is damaged.
+        CheckpointError: nothing complete is there, or no average, or the base is damaged.
         ConfigError: there is no such base, or a LoRA does not fit it.
     """
     _, state = find_checkpoint(where)
     if lora_of(state) is None:
-        return load_exported_state(where, part)
+        return load_exported_state(where, part, ema)
     name = {"transformer": "high", "transformer_2": "low"}[part] if _has_experts(state) else ""
     expert = Expert(name, part, (0.0, 1.0))
     before = [MergeSection.model_validate(one) for one in state.recipe["model"].get("merge_loras", [])]
-    merges = MergedLoras.load(before, expert), MergedLoras([(1.0, load_lora_of(where, part))])
+    merges = MergedLoras.load(before, expert), MergedLoras([(1.0, load_lora_of(where, part, ema))])
     path, init = base or state.base, state.recipe["model"]["init"]
     weights = load_weights(
         path, part, init="pretrained" if base else init, seed=state.recipe["train"]["seed"]

@@ -7,18 +7,33 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import diffusers
 import torch
-from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 
 from wands.commands.inference.adapters import Lora, add_loras
 from wands.encode.pipeline import quiet_without_terminal
 from wands.errors import CheckpointError, ConfigError
 from wands.variants import Variant, variant_of
 
-AnyPipeline: TypeAlias = WanPipeline | WanImageToVideoPipeline
-CLASSES = {"WanPipeline": WanPipeline, "WanImageToVideoPipeline": WanImageToVideoPipeline}
+if TYPE_CHECKING:
+    from diffusers import WanImageToVideoPipeline
+
+AnyPipeline: TypeAlias = "WanPipeline | WanImageToVideoPipeline"
+CLASSES = ("WanPipeline", "WanImageToVideoPipeline")
+
+
+def pipeline_class(name: str) -> Any:
+    """One of `CLASSES`, imported when it is used: that of pictures asks for torchvision, which videos do without."""
+    assert name in CLASSES, name
+    return getattr(diffusers, name)
+
+
+def takes_pictures(pipeline: AnyPipeline) -> bool:
+    """Whether a pipeline is of the class that samples from pictures."""
+    return not isinstance(pipeline, WanPipeline)
 
 
 @dataclass(frozen=True)
@@ -42,12 +57,13 @@ class PipelineSource:
 
     Attributes:
         model: diffusers pipeline folder or Hub id.
-        class_name: of the pipeline, a key of `CLASSES`.
+        class_name: of the pipeline, one of `CLASSES`.
         dits: "transformer", and "transformer_2" where there are two experts.
         dit: config of the DiT, of each expert the same.
         vae_stride: pixels per latent in (frames, height, width).
         variant: what the configs are.
         loras: added to the DiTs, in this order.
+        ema: the checkpoint's moving average is taken.
     """
 
     model: str
@@ -57,6 +73,7 @@ class PipelineSource:
     vae_stride: tuple[int, int, int]
     variant: Variant
     loras: tuple[Lora, ...] = ()
+    ema: bool = False
 
     @property
     def checkpoint(self) -> Path | None:
@@ -70,6 +87,7 @@ def find_pipeline(
     transformer: Path | None = None,
     transformer_2: Path | None = None,
     checkpoint: Path | None = None,
+    ema: bool = False,
     loras: Sequence[Lora] = (),
 ) -> PipelineSource:
     """Read the configs of a pipeline and check that its parts fit each other; no weight is read.
@@ -79,11 +97,12 @@ def find_pipeline(
         transformer: diffusers folder, of a transformer or a pipeline, that replaces the model's transformer.
         transformer_2: the same for the low-noise expert of a model of two.
         checkpoint: run or step folder of `wands train`; the DiTs that it holds replace the model's.
+        ema: as the checkpoint's moving average has them.
         loras: from `find_loras`.
 
     Raises:
         ConfigError: the model is missing, no Wan pipeline, or its parts do not fit each other.
-        CheckpointError: no complete checkpoint there.
+        CheckpointError: no complete checkpoint there, or one without an average.
     """
     name = str(model)
     index = _pipeline_index(name)
@@ -96,7 +115,12 @@ def find_pipeline(
                 f"infer.{part}={given[part]} is the low-noise expert's, and infer.model={name} has one expert; use "
                 "infer.transformer."
             )
-    step, trained, config = _checkpoint_parts(checkpoint, given, parts)
+    if ema and checkpoint is None:
+        raise ConfigError(
+            "infer.ema is for the weights of a training run; give infer.checkpoint too (what wands export --ema wrote is an "
+            "average already)."
+        )
+    step, trained, config = _checkpoint_parts(checkpoint, given, parts, ema)
     dits = {
         part: DiTSource(name, part, step)
         if part in trained
@@ -124,7 +148,7 @@ def find_pipeline(
         raise ConfigError(
             f"infer.lora_2 is for the low-noise expert, and infer.model={name} has one; use infer.lora."
         )
-    return PipelineSource(name, index["_class_name"], dits, dit, stride, variant, tuple(loras))
+    return PipelineSource(name, index["_class_name"], dits, dit, stride, variant, tuple(loras), ema)
 
 
 def _parts(name: str, index: Mapping[str, Any]) -> tuple[str, ...]:
@@ -141,16 +165,18 @@ def _parts(name: str, index: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _checkpoint_parts(
-    checkpoint: Path | None, given: Mapping[str, Path], parts: Sequence[str]
+    checkpoint: Path | None, given: Mapping[str, Path], parts: Sequence[str], ema: bool
 ) -> tuple[Path | None, Sequence[str], Mapping[str, Any]]:
     """The step folder, which DiTs it holds, and their config."""
     if checkpoint is None:
         return None, (), {}
     if given and len(parts) == 1:
         raise _double("transformer", given, checkpoint)
-    from wands.train.checkpoint import find_checkpoint
+    from wands.train.checkpoint import check_average, find_checkpoint
 
     step, state = find_checkpoint(checkpoint)
+    if ema:
+        check_average(step, state)
     for part in state.parts:
         if part in given:
             raise _double(part, given, checkpoint)
@@ -249,7 +275,7 @@ def load_pipeline(
             for part, dit in source.dits.items()
         }
         try:
-            pipeline = CLASSES[source.class_name].from_pretrained(source.model, **dits, dtype=dtypes)
+            pipeline = pipeline_class(source.class_name).from_pretrained(source.model, **dits, dtype=dtypes)
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"infer.model={source.model} cannot be loaded ({_first_line(error)})."
@@ -284,9 +310,9 @@ def pipeline_for(pipeline: AnyPipeline, *, with_image: bool) -> AnyPipeline:
         pipeline: from `load_pipeline`; given back when it is of that class.
         with_image: the request has a picture.
     """
-    wanted = WanImageToVideoPipeline if with_image else WanPipeline
-    if isinstance(pipeline, wanted):
+    if takes_pictures(pipeline) == with_image:
         return pipeline
+    wanted = pipeline_class("WanImageToVideoPipeline" if with_image else "WanPipeline")
     taken = inspect.signature(wanted.__init__).parameters
     parts = {name: part for name, part in pipeline.components.items() if name in taken}
     options = {key: pipeline.config[key] for key in ("boundary_ratio", "expand_timesteps")}
@@ -327,7 +353,7 @@ def _dit_from_checkpoint(source: PipelineSource, part: str, dtype: torch.dtype) 
         transformer = WanTransformer3DModel.from_config(source.dit)
     # A LoRA run's checkpoint holds nothing of its base: that is the pipeline's, unless the run made it up.
     made_up = load_state(checkpoint).recipe.get("model", {}).get("init") == "random"
-    state = load_full_weights(checkpoint, part, None if made_up else source.model)
+    state = load_full_weights(checkpoint, part, None if made_up else source.model, source.ema)
     expected = {name: tuple(tensor.shape) for name, tensor in transformer.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))

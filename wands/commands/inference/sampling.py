@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import WanImageToVideoPipeline
 
 from wands.commands.inference.pictures import Pictures
-from wands.commands.inference.pipeline import AnyPipeline, pipeline_for
+from wands.commands.inference.pipeline import AnyPipeline, pipeline_for, takes_pictures
 from wands.commands.inference.prompts import SampleRequest
 from wands.errors import WandsError
 from wands.variants import TEXT_LEN
@@ -127,7 +126,7 @@ def call_pipeline(
 @contextmanager
 def _keeping_condition(pipeline: AnyPipeline, kept: dict[str, torch.Tensor]) -> Iterator[None]:
     """Note the clean first frame of a TI2V sample, [1, C, 1, h, w], which only `prepare_latents` returns."""
-    if not (isinstance(pipeline, WanImageToVideoPipeline) and pipeline.config.expand_timesteps):
+    if not (takes_pictures(pipeline) and pipeline.config.expand_timesteps):
         yield
         return
     prepare = pipeline.prepare_latents

@@ -13,13 +13,12 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers import WanImageToVideoPipeline
 
 from wands import __version__
 from wands.attention.hybrid import ContextAttention
 from wands.attention.varlen import choose_backend
 from wands.commands.inference.pictures import Pictures
-from wands.commands.inference.pipeline import AnyPipeline, PipelineSource
+from wands.commands.inference.pipeline import AnyPipeline, PipelineSource, takes_pictures
 from wands.commands.inference.prompts import SampleRequest
 from wands.config import ParallelSection
 from wands.errors import ConfigError
@@ -121,6 +120,7 @@ def check_commands(
     model |= {
         "checkpoint": source.checkpoint
         and {"folder": str(source.checkpoint.parent), "step": source.checkpoint.name},
+        "ema": source.ema,
         "config": _public(source.dit),
         "loras": [asdict(lora) for lora in source.loras],
     }
@@ -187,7 +187,7 @@ def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
         }
     }
     names = ["text_encoder", "image_encoder", "transformer", "transformer_2"]
-    if config.expand_timesteps or isinstance(pipeline, WanImageToVideoPipeline):
+    if config.expand_timesteps or takes_pictures(pipeline):
         names.append("vae")
     for name in names:
         if (module := getattr(pipeline, name, None)) is not None:

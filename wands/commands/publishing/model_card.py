@@ -187,7 +187,7 @@ def _introduction(record: Mapping[str, Any], contents: Contents, variant: Varian
         "LoRA": _lora_numbers(record, merged=not contents.loras),
         "Checkpoint": f"`{_last(str(record['checkpoint']))}`" if record.get("checkpoint") else "",
         "Optimizer steps": f"{record['step']:,}" if isinstance(record.get("step"), int) else "",
-        "Weights": str(record.get("dtype", "")),
+        "Weights": ", ".join(filter(None, [str(record.get("dtype", "")), _average(record)])),
         "wands": str(record.get("wands_version", "")),
     }
     return "\n\n".join([f"{what}{named}, trained with wands.", _rows(rows)]).rstrip()
@@ -199,6 +199,12 @@ def _trained_experts(record: Mapping[str, Any], variant: Variant | None) -> str:
         return ""
     trained = [expert for expert in variant.experts if expert.part in (record.get("parts") or ())]
     return " and ".join(f"{expert.name}-noise expert (`{expert.part}`)" for expert in trained)
+
+
+def _average(record: Mapping[str, Any]) -> str:
+    """That the weights are an average of training's, not their last values."""
+    settings = record.get("ema") or {}
+    return f"exponential moving average (decay {settings.get('decay')})" if settings else ""
 
 
 def _lora_numbers(record: Mapping[str, Any], merged: bool) -> str:
