@@ -72,6 +72,19 @@ class LoraSection(Section):
         return float(self.rank) if self.alpha is None else self.alpha
 
 
+class EmaSection(Section):
+    """Keep an exponential moving average of the trained weights, in fp32; `--ema` exports it and samples with it."""
+
+    decay: float = Field(default=0.9999, gt=0, lt=1)
+    """Share of itself that the average keeps in an optimizer step."""
+    warmup: bool = True
+    """The n-th step keeps at most (1 + n) / (10 + n), so that the weights of the start are soon forgotten."""
+    every: int = Field(default=1, gt=0)
+    """Steps from one update to the next, which then keeps decay ** every: the average reaches back as far as with 1."""
+    device: Literal["cpu", "gpu"] = "cpu"
+    """Where each rank has its share, 4 bytes a trained parameter over all ranks: in host memory, or beside its weights."""
+
+
 class MockSection(Section):
     """Random latents in place of a cache: no files, real shapes."""
 
@@ -99,19 +112,6 @@ class DataSection(Section):
     """Where the samples come from: exactly one of `cache`, `sources` and `mock`."""
 
     cache: str | None = None
-class EmaSection(Section):
-    """Keep an exponential moving average of the trained weights, in fp32; `--ema` exports it and samples with it."""
-
-    decay: float = Field(default=0.9999, gt=0, lt=1)
-    """Share of itself that the average keeps in an optimizer step."""
-    warmup: bool = True
-    """The n-th step keeps at most (1 + n) / (10 + n), so that the weights of the start are soon forgotten."""
-    every: int = Field(default=1, gt=0)
-    """Steps from one update to the next, which then keeps decay ** every: the average reaches back as far as with 1."""
-    device: Literal["cpu", "gpu"] = "cpu"
-    """Where each rank has its share, 4 bytes a trained parameter over all ranks: in host memory, or beside its weights."""
-
-
     """Folder written by `wands preprocess`; short for `sources: [{path: ...}]`."""
     sources: list[SourceSection] | None = Field(default=None, min_length=1)
     """Several caches made with the same encoders."""
@@ -271,6 +271,8 @@ class Recipe(Section):
     model: ModelSection = ModelSection()
     lora: LoraSection | None = None
     """Left out, all weights are trained."""
+    ema: EmaSection | None = None
+    """Left out, no average is kept; `ema: {}` keeps one as it is by default."""
     data: DataSection = DataSection()
     packing: PackingSection = PackingSection()
     parallel: ParallelSection = ParallelSection()
@@ -307,8 +309,6 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
         problems += [line for name, line in _validation_problems(error) if name not in known]
         raise ConfigError(_report(problems)) from None
     problems += list(_cross_checks(recipe))
-    ema: EmaSection | None = None
-    """Left out, no average is kept; `ema: {}` keeps one as it is by default."""
     if problems:
         raise ConfigError(_report(problems))
     return recipe

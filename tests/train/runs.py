@@ -39,6 +39,7 @@ def make_job(
     overrides: tuple[str, ...] = (),
     ds: dict[str, Any] | None = None,
     world_size: int | None = None,
+    fresh: bool = True,
 ) -> Job:
     """A job on mock data for the world that the environment describes."""
     recipe = load_recipe(None, [*BASE, f"model.path={model}", f"output_dir={output_dir}", *overrides])
@@ -49,6 +50,7 @@ def make_job(
         device_type="cpu",
         names=("zero.json", "recipe.yaml"),
         encoders=lambda path: {},
+        fresh=fresh,
     )
 
 
@@ -65,7 +67,7 @@ def run_job(
     Returns:
         The rows of metrics.jsonl on rank 0; other ranks return nothing.
     """
-    job = make_job(model, output_dir, overrides, ds)
+    job = make_job(model, output_dir, overrides, ds, fresh=not resume)
     found = find_checkpoint(output_dir if resume is True else resume) if resume else None
     rank, _, device = init_process_group()
     engines = []

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.train.runs import losses, make_job, run_job
+from tests.train.runs import BASE, losses, make_job, run_job
 from tests.train.steps import Grid, optimizer_step, worst, zero
 from tests.world import WorldPool
+from wands.commands.train import run_train
 from wands.errors import CheckpointError, ConfigError
 from wands.model.loading import build_empty, load_weights
 from wands.model.lora import find_targets
@@ -66,9 +67,17 @@ def test_the_gradient_of_a_lora_is_the_same_on_every_grid(
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_lora_resumes_bitwise_and_its_checkpoint_holds_nothing_else(
-    stage: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+    stage: int, start: Path, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
-    settings = (*LORA, "train.max_steps=4", "checkpoint.every=2", "checkpoint.keep=3")
+    """Not even what it began from is needed again."""
+    begun = shutil.copytree(start, tmp_path / "begun")
+    settings = (
+        *LORA,
+        f"lora.init_from={begun}",
+        "train.max_steps=4",
+        "checkpoint.every=2",
+        "checkpoint.keep=3",
+    )
 
     def run(resume: bool = False) -> list[dict[str, Any]]:
         return worlds[2].run(run_job, tiny_pipeline, tmp_path / "run", settings, zero(stage), resume)[0]
@@ -77,6 +86,7 @@ def test_a_lora_resumes_bitwise_and_its_checkpoint_holds_nothing_else(
     first = load_exported_state(tmp_path / "run" / "checkpoints" / "step_00000002")
     last = load_exported_state(tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step_00000004").rename(tmp_path / "set aside")
+    shutil.rmtree(begun)
     assert losses(run(resume=True)) == losses(straight)
     again = load_exported_state(tmp_path / "run")
     assert all(torch.equal(again[name], value) for name, value in last.items())
@@ -87,6 +97,35 @@ def test_a_lora_resumes_bitwise_and_its_checkpoint_holds_nothing_else(
         held |= torch.load(path, map_location="cpu", weights_only=False)
     assert not held["frozen_param_fragments"]
     assert all(".lora_" in name for name in held["module"])
+
+
+def test_only_a_run_that_begins_asks_for_the_lora_that_it_goes_on_from(
+    start: Path, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    begun, run = shutil.copytree(start, tmp_path / "begun"), tmp_path / "run"
+    settings = (*LORA, f"lora.init_from={begun}")
+    worlds[1].run(run_job, tiny_pipeline, run, (*settings, "train.max_steps=1"), zero(2))
+    shutil.rmtree(begun)
+    said: list[str] = []
+
+    def dry(output_dir: Path, resume: str | None) -> None:
+        recipe = (*BASE, f"model.path={tiny_pipeline}", *settings, "train.max_steps=2")
+        run_train(
+            None,
+            deepspeed=None,
+            overrides=[*recipe, f"output_dir={output_dir}"],
+            resume=resume,
+            dry_run=True,
+            show_timesteps=False,
+            say=said.append,
+        )
+
+    dry(run, "auto")
+    dry(tmp_path / "elsewhere", str(run))
+    assert ["starting at 1" in text for text in said] == [True, True]
+    for output_dir, resume in ((tmp_path / "new", None), (tmp_path / "new", "auto")):
+        with pytest.raises(ConfigError, match=r"lora\.init_from"):
+            dry(output_dir, resume)
 
 
 def test_frozen_weights_stay_bitwise_and_resume_too(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):

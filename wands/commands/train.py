@@ -56,8 +56,9 @@ def run_train(
         return
     names = (str(deepspeed or "the built-in DeepSpeed config"), str(recipe_path or "the recipe"))
     with start_together():
+        recipe = load_recipe(recipe_path, overrides)
         job = prepare_job(
-            load_recipe(recipe_path, overrides),
+            recipe,
             load_ds_config(deepspeed),
             world_size=world_size,
             device_type=accelerator_type(),
@@ -65,6 +66,7 @@ def run_train(
             # Hashing a UMT5 takes seconds: one rank does it for all.
             encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
             ranks_per_node=ranks_per_node(),
+            fresh=resume is None or (resume == "auto" and not _has_checkpoints(Path(recipe.output_dir))),
         )
         found = _resume_from(job, resume)
         if rank == 0:  # it asks what the accelerator can do: only rank 0 sits on the one that it asks
@@ -95,9 +97,13 @@ def _show_timesteps(recipe: Recipe, tell: Report) -> None:
         tell(timestep_histogram(recipe.flow, recipe.train.seed, sigma_range=sigma_range))
 
 
+def _has_checkpoints(output_dir: Path) -> bool:
+    folder = output_dir / "checkpoints"
+    return folder.is_dir() and any(folder.glob("step_*"))
+
+
 def _resume_from(job: Job, resume: str | None) -> tuple[Path, TrainState] | None:
-    folder = job.output_dir / "checkpoints"
-    exists = folder.is_dir() and any(folder.glob("step_*"))
+    folder, exists = job.output_dir / "checkpoints", _has_checkpoints(job.output_dir)
     if resume is None:
         if exists:
             raise ConfigError(

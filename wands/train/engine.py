@@ -182,7 +182,7 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
 
 
 def build_model(
-    job: Job, groups: ContextGroups, device: torch.device, expert: Expert | None = None
+    job: Job, groups: ContextGroups, device: torch.device, expert: Expert | None = None, fresh: bool = True
 ) -> torch.nn.Module:
     """Load a DiT, sharded from the first tensor on under ZeRO-3, with its attention chosen for `groups` and `device`.
 
@@ -191,6 +191,7 @@ def build_model(
         groups: the ranks that share a bin.
         device: of this rank.
         expert: which DiT of the pipeline, by default the first that is trained.
+        fresh: False where a checkpoint follows, which holds what `lora.init_from` began: that file may be gone.
     """
     import deepspeed
 
@@ -214,7 +215,8 @@ def build_model(
     if recipe.lora is None:
         freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
     else:
-        add_lora(model, recipe.lora, recipe.train.seed, load_start(recipe.lora, expert))
+        start = load_start(recipe.lora, expert) if fresh else None
+        add_lora(model, recipe.lora, recipe.train.seed, start)
     return model.train()
 
 

@@ -160,6 +160,7 @@ def prepare_job(
     names: tuple[str, str],
     encoders: Callable[[str], Mapping[str, Any]],
     ranks_per_node: int | None = None,
+    fresh: bool = True,
 ) -> Job:
     """Check a run and work out its plan.
 
@@ -171,6 +172,7 @@ def prepare_job(
         names: what to call the JSON and the recipe in errors.
         encoders: model path -> fingerprint of its VAE and text encoder, to hold a cache against.
         ranks_per_node: processes on each node; None is one node.
+        fresh: False where a checkpoint is resumed, which `lora.init_from` has nothing to do with.
 
     Raises:
         ConfigError, CacheError, DataError: the run cannot be; each in a sentence with its cure.
@@ -189,7 +191,7 @@ def prepare_job(
             "model.path is not set; give a diffusers pipeline folder or a Hub id, for example --set model.path=DIR."
         )
     config, variant, experts = read_model(recipe)
-    shape, num_trained = variant.dit, _count_trained(recipe, config, experts)
+    shape, num_trained = variant.dit, _count_trained(recipe, config, experts, fresh)
     degrees = choose_degrees(
         recipe.parallel,
         num_heads=shape.num_heads,
@@ -275,14 +277,15 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
     return config, variant, experts
 
 
-def _count_trained(recipe: Recipe, config: dict[str, Any], experts: Sequence[Expert]) -> int:
+def _count_trained(recipe: Recipe, config: dict[str, Any], experts: Sequence[Expert], fresh: bool) -> int:
     """Parameters that are trained, of each expert; refuses patterns and LoRAs that do not fit the model."""
     model = build_empty(config)
     for expert in experts:
         MergedLoras.load(recipe.model.merge_loras, expert).check_fit(model)
     if recipe.lora is not None:
         for expert in experts:
-            count = check_lora(model, recipe.lora, load_start(recipe.lora, expert))
+            start = load_start(recipe.lora, expert) if fresh else None
+            count = check_lora(model, recipe.lora, start)
         return count
     freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -52,7 +52,10 @@ def train(
     groups = ContextGroups.build(job.grid(rank), device)
     engines = {
         expert.part: build_engine(
-            build_model(job, groups, device, expert), job.ds_config, recipe, sampler.total_steps
+            build_model(job, groups, device, expert, fresh=resume is None),
+            job.ds_config,
+            recipe,
+            sampler.total_steps,
         )
         for expert in job.experts
     }
