@@ -39,6 +39,7 @@ LAYERS = {
 ONE_IMPORTER = {
     "flash_attn": {"wands.attention.flash"},
     "flash_attn_interface": {"wands.attention.flash"},
+    "bitsandbytes": {"wands.model.quantize", "wands.train.optimizers"},
     "h5py": {"wands.data.cache", "wands.data.cache_format", "wands.data.cache_writer"},
     "click": {"wands.cli"},
     "datasets": {"wands.data.hf_dataset"},

@@ -212,10 +212,16 @@ class LossSection(Section):
 
 
 class OptimSection(Section):
-    """AdamW and its learning rate. A DeepSpeed JSON may own optimizer, scheduler or clipping instead."""
+    """The optimizer and its learning rate. A DeepSpeed JSON may own optimizer, scheduler or clipping instead."""
 
+    name: Literal["adamw", "adamw8bit", "adafactor", "muon"] = "adamw"
+    """`adamw`: torch's, on the host DeepSpeed's. `adamw8bit`: its moments in 8 bits, from bitsandbytes. `adafactor`: rows and
+    columns of the second moment alone, at ZeRO-0. `muon`: orthogonal updates for the matrices of the blocks, AdamW for the rest;
+    full finetunes only, and with ZeRO without clipping."""
     lr: float = Field(default=1e-5, gt=0)
+    """Means the same for all: Muon's is scaled for each matrix so that its update is of AdamW's size."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW, also where it stands beside Muon."""
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "constant"

@@ -17,6 +17,7 @@ from typing import Any
 
 from wands.config import OptimSection, Recipe
 from wands.errors import ConfigError
+from wands.train.optimizers import ADAM_KEYS, KINDS, check_optimizer, kind_of
 
 # What wands hands through to DeepSpeed 0.19, and the JSON type of each; DeepSpeed itself ignores a misspelt key.
 _TYPES: dict[tuple[type, ...], str] = {
@@ -74,7 +75,6 @@ _NOT_HERE = {
     ),
 }
 _ADAM = ("adam", "adamw")
-_ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
 Names = tuple[str, str]
 
 
@@ -134,6 +134,13 @@ def build_ds_config(
     problems += _fill_batch(config, recipe, world_size, names)
     problems += _fill_precision(config, recipe, names)
     problems += _fill_optimizer(config, recipe.optim, names)
+    problems += check_optimizer(
+        recipe.optim.name,
+        config.get("zero_optimization", {}),
+        lora=recipe.lora is not None,
+        clip=config["gradient_clipping"],
+        scheduled="scheduler" in config,
+    )
     if "scheduler" in config:
         idle = {"schedule", "warmup", "min_lr_ratio", "lr", "scale_lr", "scale_lr_base"}
         problems += [
@@ -144,6 +151,8 @@ def build_ds_config(
     if problems:
         raise ConfigError("\n".join(problems))
     config.setdefault("zero_optimization", {"stage": 0})
+    if recipe.optim.name == "muon" and config["zero_optimization"].get("stage") == 3:
+        config["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed refuses Muon beside it
     config.setdefault("steps_per_print", 2**31)  # wands prints its own line per step
     _choose_adam(config, device_type)
     return config
@@ -273,16 +282,32 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> lis
 
 
 def _fill_optimizer(config: dict[str, Any], optim: OptimSection, names: Names) -> list[str]:
-    asked = _asked(optim)
+    asked, kind = _asked(optim), KINDS[optim.name]
     problems = []
-    section = config.setdefault("optimizer", {"type": "AdamW", "params": {}})
+    section = config.setdefault("optimizer", {"type": kind.type, "params": {}})
     params = section.setdefault("params", {})
-    for key in _ADAM_KEYS:
+    by_name = kind_of(section["type"])  # DeepSpeed's own types are the JSON's alone
+    if by_name != optim.name and (optim.name != "adamw" or by_name is not None):
+        cure = f"set optim.name={by_name}" if by_name else "leave optimizer out of the JSON"
+        problems.append(
+            f"{names[0]}: optimizer.type={section['type']} contradicts {names[1]}: optim.name={optim.name}; {cure}."
+        )
+    elif optim.name != "adamw":
+        problems += [
+            f"{names[0]}: optimizer.params.{key} is no setting of optim.name={optim.name}; remove it."
+            for key in params.keys() - set(kind.keys)
+        ]
+        problems += [
+            f"{names[1]}: optim.{key} would do nothing, optim.name={optim.name} has none; leave it out."
+            for key in ADAM_KEYS
+            if key in asked and key not in kind.keys
+        ]
+    for key in kind.keys:
         ours, theirs = getattr(optim, key), params.get(key, "auto")
         ours = list(ours) if isinstance(ours, tuple) else ours
         if theirs == "auto":
             params.pop(key, None)
-            if key == "lr" or section["type"].lower() in _ADAM or key in asked:
+            if key == "lr" or section["type"].lower() in _ADAM or by_name or key in asked:
                 params[key] = ours
         elif key in asked and theirs != ours:
             problems.append(

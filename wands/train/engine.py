@@ -22,6 +22,7 @@ from wands.model.lora import MergedLoras, add_lora, load_start
 from wands.parallel.mesh import ContextGroups
 from wands.train.ds_config import learning_rate, offloads_optimizer, uses_adam
 from wands.train.job import Job
+from wands.train.optimizers import build_optimizer
 from wands.variants import Expert
 
 
@@ -242,10 +243,19 @@ def build_engine(
         def schedule(optimizer: Any) -> Any:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, multiplier)
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    optimizer = build_optimizer(trained, config["optimizer"], fused=accelerator_type() == "cuda")
+    if optimizer is not None:
+        del config["optimizer"]
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     # Autocast would keep its bf16 copy of every weight until the forward ends: under ZeRO-3 the whole model on every rank.
     torch.set_autocast_cache_enabled(False)
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=trained, config=config, lr_scheduler=schedule, dist_init_required=False
+        model=model,
+        optimizer=optimizer,
+        model_parameters=[parameter for _, parameter in trained],
+        config=config,
+        lr_scheduler=schedule,
+        dist_init_required=False,
     )
     return engine

@@ -104,6 +104,12 @@ class TrainState:
                     f"--resume {where}: {name}={ours} must equal the checkpoint's {theirs}, or the position in the data is "
                     "lost; set it back, or export the checkpoint and start a new run from it."
                 )
+        ours, theirs = recipe["optim"]["name"], self.recipe["optim"].get("name", "adamw")
+        if ours != theirs:
+            raise CheckpointError(
+                f"--resume {where}: optim.name={ours} must equal the checkpoint's {theirs}, whose states it holds; set it back, "
+                "or export the checkpoint and start a new run from it."
+            )
         if parts != self.parts:
             raise CheckpointError(
                 f"--resume {where}: model.experts={recipe['model']['experts']} must equal the checkpoint's "
