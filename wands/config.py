@@ -65,6 +65,9 @@ class LoraSection(Section):
     """Which linear layers: the projections of all attentions, the feed-forwards too, every one, or patterns of modules."""
     init_from: str | None = None
     """LoRA to go on from: a safetensors file, or a folder that `wands export` wrote."""
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """Keep the frozen linear layers of the blocks in 8 bits (`int8`, a scale for each row) or 4 (`nf4`, as QLoRA), with
+    bitsandbytes: 1.0 or 0.56 bytes a weight. LoRAs are merged before; exports with `--merge` take the weights as they were."""
 
     @property
     def scaled_alpha(self) -> float:
@@ -241,6 +244,9 @@ class PrecisionSection(Section):
 
     compute: Literal["bf16", "fp32"] = "bf16"
     """dtype of matmuls and attention."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """dtype that weights are kept in. `bf16` halves those of linear layers and patches, which bf16 matmuls round anyway: of the
+    frozen base of a LoRA no bit of the result changes. Trained ones keep fp32 masters, at ZeRO-1 and 2."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """dtype in which gradients are reduced and ZeRO-3 gathers weights."""
 

@@ -173,7 +173,7 @@ def _digest(module: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
-            digest.update(name.encode() + parameter.detach().contiguous().numpy().tobytes())
+            digest.update(name.encode() + parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

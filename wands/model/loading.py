@@ -26,6 +26,8 @@ from wands.errors import CheckpointError, ConfigError
 from wands.model.hub import fetch_model
 from wands.model.names import EXPERTS, rename_all, shorten, to_diffusers
 from wands.model.official import DIT_STEM, EXPERT_FOLDERS, OFFICIAL_CLASS, boundary_of, config_of, find_expert
+from wands.model.quantize import QuantizedLinear
+from wands.model.storage import Storage
 from wands.model.tensor_files import TensorFiles, find_weights
 from wands.model.transformer import PackedWanTransformer
 
@@ -76,6 +78,7 @@ def load_transformer(
     dtype: torch.dtype = torch.float32,
     zero_init_context: AbstractContextManager[Any] | None = None,
     merge: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
+    storage: Storage = Storage(),  # noqa: B008, frozen
 ) -> PackedWanTransformer:
     """Build the DiT and fill it.
 
@@ -88,6 +91,8 @@ def load_transformer(
         zero_init_context: `deepspeed.zero.Init(...)` to partition each parameter when it is made; every rank
             must then call this function, and rank 0 reads.
         merge: changes each weight on its way, by its name, as `wands.model.lora.MergedLoras` does.
+        storage: what the parameters become, one by one, once they are merged; any but the plain one decides in place of
+            `dtype`.
 
     Returns:
         The model in training mode, on the CPU or where the context puts it.
@@ -97,21 +102,29 @@ def load_transformer(
         CheckpointError: the weights are missing, damaged, or do not fit the config.
     """
     assert init in ("pretrained", "random"), init
+    assert storage.is_plain or dtype == torch.float32, "the storage decides"
     patterns = (
         ["config.json"] if init == "random" else ["config.json", "*.safetensors", "*.safetensors.index.json"]
     )
     folder = _find_folder(path, subfolder, patterns)
     config = _read_config(path, folder)
     with _freed_is_returned():
-        model = _build_empty(config, zero_init_context)
+        model = _build_empty(config, zero_init_context if storage.is_plain else None)
+        num_params = sum(torch.Size(_shape(p)).numel() for p in model.parameters())
+
+        def fill(make: Callable[[str, tuple[int, ...]], Tensor]) -> None:
+            if storage.is_plain:
+                _fill(model, make, dtype)
+            else:
+                _fill_stored(model, make, storage, zero_init_context)
+
         if init == "random":
-            _fill(model, lambda name, shape: merge(name, _initial_value(name, shape, seed)), dtype)
+            fill(lambda name, shape: merge(name, _initial_value(name, shape, seed)))
         else:
             with _Weights(path, folder) as weights:
                 weights.check_fit(model)
                 # In fp32 before anything is merged: a small update is lost in the rounding of a bf16 file.
-                _fill(model, lambda name, _: merge(name, weights.read(name).to(torch.float32)), dtype)
-    num_params = sum(torch.Size(_shape(p)).numel() for p in model.parameters())
+                fill(lambda name, _: merge(name, weights.read(name).to(torch.float32)))
     logger.info("model.path=%s: %.1f M parameters, %s", path, num_params / 1e6, init)
     return model
 
@@ -225,6 +238,40 @@ def _fill(
             owner, _, leaf = name.rpartition(".")
             value = make(name, shape).to(dtype, copy=True)  # a copy: `make` may give what it keeps
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+
+
+def _fill_stored(
+    model: PackedWanTransformer,
+    make: Callable[[str, tuple[int, ...]], Tensor],
+    storage: Storage,
+    zero_init_context: Any,
+) -> None:
+    """Put each parameter in its place as `storage` has it, under ZeRO-3 cut into its partitions there and then."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    storage.apply(model)
+    if zero_init_context is not None:
+        with (
+            zero_init_context
+        ):  # its linear, which keeps no gathered weight for backward, takes the place of torch's
+            pass
+    is_reader = zero_init_context is None or dist.get_rank() == 0
+    for name, shape in shapes.items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        coded = isinstance(owner, QuantizedLinear) and leaf == "weight"
+        wanted = {one: getattr(owner, one) for one in (("weight", "scale") if coded else (leaf,))}
+        if is_reader:
+            value = make(name, shape)
+            values = owner.encode(value) if coded else {leaf: value}
+        else:
+            values = {one: torch.empty(like.shape, dtype=like.dtype) for one, like in wanted.items()}
+        for one, like in wanted.items():
+            # A copy: `make` may give what it keeps.
+            parameter = nn.Parameter(values[one].to(like.dtype, copy=True), requires_grad=like.requires_grad)
+            assert parameter.shape == like.shape, (name, one, parameter.shape, like.shape)
+            setattr(owner, one, parameter)
+            if zero_init_context is not None:
+                zero_init_context._convert_to_zero_parameters([parameter])  # what rank 0 has, partitioned
 
 
 @contextmanager

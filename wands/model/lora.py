@@ -87,6 +87,8 @@ def add_lora(
         # Autocast knows better: PEFT would widen its input to the weights' fp32, a copy of it for every layer.
         layer.cast_input_dtype_enabled = False
         down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+        for linear in (down, up):  # PEFT gives them the base's dtype, and what is trained is fp32
+            linear.to(torch.promote_types(linear.weight.dtype, torch.float32))
         if isinstance(base, Fp32Linear):  # what adds to an fp32 region is fp32 itself
             down.__class__ = up.__class__ = Fp32Linear
         with torch.no_grad():

@@ -17,6 +17,7 @@ from typing import Any
 
 from wands.config import OptimSection, Recipe
 from wands.errors import ConfigError
+from wands.train.precision import check_storage
 from wands.train.optimizers import ADAM_KEYS, KINDS, check_optimizer, kind_of
 
 # What wands hands through to DeepSpeed 0.19, and the JSON type of each; DeepSpeed itself ignores a misspelt key.
@@ -248,7 +249,7 @@ def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: 
 
 def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> list[str]:
     precision = recipe.precision
-    problems = []
+    problems = check_storage(recipe, config.get("zero_optimization", {}))
     for key in ("bf16", "fp16"):
         if config.pop(key, {}).get("enabled", "auto") not in (False, "auto"):
             problems.append(

@@ -23,6 +23,7 @@ from wands.parallel.mesh import ContextGroups
 from wands.train.ds_config import learning_rate, offloads_optimizer, uses_adam
 from wands.train.job import Job
 from wands.train.optimizers import build_optimizer
+from wands.train.precision import split_by_dtype, storage_of
 from wands.variants import Expert
 
 
@@ -207,6 +208,7 @@ def build_model(
         seed=recipe.train.seed,
         zero_init_context=sharded,
         merge=MergedLoras.load(recipe.model.merge_loras, expert),
+        storage=storage_of(recipe),
     )
     attention = ContextAttention(
         backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all
@@ -248,12 +250,20 @@ def build_engine(
     if optimizer is not None:
         del config["optimizer"]
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    groups = [{"params": [parameter for _, parameter in trained]}]
+    if recipe.precision.weights == "bf16" and recipe.lora is None:
+        stage = int(config["zero_optimization"].get("stage", 0))
+        groups = split_by_dtype(
+            groups if optimizer is None else optimizer.param_groups, stage, recipe.precision.reduce
+        )
+        if optimizer is not None:
+            optimizer.param_groups = groups
     # Autocast would keep its bf16 copy of every weight until the forward ends: under ZeRO-3 the whole model on every rank.
     torch.set_autocast_cache_enabled(False)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        model_parameters=[parameter for _, parameter in trained],
+        model_parameters=groups,
         config=config,
         lr_scheduler=schedule,
         dist_init_required=False,

@@ -20,13 +20,15 @@ _POSITION_KEYS = (
 
 def _what_is_trained(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Key -> values in two recipes that decide what is trained, and of a LoRA on which base, which its checkpoint lacks."""
-    names = ["lora.rank", "lora.alpha", "lora.targets", "model.trainable", "model.freeze"]
+    names = ["lora.rank", "lora.alpha", "lora.targets", "lora.quantize", "model.trainable", "model.freeze"]
+    names += ["precision.weights"]
+    missing = {"precision.weights": "fp32", "lora.quantize": "none"}  # in a recipe that is older than the key
     if theirs.get("lora"):
         names += ["model.path", "model.init", "model.merge_loras"]
 
     def value(recipe: dict[str, Any], name: str) -> Any:
         section, key = name.split(".")
-        found = (recipe.get(section) or {}).get(key)
+        found = (recipe.get(section) or {}).get(key, missing.get(name))
         return PurePath(found).name if name == "model.path" and found else found or None  # a folder may move
 
     return {name: (value(ours, name), value(theirs, name)) for name in names}

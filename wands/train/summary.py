@@ -9,6 +9,7 @@ from wands.data.sources import describe_data
 from wands.train.ds_config import learning_rate
 from wands.train.engine import accelerator_type, ranks_per_node
 from wands.train.job import Job
+from wands.train.precision import describe_storage
 from wands.variants import TEXT_LEN, DiTShape
 
 
@@ -47,6 +48,7 @@ def start_block(job: Job, start_step: int) -> str:
             "engine",
             f"ZeRO-{job.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, {_optimizer(job)}",
         ),
+        *(("", line) for line in describe_storage(recipe)),
         ("attention", f"{_attention(job)}, checkpointing {recipe.model.checkpointing}"),
         ("data", f"{first}, {tokens}" if not further else first),
         *(("", line) for line in further),
