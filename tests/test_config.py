@@ -112,3 +112,65 @@ def test_levelled_bins_must_divide_a_step():
     ):
         load_recipe(None, ["packing.level_bins=3", "train.bins_per_step=8"])
     assert load_recipe(None, ["packing.level_bins=4", "train.bins_per_step=8"]).packing.level_bins == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["checkpointing=full", "saved_tensors=[attn_output]"],
+            "model.saved_tensors=[attn_output] does nothing with model.checkpointing=full; leave it out, or set that to "
+            "selective or offload.",
+        ),
+        (
+            ["checkpointing=selective", "offloaded_tensors=[block_input]"],
+            "model.offloaded_tensors=[block_input] does nothing with model.checkpointing=selective; leave it out, or set that "
+            "to offload.",
+        ),
+        (
+            ["checkpointing=selective", "saved_tensors=[]"],
+            "leaves model.checkpointing=selective nothing to do; name some, or set that to full.",
+        ),
+        (["checkpointing=offload", "offloaded_tensors=[]"], "name some, or set that to selective or full."),
+        (
+            [
+                "checkpointing=offload",
+                "saved_tensors=[key_proj]",
+                "offloaded_tensors=[block_input, key_proj]",
+            ],
+            "model.saved_tensors and model.offloaded_tensors both have key_proj, which is kept once; drop one.",
+        ),
+        (
+            ["checkpointing=selective", "saved_tensors=[key_proj, key_proj]"],
+            "model.saved_tensors=[key_proj, key_proj] has a name twice; drop one.",
+        ),
+        (["checkpointing=selective", "saved_tensors=[block_input]"], "input should be 'attn_output', "),
+        (["checkpointing=offload", "offloaded_tensors=[hidden]"], "input should be 'block_input', "),
+    ],
+)
+def test_names_of_checkpointing_that_do_nothing(overrides: list[str], said: str):
+    text = problems(*(f"model.{one}" for one in overrides))
+    assert said in text
+    assert len(text.splitlines()) == 1
+
+
+def test_an_exchange_of_deepspeeds_own_cannot_be_kept():
+    overrides = ["model.checkpointing=selective", "model.saved_tensors=[attn_output, attn_input]"]
+    load_recipe(None, overrides)
+    assert "attn_input cannot be kept with parallel.fused_all_to_all=false" in problems(
+        *overrides, "parallel.fused_all_to_all=false"
+    )
+
+
+def test_what_checkpointing_keeps_by_default():
+    kept = {
+        mode: (model.kept_on_device, model.kept_on_host)
+        for mode in ("none", "full", "selective", "offload")
+        if (model := load_recipe(None, [f"model.checkpointing={mode}"]).model)
+    }
+    assert kept == {
+        "none": ((), ()),
+        "full": ((), ()),
+        "selective": (("attn_output",), ()),
+        "offload": ((), ("block_input",)),
+    }

@@ -33,6 +33,9 @@ class MergeSection(Section):
     """What its update is multiplied by."""
 
 
+SavedTensor = Literal["attn_output", "attn_input", "query_proj", "key_proj", "value_proj", "ffn_activation"]
+
+
 class ModelSection(Section):
     """Which weights are trained, and how activations are kept."""
 
@@ -49,9 +52,28 @@ class ModelSection(Section):
     """Patterns of parameters that a full finetune trains, such as `blocks.*.attn1.*`; all by default."""
     freeze: list[str] = []
     """Patterns of parameters that it does not train; they win over `trainable`."""
-    checkpointing: Literal["none", "selective", "full"] = "none"
-    """`full` keeps only each block's input and runs the block again in backward. `selective` also keeps the result of
-    self-attention, so that neither its kernel nor the ring runs twice."""
+    checkpointing: Literal["none", "selective", "full", "offload"] = "none"
+    """`full` keeps only each block's input and runs the block again in backward. `selective` also keeps `saved_tensors`.
+    `offload` moves `offloaded_tensors` to host memory and back beside the computation."""
+    saved_tensors: list[SavedTensor] | None = None
+    """What `selective`, and `offload` beside what it moves, keeps on the device: attn_output, the result of self-attention, so
+    that neither its kernel nor the ring nor the all-to-all behind it runs twice; attn_input, its q, k and v behind the
+    all-to-all, which then does not run twice either; query_proj, key_proj, value_proj; ffn_activation, the hidden state of the
+    feed-forward. By default `selective` keeps attn_output, `offload` nothing."""
+    offloaded_tensors: list[Literal["block_input", SavedTensor]] | None = None
+    """What `offload` moves: block_input, which it does by default, and the names above."""
+
+    @property
+    def kept_on_device(self) -> tuple[str, ...]:
+        """`saved_tensors`, or their default."""
+        default = ["attn_output"] if self.checkpointing == "selective" else []
+        return tuple(default if self.saved_tensors is None else self.saved_tensors)
+
+    @property
+    def kept_on_host(self) -> tuple[str, ...]:
+        """`offloaded_tensors`, or their default."""
+        default = ["block_input"] if self.checkpointing == "offload" else []
+        return tuple(default if self.offloaded_tensors is None else self.offloaded_tensors)
 
 
 class LoraSection(Section):
@@ -429,6 +451,7 @@ def _cross_checks(recipe: Recipe) -> Iterator[str]:
     for name in ("trainable", "freeze"):
         if recipe.lora and getattr(recipe.model, name):
             yield f"model.{name} is for full finetunes, and lora freezes all weights; leave it out, or see lora.targets."
+    yield from _check_checkpointing(recipe)
     yield from _check_data(recipe.data)
     if recipe.packing.level_bins and recipe.train.bins_per_step % recipe.packing.level_bins:
         yield (
@@ -449,6 +472,26 @@ def _cross_checks(recipe: Recipe) -> Iterator[str]:
         )
         rule = "be" if both else "be a multiple of"
         yield f"parallel.cp_size={parallel.cp_size} must {rule} {degrees}; leave one of them out."
+
+
+def _check_checkpointing(recipe: Recipe) -> Iterator[str]:
+    model, mode = recipe.model, recipe.model.checkpointing
+    for key, modes in (("saved_tensors", ("selective", "offload")), ("offloaded_tensors", ("offload",))):
+        names = getattr(model, key)
+        if names is None:
+            continue
+        said = f"model.{key}=[{', '.join(names)}]"
+        if mode not in modes:
+            yield f"{said} does nothing with model.checkpointing={mode}; leave it out, or set that to {' or '.join(modes)}."
+        elif not names and mode == modes[0]:
+            instead = "full" if mode == "selective" else "selective or full"
+            yield f"{said} leaves model.checkpointing={mode} nothing to do; name some, or set that to {instead}."
+        if len(set(names)) < len(names):
+            yield f"{said} has a name twice; drop one."
+    for name in sorted(set(model.saved_tensors or ()) & set(model.offloaded_tensors or ())):
+        yield f"model.saved_tensors and model.offloaded_tensors both have {name}, which is kept once; drop one."
+    if "attn_input" in (*model.kept_on_device, *model.kept_on_host) and not recipe.parallel.fused_all_to_all:
+        yield "attn_input cannot be kept with parallel.fused_all_to_all=false; drop the name, or set that to true."
 
 
 def _check_data(data: DataSection) -> Iterator[str]:

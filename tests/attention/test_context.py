@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.attention.context import attend, groups_of, make_inputs, meta_of, shard_rows, whole
 from wands.attention import backends, hybrid, ring
 from wands.attention.hybrid import ContextAttention
 from wands.attention.varlen import Segments, choose_backend
+from wands.model.checkpointing import Recomputation
 from wands.parallel.layout import ContextLayout
 
 GRIDS = [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (3, 1)]  # (ring, ulysses)
@@ -195,8 +199,18 @@ def test_blocks_in_any_order_are_the_whole(order: tuple[int, ...]):
 # Activation checkpointing and torch.compile.
 
 
-def checkpointed(mode: str, grid: tuple[int, int]) -> tuple[int, list[Tensor]]:
-    """How often a rank's kernel ran forward in one step, and the gradients of q, k and v."""
+KEPT = {  # mode -> what is saved, what is offloaded
+    "none": None,
+    "full": ((), ()),
+    "output": (("attn_output",), ()),
+    "input": (("attn_input",), ()),
+    "both": (("attn_output", "attn_input"), ()),
+    "both on the host": ((), ("block_input", "attn_output", "attn_input")),
+}
+
+
+def checkpointed(mode: str, grid: tuple[int, int]) -> tuple[int, int, list[Tensor]]:
+    """How often a rank's kernel ran forward and how often it exchanged in one step, and the gradients of q, k and v."""
     groups, lens = groups_of(*grid), PACKS["unequal"]
     layout = ContextLayout.build(
         lens, ulysses_degree=grid[1], ring_degree=grid[0], cp_rank=groups.grid.cp_rank
@@ -204,46 +218,44 @@ def checkpointed(mode: str, grid: tuple[int, int]) -> tuple[int, list[Tensor]]:
     attention = ContextAttention(
         choose_backend("cpu", "cpu", torch.float32), groups.ulysses, groups.ring, groups.ring_grad
     )
-    right, calls = backends.BACKENDS["cpu"], []
-
-    class Counting:
-        name = "cpu"
-        backward = right.backward
-
-        @staticmethod
-        def forward(*args):
-            calls.append(1)
-            return right.forward(*args)
-
-    backends.BACKENDS["cpu"] = Counting
+    kernel = mock.Mock(wraps=backends.BACKENDS["cpu"])
     *leaves, dout = [shard_rows(x, layout).requires_grad_() for x in make_inputs(lens, torch.float32)]
 
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q.sin(), k.cos(), v.exp(), meta_of(layout)).tanh()
 
-    if mode == "none":
-        out = block(*leaves)
-    else:
-        kwargs = {}
-        if mode == "selective":
-            kwargs["context_fn"] = lambda: create_selective_checkpoint_contexts([ring.OPERATOR])
-        out = checkpoint(block, *leaves, use_reentrant=False, **kwargs)
-    grads = torch.autograd.grad(out, leaves, dout.detach())
-    backends.BACKENDS["cpu"] = right
-    return len(calls), list(grads)
+    run: Any = block
+    if KEPT[mode] is not None:
+        run = lambda *inputs: again(block, *inputs)  # noqa: E731
+        again = Recomputation([], *KEPT[mode], hybrid.OPERATORS)
+    with (
+        mock.patch.dict(backends.BACKENDS, cpu=kernel),
+        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange,
+    ):
+        grads = torch.autograd.grad(run(*leaves), leaves, dout.detach())
+    return kernel.forward.call_count, exchange.call_count, list(grads)
 
 
-def all_checkpointed(grid: tuple[int, int]) -> dict[str, tuple[int, list[Tensor]]]:
-    return {mode: checkpointed(mode, grid) for mode in ("none", "full", "selective")}
+def all_checkpointed(grid: tuple[int, int]) -> dict[str, tuple[int, int, list[Tensor]]]:
+    return {mode: checkpointed(mode, grid) for mode in KEPT}
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=lambda g: f"ring{g[0]}-ulysses{g[1]}")
-def test_selective_checkpointing_goes_round_once(grid: tuple[int, int], run_world):
+def test_what_is_kept_is_neither_computed_nor_sent_again(grid: tuple[int, int], run_world):
+    ring_degree, exchanges = grid[0], grid[1] > 1
     for found in run_world(grid[0] * grid[1], all_checkpointed, grid):
-        calls = {mode: count for mode, (count, _) in found.items()}
-        assert calls == {"none": grid[0], "full": 2 * grid[0], "selective": grid[0]}
-        for mode in ("full", "selective"):
-            assert all(torch.equal(a, b) for a, b in zip(found[mode][1], found["none"][1], strict=True))
+        kernels = {mode: count for mode, (count, *_) in found.items()}
+        once, twice = ring_degree, 2 * ring_degree
+        assert kernels == {
+            **{"none": once, "full": twice, "output": once, "input": twice},
+            **{"both": once, "both on the host": once},
+        }
+        # There and back, in forward and in backward; when the block runs again, what was not kept.
+        sent = {mode: count for mode, (_, count, _) in found.items()}
+        again = {"none": 0, "full": 2, "output": 1, "input": 1, "both": 0, "both on the host": 0}
+        assert sent == {mode: exchanges * (4 + count) for mode, count in again.items()}
+        for mode, (*_, grads) in found.items():
+            assert all(torch.equal(a, b) for a, b in zip(grads, found["none"][2], strict=True)), mode
 
 
 def compiled(grid: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
@@ -288,6 +300,21 @@ def test_the_operators_keep_pytorchs_rules_for_operators(layout: str):
     out, lse = torch.ops.wands.ring_forward(q, k, v, *plan)
     detached = [x.detach() for x in (dout, q, k, v, out, lse)]
     torch.library.opcheck(ring.ring_backward, (*detached, *plan))
+
+
+def exchanges_keep_the_rules() -> list[Tensor]:
+    """What comes back from there and back."""
+    peers = (groups_of(1, 2).ulysses.group_name, 2)
+    x = torch.randn(3, 5, 4, 8, requires_grad=True)
+    torch.library.opcheck(hybrid.to_heads, (x, *peers))
+    there = torch.ops.wands.to_heads(x.detach(), *peers)
+    torch.library.opcheck(hybrid.to_tokens, (there.requires_grad_(), *peers))
+    return [x.detach(), torch.ops.wands.to_tokens(there.detach(), *peers)]
+
+
+def test_the_exchanges_keep_them_too(run_world):
+    for sent, found in run_world(2, exchanges_keep_the_rules):
+        assert torch.equal(sent, found)
 
 
 def test_rows_of_another_ring_are_a_programmer_mistake():

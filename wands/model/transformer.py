@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch._ops import OpOverload
 
 from wands.attention.varlen import Backend, PaddedSegments, Segments, padded_attention, varlen_attention
+from wands.model.checkpointing import Recomputation
 from wands.model.modulation import gated_add, modulate
 from wands.model.rope import rotate, rotation_of
 from wands.parallel.layout import PackedMeta
@@ -42,6 +43,8 @@ class PackedWanTransformer(WanTransformer3DModel):
 
     _no_split_modules = ["PackedWanBlock"]  # noqa: RUF012
     _repeated_blocks = ["PackedWanBlock"]  # noqa: RUF012
+    recomputation: Recomputation | None = None
+    """How blocks run under checkpointing; see `set_checkpointing`."""
 
     # diffusers reads the keys of a config from this signature.
     @functools.wraps(WanTransformer3DModel.__init__)  # type: ignore[misc]
@@ -66,20 +69,33 @@ class PackedWanTransformer(WanTransformer3DModel):
             block.attn1.set_processor(SelfAttentionProcessor(self_attention))
             block.attn2.set_processor(TextAttentionProcessor(backend))
 
-    def set_checkpointing(self, mode: str, keep: Sequence[Any] = ()) -> None:
-        """Choose what backward computes again instead of finding it kept.
+    def set_checkpointing(
+        self,
+        mode: str,
+        saved: Sequence[str] = (),
+        offloaded: Sequence[str] = (),
+        operators: Mapping[str, Sequence[OpOverload]] | None = None,
+    ) -> None:
+        """Choose what backward computes again instead of finding it kept; see `wands.model.checkpointing` for the names.
 
         Args:
-            mode: "none"; "full": all of each block; "selective": all of it but the results of `keep`.
-            keep: operators, such as `wands.attention.ring.OPERATOR`.
+            mode: "none"; "full": all of each block; "selective": all but `saved`; "offload": all but `saved`, with `offloaded`
+                on the host.
+            saved: names of tensors that stay on the device.
+            offloaded: names of tensors that wait on the host.
+            operators: name -> operators, such as `wands.attention.hybrid.OPERATORS`.
         """
+        assert saved or mode != "selective", "selective checkpointing needs names"
+        assert not saved or mode in ("selective", "offload"), f"{mode} checkpointing keeps no {saved}"
+        assert bool(offloaded) == (mode == "offload"), f"{mode} checkpointing offloads {offloaded}"
+        if self.recomputation is not None:
+            self.recomputation.close()
+        self.recomputation = None
         if mode == "none":
             self.disable_gradient_checkpointing()
             return
-        kwargs = {}
-        if mode == "selective":
-            kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(keep))
-        self.enable_gradient_checkpointing(functools.partial(checkpoint, use_reentrant=False, **kwargs))
+        self.recomputation = Recomputation(self.blocks, saved, offloaded, operators)
+        self.enable_gradient_checkpointing(self.recomputation)
 
     def forward(
         self,

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from wands.attention.hybrid import ContextAttention
-from wands.attention.ring import OPERATOR
+from wands.attention.hybrid import OPERATORS, ContextAttention
 from wands.attention.varlen import choose_backend
 from wands.config import OptimSection, Recipe
 from wands.errors import ConfigError, WandsError
@@ -214,12 +213,13 @@ def build_model(
         backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all
     )
     model.set_attention(attention, backend)
-    model.set_checkpointing(recipe.model.checkpointing, keep=[OPERATOR])
     if recipe.lora is None:
         freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
     else:
         start = load_start(recipe.lora, expert) if fresh else None
         add_lora(model, recipe.lora, recipe.train.seed, start)
+    kept = recipe.model.kept_on_device, recipe.model.kept_on_host
+    model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS)
     return model.train()
 
 
