@@ -314,22 +314,32 @@ def counted_step(*args: Any) -> tuple[Step, Counter[str]]:
         return optimizer_step(*args), calls
 
 
+KEPT = {
+    **{mode: (f"model.checkpointing={mode}",) for mode in CHECKPOINTING},
+    "every name": (
+        "model.checkpointing=offload",
+        "model.saved_tensors=[attn_input, query_proj, ffn_activation]",
+        "model.offloaded_tensors=[block_input, attn_output, key_proj, value_proj]",
+    ),
+}
+
+
 @pytest.mark.parametrize("grid", [Grid(1, 1, 2), Grid(1, 2, 1), TWO_BY_TWO], ids=str)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_selective_checkpointing_goes_round_the_ring_once(
+def test_what_is_kept_does_not_go_round_the_ring_again(
     stage: int, grid: Grid, worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
 ):
     num_layers = 2
     gradients = {}
-    for mode in CHECKPOINTING:
-        overrides = (*CLIPS, *grid.overrides, f"model.checkpointing={mode}")
+    for mode, settings in KEPT.items():
+        overrides = (*CLIPS, *grid.overrides, *settings)
         ranks = worlds[grid.world_size].run(counted_step, tiny_pipeline, tmp_path, overrides, zero(stage))
         rounds = num_layers * grid.ring
         for _, calls in ranks:
             assert calls["forward"] == rounds * (2 if mode == "full" else 1), mode
             assert calls["backward"] == rounds, mode
         gradients[mode] = ranks[0][0].gradients
-    for mode in ("selective", "full"):
+    for mode in KEPT:
         for name, grad in gradients["none"].items():
             assert torch.equal(gradients[mode][name], grad), (mode, name)
 

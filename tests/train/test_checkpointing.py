@@ -1,0 +1,61 @@
+"""Recomputation through the trainer, ZeRO-3 gathering in both runs of a block: the bits of a run that keeps everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.runs import losses, run_job
+from tests.train.steps import optimizer_step, zero
+from tests.world import WorldPool
+
+ONE_BIN = ("train.bins_per_step=1", "flow.weighting=linear")
+MODES = {
+    "none": (),
+    "offload": ("model.checkpointing=offload",),
+    "every name": (
+        "model.checkpointing=offload",
+        "model.saved_tensors=[query_proj, key_proj]",
+        "model.offloaded_tensors=[block_input, attn_output, value_proj, ffn_activation]",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("precision.compute=bf16", "lora.rank=2", "lora.targets=attention+ffn"),
+        ("precision.compute=bf16", "model.trainable=[blocks.*.attn1.*]"),
+        ("packing.enabled=false",),
+    ],
+    ids=["lora in bf16", "frozen in bf16", "one sample at a time"],
+)
+def test_a_step_of_i2v_has_the_same_bits(
+    settings: tuple[str, ...], tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
+):
+    model = tiny_variant("wan2.1-i2v-14b")
+    steps = {
+        mode: worlds[1].run(optimizer_step, model, tmp_path, (*ONE_BIN, *settings, *more), zero(3))[0]
+        for mode, more in MODES.items()
+    }
+    right = steps["none"]
+    assert any(grad.any() for grad in right.gradients.values())
+    for mode, step in steps.items():
+        assert step.digest == right.digest, mode
+        assert all(torch.equal(step.gradients[name], grad) for name, grad in right.gradients.items()), mode
+
+
+def test_two_experts_have_a_store_each(
+    tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
+):
+    model = tiny_variant("wan2.2-t2v-a14b")
+    shared = ("train.max_steps=2", "train.bins_per_step=2", "model.experts=both")
+    series = {}
+    for mode, settings in MODES.items():
+        rows = worlds[1].run(run_job, model, tmp_path / mode, (*shared, *settings), zero(3))[0]
+        series[mode] = losses(rows), [row["grad_norm_low"] for row in rows]
+    assert len(series["none"][0]) == 2
+    assert series["offload"] == series["every name"] == series["none"]
