@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.train.runs import make_job, run_job
 from wands.errors import CheckpointError
@@ -242,6 +244,30 @@ def test_no_disk_space_is_one_sentence_and_nothing_half_written(
     assert said[0] == said[1]
     assert "the file size limit (ulimit -f) is 100000; raise the limit" in said[0]
     assert not list(tmp_path.rglob("step_*"))
+
+
+@pytest.mark.parametrize(("whole", "needed"), [(True, 4 * 275_000 + 12 * 25_000), (False, 16 * 25_000)])
+def test_frozen_weights_need_room_for_themselves_alone(
+    whole: bool, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And none where only what is trained is saved; other bytes of both ranks come on top."""
+    module = torch.nn.Sequential(
+        torch.nn.Linear(1000, 250, bias=False).requires_grad_(False), torch.nn.Linear(250, 100, bias=False)
+    )
+    free = needed + 2 * 1000
+    world = SimpleNamespace(
+        get_world_size=lambda: 2, all_gather_object=lambda found, mine: found.__setitem__(0, mine)
+    )
+    monkeypatch.setattr(checkpoint, "dist", world)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+
+    def check(more: int) -> None:
+        engines = {"transformer": SimpleNamespace(module=module)}
+        checkpoint._check_space(engines, tmp_path, zero_stage=2, whole=whole, more=more)
+
+    check(more=1000)
+    with pytest.raises(CheckpointError, match="are free; free disk space"):
+        check(more=1001)
 
 
 def test_state_file_is_plain_json(finished: Path):
