@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from wands.model.loading import load_transformer
 from wands.model.names import to_official
+from wands.model.storage import Storage
 
 # An eighth of the 14B model's widths, half its layers: the largest tensor is 2 % of the whole, there 1 %.
 SCALED = {
@@ -89,7 +90,7 @@ def peak_growth(work: Callable[[], Any]) -> tuple[int, int]:
     return peak, count
 
 
-def measure_load(small: str, folder: str) -> tuple[int, int]:
+def measure_load(small: str, folder: str, storage: Storage = Storage()) -> tuple[int, int]:  # noqa: B008, frozen
     """On one rank: what loading `folder` into ZeRO-3 takes, after `small` has been loaded once to warm up."""
     import deepspeed
 
@@ -98,7 +99,8 @@ def measure_load(small: str, folder: str) -> tuple[int, int]:
     zero3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
     def load(path: str) -> Any:
-        return load_transformer(path, zero_init_context=deepspeed.zero.Init(config_dict_or_path=zero3))
+        context = deepspeed.zero.Init(config_dict_or_path=zero3)
+        return load_transformer(path, zero_init_context=context, storage=storage)
 
     load(small)
     return peak_growth(lambda: load(folder))

@@ -13,11 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from tests.train.runs import groups_of, make_job, release
 from wands.data.patchify import unpatchify
 from wands.flow.corrupt import corrupt
 from wands.flow.sigmas import sigma_weight
+from wands.model.loading import build_empty
+from wands.model.lora import find_targets
+from wands.model.lora_files import LORA_FILE
+from wands.model.lora_keys import LoraPair, lora_to_diffusers
 from wands.parallel.layout import ContextLayout
 from wands.parallel.mesh import ContextGroups
 from wands.train.batches import rank_shards
@@ -230,6 +235,21 @@ def stock_gradients(model: Path, job: Job, dtype: torch.dtype = torch.float64) -
             error = error * (len(batch.tokens) - given)
         (weight * error / job.denominator(plan)).backward()
     return {name: parameter.grad for name, parameter in stock.named_parameters()}
+
+
+def save_random_lora(model: Path, folder: Path) -> Path:
+    """A LoRA of rank 4 for all linear layers whose B is not zero: at zero A would get no gradient."""
+    config = json.loads((model / "transformer" / "config.json").read_text())
+    generator = torch.Generator().manual_seed(5)
+    pairs = {
+        name: LoraPair(
+            torch.randn(4, linear.in_features, generator=generator) / linear.in_features**0.5,
+            torch.randn(linear.out_features, 4, generator=generator) / 4,
+        )
+        for name, linear in find_targets(build_empty(config), "all-linear").items()
+    }
+    save_file(lora_to_diffusers({"transformer": pairs}), folder / LORA_FILE)
+    return folder
 
 
 # ---- comparing

@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from tests.train.runs import BASE, losses, make_job, run_job
-from tests.train.steps import Grid, optimizer_step, worst, zero
+from tests.train.steps import Grid, optimizer_step, save_random_lora, worst, zero
 from tests.world import WorldPool
 from wands.commands.train import run_train
 from wands.errors import CheckpointError, ConfigError
-from wands.model.loading import build_empty, load_weights
-from wands.model.lora import find_targets
+from wands.model.loading import load_weights
 from wands.model.lora_files import LORA_FILE
 from wands.model.lora_keys import LoraPair, lora_to_diffusers
 from wands.train.checkpoint import load_exported_state
@@ -27,21 +26,7 @@ GRIDS = (Grid(2, 1, 1), Grid(1, 1, 2), Grid(1, 2, 2))
 
 @pytest.fixture(scope="module")
 def start(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA of all linear layers whose B is not zero: at zero A would get no gradient."""
-    import json
-
-    config = json.loads((tiny_pipeline / "transformer" / "config.json").read_text())
-    generator = torch.Generator().manual_seed(5)
-    pairs = {
-        name: LoraPair(
-            torch.randn(4, linear.in_features, generator=generator) / linear.in_features**0.5,
-            torch.randn(linear.out_features, 4, generator=generator) / 4,
-        )
-        for name, linear in find_targets(build_empty(config), "all-linear").items()
-    }
-    folder = tmp_path_factory.mktemp("lora")
-    save_file(lora_to_diffusers({"transformer": pairs}), folder / LORA_FILE)
-    return folder
+    return save_random_lora(tiny_pipeline, tmp_path_factory.mktemp("lora"))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

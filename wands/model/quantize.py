@@ -77,11 +77,12 @@ class NormalFloat4:
     def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
         """Codes, scales -> fp32 [O, I]."""
         library = load_library()
-        shape = torch.Size((len(codes), in_features))
+        # As one row: of several, the CPU's kernel begins a block anew with each, wherever I is no multiple of it.
+        shape = torch.Size((1, len(codes) * in_features))
         state = library.QuantState(
             scales, shape=shape, dtype=torch.float32, blocksize=BLOCK_SIZE, quant_type="nf4"
         )
-        return library.dequantize_4bit(codes.view(-1, 1), state)
+        return library.dequantize_4bit(codes.view(-1, 1), state).view(-1, in_features)
 
 
 Codec = type[Int8] | type[NormalFloat4]

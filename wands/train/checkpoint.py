@@ -331,8 +331,10 @@ def _load_trained(
             lazy = get_fp32_state_dict_from_zero_checkpoint(
                 str(checkpoint), tag=part, exclude_frozen_parameters=adapters_only, lazy_mode=True
             )
-            weights = {
-                name: tensor.contiguous().clone() for name, tensor in lazy.items() if name not in besides
+            weights = {  # frozen ones come as they were kept
+                name: tensor.contiguous().to(torch.float32, copy=True)
+                for name, tensor in lazy.items()
+                if name not in besides
             }
     # DeepSpeed keeps frozen weights apart only from stage 2 on.
     if state.zero_stage == 0 or (state.zero_stage == 1 and not adapters_only):
