@@ -572,6 +572,7 @@ from pathlib import Path
 from wands.commands.infer import infer
 {call}
 assert "deepspeed" not in sys.modules
+assert not [name for name in sys.modules if name.endswith("pipeline_wan_i2v")], "it asks for torchvision"
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
     assert len(records(tmp_path)) == 1
