@@ -62,6 +62,9 @@ class ModelSection(Section):
     feed-forward. By default `selective` keeps attn_output, `offload` nothing."""
     offloaded_tensors: list[Literal["block_input", SavedTensor]] | None = None
     """What `offload` moves: block_input, which it does by default, and the names above."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share that is zeroed in training of what the attentions return and of the feed-forward's hidden state. A clip has the same
+    mask in any pack and on any number of GPUs."""
 
     @property
     def kept_on_device(self) -> tuple[str, ...]:
@@ -87,6 +90,8 @@ class LoraSection(Section):
     """Which linear layers: the projections of all attentions, the feed-forwards too, every one, or patterns of modules."""
     init_from: str | None = None
     """LoRA to go on from: a safetensors file, or a folder that `wands export` wrote."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the updates' inputs that is zeroed in training."""
     quantize: Literal["none", "int8", "nf4"] = "none"
     """Keep the frozen linear layers of the blocks in 8 bits (`int8`, a scale for each row) or 4 (`nf4`, as QLoRA), with
     bitsandbytes: 1.0 or 0.56 bytes a weight. LoRAs are merged before; exports with `--merge` take the weights as they were."""
@@ -317,6 +322,11 @@ class Recipe(Section):
     precision: PrecisionSection = PrecisionSection()
     train: TrainSection = TrainSection()
     checkpoint: CheckpointSection = CheckpointSection()
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped in training."""
+        return bool(self.model.dropout or (self.lora and self.lora.dropout))
 
     def to_yaml(self) -> str:
         """The whole recipe, every default spelled out, as a file that `load_recipe` reads back."""

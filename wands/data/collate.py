@@ -111,6 +111,7 @@ class PackedBatch:
         clean_lens: tokens at the start of each sample that are given and stay clean, of TI2V's first frames.
         condition_tokens: fp32 [T, P'], see `wands.data.conditions`, or None.
         image_embeds: [S, I, E], or None.
+        dropout_keys: one per sample, see `PackedMeta.sample_keys`, or none.
     """
 
     tokens: Tensor
@@ -123,6 +124,7 @@ class PackedBatch:
     clean_lens: tuple[int, ...]
     condition_tokens: Tensor | None = None
     image_embeds: Tensor | None = None
+    dropout_keys: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for cu_seqlens, rows in ((self.cu_seqlens, self.tokens), (self.cu_seqlens_text, self.text_embeds)):
@@ -176,9 +178,13 @@ class PackedBatch:
     def _meta(self, layout: ContextLayout) -> PackedMeta:
         positions = torch.cat([_positions(grid) for grid in self.grid_sizes.tolist()])
         timestep_lens: list[int] = []
-        for (start, stop), clean in zip(layout.token_ranges, self.clean_lens, strict=True):
+        owners: list[int] = []
+        for sample, ((start, stop), clean) in enumerate(
+            zip(layout.token_ranges, self.clean_lens, strict=True)
+        ):
             here = max(min(stop, clean) - start, 0)
             timestep_lens += [here, stop - start - here] if clean else [stop - start]
+            owners += [sample, sample] if clean else [sample]
         return PackedMeta(
             positions=positions[layout.token_index.clamp(min=0)],
             segment_ids=layout.segment_ids,
@@ -186,6 +192,8 @@ class PackedBatch:
             seq_lens=layout.local_lens,
             text_lens=self.text_lens,
             timestep_lens=tuple(timestep_lens),
+            timestep_samples=tuple(owners),
+            sample_keys=self.dropout_keys,
         )
 
 
@@ -198,6 +206,7 @@ class PackingCollator:
         seed: `train.seed`.
         null_text_embeds: embedding of the empty caption, [n, D].
         conditions: of the variant.
+        drops: whether the model has dropout, which needs a key for each sample.
     """
 
     def __init__(
@@ -207,11 +216,13 @@ class PackingCollator:
         seed: int,
         null_text_embeds: Tensor,
         conditions: Sequence[str] = ("text",),
+        drops: bool = False,
     ) -> None:
         self.shape = shape
         self.flow = flow
         self.seed = seed
         self.conditions = conditions
+        self.drops = drops
         self.null_text_embeds = null_text_embeds
         self._check_text("the empty caption", null_text_embeds)
 
@@ -250,6 +261,7 @@ class PackingCollator:
             clean_lens=tuple(self.clean_len(key, grid) for key, grid in zip(keys, grids, strict=True)),
             condition_tokens=self._conditions_of(samples),
             image_embeds=torch.stack(pictures) if pictures else None,
+            dropout_keys=self._dropout_keys(keys),
         )
 
     def clean_len(self, key: SampleKey, grid: tuple[int, int, int]) -> int:
@@ -263,6 +275,12 @@ class PackingCollator:
             return 0
         chosen = rng(self.seed, key, "first_frame").random() < self.flow.i2v_ratio
         return grid[1] * grid[2] if chosen else 0
+
+    def _dropout_keys(self, keys: Sequence[SampleKey]) -> tuple[int, ...]:
+        if not self.drops:
+            return ()
+        drawn = (rng(self.seed, key, "dropout").bit_generator.random_raw() for key in keys)
+        return tuple(int(bits) - 2**63 for bits in drawn)
 
     def _conditions_of(self, samples: Sequence[Sample]) -> Tensor | None:
         if "image" not in self.conditions:
@@ -278,7 +296,7 @@ class PackingCollator:
         return sample.text_embeds
 
     def _padding(self, epoch: int) -> PackedBatch:
-        shape, volume = self.shape, math.prod(self.shape.patch_size)
+        shape, volume, key = self.shape, math.prod(self.shape.patch_size), SampleKey(PADDING_ID, 0, epoch)
         conditions = torch.zeros(1, shape.condition_channels * volume)
         return PackedBatch(
             tokens=torch.zeros(1, shape.out_channels * volume),
@@ -286,11 +304,12 @@ class PackingCollator:
             grid_sizes=torch.ones(1, 3, dtype=torch.int64),
             text_embeds=self.null_text_embeds,
             cu_seqlens_text=_cu_seqlens([len(self.null_text_embeds)]),
-            keys=(SampleKey(PADDING_ID, 0, epoch),),
+            keys=(key,),
             weights=torch.zeros(1),
             clean_lens=(0,),
             condition_tokens=conditions if shape.condition_channels else None,
             image_embeds=torch.zeros(1, shape.image_len, shape.image_dim) if shape.image_dim else None,
+            dropout_keys=self._dropout_keys([key]),
         )
 
     def _check(self, sample: Sample) -> None:

@@ -45,7 +45,7 @@ def rng(seed: int, key: SampleKey, purpose: str) -> np.random.Generator:
     Args:
         seed: `train.seed`.
         key: sample, occurrence and epoch.
-        purpose: "noise", "sigma" or "cfg_dropout"; draws for different purposes are independent.
+        purpose: "noise", "sigma", "cfg_dropout" or "dropout"; draws for different purposes are independent.
 
     Returns:
         A generator that nobody else holds; its first draw is always the same.

@@ -25,6 +25,7 @@ from torch._ops import OpOverload
 
 from wands.attention.varlen import Backend, PaddedSegments, Segments, padded_attention, varlen_attention
 from wands.model.checkpointing import Recomputation
+from wands.model.dropout import RowKeys, add_dropout
 from wands.model.modulation import gated_add, modulate
 from wands.model.rope import rotate, rotation_of
 from wands.parallel.layout import PackedMeta
@@ -45,6 +46,8 @@ class PackedWanTransformer(WanTransformer3DModel):
     _repeated_blocks = ["PackedWanBlock"]  # noqa: RUF012
     recomputation: Recomputation | None = None
     """How blocks run under checkpointing; see `set_checkpointing`."""
+    row_keys: RowKeys | None = None
+    """What dropout layers find of the pack; see `set_dropout`."""
 
     # diffusers reads the keys of a config from this signature.
     @functools.wraps(WanTransformer3DModel.__init__)  # type: ignore[misc]
@@ -97,6 +100,15 @@ class PackedWanTransformer(WanTransformer3DModel):
         self.recomputation = Recomputation(self.blocks, saved, offloaded, operators)
         self.enable_gradient_checkpointing(self.recomputation)
 
+    def set_dropout(self, p: float, lora_p: float = 0.0) -> None:
+        """Drop in training; forward then needs `meta.sample_keys`.
+
+        Args:
+            p: share of what diffusers drops: results of the attentions and hidden states of the feed-forwards.
+            lora_p: share of the inputs of the LoRA, which must be there already.
+        """
+        self.row_keys = add_dropout(self, p, lora_p)
+
     def forward(
         self,
         tokens: Tensor,
@@ -122,6 +134,8 @@ class PackedWanTransformer(WanTransformer3DModel):
             f"timesteps are {timesteps.dtype}: bf16 has 294 of 1000 values"
         )
         assert len(timesteps) == len(meta.timestep_row_lens), (len(timesteps), meta.timestep_row_lens)
+        if self.row_keys is not None and self.training:
+            self.row_keys.set(meta, 0 if image_embeds is None else image_embeds.shape[1])
         patches = self.patch_embedding(tokens)
         compute_dtype = patches.dtype  # autocast's, or that of the weights
         hidden = patches.to(torch.promote_types(compute_dtype, torch.float32))

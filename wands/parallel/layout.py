@@ -175,6 +175,8 @@ class PackedMeta:
         seq_lens: local tokens of each sample; tail padding, if any, comes behind the last.
         text_lens: text tokens of each sample, trimmed.
         timestep_lens: local tokens of each timestep, where a sample may have several; one per sample by default.
+        timestep_samples: the sample of each timestep, where a sample may have several; likewise.
+        sample_keys: 64 random bits of each sample's visit, for dropout; none where nothing is dropped.
     """
 
     positions: Tensor
@@ -183,6 +185,8 @@ class PackedMeta:
     seq_lens: tuple[int, ...]
     text_lens: tuple[int, ...]
     timestep_lens: tuple[int, ...] = ()
+    timestep_samples: tuple[int, ...] = ()
+    sample_keys: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert sum(self.timestep_lens or self.seq_lens) == sum(self.seq_lens), (

@@ -17,8 +17,8 @@ from typing import Any
 
 from wands.config import OptimSection, Recipe
 from wands.errors import ConfigError
-from wands.train.precision import check_storage
 from wands.train.optimizers import ADAM_KEYS, KINDS, check_optimizer, kind_of
+from wands.train.precision import check_storage
 
 # What wands hands through to DeepSpeed 0.19, and the JSON type of each; DeepSpeed itself ignores a misspelt key.
 _TYPES: dict[tuple[type, ...], str] = {

@@ -218,6 +218,8 @@ def build_model(
     else:
         start = load_start(recipe.lora, expert) if fresh else None
         add_lora(model, recipe.lora, recipe.train.seed, start)
+    if recipe.drops:
+        model.set_dropout(recipe.model.dropout, recipe.lora.dropout if recipe.lora else 0.0)
     kept = recipe.model.kept_on_device, recipe.model.kept_on_host
     model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS)
     return model.train()

@@ -230,7 +230,7 @@ def prepare_job(
         places=data.places,
     )
     collator = PackingCollator(
-        shape, recipe.flow, recipe.train.seed, data.null_text_embeds, variant.conditions
+        shape, recipe.flow, recipe.train.seed, data.null_text_embeds, variant.conditions, recipe.drops
     )
     return Job(
         recipe,

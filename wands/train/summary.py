@@ -101,6 +101,9 @@ def _trained(job: Job) -> list[str]:
         )
     elif job.num_trained != job.shape.num_params:
         lines.append(f"{job.num_trained / 1e6:,.1f} M parameters are trained, the others frozen")
+    if recipe.drops:
+        inputs = f", {recipe.lora.dropout:g} of the LoRA's inputs" if recipe.lora else ""
+        lines.append(f"dropout: {recipe.model.dropout:g} of activations{inputs}")
     return lines + _experts(job) + _ema(job)
 
 
