@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -199,6 +201,42 @@ def test_warm_up_and_rare_updates_of_the_loras_of_two_experts(
         stock = WanTransformer3DModel.from_pretrained(merged / part).state_dict()
         assert same(stock, load_full_weights(tmp_path / "run", part, ema=True))
         assert not same(stock, load_full_weights(tmp_path / "run", part))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_on_the_host_or_beside_the_weights_it_has_the_same_bits(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of three ranks that each have all weights; on the host it is worked out on the GPU and sent back without waiting."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"a": (700, 300), "b": (2,), "c": (5, 1, 7)}
+    series = [
+        {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} for _ in range(4)
+    ]
+    module = torch.nn.ParameterDict({name: torch.empty(shape) for name, shape in shapes.items()}).to(device)
+    engine = SimpleNamespace(module=module, device=torch.device(device))
+
+    def share(rank: int, where: str) -> None:
+        monkeypatch.setattr(ema, "dist", SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: 3))
+        for step, weights in enumerate(series):
+            with torch.no_grad():
+                for name, value in weights.items():
+                    module[name].copy_(value)
+            if step == 0:
+                average = ema.WeightAverage(engine, EmaSection(decay=0.9, warmup=False, device=where), step=0)
+            else:
+                average.update(step)
+        (tmp_path / where / "part").mkdir(parents=True, exist_ok=True)
+        average.save(tmp_path / where / "part")
+
+    for rank, where in itertools.product(range(3), ("cpu", "gpu")):
+        share(rank, where)
+    truth = averaged([{name: value.to(device) for name, value in one.items()} for one in series], 0.9)
+    host, beside = (ema.load_average(tmp_path / where / "part") for where in ("cpu", "gpu"))
+    assert same(host, beside)
+    for name, value in truth.items():
+        torch.testing.assert_close(host[name], value.cpu(), rtol=1e-6, atol=1e-7)
+    assert [*map(set, parts_in(tmp_path / "cpu", "part"))] == [{"a", "c"}, {"a", "b", "c"}, {"a", "b", "c"}]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -89,8 +89,8 @@ class WeightAverage:
         masters = [one.master() for one in self._fragments]
         on_host = section.device == "cpu"
         device = torch.device("cpu") if on_host else engine.device
-        pinned = on_host and any(master.is_cuda for master in masters)
-        self._averages = _allocate([master.numel() for master in masters], device, pinned)
+        self._crosses = on_host and any(master.is_cuda for master in masters)
+        self._averages = _allocate([master.numel() for master in masters], device, pinned=self._crosses)
         with torch.no_grad():
             for average, master in zip(self._averages, masters, strict=True):
                 average.copy_(master)
@@ -133,7 +133,7 @@ class WeightAverage:
         Raises:
             OSError: the disk is full or refuses.
         """
-        if any(average.is_pinned() for average in self._averages):
+        if self._crosses:
             torch.cuda.synchronize()  # the last update may still be on its way
         entries = [
             Entry(fragment.name, tuple(average.shape), torch.float32, average.cpu)
