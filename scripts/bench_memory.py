@@ -1,0 +1,214 @@
+"""Peak memory and time of a forward and backward of the DiT under every mode of model.checkpointing, in one run.
+
+    python scripts/bench_memory.py                                  # a small DiT, half a minute on 2 cores
+    python scripts/bench_memory.py --clock cpu                      # on a machine that others use
+    python scripts/bench_memory.py --device cuda                    # 1.3B's widths on 32,760 tokens, bf16
+    python scripts/bench_memory.py --device cuda --heads 40 --layers 40 --ffn-dim 13824 --tokens 32760
+
+device   The most that PyTorch's allocator held at once above the start, when weights and gradients are there already: what
+         the forward keeps, and what one block's backward needs. CUDA: its own statistics. CPU: what the profiler saw; the
+         store of `offload` asks the operating system for its memory and is not in it.
+host     What `offload` keeps in host memory at most; pinned for a GPU.
+seconds  Of a step without the measurement of memory, median; modes alternate (a, b, c, a, b, c, ...), and a ratio is the
+         median over rounds of the ratio within one round.
+
+`every name` keeps all that has a name: of self-attention its projections and its result, of the feed-forward its hidden state;
+under `offload` on the host, with the blocks' inputs. There is one rank and so no all-to-all to keep.
+
+The last lines say whether the order is what the modes promise. Memory out of order ends with exit code 1; the times of a busy
+machine are only reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import diffusers
+import torch
+
+from wands.attention.hybrid import OPERATORS, ContextAttention
+from wands.attention.varlen import choose_backend
+from wands.model.checkpointing import Recomputation
+from wands.model.transformer import PackedWanTransformer
+from wands.parallel.layout import PackedMeta, segment_ids_of
+from wands.train.peak import PeakMemory
+
+NAMES = ("attn_output", "query_proj", "key_proj", "value_proj", "ffn_activation")
+MODES: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # saved, offloaded
+    "none": ((), ()),
+    "selective, every name": (NAMES, ()),
+    "selective": (("attn_output",), ()),
+    "full": ((), ()),
+    "offload": ((), ("block_input",)),
+    "offload, every name": ((), ("block_input", *NAMES)),
+}
+SMALLER = (  # in device memory, as promised
+    ("selective, every name", "none"),
+    ("selective", "selective, every name"),
+    ("full", "selective"),
+    ("offload", "full"),
+    ("offload, every name", "selective, every name"),
+)
+FASTER = (("none", "selective"), ("selective", "full"), ("full", "offload"))
+SIZES = {  # of each device: heads, layers, ffn_dim, tokens, dtype of matmuls and attention
+    "cpu": {"heads": 4, "layers": 6, "ffn_dim": 1024, "tokens": 1024, "compute": "fp32"},
+    "cuda": {"heads": 12, "layers": 30, "ffn_dim": 8960, "tokens": 32760, "compute": "bf16"},
+}
+HEAD_DIM = {"cpu": 64, "cuda": 128}
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+TEXT_TOKENS, TEXT_DIM = 100, 256
+
+
+@dataclass
+class Measured:
+    """One mode.
+
+    Attributes:
+        device: bytes above the start.
+        host: bytes of the store.
+        seconds: of each round.
+    """
+
+    device: int
+    host: int
+    seconds: list[float]
+
+
+def build_step(args: argparse.Namespace) -> tuple[PackedWanTransformer, Callable[[], None]]:
+    """The model, and a step on one pack of two clips that leaves gradients behind."""
+    torch.manual_seed(0)
+    device = torch.device(args.device)
+    model = PackedWanTransformer(
+        num_attention_heads=args.heads,
+        attention_head_dim=HEAD_DIM[args.device],
+        num_layers=args.layers,
+        ffn_dim=args.ffn_dim,
+        text_dim=TEXT_DIM,
+    ).to(device)
+    dtype = torch.bfloat16 if args.compute == "bf16" else torch.float32
+    backend = choose_backend("auto", device, dtype, HEAD_DIM[args.device])
+    model.set_attention(ContextAttention(backend), backend)
+    lens = (args.tokens - args.tokens // 3, args.tokens // 3)
+    positions = torch.zeros(args.tokens, 3, dtype=torch.int64)
+    texts = (TEXT_TOKENS,) * len(lens)
+    meta = PackedMeta(positions, segment_ids_of(lens), (lens,), lens, texts).to(device)
+    tokens = torch.randn(args.tokens, 64, device=device)
+    timesteps = torch.tensor([250.0, 750.0], device=device)
+    text = torch.randn(sum(texts), TEXT_DIM, device=device)
+
+    def step() -> None:
+        with torch.autocast(args.device, torch.bfloat16, enabled=args.compute == "bf16"):
+            output = model(tokens, meta, timesteps, text)
+        output.float().square().mean().backward()
+
+    return model, step
+
+
+def measure(args: argparse.Namespace) -> dict[str, Measured]:
+    """Every mode: memory once, time in each round."""
+    model, step = build_step(args)
+    ways = {
+        name: Recomputation(model.blocks, saved, offloaded, OPERATORS)
+        for name, (saved, offloaded) in MODES.items()
+        if name != "none"
+    }
+    found = {}
+    for name in MODES:
+        take(model, ways.get(name))
+        step()  # gradients, the pages of the store, and what is made once
+        with PeakMemory(args.device) as peak:
+            step()
+        store = ways[name].store if name in ways else None
+        found[name] = Measured(peak.bytes, store.peak_host_bytes if store else 0, [])
+    for _ in range(args.rounds):
+        for name in MODES:
+            take(model, ways.get(name))
+            found[name].seconds.append(seconds(step, args.device, CLOCKS[args.clock]))
+    return found
+
+
+def take(model: PackedWanTransformer, way: Recomputation | None) -> None:
+    """Run the blocks in this way from now on; each way keeps its store, whose pages are pinned once."""
+    if way is None:
+        model.disable_gradient_checkpointing()
+    else:
+        model.enable_gradient_checkpointing(way)
+
+
+def seconds(step: Callable[[], None], device: str, clock: Callable[[], float]) -> float:
+    """Of one step, until the device is done."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
+    start = clock()
+    step()
+    wait()
+    return clock() - start
+
+
+def report(found: dict[str, Measured]) -> list[str]:
+    """Print the table and whether the order is kept.
+
+    Returns:
+        Promises about memory that were not kept.
+    """
+    print(f"{'':24}{'device MiB':>11}{'of none':>9}{'host MiB':>10}{'seconds':>9}{'of none':>9}")
+    none = found["none"]
+    for name, one in found.items():
+        ratio = slower(none, one)
+        print(
+            f"{name:24}{one.device / 2**20:11.1f}{one.device / none.device:9.2f}{one.host / 2**20:10.1f}"
+            f"{statistics.median(one.seconds):9.3f}{ratio:9.2f}"
+        )
+    broken = [
+        f"{a} > {b} by {found[a].device - found[b].device} bytes"
+        for a, b in SMALLER
+        if found[a].device > found[b].device
+    ]
+    late = [
+        f"{a} > {b} by {slower(found[b], found[a]) - 1:.0%}"
+        for a, b in FASTER
+        if slower(found[b], found[a]) > 1
+    ]
+    print(
+        f"\nmemory is {'not in the order promised: ' + ', '.join(broken) if broken else 'in the order promised'}"
+    )
+    print(f"time is {'not in the order promised: ' + ', '.join(late) if late else 'in the order promised'}")
+    return broken
+
+
+def slower(fast: Measured, slow: Measured) -> float:
+    """How many times as long the second takes."""
+    return statistics.median(b / a for a, b in zip(fast.seconds, slow.seconds, strict=True))
+
+
+def main() -> int:
+    """Measure as the command line says; 1 when memory is not in the order promised."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--compute", choices=["fp32", "bf16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: this process's CPU time")
+    for name in ("heads", "layers", "ffn-dim", "tokens"):
+        sizes = ", ".join(f"{size[name.replace('-', '_')]} on {device}" for device, size in SIZES.items())
+        parser.add_argument(f"--{name}", type=int, help=f"default: {sizes}")
+    args = parser.parse_args()
+    for name, size in SIZES[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, size)
+    diffusers.logging.set_verbosity_error()
+    print(
+        f"{args.device}, {args.compute}, torch {torch.__version__}: {args.layers} layers, {args.heads} heads x "
+        f"{HEAD_DIM[args.device]}, ffn {args.ffn_dim}, {args.tokens} tokens"
+    )
+    return 1 if report(measure(args)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
