@@ -13,7 +13,8 @@ work      Every clip has the same length; a bin holds as many as fit in --max-to
           are computed again. Checkpointing adds a forward, `selective` one without attention.
 cp        The smallest power of two that fits in memory and leaves every dp rank a bin; choose_degrees puts ulysses in the node
           and the ring across.
-ulysses   Hidden: nothing. All-to-alls over --node-bandwidth; checkpointing runs the forward's again.
+ulysses   Hidden: nothing. All-to-alls over --node-bandwidth; checkpointing runs the forward's again, `selective` without
+          the result's.
 ring      The message of a round runs beside that round's kernel: hidden as far as the kernel lasts, but for the last hop, which
           takes the gradients home. Over --network-bandwidth once the group leaves the node. The forward hides where
           L_eff = sum(L^2) / sum(L) is at least R * F / B (F: attention FLOP/s, B: bytes/s of the link); the backward asks 1.2
@@ -192,7 +193,11 @@ def predict(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: S
     backward = (LINEAR_BACKWARD + again) * linear + (ATTENTION_BACKWARD + attend_again) * attention
 
     comm = plan.comm_bytes(shape.dim, BF16)
-    exchanged = layers * ((1 + again) * comm.ulysses_forward + comm.ulysses_backward) / machine.node_bandwidth
+    sent_again = {"none": 0.0, "selective": 3 / 4, "full": 1.0}[
+        setting.checkpointing
+    ]  # of q, k, v and the result
+    exchanged = layers * ((1 + sent_again) * comm.ulysses_forward + comm.ulysses_backward)
+    exchanged /= machine.node_bandwidth
     one_way, back = ring_traffic(plan, shape.dim, attention / layers, machine.ring_bandwidth(cp))
     ring_forward, ring_backward = one_way * layers, (back + one_way * attend_again) * layers
 

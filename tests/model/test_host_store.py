@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from wands.errors import ConfigError
 from wands.model.host_store import HostStore, Stored
 
 CPU = torch.device("cpu")
@@ -133,6 +134,23 @@ def test_who_does_not_wait_would_be_seen(monkeypatch: pytest.MonkeyPatch):
     groups[3][0].take()
     monkeypatch.setattr(LateLane, "wait", lambda *_: None)
     assert float(groups[1][0].take()[0]) != 10.0
+
+
+def test_host_memory_that_runs_out_is_not_taken_for_the_devices(monkeypatch: pytest.MonkeyPatch):
+    store = HostStore(torch.device("cuda"), LateLane())
+    pages = [torch.empty(store.page_bytes, dtype=torch.uint8)] * 64
+
+    def pin(*_: object, **options: object) -> torch.Tensor:
+        assert options["pin_memory"]
+        if pages:
+            return pages.pop()
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    monkeypatch.setattr(torch, "empty", pin)
+    with pytest.raises(
+        ConfigError, match=r"cannot pin more than 1\.0 GiB of host memory .* out of memory\); offload less"
+    ):
+        store._borrow(2**30 + 1)
 
 
 @pytest.mark.gpu

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wands.errors import ConfigError
+
 PAGE_BYTES = 1 << 24
 """Host memory comes in pages of one size, so that packs of any length use the same: pinning memory takes longer than copying to
 it, and torch rounds a pinned buffer up to a power of two."""
@@ -114,10 +116,18 @@ class HostStore:
         return [self._free.pop() for _ in range(-(-num_bytes // self.page_bytes))]
 
     def _new_page(self) -> Tensor:
+        if self.device.type != "cuda":
+            page = torch.from_numpy(np.empty(self.page_bytes, np.uint8))
+        else:
+            try:
+                page = torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:  # CUDA calls it "out of memory", as if it were the device's
+                raise ConfigError(
+                    f"model.checkpointing=offload cannot pin more than {self.reserved_bytes / 2**30:.1f} GiB of host memory on "
+                    f"this rank ({str(error).splitlines()[0]}); offload less, lower packing.max_tokens, or set it to full."
+                ) from error
         self.reserved_bytes += self.page_bytes
-        if self.device.type == "cuda":
-            return torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=True)
-        return torch.from_numpy(np.empty(self.page_bytes, np.uint8))
+        return page
 
     def _give_back(self, pages: list[Tensor], num_bytes: int) -> None:
         self.host_bytes -= num_bytes
