@@ -246,8 +246,8 @@ class OptimSection(Section):
 
     name: Literal["adamw", "adamw8bit", "adafactor", "muon"] = "adamw"
     """`adamw`: torch's, on the host DeepSpeed's. `adamw8bit`: its moments in 8 bits, from bitsandbytes. `adafactor`: rows and
-    columns of the second moment alone, at ZeRO-0. `muon`: orthogonal updates for the matrices of the blocks, AdamW for the rest;
-    full finetunes only, and with ZeRO without clipping."""
+    columns of the second moment alone, at ZeRO-0. `muon`: orthogonal updates for the matrices of the blocks, AdamW for the rest,
+    in full finetunes; from ZeRO-1 on without clipping, and the norm that is reported is then the update's."""
     lr: float = Field(default=1e-5, gt=0)
     """Means the same for all: Muon's is scaled for each matrix so that its update is of AdamW's size."""
     betas: tuple[float, float] = (0.9, 0.95)

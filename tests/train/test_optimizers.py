@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ import torch
 from tests.train.runs import groups_of, losses, make_job, release, run_job, weights
 from tests.train.steps import zero
 from tests.world import WorldPool
+from wands.config import OptimSection
 from wands.errors import CheckpointError, ConfigError
 from wands.model.loading import build_empty
 from wands.train.batches import rank_shards
+from wands.train.checkpoint import find_checkpoint
 from wands.train.engine import build_engine, build_model, build_schedule, init_process_group
-from wands.train.optimizers import is_hidden_matrix, muon_ratio, state_bytes_per_param
+from wands.train.optimizers import build_optimizer, is_hidden_matrix, muon_ratio, state_bytes_per_param
 from wands.train.step import train_step
 from wands.train.summary import start_block
 
@@ -73,16 +77,14 @@ def record(model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any
     for step in range(STEPS):
         plan = job.sampler.step_plan(step)
         train_step(engine, rank_shards(job, plan, groups.grid), job, groups, device, job.denominator(plan))
-    states = [value for state in engine.basic_optimizer.state.values() for value in state.values()]
-    staged = [entry[0] for entry in getattr(engine.optimizer, "_muon_pending_momentum", {}).values()]
-    tables = {"qmap1", "qmap2"}  # the same for all
-    tables_bytes = sum(
-        value.nbytes
+    states = [
+        value
         for state in engine.basic_optimizer.state.values()
         for key, value in state.items()
-        if key in tables
-    )
-    size = sum(v.nbytes for v in (*states, *staged) if isinstance(v, torch.Tensor)) - tables_bytes
+        if isinstance(value, torch.Tensor) and key not in ("qmap1", "qmap2")  # tables that all share
+    ]
+    states += [entry[0] for entry in getattr(engine.optimizer, "_muon_pending_momentum", {}).values()]
+    size = sum(value.nbytes for value in states)
     found = Recorded(start, gradients, _full(engine.module), size)
     release(engine)
     torch.compiler.set_stance("default")
@@ -101,14 +103,8 @@ def _full(module: torch.nn.Module) -> Tensors:
 
 def rates() -> list[float]:
     """The learning rate of every step."""
-    job_optim = make_optim()
-    return [LR * build_schedule(job_optim, STEPS)(step) for step in range(STEPS)]
-
-
-def make_optim() -> Any:
-    from wands.config import OptimSection
-
-    return OptimSection(lr=LR, warmup=2)
+    schedule = build_schedule(OptimSection(lr=LR, warmup=2), STEPS)
+    return [LR * schedule(step) for step in range(STEPS)]
 
 
 def clipped(gradients: Tensors, clip: float) -> Tensors:
@@ -286,8 +282,6 @@ def test_resume_is_bitwise(
     again = weights(tmp_path / "run")
     assert all(torch.equal(again[key], value) for key, value in last.items())
     if stage == 1:
-        from wands.train.checkpoint import find_checkpoint
-
         with pytest.raises(CheckpointError, match=r"optim\.name=adamw must equal the checkpoint's muon"):
             _check_resume(find_checkpoint(tmp_path / "run")[1], tiny_pipeline, tmp_path)
 
@@ -392,19 +386,20 @@ def test_a_missing_library_is_named(tiny_pipeline: Path, tmp_path: Path, monkeyp
 
 
 def test_a_broken_library_is_named(monkeypatch: pytest.MonkeyPatch):
-    import sys
-
-    from wands.train.optimizers import build_optimizer
-
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match="bitsandbytes cannot be loaded here"):
         build_optimizer([], {"type": "AdamW8bit", "params": {}}, fused=False)
 
 
+def test_muon_without_a_matrix():
+    bias = torch.nn.Parameter(torch.zeros(3))
+    section = {"type": "Muon", "params": {"lr": 1.0, "weight_decay": 0.0}}
+    with pytest.raises(ConfigError, match="finds no matrix of a block"):
+        build_optimizer([("blocks.0.norm2.bias", bias)], section, fused=False)
+
+
 def test_bytes_of_a_wan(tiny_pipeline: Path):
     """What the README says of the real ones: their matrices are nearly all of them."""
-    import json
-
     config = json.loads((tiny_pipeline / "transformer" / "config.json").read_text())
     config |= {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 2}
     shapes = [(name, tuple(p.shape)) for name, p in build_empty(config).named_parameters()]

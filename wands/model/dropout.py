@@ -48,7 +48,9 @@ class RowKeys:
             "image": (image_len,) * len(samples),
             "time": tuple(owners.count(sample) for sample in range(len(samples))),
         }
-        keys = {"tokens": _row_keys(samples, "tokens", meta.segment_ids, (frame << 42) + (row << 21) + column)}
+        keys = {
+            "tokens": _row_keys(samples, "tokens", meta.segment_ids, (frame << 42) + (row << 21) + column)
+        }
         for side, lens in counts.items():
             owner = segment_ids_of(lens)
             place = torch.arange(len(owner)) - (torch.tensor(lens).cumsum(0) - torch.tensor(lens))[owner]

@@ -156,6 +156,9 @@ def build_optimizer(
 
     Returns:
         A torch optimizer, or None where DeepSpeed makes its own from the section.
+
+    Raises:
+        ConfigError: its library does not load, or nothing that is trained is for it.
     """
     name, params = kind_of(section["type"]), section["params"]
     named = list(named_parameters)
@@ -207,6 +210,11 @@ def _build_muon(named: Sequence[tuple[str, Any]], params: Mapping[str, Any], fus
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 keeps the whole one there
         parameter.use_muon = is_hidden_matrix(name, shape)
         (shapes.setdefault(shape, []) if parameter.use_muon else others).append(parameter)
+    if not shapes:
+        raise ConfigError(
+            "optim.name=muon finds no matrix of a block that is trained (model.trainable, model.freeze); use optim.name=adamw.",
+            agreed=True,
+        )
     groups: list[dict[str, Any]] = []
     if others:  # first: the learning rate that is logged is that of the first group
         groups.append({"params": others, "use_muon": False, **params})
