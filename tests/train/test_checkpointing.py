@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.runs import losses, run_job
+from tests.train.runs import losses, make_job, run_job
 from tests.train.steps import optimizer_step, zero
 from tests.world import WorldPool
+from wands.train.summary import start_block
 
 ONE_BIN = ("train.bins_per_step=1", "flow.weighting=linear")
 MODES = {
@@ -59,3 +60,16 @@ def test_two_experts_have_a_store_each(
         series[mode] = losses(rows), [row["grad_norm_low"] for row in rows]
     assert len(series["none"][0]) == 2
     assert series["offload"] == series["every name"] == series["none"]
+
+
+def test_the_start_block_says_what_is_kept(tiny_pipeline: Path, tmp_path: Path):
+    said = {
+        mode: start_block(make_job(tiny_pipeline, tmp_path, settings, world_size=1), 0)
+        for mode, settings in MODES.items()
+    }
+    assert "checkpointing none\n" in said["none"]
+    assert "checkpointing offload (block_input on the host)\n" in said["offload"]
+    assert (
+        "offload (query_proj, key_proj on the device; block_input, attn_output, value_proj, ffn_activation on the host)"
+        in said["every name"]
+    )

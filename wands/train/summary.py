@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from wands.config import Recipe
+from wands.config import ModelSection, Recipe
 from wands.data.sources import describe_data
 from wands.train.ds_config import learning_rate
 from wands.train.engine import accelerator_type, ranks_per_node
@@ -49,7 +49,7 @@ def start_block(job: Job, start_step: int) -> str:
             f"ZeRO-{job.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, {_optimizer(job)}",
         ),
         *(("", line) for line in describe_storage(recipe)),
-        ("attention", f"{_attention(job)}, checkpointing {recipe.model.checkpointing}"),
+        ("attention", f"{_attention(job)}, checkpointing {_checkpointing(recipe.model)}"),
         ("data", f"{first}, {tokens}" if not further else first),
         *(("", line) for line in further),
         *([("", f"epoch 0: {len(visited):,} samples, {tokens}")] if further else []),
@@ -151,6 +151,12 @@ def _attention(job: Job) -> str:
     return f"{choose_backend(recipe.attention.backend, device, dtype, job.shape.head_dim).name} kernels"
 
 
+def _checkpointing(model: ModelSection) -> str:
+    places = (("device", model.kept_on_device), ("host", model.kept_on_host))
+    kept = [f"{', '.join(names)} on the {place}" for place, names in places if names]
+    return model.checkpointing + (f" ({'; '.join(kept)})" if kept else "")
+
+
 def _memory_line(job: Job) -> str:
     parts = estimate_memory(
         job.shape,
@@ -237,5 +243,6 @@ def _activation_bytes(shape: DiTShape, recipe: Recipe, tokens: float) -> float:
         "none": block * shape.num_layers,
         "selective": inputs + attended + block,
         "full": inputs + block,
+        "offload": 2 * inputs / shape.num_layers + block,
     }
     return float(kept[recipe.model.checkpointing] + text)
