@@ -141,6 +141,7 @@ def build_ds_config(
         lora=recipe.lora is not None,
         clip=config["gradient_clipping"],
         scheduled="scheduler" in config,
+        reduced_in=recipe.precision.reduce if "communication_data_type" in config else None,
     )
     if "scheduler" in config:
         idle = {"schedule", "warmup", "min_lr_ratio", "lr", "scale_lr", "scale_lr_base"}

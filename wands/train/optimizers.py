@@ -51,7 +51,13 @@ def kind_of(type_name: str) -> str | None:
 
 
 def check_optimizer(
-    name: str, zero: Mapping[str, Any], *, lora: bool, clip: float, scheduled: bool
+    name: str,
+    zero: Mapping[str, Any],
+    *,
+    lora: bool,
+    clip: float,
+    scheduled: bool,
+    reduced_in: str | None = None,
 ) -> list[str]:
     """What keeps an optimizer from being right here, each in a sentence with its cure.
 
@@ -61,6 +67,7 @@ def check_optimizer(
         lora: whether a LoRA is trained.
         clip: largest norm of the gradient, 0 for any.
         scheduled: whether the JSON has a scheduler of its own.
+        reduced_in: `communication_data_type`, where gradients are not reduced in their own.
     """
     stage, package = int(zero.get("stage", 0)), KINDS[name].package
     offload = (zero.get("offload_optimizer") or {}).get("device", "none")
@@ -80,6 +87,11 @@ def check_optimizer(
         )
     if name == "muon":
         problems += _check_muon(zero, stage, offload, lora=lora, clip=clip, scheduled=scheduled)
+        if stage == 3 and reduced_in:
+            problems.append(
+                f"precision.reduce={reduced_in} would keep Muon's momentum in {reduced_in} at ZeRO-3; use precision.reduce=fp32, "
+                "or zero_optimization.stage=2."
+            )
     return problems
 
 
