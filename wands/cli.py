@@ -68,6 +68,8 @@ def main(local_rank: int | None, verbose: bool) -> None:
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     logging.getLogger("wands").setLevel(level)
+    # diffusers imports it where it is installed, and on some CPUs it misses a kernel that wands does not use.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 _CLIP_OPTIONS = (
