@@ -7,6 +7,7 @@ average among themselves all the same.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,11 +217,11 @@ def load_average(folder: Path) -> dict[str, Tensor]:
     for path in sorted(folder.glob("ema_rank_*.safetensors")):
         with TensorFiles([path], f"checkpoint={folder.parent}") as files:
             for name, (start, shape) in _read_about(files, path)["fragments"].items():
-                values = files.read(name)
                 if name not in whole:
                     whole[name], spans[name] = torch.empty(shape), []
-                whole[name].view(-1)[start : start + len(values)] = values
-                spans[name].append((start, start + len(values)))
+                end = start + math.prod(files.shapes[name])
+                whole[name].view(-1)[start:end] = files.read(name)
+                spans[name].append((start, end))
     for name, found in spans.items():
         reached = 0
         for start, end in sorted(found):
