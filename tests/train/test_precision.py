@@ -266,6 +266,21 @@ def test_what_cannot_be_right_is_refused(
         make_job(tiny_pipeline, tmp_path, lora, {"zero_optimization": zero_section}, world_size=1)
 
 
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
+def test_codes_are_not_quantised_again(key: str, tiny_pipeline: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"lora\.quantize=int8 keeps codes, which ZeRO\+\+"):
+        make_job(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.quantize=int8"), zero(3, **{key: True}), 1)
+
+
+@pytest.mark.parametrize("overrides", [("lora.quantize=int8",), ("precision.weights=bf16",)])
+def test_two_dtypes_do_not_go_to_nvme(overrides: tuple[str, ...], tiny_pipeline: Path, tmp_path: Path):
+    settings = ("lora.rank=4", "precision.compute=bf16", *overrides)
+    nvme = zero(3, offload_param={"device": "nvme", "nvme_path": str(tmp_path)})
+    make_job(tiny_pipeline, tmp_path, settings[:2], nvme, world_size=1)
+    with pytest.raises(ConfigError, match="cannot be swapped to NVMe"):
+        make_job(tiny_pipeline, tmp_path, settings, nvme, world_size=1)
+
+
 def test_codes_are_for_the_base_of_a_lora():
     with pytest.raises(ConfigError, match=r"lora\.rank"):
         load_recipe(None, ["lora.quantize=int8"])

@@ -31,6 +31,17 @@ def check_storage(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
             load_library()
         except ConfigError as error:
             problems.append(str(error))
+        if zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights"):
+            problems.append(
+                f"lora.quantize={recipe.lora.quantize} keeps codes, which ZeRO++ would quantise again; remove "
+                "zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights, or set lora.quantize=none."
+            )
+    if not storage_of(recipe).is_plain and (zero.get("offload_param") or {}).get("device") == "nvme":
+        key = asked if recipe.precision.weights == "bf16" else "lora.quantize"
+        problems.append(
+            f"{key} cannot be swapped to NVMe, DeepSpeed's buffers have one dtype for all weights; use "
+            "zero_optimization.offload_param.device=cpu, or leave it out."
+        )
     if recipe.precision.weights == "fp32":
         return problems
     if recipe.precision.compute == "fp32":
