@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.train.runs import losses, make_job, run_job, weights
-from tests.train.steps import Grid, optimizer_step, save_random_lora, worst, zero
+from tests.train.steps import Grid, Step, optimizer_step, save_random_lora, worst, zero
 from tests.world import WorldPool
 from wands.errors import ConfigError
+from wands.model import dropout
 from wands.train.summary import start_block
 
 DROPS = ("lora.rank=4", "lora.targets=all-linear", "lora.dropout=0.2", "model.dropout=0.3")
 STEP = ("train.bins_per_step=2",)
 
 
+def mistaken_step(*args: Any) -> Step:
+    """A step whose masks follow the rows that a rank holds, and not their places in the clip."""
+
+    def by_row(samples: torch.Tensor, side: str, owner: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return right(samples, side, owner, torch.arange(len(place)))
+
+    right = dropout._row_keys
+    with mock.patch.object(dropout, "_row_keys", by_row):
+        return optimizer_step(*args)
+
+
 def test_the_gradient_is_the_same_however_it_is_made(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
     settings = (*STEP, *DROPS, f"lora.init_from={save_random_lora(tiny_pipeline, tmp_path)}")
 
-    def step(grid: Grid, stage: int, *more: str, dtype: torch.dtype = torch.float64):
+    def step(
+        grid: Grid, stage: int, *more: str, dtype: torch.dtype = torch.float64, make: Any = optimizer_step
+    ):
         overrides = (*settings, *grid.overrides, *more)
-        ranks = worlds[grid.world_size].run(
-            optimizer_step, tiny_pipeline, tmp_path, overrides, zero(stage), dtype
-        )
+        ranks = worlds[grid.world_size].run(make, tiny_pipeline, tmp_path, overrides, zero(stage), dtype)
         return ranks[0].gradients
 
     alone = step(Grid(1, 1, 1), 2)
     assert worst(step(Grid(1, 1, 1), 2, "packing.enabled=false"), alone) <= 1e-5
     for grid, stage in ((Grid(2, 1, 1), 3), (Grid(1, 2, 1), 2), (Grid(1, 1, 2), 3)):
         assert worst(step(grid, stage), alone) <= 1e-5, grid
-    for changed in ("train.seed=1", "lora.dropout=0", "model.dropout=0"):
+    mistaken = step(Grid(1, 1, 1), 2, "packing.enabled=false", make=mistaken_step)
+    assert worst(mistaken, step(Grid(1, 1, 1), 2, make=mistaken_step)) > 0.1
+    for changed in ("train.seed=1", "lora.dropout=0"):
         assert worst(step(Grid(1, 1, 1), 2, changed), alone) > 0.1, changed
     narrow = {
         mode: step(Grid(1, 1, 2), 2, f"model.checkpointing={mode}", dtype=torch.float32)

@@ -168,7 +168,7 @@ def generators_of_a_step(model: Path, out: Path) -> list[tuple[Any, ...]]:
 
     philox = keys.philox
     with mock.patch.object(keys, "philox", recording):
-        job = make_job(model, out, ("flow.cfg_dropout=0.5",), world_size=1)
+        job = make_job(model, out, ("flow.cfg_dropout=0.5", "model.dropout=0.1"), world_size=1)
         asked.clear()  # those of the plan
         plan = job.sampler.step_plan(0)
         for shard in rank_shards(job, plan, job.grid(0)):
@@ -182,5 +182,5 @@ def test_no_generator_is_drawn_from_twice(tiny_pipeline: Path, tmp_path: Path):
     clips = {parts[1:-1] for parts in asked}
     assert len(clips) > 2
     assert sorted(asked) == sorted(
-        (0, *clip, purpose) for clip in clips for purpose in ("cfg_dropout", "noise", "sigma")
+        (0, *clip, purpose) for clip in clips for purpose in ("cfg_dropout", "dropout", "noise", "sigma")
     )
