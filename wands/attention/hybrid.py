@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-
 from wands.attention.backends import Backend
 from wands.attention.ring import OPERATOR, ring_attention
 from wands.parallel.layout import ChunkLens, PackedMeta
