@@ -77,6 +77,8 @@ _NOT_HERE = {
 }
 _ADAM = ("adam", "adamw")
 Names = tuple[str, str]
+REDUCE_BUCKET_SIZE = 500_000_000
+"""Gradients in a bucket where the JSON does not say: DeepSpeed's own default."""
 
 
 def load_ds_config(path: str | Path | None) -> dict[str, Any]:

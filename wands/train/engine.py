@@ -19,7 +19,7 @@ from wands.model.freezing import freeze_parameters
 from wands.model.loading import load_transformer
 from wands.model.lora import MergedLoras, add_lora, load_start
 from wands.parallel.mesh import ContextGroups
-from wands.train.ds_config import learning_rate, offloads_optimizer, uses_adam
+from wands.train.ds_config import REDUCE_BUCKET_SIZE, learning_rate, offloads_optimizer, uses_adam
 from wands.train.job import Job
 from wands.train.optimizers import build_optimizer
 from wands.train.precision import split_by_dtype, storage_of
@@ -253,6 +253,10 @@ def build_engine(
         del config["optimizer"]
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     groups = [{"params": [parameter for _, parameter in trained]}]
+    zero = config["zero_optimization"]
+    # DeepSpeed allocates a bucket whole, 2 GB by default; it is never fuller than with all gradients.
+    num_trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in trained)
+    zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)), num_trained)
     if recipe.precision.weights == "bf16" and recipe.lora is None:
         stage = int(config["zero_optimization"].get("stage", 0))
         groups = split_by_dtype(
@@ -270,4 +274,17 @@ def build_engine(
         lr_scheduler=schedule,
         dist_init_required=False,
     )
+    if int(zero.get("stage", 0)) == 3:
+        _share_masters(engine.optimizer)
     return engine
+
+
+def _share_masters(optimizer: Any) -> None:
+    """Let ZeRO-3's fp32 weights be the masters, which have the same values at all times, and spare a copy of the shard.
+
+    DeepSpeed means to, but compares a device with its name (stage3.py of 0.19.8), and never does.
+    """
+    shards = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
+    for weights, masters in shards:
+        if weights is not None and weights.dtype == masters.dtype and weights.device == masters.device:
+            masters.data = weights.data
