@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,7 @@ def step(worlds: WorldPool, pipeline: Path, out: Path, grid: Grid, stage: int, *
     return worlds[grid.world_size].run(optimizer_step, pipeline, out, settings, zero(stage))
 
 
-@pytest.mark.parametrize(("stage", "grid"), [(0, DP), (1, DP), (2, DP), (2, CP), (3, DP), (3, CP)], ids=str)
+@pytest.mark.parametrize(("stage", "grid"), [(0, DP), (1, CP), (2, DP), (3, DP), (3, CP)], ids=str)
 def test_a_frozen_base_in_bf16_changes_no_bit(
     stage: int, grid: Grid, start: Path, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
@@ -83,6 +85,20 @@ def test_a_frozen_base_in_bf16_changes_no_bit(
         assert gradient.dtype == narrow[0].gradients[name].dtype == torch.float32
         assert torch.equal(gradient, narrow[0].gradients[name]), name
     assert len({rank.digest for rank in narrow}) == 1
+
+
+@pytest.fixture(scope="module")
+def on_decoded(
+    decoded: dict[str, Path], start: Path, tmp_path_factory: pytest.TempPathFactory, worlds: WorldPool
+) -> Callable[[str, Grid], Step]:
+    """The step of a LoRA on the plain weights that codes stand for."""
+    out = tmp_path_factory.mktemp("plain")
+
+    @cache
+    def of(quantize: str, grid: Grid) -> Step:
+        return step(worlds, decoded[quantize], out, grid, 2, f"lora.init_from={start}")[0]
+
+    return of
 
 
 @pytest.mark.parametrize(
@@ -105,15 +121,19 @@ def test_a_lora_on_codes_learns_as_on_the_decoded_weights(
     checkpointing: str,
     start: Path,
     tiny_pipeline: Path,
-    decoded: dict[str, Path],
+    on_decoded: Callable[[str, Grid], Step],
     tmp_path: Path,
     worlds: WorldPool,
 ):
-    settings = (f"lora.init_from={start}", f"model.checkpointing={checkpointing}")
-    plain = step(worlds, decoded[quantize], tmp_path, grid, 2, *settings)
-    ranks = step(worlds, tiny_pipeline, tmp_path, grid, stage, *settings, f"lora.quantize={quantize}")
-    assert ranks[0].loss == pytest.approx(plain[0].loss, rel=1e-6)
-    assert worst(ranks[0].gradients, plain[0].gradients) <= 1e-5
+    settings = (
+        f"lora.init_from={start}",
+        f"model.checkpointing={checkpointing}",
+        f"lora.quantize={quantize}",
+    )
+    plain = on_decoded(quantize, grid)
+    ranks = step(worlds, tiny_pipeline, tmp_path, grid, stage, *settings)
+    assert ranks[0].loss == pytest.approx(plain.loss, rel=1e-6)
+    assert worst(ranks[0].gradients, plain.gradients) <= 1e-5
     assert all(float(gradient.abs().max()) > 0 for gradient in ranks[0].gradients.values())
     assert len({rank.digest for rank in ranks}) == 1
 
@@ -343,7 +363,7 @@ def test_a_resume_on_other_weights_is_refused(tiny_pipeline: Path, tmp_path: Pat
         ),
         (
             ("lora.rank=4", "lora.quantize=nf4"),
-            ["base in nf4: the linear layers of the blocks; the embeddings are not"],
+            ["base in nf4: the linear layers of the blocks; embeddings, modulation, norms and head are not"],
         ),
     ],
 )

@@ -127,5 +127,7 @@ def describe_storage(recipe: Recipe) -> list[str]:
                 f"masters fp32, from the rounded weights; gradients made in bf16, reduced in {recipe.precision.reduce}"
             )
     if storage.quantize != "none":
-        lines.append(f"base in {storage.quantize}: the linear layers of the blocks; the embeddings are not")
+        lines.append(
+            f"base in {storage.quantize}: the linear layers of the blocks; embeddings, modulation, norms and head are not"
+        )
     return lines
