@@ -255,7 +255,6 @@ def run_eagerly(*args: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "stage", "more"),
     [
-        ("adamw8bit", 2, ()),
         ("adamw8bit", 3, ()),
         ("adafactor", 0, ()),
         ("muon", 1, ("optim.grad_clip=0",)),
@@ -300,14 +299,14 @@ def _check_resume(state: Any, model: Path, out: Path) -> None:
 
 
 def test_the_losses_of_8_bits_stay_in_their_band(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
-    """100 steps: a loss is within 5 % of that of 32 bits, 0.5 % on average, and their mean within 0.1 %."""
+    """100 steps: a loss is within 2 % of that of 32 bits, 0.2 % on average, and their mean within 0.1 %."""
     series = {
         name: losses(
             worlds[1].run(
                 run_job,
                 tiny_pipeline,
                 tmp_path / name,
-                (f"optim.name={name}", "train.max_steps=100", "optim.lr=3e-3"),
+                (f"optim.name={name}", "train.max_steps=100", "train.bins_per_step=1", "optim.lr=3e-3"),
                 zero(2),
             )[0]
         )
@@ -318,8 +317,8 @@ def test_the_losses_of_8_bits_stay_in_their_band(tiny_pipeline: Path, tmp_path: 
     assert float(full[-20:].mean()) < 0.85 * float(full[:20].mean())  # it learns
     assert not torch.equal(full, eight)
     off = (eight / full - 1).abs()
-    assert float(off.max()) <= 0.05
-    assert float(off.mean()) <= 0.005
+    assert float(off.max()) <= 0.02
+    assert float(off.mean()) <= 0.002
     assert abs(float(eight.mean() / full.mean()) - 1) <= 0.001
 
 
