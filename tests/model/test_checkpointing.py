@@ -214,7 +214,8 @@ def test_a_mode_replaces_the_one_before():
     assert not model.blocks[0].attn1.to_q._forward_pre_hooks
 
 
-def test_a_kept_result_that_changes_is_noticed():
+@pytest.mark.parametrize("place", ["saved", "offloaded"])
+def test_a_kept_result_that_changes_is_noticed(place: str):
     class Block(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -224,7 +225,7 @@ def test_a_kept_result_that_changes_is_noticed():
             return self.attn1["to_q"](hidden).add_(1.0).sin()
 
     block = Block()
-    output = Recomputation([block], ("query_proj",))(block, torch.ones(3, 4))
+    output = Recomputation([block], **{place: ("query_proj",)})(block, torch.ones(3, 4))
     with pytest.raises(AssertionError, match="changed in place"):
         output.sum().backward()
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from wands.model.host_store import HostStore, Stored
+from wands.model.host_store import HostStore, Stored, detached
 
 BLOCK_INPUT = "block_input"
 PROJECTIONS = {
@@ -146,9 +146,7 @@ class _OnDevice:
     """A tensor of the first run, without the graph that it belongs to."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # Below autograd `detach` would not share the count of changes, by which a change in place is noticed.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            self._tensor = tensor.detach()
+        self._tensor = detached(tensor)
         self._version = self._tensor._version
 
     def take(self) -> Tensor:

@@ -64,6 +64,12 @@ class _AtOnce:
         pass
 
 
+def detached(tensor: Tensor) -> Tensor:
+    """The tensor without its graph; a change of one in place counts as a change of the other, also beneath autograd."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 class HostStore:
     """Keeps tensors of one device in host memory.
 
@@ -104,7 +110,7 @@ class HostStore:
         """
         assert self._groups, "open_group comes first"
         with torch.no_grad():
-            stored = Stored(self, self._groups[-1], tensor.detach().contiguous())
+            stored = Stored(self, self._groups[-1], detached(tensor).contiguous())
         self._groups[-1].members.append(weakref.ref(stored))
         return stored
 
@@ -163,9 +169,9 @@ class Stored:
         self._store, self._group, self._taken = store, group, False
         self._like = torch.empty_like(tensor, device="meta")
         self._pages = store._borrow(tensor.nbytes)
-        self._here: Tensor | None = (
-            tensor  # held until the copy is over: its memory may not go to others before
-        )
+        # Held until the copy is over: its memory may not go to others before.
+        self._here: Tensor | None = tensor
+        self._version: int | None = tensor._version  # of what was put, until it leaves
         self._copied = store.lane.run(partial(_copy_out, tensor, self._pages))
 
     def take(self) -> Tensor:
@@ -174,8 +180,9 @@ class Stored:
             self._start()
         self._group.prefetch()
         self._store.lane.wait(self._copied)
-        assert self._here is not None
-        tensor, self._here, self._taken = self._here, None, True
+        tensor, self._taken = self._here, True
+        assert tensor is not None
+        self._let_go(tensor)
         return tensor
 
     def prefetch(self) -> None:
@@ -185,8 +192,13 @@ class Stored:
 
     def leave_device(self) -> None:
         """Let go of the device's memory when the copy to the host is over."""
-        self._store.lane.wait(self._copied)
-        self._here = None
+        if self._here is not None:
+            self._store.lane.wait(self._copied)
+            self._let_go(self._here)
+
+    def _let_go(self, tensor: Tensor) -> None:
+        assert self._version in (None, tensor._version), "a kept result was changed in place"
+        self._here = self._version = None
 
     def _start(self) -> None:
         # Memory of the computation's stream: it is used there, and freed there.
