@@ -311,10 +311,14 @@ def test_zero_2_needs_an_fp32_parameter_beside_those_in_bf16():
     wide = torch.nn.Parameter(torch.zeros(4))
     groups = [{"params": [wide, narrow], "lr": 1.0}]
     for stage, order in ((1, [narrow, wide]), (2, [wide, narrow])):
-        split = split_by_dtype(groups, stage, "bf16")
+        split = split_by_dtype(groups, {"stage": stage, "reduce_bucket_size": 3}, "bf16")
         assert [(one["params"], one["lr"]) for one in split] == [([one], 1.0) for one in order]
     with pytest.raises(ConfigError, match="leave no fp32 parameter"):
-        split_by_dtype([{"params": [narrow]}], 2, "bf16")
+        split_by_dtype([{"params": [narrow]}], {"stage": 2, "reduce_bucket_size": 4}, "fp32")
+    with pytest.raises(
+        ConfigError, match=r"reduce_bucket_size=3 is less than the 4 values.*set it to 4 or more"
+    ):
+        split_by_dtype(groups, {"stage": 2, "reduce_bucket_size": 3}, "fp32")
 
 
 def test_a_resume_on_other_weights_is_refused(tiny_pipeline: Path, tmp_path: Path):

@@ -258,10 +258,8 @@ def build_engine(
     num_trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in trained)
     zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)), num_trained)
     if recipe.precision.weights == "bf16" and recipe.lora is None:
-        stage = int(config["zero_optimization"].get("stage", 0))
-        groups = split_by_dtype(
-            groups if optimizer is None else optimizer.param_groups, stage, recipe.precision.reduce
-        )
+        groups = groups if optimizer is None else optimizer.param_groups
+        groups = split_by_dtype(groups, config["zero_optimization"], recipe.precision.reduce)
         if optimizer is not None:
             optimizer.param_groups = groups
     # Autocast would keep its bf16 copy of every weight until the forward ends: under ZeRO-3 the whole model on every rank.

@@ -76,7 +76,9 @@ def check_storage(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def split_by_dtype(groups: Iterable[Mapping[str, Any]], zero_stage: int, reduce: str) -> list[dict[str, Any]]:
+def split_by_dtype(
+    groups: Iterable[Mapping[str, Any]], zero: Mapping[str, Any], reduce: str
+) -> list[dict[str, Any]]:
     """Parameter groups of one dtype each, which DeepSpeed needs: it flattens a group into one tensor.
 
     From the first group it takes how gradients are added up. At ZeRO-2 their buckets get its dtype, so fp32 comes first. At
@@ -84,12 +86,12 @@ def split_by_dtype(groups: Iterable[Mapping[str, Any]], zero_stage: int, reduce:
 
     Args:
         groups: an optimizer's.
-        zero_stage: 1 or 2.
+        zero: the `zero_optimization` section, of stage 1 or 2, with its `reduce_bucket_size`.
         reduce: `precision.reduce`. For fp32, bf16 parameters are told to reduce their gradients so: DeepSpeed would take their
             own dtype.
 
     Raises:
-        ConfigError: at ZeRO-2, all that is trained is bf16.
+        ConfigError: at ZeRO-2, all that is trained is bf16, or a matrix does not fit into a bucket.
     """
     import torch
     from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
@@ -101,7 +103,15 @@ def split_by_dtype(groups: Iterable[Mapping[str, Any]], zero_stage: int, reduce:
             if params:
                 found.append({**group, "params": params})
     narrow, wide = split.values()
-    if zero_stage == 2 and not wide:
+    stage, bucket = zero["stage"], zero["reduce_bucket_size"]
+    largest = max((parameter.numel() for group in narrow for parameter in group["params"]), default=0)
+    if stage == 2 and reduce == "fp32" and largest > bucket:
+        raise ConfigError(
+            f"zero_optimization.reduce_bucket_size={bucket} is less than the {largest} values of the largest matrix, whose "
+            f"reduced gradient ZeRO-2 then rounds to its bf16 (precision.weights); set it to {largest} or more, or leave it out.",
+            agreed=True,
+        )
+    if stage == 2 and not wide:
         raise ConfigError(
             "precision.weights=bf16 would add gradients up in bf16 at ZeRO-2, where model.trainable and model.freeze leave no "
             "fp32 parameter; use zero_optimization.stage=1, or precision.weights=fp32.",
@@ -109,7 +119,7 @@ def split_by_dtype(groups: Iterable[Mapping[str, Any]], zero_stage: int, reduce:
         )
     for parameter in (parameter for group in narrow if reduce == "fp32" for parameter in group["params"]):
         setattr(parameter, PARAM_COMM_DTYPE_ATTR_NAME, torch.float32)
-    return wide + narrow if zero_stage == 2 else narrow + wide
+    return wide + narrow if stage == 2 else narrow + wide
 
 
 def describe_storage(recipe: Recipe) -> list[str]:
