@@ -170,10 +170,10 @@ def test_warm_up_and_rare_updates_of_the_loras_of_two_experts(
 ):
     """Each expert has its own; a step that `every` passes over is made up for by the next update."""
     model = tiny_variant("wan2.2-t2v-a14b")
-    settings = (*STEPS, "ema.decay=0.3", "ema.every=3", "lora.rank=2")
+    settings = (*STEPS, "ema.decay=0.9", "ema.every=3", "lora.rank=2")
     ranks = worlds[2].run(watched_run, model, tmp_path / "run", settings, zero(3), False)
     for part, series in zip(("transformer", "transformer_2"), ranks[0][0], strict=True):
-        kept = min(0.3, 4 / 13) ** 3
+        kept = (4 / 13) ** 3
         truth = {
             name: kept * series[0][name].double() + (1 - kept) * series[3][name].double()
             for name in series[0]
@@ -187,7 +187,14 @@ def test_warm_up_and_rare_updates_of_the_loras_of_two_experts(
             )
         assert not same(found, load_exported_state(tmp_path / "run", part))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["ema_decay"] for row in rows] == [1 / 10, 1 / 10, 0.3, 0.3]
+    assert [row["ema_decay"] for row in rows] == [1 / 10, 1 / 10, 4 / 13, 4 / 13]
+
+    straight = shutil.move(tmp_path / "run" / "checkpoints" / "step_00000004", tmp_path / "aside")
+    worlds[2].run(run_job, model, tmp_path / "run", settings, zero(3), True)  # in between two updates
+    for part in ("transformer", "transformer_2"):
+        again = parts_in(tmp_path / "run" / "checkpoints" / "step_00000004", part)
+        assert [*map(len, again)] == [*map(len, parts_in(straight, part))]
+        assert all(map(same, again, parts_in(straight, part)))
 
     folder = export(tmp_path / "run", tmp_path / "lora", ema=True)
     for part, where in (("transformer", "high_noise"), ("transformer_2", "low_noise")):
@@ -249,6 +256,12 @@ def test_frozen_weights_are_what_they_were(
     assert last.keys() == average.keys()
     changed = {name for name in last if not torch.equal(last[name], average[name])}
     assert changed == {name for name in last if ".attn" in name}
+
+
+def test_the_decay_warms_up():
+    section = EmaSection(decay=0.9)
+    assert [ema.decay_after(section, n) for n in (1, 71, 80, 1000)] == [2 / 11, 72 / 81, 0.9, 0.9]
+    assert ema.decay_after(EmaSection(decay=0.9, warmup=False), 1) == 0.9
 
 
 def test_large_averages_are_in_several_blocks(monkeypatch: pytest.MonkeyPatch):
