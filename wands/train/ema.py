@@ -83,9 +83,8 @@ class WeightAverage:
 
     def __init__(self, engine: Any, section: EmaSection, step: int) -> None:
         self.section = section
-        self._first = self._last = (
-            step  # the average begins at the one and has seen the weights up to the other
-        )
+        # The average begins at the one step, and has seen the weights up to the other.
+        self._first = self._last = step
         self._fragments = _fragments_of(engine)
         masters = [one.master() for one in self._fragments]
         on_host = section.device == "cpu"
