@@ -10,12 +10,13 @@ from pathlib import Path
 
 import bench_scaling
 import pytest
-from bench_scaling import ATTENTION_BACKWARD, BF16, MODELS, SIZES, Machine, Setting, Traffic
+from bench_scaling import MODELS, SIZES
 
 from wands.config import load_recipe
 from wands.data.packing import LEVEL
+from wands.hardware import Machine
 from wands.parallel.layout import ContextPlan
-from wands.train.summary import estimate_memory
+from wands.train.prediction import ATTENTION_BACKWARD, BF16, Setting, Traffic, predict, ring_traffic
 
 SHAPE = MODELS["1.3B"][0]
 FAR = Machine(ranks_per_node=1)  # every rank on its own node: no Ulysses, all ring, over the network
@@ -45,13 +46,13 @@ def test_the_ring_hides_where_l_eff_says(degree: int, rounds: str, factor: float
     """R * F / B, and 1.2 times that where blocks and gradients share a round; two ranks never do."""
     if rounds == "backward" and degree == 2:
         factor = 0.4
-    one = bench_scaling.predict(SHAPE, [8000, 24000], 8, degree, Setting(FAR))
+    one = predict(SHAPE, [8000, 24000], 8, degree, Setting(FAR))
     assert one.plan.ring_degree == degree
     attention = SHAPE.attention_flops_per_squared_token() * sum(n * n for n in one.plan.seq_lens)
     seconds = attention / SHAPE.num_layers / degree / (FAR.peak * FAR.attention_efficiency)
     enough = factor * FAR.network_bandwidth * one.l_needed / one.l_eff
     for bandwidth, hides in ((1.01 * enough, True), (0.99 * enough, False)):
-        forward, backward = bench_scaling.ring_traffic(one.plan, SHAPE.dim, seconds, bandwidth)
+        forward, backward = ring_traffic(one.plan, SHAPE.dim, seconds, bandwidth)
         grads = ContextPlan.comm_bytes(one.plan, SHAPE.dim, BF16)
         home = (grads.ring_backward - grads.ring_forward) / (degree - 1) / bandwidth  # never hidden
         late = forward.exposed if rounds == "forward" else backward.exposed - home
@@ -62,7 +63,7 @@ def test_the_ring_hides_where_l_eff_says(degree: int, rounds: str, factor: float
 @pytest.mark.parametrize("cp", [1, 4, 8])
 def test_traffic_is_the_bytes_of_the_plan(checkpointing: str, cp: int):
     machine = Machine(network_bandwidth=1e9, node_bandwidth=1e9)
-    one = bench_scaling.predict(SHAPE, LENS, 16, cp, Setting(machine, checkpointing))
+    one = predict(SHAPE, LENS, 16, cp, Setting(machine, checkpointing))
     comm = one.plan.comm_bytes(SHAPE.dim, BF16)
     forwards = {"none": (1, 1), "selective": (1.75, 1), "full": (2, 2)}[checkpointing]
     exchanged = SHAPE.num_layers * (forwards[0] * comm.ulysses_forward + comm.ulysses_backward)
@@ -78,7 +79,7 @@ def test_traffic_is_the_bytes_of_the_plan(checkpointing: str, cp: int):
 )
 def test_compute_is_the_planners_cost(checkpointing: str, linear_passes: float, attention_passes: float):
     ideal = dataclasses.replace(INSTANT, linear_efficiency=1.0, attention_efficiency=1.0)
-    one = bench_scaling.predict(SHAPE, LENS, 8, 1, Setting(ideal, checkpointing))
+    one = predict(SHAPE, LENS, 8, 1, Setting(ideal, checkpointing))
     attention = SHAPE.attention_flops_per_squared_token() * sum(n * n for n in LENS)
     linear = SHAPE.forward_flops(LENS) - attention
     work = linear_passes * linear + attention_passes * attention
@@ -88,36 +89,43 @@ def test_compute_is_the_planners_cost(checkpointing: str, linear_passes: float, 
 
 
 def test_more_ranks_per_bin_keep_the_work_and_add_traffic():
-    slower = [bench_scaling.predict(SHAPE, LENS, 64, cp, Setting()) for cp in (1, 2, 4, 8, 16, 32)]
+    slower = [predict(SHAPE, LENS, 64, cp, Setting()) for cp in (1, 2, 4, 8, 16, 32)]
     assert [one.cp * one.dp for one in slower] == [64] * 6
     assert [one.plan.ulysses_degree for one in slower] == [1, 2, 4, 4, 4, 4]  # 12 heads, 8 ranks in a node
     assert sorted(one.seconds for one in slower) == [one.seconds for one in slower]
-    assert sorted((one.memory for one in slower), reverse=True) == [one.memory for one in slower]
+    held = [bench_scaling.memory(SHAPE, one) for one in slower]
+    assert sorted(held, reverse=True) == held
     for traffic in (traffic for one in slower for traffic in (one.ring_traffic, one.zero)):
         assert 0 <= traffic.exposed <= traffic.total + 1e-9
 
 
-def test_memory_is_the_start_blocks_estimate():
-    """And on top of it the ring's buffers, where there is a ring."""
-    zero = json.loads((bench_scaling.ROOT / "ds_configs" / "zero3.json").read_text())["zero_optimization"]
-    for checkpointing in ("none", "selective", "full"):
-        for cp, ring in ((4, False), (8, True)):
-            one = bench_scaling.predict(SHAPE, LENS, 64, cp, Setting(checkpointing=checkpointing))
-            recipe = load_recipe(
-                None,
-                [
-                    f"packing.max_tokens={sum(LENS)}",
-                    f"parallel.cp_size={cp}",
-                    f"model.checkpointing={checkpointing}",
-                ],
-            )
-            parts = estimate_memory(SHAPE, recipe, zero_stage=3, world_size=64, zero=zero)
-            buffers = 36 * sum(LENS) // cp * SHAPE.dim if ring else 0
-            assert one.memory == pytest.approx(sum(parts.values()) + buffers)
+def test_memory_is_that_of_ds_configs_zero3():
+    """Weights, gradients and two moments, over all ranks; activations over those of a bin."""
+    held = {cp: bench_scaling.memory(SHAPE, predict(SHAPE, LENS, 64, cp, Setting())) for cp in (1, 2, 64)}
+    assert 0.5 * held[1] < held[2] < 0.75 * held[1]  # Ulysses keeps the result of attention twice
+    assert 16 * SHAPE.num_params / 64 < held[64] < 0.2 * held[1]
+
+
+def test_frozen_weights_cost_no_gradients_of_their_own():
+    full, lora = (
+        predict(SHAPE, [1000] * 32, 8, 1, Setting(num_trained=n, zero_stage=2)) for n in (None, 10_000_000)
+    )
+    assert lora.compute < 0.85 * full.compute
+    assert lora.zero.total < 0.01 * full.zero.total
+    assert lora.once < 0.01 * full.once
+
+
+def test_what_is_offloaded_goes_over_the_hosts_link():
+    near, far = Setting(bins=8), Setting(bins=8, offload_optimizer=True, offload_weights=True)
+    plain, offloaded = (predict(SHAPE, LENS, 8, 1, setting) for setting in (near, far))
+    assert offloaded.once == pytest.approx(36 * SHAPE.num_params / 8 / near.machine.host_bandwidth)
+    more = 2 * 4 * SHAPE.num_params / 8 / near.machine.host_bandwidth
+    assert offloaded.zero.total - plain.zero.total == pytest.approx(more)
+    assert offloaded.seconds > plain.seconds
 
 
 def test_traffic_that_is_instant_hides():
-    one = bench_scaling.predict(SHAPE, LENS, 64, 16, Setting(INSTANT))
+    one = predict(SHAPE, LENS, 64, 16, Setting(INSTANT))
     assert one.seconds == pytest.approx(one.compute / LEVEL * 16)
     assert Traffic().hidden == 1.0
 
@@ -127,10 +135,12 @@ def test_the_smallest_cp_that_fits(gpus: int):
     shape, setting = MODELS["14B"][0], Setting()
     one = bench_scaling.smallest_fit(shape, [75600], gpus, setting)
     assert one is not None
-    assert one.fits
+    assert bench_scaling.fits(shape, one)
     assert one.dp <= setting.bins
     half = one.cp // 2
-    assert gpus // half > setting.bins or not bench_scaling.predict(shape, [75600], gpus, half, setting).fits
+    assert gpus // half > setting.bins or not bench_scaling.fits(
+        shape, predict(shape, [75600], gpus, half, setting)
+    )
     nothing = Setting(Machine(memory=1e9))
     assert bench_scaling.smallest_fit(shape, [75600], gpus, nothing) is None
 

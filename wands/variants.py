@@ -71,6 +71,24 @@ class DiTShape:
             image_positions=0 if image_dim is None else positions,
         )
 
+    def to_config(self) -> dict[str, Any]:
+        """The diffusers config of a DiT of this shape, as `from_config` reads it."""
+        config: dict[str, Any] = {
+            "patch_size": list(self.patch_size),
+            "num_attention_heads": self.num_heads,
+            "attention_head_dim": self.head_dim,
+            "in_channels": self.in_channels,
+            "out_channels": self.out_channels,
+            "text_dim": self.text_dim,
+            "freq_dim": self.freq_dim,
+            "ffn_dim": self.ffn_dim,
+            "num_layers": self.num_layers,
+        }
+        if self.image_dim is not None:
+            config |= {"image_dim": self.image_dim, "added_kv_proj_dim": self.dim}
+            config |= {"pos_embed_seq_len": self.image_positions or None}
+        return config
+
     @property
     def condition_channels(self) -> int:
         """Channels of a token that are neither noised nor predicted: a mask and the latents of pictures."""

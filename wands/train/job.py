@@ -21,10 +21,12 @@ from wands.errors import ConfigError
 from wands.flow.keys import SampleKey
 from wands.model.freezing import freeze_parameters
 from wands.model.loading import build_empty, check_weights, load_config, load_index
-from wands.model.lora import MergedLoras, check_lora, load_start
+from wands.model.lora import MergedLoras, check_lora, find_targets, load_start
 from wands.parallel.mesh import Degrees, RankGrid, check_world, choose_degrees
 from wands.train.ds_config import build_ds_config
 from wands.train.ema import check_ema
+from wands.train.memory import FP32, Load, Weight
+from wands.train.precision import storage_of
 from wands.variants import DiTShape, Expert, Variant, variant_of
 
 
@@ -39,7 +41,7 @@ class Job:
         shape: its numbers.
         variant: its row.
         experts: the DiTs that are trained, one after the other in every step.
-        num_trained: parameters of each that are trained.
+        weights: the parameters of each.
         data: what the recipe names.
         sampler: the plan of every optimizer step.
         collator: samples to packed batches.
@@ -53,7 +55,7 @@ class Job:
     shape: DiTShape
     variant: Variant
     experts: tuple[Expert, ...]
-    num_trained: int
+    weights: tuple[Weight, ...]
     data: Dataset
     sampler: PlanSampler
     collator: PackingCollator
@@ -64,6 +66,11 @@ class Job:
     def zero_stage(self) -> int:
         """ZeRO stage of the DeepSpeed config."""
         return int(self.ds_config["zero_optimization"].get("stage", 0))
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Parameters of each expert that are trained."""
+        return sum(weight.numel for weight in self.weights if weight.trained)
 
     @property
     def dp_size(self) -> int:
@@ -130,6 +137,28 @@ class Job:
                     value -= self.collator.clean_len(key, grid)
         return value
 
+    def load(self, device_type: str) -> Load:
+        """The sizes that the memory of a rank follows from.
+
+        Args:
+            device_type: "cuda" or "cpu".
+        """
+        packs = self.recipe.packing.enabled
+        bins = [one for step in self.sampler.epoch_plan(0).steps for one in step if one]
+        forwards = bins if packs else [(i,) for one in bins for i in one]
+        return Load(
+            self.shape,
+            self.weights,
+            num_models=len(self.experts),
+            world_size=self.world_size,
+            ulysses_degree=self.degrees.ulysses,
+            ring_degree=self.degrees.ring,
+            micro_steps=self.recipe.train.bins_per_step // self.dp_size if packs else 2,
+            max_tokens=max(sum(int(self.seq_lens[i]) for i in one) for one in forwards),
+            max_samples=max(map(len, forwards)),
+            device_type=device_type,
+        )
+
     @property
     def _gives_first_frames(self) -> bool:
         return "first_frame" in self.variant.conditions
@@ -191,7 +220,7 @@ def prepare_job(
             "model.path is not set; give a diffusers pipeline folder or a Hub id, for example --set model.path=DIR."
         )
     config, variant, experts = read_model(recipe)
-    shape, num_trained = variant.dit, _count_trained(recipe, config, experts, fresh)
+    shape, weights = variant.dit, list_weights(recipe, config, experts, fresh)
     degrees = choose_degrees(
         recipe.parallel,
         num_heads=shape.num_heads,
@@ -239,7 +268,7 @@ def prepare_job(
         shape,
         variant,
         experts,
-        num_trained,
+        weights,
         data,
         sampler,
         collator,
@@ -277,18 +306,30 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
     return config, variant, experts
 
 
-def _count_trained(recipe: Recipe, config: dict[str, Any], experts: Sequence[Expert], fresh: bool) -> int:
-    """Parameters that are trained, of each expert; refuses patterns and LoRAs that do not fit the model."""
+def list_weights(
+    recipe: Recipe, config: dict[str, Any], experts: Sequence[Expert], fresh: bool = True
+) -> tuple[Weight, ...]:
+    """The parameters of each expert as a run stores them; refuses patterns and LoRAs that do not fit the model."""
     model = build_empty(config)
     for expert in experts:
         MergedLoras.load(recipe.model.merge_loras, expert).check_fit(model)
-    if recipe.lora is not None:
+    added: list[Weight] = []
+    if recipe.lora is None:
+        freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
+    else:
         for expert in experts:
-            start = load_start(recipe.lora, expert) if fresh else None
-            count = check_lora(model, recipe.lora, start)
-        return count
-    freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+            check_lora(model, recipe.lora, load_start(recipe.lora, expert) if fresh else None)
+        rank, targets = recipe.lora.rank, find_targets(model, recipe.lora.targets)
+        for name, linear in targets.items():
+            shapes = {"lora_A": (rank, linear.in_features), "lora_B": (linear.out_features, rank)}
+            added += [Weight(f"{name}.{part}.weight", shape, FP32, True) for part, shape in shapes.items()]
+        model.requires_grad_(False)
+    storage_of(recipe).apply(model)
+    stored = [
+        Weight(name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    ]
+    return (*stored, *added)
 
 
 Report = Callable[[str], None]

@@ -10,25 +10,7 @@ from typing import Any
 
 import torch
 
-# Dense bf16 peak of one device in TFLOP/s, from the vendors' data sheets; the first name found in the device's is taken.
-_PEAK_TFLOPS = {
-    "GB300": 2500.0,
-    "B300": 2500.0,
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "RTX 6000 Ada": 364.0,
-    "RTX 5090": 209.5,
-    "RTX 4090": 165.2,
-    "A6000": 155.0,
-    "RTX 3090": 71.0,
-}
+from wands.hardware import PEAK_TFLOPS
 
 
 def peak_tflops(device: torch.device) -> float | None:
@@ -36,7 +18,7 @@ def peak_tflops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in _PEAK_TFLOPS.items() if key in name), None)
+    return next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
 
 
 @dataclass(frozen=True)

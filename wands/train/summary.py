@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from wands.config import ModelSection, Recipe
+from wands.config import ModelSection
 from wands.data.sources import describe_data
 from wands.train.ds_config import learning_rate
 from wands.train.engine import accelerator_type, ranks_per_node
 from wands.train.job import Job
+from wands.train.memory import estimate_memory, to_gib
 from wands.train.precision import describe_storage
-from wands.variants import TEXT_LEN, DiTShape
 
 
 def start_block(job: Job, start_step: int) -> str:
@@ -158,91 +158,7 @@ def _checkpointing(model: ModelSection) -> str:
 
 
 def _memory_line(job: Job) -> str:
-    parts = estimate_memory(
-        job.shape,
-        job.recipe,
-        zero_stage=job.zero_stage,
-        world_size=job.world_size,
-        zero=job.ds_config["zero_optimization"],
-        ring_degree=job.degrees.ring,
-        num_models=len(job.experts),
-        num_trained=job.num_trained,
-    )
-    total = sum(parts.values())
-    inner = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
-    return f"about {_gb(total)} per rank: {inner}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
-
-
-def estimate_memory(
-    shape: DiTShape,
-    recipe: Recipe,
-    *,
-    zero_stage: int,
-    world_size: int,
-    zero: dict[str, object],
-    ring_degree: int = 1,
-    num_models: int = 1,
-    num_trained: int | None = None,
-) -> dict[str, float]:
-    """Bytes that one rank holds at the peak of a step, by component.
-
-    DeepSpeed keeps the module's fp32 weights, fp32 master weights with two AdamW moments, and fp32 gradients; a stage divides the
-    optimizer (1), the gradients (2) and the weights (3) by the world. What is offloaded to the host is left out.
-
-    Args:
-        shape: the DiT.
-        recipe: bin size, ranks that share a bin, precision and checkpointing.
-        zero_stage: 0 to 3.
-        world_size: ranks that share the states.
-        zero: the `zero_optimization` section, for offload and live parameters.
-        ring_degree: ranks that share each sample's tokens.
-        num_models: DiTs that are trained, one at a time; their states are all there, activations are those of one.
-        num_trained: parameters of each that are trained; all by default.
-    """
-    params = num_models * shape.num_params
-    trained = params if num_trained is None else num_models * num_trained
-    share = {stage: world_size if zero_stage >= stage else 1 for stage in (1, 2, 3)}
-    weights = 4.0 * params / share[3]
-    optimizer = 12.0 * trained / share[1]
-    gradients = 4.0 * trained / share[2]
-    if zero.get("offload_optimizer"):
-        optimizer = gradients = 0.0
-    if zero.get("offload_param"):
-        weights = 0.0
-    tokens = recipe.packing.max_tokens / recipe.parallel.group_size
-    parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-    if zero_stage == 3:
-        live = float(zero.get("stage3_max_live_parameters", 1e9))  # type: ignore[arg-type]
-        parts["gathered weights"] = 4.0 * min(live, shape.num_params)
-    parts["activations"] = _activation_bytes(shape, recipe, tokens)
-    if ring_degree > 1:
-        narrow = _narrow_bytes(recipe)
-        # In backward: the block of keys and values that is here and the one that is coming; in fp32 the gradients of three blocks
-        # (made here, on their way out, on their way in) and those of the queries.
-        parts["ring buffers"] = tokens * shape.dim * (2 * 2 * narrow + 3 * 2 * 4 + 4)
-    return parts
-
-
-def _narrow_bytes(recipe: Recipe) -> int:
-    return 2 if recipe.precision.compute == "bf16" else 4
-
-
-def _activation_bytes(shape: DiTShape, recipe: Recipe, tokens: float) -> float:
-    narrow = _narrow_bytes(recipe)
-    # Kept for backward by one block, per token: fp32 residual stream, norms and modulated products (about 12 d), the narrow
-    # inputs and outputs of the linears and of both attentions (about 14 d), and the feed-forward's two hidden states.
-    block = tokens * (12 * 4 * shape.dim + 14 * narrow * shape.dim + 2 * narrow * shape.ffn_dim)
-    text = TEXT_LEN * 4 * narrow * shape.dim
-    inputs = tokens * 4 * shape.dim * shape.num_layers  # of every block: the fp32 residual stream
-    attended = tokens * (narrow * shape.dim + 4 * shape.num_heads) * shape.num_layers  # and its log-sum-exp
-    kept = {
-        "none": block * shape.num_layers,
-        "selective": inputs + attended + block,
-        "full": inputs + block,
-        "offload": 2 * inputs / shape.num_layers + block,
-    }
-    return float(kept[recipe.model.checkpointing] + text)
+    memory = estimate_memory(job.load(accelerator_type()), job.recipe, job.ds_config)
+    inner = ", ".join(f"{name} {to_gib(size)}" for name, size in memory.device.items())
+    host = ", ".join(f"{name} {to_gib(size)}" for name, size in memory.host.items())
+    return f"about {to_gib(memory.needed)} per rank: {inner}" + (f"; on the host {host}" if host else "")

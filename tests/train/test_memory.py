@@ -1,0 +1,153 @@
+"""The estimate of a run's memory against peaks of real runs, as torch's allocator counted them."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.runs import groups_of, make_job, release
+from wands.train.batches import prefetched
+from wands.train.engine import build_engine, build_model, init_process_group
+from wands.train.memory import Memory, estimate_memory
+from wands.train.peak import PeakMemory
+from wands.train.step import train_step
+
+CLOSE = 0.10
+CONFIG = {
+    "_class_name": "WanTransformer3DModel",
+    "patch_size": [1, 2, 2],
+    "num_attention_heads": 4,
+    "attention_head_dim": 32,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 64,
+    "freq_dim": 256,
+    "ffn_dim": 512,
+    "num_layers": 4,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "eps": 1e-6,
+}
+# 1,056 tokens to 1.25 M parameters: activations and states both count.
+DATA = (
+    "model.init=random",
+    "data.mock={num_samples: 16, shapes: [[8, 22, 24]], text_lens: [64]}",
+    "packing.max_tokens=1056",
+    "data.prefetch=0",
+)
+SMALL = {
+    "stage3_param_persistence_threshold": 1000,
+    "stage3_max_live_parameters": 300_000,
+    "stage3_max_reuse_distance": 300_000,
+    "stage3_prefetch_bucket_size": 100_000,
+}
+LORA = "lora={rank: 8, targets: attention}"
+
+Case = tuple[int, tuple[str, ...], dict[str, Any]]
+"""ZeRO stage, recipe keys, keys of zero_optimization."""
+
+
+def case(stage: int, checkpointing: str, compute: str, *keys: str, **zero: Any) -> Case:
+    return stage, (f"model.checkpointing={checkpointing}", f"precision.compute={compute}", *keys), zero
+
+
+ALONE = [
+    case(0, "none", "fp32"),
+    case(0, "full", "bf16"),
+    case(2, "offload", "fp32", LORA),
+]
+PAIRS = [
+    case(0, "none", "bf16", LORA),
+    case(1, "full", "fp32"),
+    case(1, "selective", "bf16", "precision.weights=bf16"),
+    case(2, "none", "fp32"),
+    case(2, "selective", "bf16", "parallel.ulysses_degree=2"),
+    case(3, "none", "fp32", LORA, "parallel.ring_degree=2"),
+    case(3, "full", "bf16", "ema={device: gpu}", **SMALL),
+    case(3, "offload", "bf16"),
+    case(3, "none", "bf16", "lora={rank: 8, targets: all-linear, quantize: int8}"),
+]
+# The whole grid, on 2 ranks.
+GRID = [
+    case(stage, checkpointing, compute, *lora, *grid)
+    for stage in range(4)
+    for checkpointing in ("none", "selective", "full", "offload")
+    for compute in ("fp32", "bf16")
+    for lora in ((), (LORA,))
+    for grid in ((), ("parallel.ulysses_degree=2",), ("parallel.ring_degree=2",))
+]
+
+
+def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tuple[int, Memory]]:
+    """For each case the peak of a step that is not the first, and the estimate."""
+    model = folder / "model" / "transformer"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    found = []
+    for number, (stage, keys, zero) in enumerate(cases):
+        rank, world_size, device = init_process_group()
+        cp_size = 2 if any(key.startswith("parallel") for key in keys) else 1
+        more = (f"train.bins_per_step={world_size // cp_size * accumulation}", *keys)
+        ds = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 300_000, **zero}}
+        job = make_job(model.parent, folder / str(number), (*DATA, *more), ds)
+        groups = groups_of(job.grid(rank), device)
+        gc.collect()
+        with PeakMemory(device) as peak:
+            engine = build_engine(
+                build_model(job, groups, device), job.ds_config, job.recipe, job.sampler.total_steps
+            )
+            batches = prefetched(job, groups.grid, 0)
+            average = None
+            if job.recipe.ema:
+                from wands.train.ema import WeightAverage
+
+                average = WeightAverage(engine, job.recipe.ema, 0)
+            for step in range(3):
+                plan, mine = next(batches)
+                if step == 2:
+                    peak.mark()
+                train_step(engine, mine, job, groups, device, job.denominator(plan))
+                if average:
+                    average.update(step + 1)
+        batches.close()
+        found.append((peak.bytes, estimate_memory(job.load("cpu"), job.recipe, job.ds_config)))
+        release(engine)
+        del engine, batches, plan, mine, average
+    return found
+
+
+def check(cases: list[Case], of_ranks: list[list[tuple[int, Memory]]]) -> None:
+    assert len(cases) == len(of_ranks[0])
+    wrong = []
+    for one, ranks in zip(cases, zip(*of_ranks, strict=True), strict=True):
+        measured, memory = max(ranks, key=lambda found: found[0])
+        line = f"{one}: measured {measured / 2**20:.1f}, estimated {memory.peak / 2**20:.1f} MiB = "
+        line += f"{memory.peak / measured:.3f}: { {name: round(size / 2**20, 1) for name, size in memory.device.items()} }"
+        print(line)
+        if abs(memory.peak / measured - 1) > CLOSE:
+            wrong.append(line)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_one_rank(tmp_path, new_world):
+    check(ALONE, new_world(1, measure, tmp_path, ALONE))
+
+
+def test_two_ranks(tmp_path, new_world):
+    check(PAIRS, new_world(2, measure, tmp_path, PAIRS))
+
+
+def test_accumulated_gradients(tmp_path, new_world):
+    cases = [case(0, "full", "fp32"), case(2, "none", "fp32")]
+    check(cases, new_world(1, measure, tmp_path, cases, 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", range(4))
+def test_the_whole_grid(tmp_path, new_world, stage):
+    cases = [one for one in GRID if one[0] == stage]
+    check(cases, new_world(2, measure, tmp_path, cases, timeout=1800.0))

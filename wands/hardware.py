@@ -1,0 +1,115 @@
+"""Machines as data: what a GPU has, how nodes are linked, and what kernels sustain of it.
+
+Peaks and memory are from the vendors' data sheets. Links are one direction of one GPU as collectives sustain them, and the
+efficiencies are those that large matmuls and attention kernels commonly reach: assumptions, to be replaced by what one measures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from wands.errors import ConfigError
+
+GB, TERA = 1e9, 1e12
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU, its node and its links.
+
+    Attributes:
+        name: for people.
+        memory: bytes of one GPU.
+        peak: FLOP/s of one GPU, dense bf16.
+        node_bandwidth: bytes/s of one GPU inside a node.
+        network_bandwidth: bytes/s of one GPU's network card.
+        ranks_per_node: GPUs.
+        host_memory: bytes of a node.
+        host_bandwidth: bytes/s between one GPU and the host, also when all GPUs of a node copy.
+        linear_efficiency: share of the peak that linear layers reach.
+        attention_efficiency: share of the peak that attention reaches.
+    """
+
+    name: str = "H100 80 GB"
+    memory: float = 80 * GB
+    peak: float = 989 * TERA
+    node_bandwidth: float = 300 * GB
+    network_bandwidth: float = 45 * GB
+    ranks_per_node: int = 8
+    host_memory: float = 1000 * GB
+    host_bandwidth: float = 25 * GB
+    linear_efficiency: float = 0.5
+    attention_efficiency: float = 0.4
+
+    def ring_bandwidth(self, cp: int) -> float:
+        """Of a ring of so many ranks: it waits for its slowest link."""
+        return self.node_bandwidth if cp <= self.ranks_per_node else self.network_bandwidth
+
+    def world_bandwidth(self, gpus: int) -> float:
+        """Of a gather over all ranks, per rank: a ring over all of them uses all network cards of a node at once."""
+        cards = self.ranks_per_node * self.network_bandwidth
+        return self.node_bandwidth if gpus <= self.ranks_per_node else min(self.node_bandwidth, cards)
+
+
+_NVLINK = Machine()
+_PCIE = replace(
+    _NVLINK, node_bandwidth=20 * GB, network_bandwidth=10 * GB, host_memory=256 * GB, host_bandwidth=12 * GB
+)
+
+MACHINES: dict[str, Machine] = {
+    "h100": _NVLINK,
+    "h200": replace(_NVLINK, name="H200 141 GB", memory=141 * GB),
+    "b200": replace(_NVLINK, name="B200 180 GB", memory=180 * GB, peak=2250 * TERA, node_bandwidth=600 * GB),
+    "a100-80gb": replace(
+        _NVLINK, name="A100 80 GB", peak=312 * TERA, node_bandwidth=200 * GB, network_bandwidth=22 * GB
+    ),
+    "a100-40gb": replace(
+        _NVLINK,
+        name="A100 40 GB",
+        memory=40 * GB,
+        peak=312 * TERA,
+        node_bandwidth=200 * GB,
+        network_bandwidth=22 * GB,
+    ),
+    "l40s": replace(_PCIE, name="L40S 48 GB", memory=48 * GB, peak=362 * TERA),
+    "a6000": replace(_PCIE, name="RTX A6000 48 GB", memory=48 * GB, peak=155 * TERA),
+    "rtx5090": replace(_PCIE, name="RTX 5090 32 GB", memory=32 * GB, peak=209.5 * TERA),
+    "rtx4090": replace(_PCIE, name="RTX 4090 24 GB", memory=24 * GB, peak=165.2 * TERA),
+    "rtx3090": replace(_PCIE, name="RTX 3090 24 GB", memory=24 * GB, peak=71 * TERA),
+}
+"""The machines that `wands plan --hardware` knows by name."""
+
+# Dense bf16 peak of one device in TFLOP/s; the first name found in the device's own is taken.
+PEAK_TFLOPS = {
+    "GB300": 2500.0,
+    "B300": 2500.0,
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "RTX 6000 Ada": 364.0,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "A6000": 155.0,
+    "RTX 3090": 71.0,
+}
+
+
+def machine_named(name: str) -> Machine:
+    """A row of `MACHINES`.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    try:
+        return MACHINES[name.lower()]
+    except KeyError:
+        raise ConfigError(
+            f"--hardware {name} is no machine that wands knows; use one of {', '.join(MACHINES)}, and --gpu-memory for another "
+            "size."
+        ) from None
