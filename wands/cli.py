@@ -224,6 +224,46 @@ def pack(recipe: str | None, out: Path, overrides: tuple[str, ...], epoch: int) 
 
 @main.command()
 @click.argument("recipe", required=False)
+@click.option("--variant", help="Plan with the shape of this published model; none of its files is needed.")
+@click.option("--hardware", default="h100", show_default=True, help="Kind of GPU; a wrong name lists them.")
+@click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="All of them.")
+@click.option(
+    "--gpu-memory",
+    type=click.FloatRange(0, min_open=True),
+    help="GB of one GPU, instead of the data sheet's.",
+)
+@click.option(
+    "--size",
+    default="480p",
+    show_default=True,
+    help="480p, 720p or HEIGHTxWIDTH, where the recipe names no data.",
+)
+@click.option("--frames", type=click.IntRange(1), default=81, show_default=True, help="Of a clip, likewise.")
+@click.option(
+    "--clips", type=click.IntRange(1), default=1000, show_default=True, help="Their number, likewise."
+)
+@click.option("--deepspeed", type=click.Path(path_type=Path), help="Consider this DeepSpeed JSON only.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change a key of the recipe; repeatable.",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Write the best as DIR/recipe.yaml and DIR/deepspeed.json."
+)
+@click.option("--table", is_flag=True, help="Print which published model fits which GPUs, and stop.")
+def plan(recipe: str | None, table: bool, **options: Any) -> None:
+    """Say what of RECIPE fits a machine before anything is started: sharding, degrees, recomputation, bin size, memory, time."""
+    from wands.commands.plan import plan as run
+    from wands.commands.plan import what_fits
+
+    click.echo(what_fits() if table else run(recipe, **options))
+
+
+@main.command()
+@click.argument("recipe", required=False)
 @click.option(
     "--deepspeed", "ds_config", type=click.Path(path_type=Path), help="DeepSpeed JSON [default: ZeRO-2]."
 )
@@ -242,6 +282,7 @@ def pack(recipe: str | None, out: Path, overrides: tuple[str, ...], epoch: int) 
     help="Go on from the newest checkpoint, or from PATH.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would happen and stop.")
+@click.option("--force", is_flag=True, help="Start although the memory is not expected to be enough.")
 @click.option(
     "--show-timesteps",
     is_flag=True,
@@ -253,6 +294,7 @@ def train(
     overrides: tuple[str, ...],
     resume: str | None,
     dry_run: bool,
+    force: bool,
     show_timesteps: bool,
 ) -> None:
     """Train as RECIPE says: a YAML file or the name of a shipped recipe.
@@ -269,6 +311,7 @@ def train(
         dry_run=dry_run,
         show_timesteps=show_timesteps,
         say=_say,
+        force=force,
     )
     _leave()
 

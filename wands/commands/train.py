@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from wands.config import Recipe, load_recipe
 from wands.encode.pipeline import fingerprint_pipeline
@@ -21,6 +22,7 @@ from wands.train.engine import (
     start_together,
 )
 from wands.train.job import Job, Report, prepare_job, read_model
+from wands.train.planning import SHIPPED, Task, check_memory, machine_here
 from wands.train.state import TrainState
 from wands.train.summary import start_block
 
@@ -34,6 +36,7 @@ def run_train(
     dry_run: bool,
     show_timesteps: bool,
     say: Report,
+    force: bool = False,
 ) -> None:
     """Train as the recipe says.
 
@@ -45,6 +48,7 @@ def run_train(
         dry_run: print the start block and stop.
         show_timesteps: print the histogram of sampled timesteps and stop.
         say: takes what the person at the terminal reads; called on rank 0 only.
+        force: start although the memory is not expected to be enough.
 
     Raises:
         WandsError: before the process group forms wherever that is possible.
@@ -71,6 +75,7 @@ def run_train(
         found = _resume_from(job, resume)
         if rank == 0:  # it asks what the accelerator can do: only rank 0 sits on the one that it asks
             say(start_block(job, found[1].step if found else 0))
+        _check_memory(job, str(deepspeed or "zero2"), load_ds_config(deepspeed), tell, force=force or dry_run)
         if not dry_run:
             check_offload(job.ds_config)
             if rank == 0:
@@ -83,6 +88,28 @@ def run_train(
     rank, _, device = init_process_group()
     last = train(job, found, rank, device, tell)
     tell(f"done: {last}")
+
+
+def _check_memory(job: Job, ds_name: str, ds_user: Mapping[str, Any], tell: Report, *, force: bool) -> None:
+    """Refuse a run for which this rank's machine has no room; with `force` only say so."""
+    device_type = accelerator_type()
+    task = Task(
+        job.shape,
+        job.weights,
+        len(job.experts),
+        job.recipe,
+        job.seq_lens,
+        machine_here(device_type, ranks_per_node()),
+        job.world_size,
+        {ds_name: ds_user, **{name: load_ds_config(name) for name in SHIPPED if name != ds_name}},
+        device_type,
+    )
+    problem = check_memory(task, job.load(device_type), ds_name, job.ds_config)
+    if problem is None:
+        return
+    if not force:
+        raise ConfigError(f"{problem}. --force starts all the same; wands plan shows what fits.")
+    tell(f"memory may not be enough: {problem}")
 
 
 def _show_timesteps(recipe: Recipe, tell: Report) -> None:

@@ -12,6 +12,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +85,22 @@ REDUCE_BUCKET_SIZE = 500_000_000
 def load_ds_config(path: str | Path | None) -> dict[str, Any]:
     """Read a DeepSpeed JSON; None is ZeRO-2 with everything left to wands.
 
+    Args:
+        path: a file, or the name of one in ds_configs/ such as ``zero3``.
+
     Raises:
         ConfigError: the file is missing or not a JSON object.
     """
     if path is None:
         return {"zero_optimization": {"stage": 2}}
+    shipped = resources.files("wands").joinpath("ds_configs", f"{path}.json")
+    file = shipped if shipped.is_file() and not Path(path).exists() else Path(path)
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"--deepspeed {path} cannot be read ({error.strerror}); give the path of a JSON file."
+            f"--deepspeed {path} cannot be read ({error.strerror}); give the path of a JSON file, or the name of one in "
+            "ds_configs/ such as zero3."
         ) from None
     except ValueError as error:
         raise ConfigError(f"--deepspeed {path} is not JSON ({error}); mend the file.") from None

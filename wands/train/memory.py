@@ -165,26 +165,26 @@ class _States:
 
     def during_backward(self, blocks_left: int) -> dict[str, float]:
         """Beside the activations, when so many blocks have not been left yet."""
-        load, held = self.load, self._held()
+        load, held = self.load, dict(self._held)
         done = 1.0 if load.micro_steps > 1 or self.stage == 3 else 1 - blocks_left / load.shape.num_layers
         if self.stage == 2 and done:
             done = 1.0  # DeepSpeed allocates the rank's share with the first bucket
-        held["gradients"] = held.get("gradients", 0.0) + done * self._gradients()
+        held["gradients"] = held.get("gradients", 0.0) + done * self._gradients
         held["buffers"] = held.get("buffers", 0.0) + (self._bucket() if self.stage in (1, 2) else 0.0)
         if self.stage == 3:
-            held["gathered weights"] = self._gathered()
+            held["gathered weights"] = self._gathered
             held["buffers"] += self._bucket() if load.world_size > 1 else 0.0  # cut into shards on its way
         return held
 
     def during_update(self) -> dict[str, float]:
         """When the optimizer works: no activations."""
-        load, held = self.load, self._held()
+        load, held = self.load, dict(self._held)
         share = FP32 * load.trained / load.world_size
-        held["gradients"] = held.get("gradients", 0.0) + self._gradients()
+        held["gradients"] = held.get("gradients", 0.0) + self._gradients
         if self.stage and not self._optimizer_away:
             held["gradients"] += share  # flattened once more
         if self.stage == 3:
-            held["gathered weights"] = self._persistent()
+            held["gathered weights"] = self._persistent
         if load.device_type == "cpu" and self.stage and kind_of(self._optimizer) == "adamw":
             held["update"] = 2 * share  # torch's AdamW on one flat tensor: a root and a quotient of its size
         return held
@@ -201,6 +201,7 @@ class _States:
             host["ema"] = self._average()
         return host
 
+    @cached_property
     def _held(self) -> dict[str, float]:
         """Always there."""
         load, held = self.load, {}
@@ -212,7 +213,7 @@ class _States:
             held["ema"] = self._average()
         if self.stage == 3:
             # Of every DiT; what it shares out otherwise is there for one at a time.
-            held["gradients"] = (models - 1) * self._gradients()
+            held["gradients"] = (models - 1) * self._gradients
             held["buffers"] = models * self._bucket()
         return held
 
@@ -229,6 +230,7 @@ class _States:
         each = state_bytes_per_param(kind, named, self.stage) if kind else 2 * FP32
         return each * trained / self._share[1]
 
+    @cached_property
     def _gradients(self) -> float:
         if self.stage == 3 and self._optimizer_away:
             return 0.0
@@ -244,6 +246,7 @@ class _States:
     def _average(self) -> float:
         return self.load.num_models * FP32 * self.load.trained / self.load.world_size
 
+    @cached_property
     def _persistent(self) -> float:
         """Whole parameters that are too small for ZeRO-3 to gather each time."""
         if self.load.world_size == 1:
@@ -251,13 +254,14 @@ class _States:
         threshold = float(self.zero["stage3_param_persistence_threshold"])
         return float(sum(w.numel * w.element_size for w in self.load.weights if w.numel < threshold))
 
+    @cached_property
     def _gathered(self) -> float:
         """Whole weights that ZeRO-3 holds on every rank while a block works."""
         if self.load.world_size == 1:
             return 0.0
         live = float(self.zero["stage3_max_live_parameters"])
         size = self.load.stored / max(sum(w.numel for w in self.load.weights), 1)
-        return min(float(self.load.stored), self._persistent() + size * live)
+        return min(float(self.load.stored), self._persistent + size * live)
 
 
 @dataclass(frozen=True)
@@ -289,7 +293,7 @@ class _Activations:
         """For each block, from the last to the first: blocks that have not been left, and the bytes at its highest."""
         shape, tokens = self.load.shape, self.load.tokens
         block = self._block()
-        # The first that backward does of a block is its feed-forward: gradients of both of its ends, of its norm and of its inside.
+        # Backward begins with a block's feed-forward: the gradients of both of its ends, of its norm and of its inside.
         working = tokens * (3 * FP32 * shape.dim + self.narrow * shape.ffn_dim) + self._decoded()
         ends = tokens * FP32 * 8 * 4 * shape.out_channels
         head = (
