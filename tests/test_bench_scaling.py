@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import bench_scaling
 import pytest
 from bench_scaling import MODELS, SIZES
 
-from wands.config import load_recipe
 from wands.data.packing import LEVEL
 from wands.hardware import Machine
 from wands.parallel.layout import ContextPlan

@@ -176,8 +176,8 @@ def _digest(module: torch.nn.Module) -> str:
     import deepspeed
 
     digest = hashlib.sha256()
-    for name, parameter in module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        for name, parameter in module.named_parameters():
             digest.update(name.encode() + parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
