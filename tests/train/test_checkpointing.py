@@ -55,11 +55,11 @@ def test_two_experts_have_a_store_each(
     model = tiny_variant("wan2.2-t2v-a14b")
     shared = ("train.max_steps=2", "train.bins_per_step=2", "model.experts=both")
     series = {}
-    for mode, settings in MODES.items():
-        rows = worlds[1].run(run_job, model, tmp_path / mode, (*shared, *settings), zero(3))[0]
+    for mode in ("none", "every name"):
+        rows = worlds[1].run(run_job, model, tmp_path / mode, (*shared, *MODES[mode]), zero(3))[0]
         series[mode] = losses(rows), [row["grad_norm_low"] for row in rows]
     assert len(series["none"][0]) == 2
-    assert series["offload"] == series["every name"] == series["none"]
+    assert series["every name"] == series["none"]
 
 
 def test_the_start_block_says_what_is_kept(tiny_pipeline: Path, tmp_path: Path):

@@ -94,11 +94,8 @@ def record(model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any
 def _full(module: torch.nn.Module) -> Tensors:
     import deepspeed
 
-    found = {}
-    for name, parameter in module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            found[name] = parameter.detach().clone()
-    return found
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
 def rates() -> list[float]:
@@ -298,23 +295,26 @@ def _check_resume(state: Any, model: Path, out: Path) -> None:
     )
 
 
-def test_the_losses_of_8_bits_stay_in_their_band(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
-    """100 steps: a loss is within 2 % of that of 32 bits, 0.2 % on average, and their mean within 0.1 %."""
+@pytest.mark.parametrize("steps", [40, pytest.param(100, marks=pytest.mark.full)])
+def test_the_losses_of_8_bits_stay_in_their_band(
+    steps: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    """A loss is within 2 % of that of 32 bits, 0.2 % on average, and their mean within 0.1 %."""
     series = {
         name: losses(
             worlds[1].run(
                 run_job,
                 tiny_pipeline,
                 tmp_path / name,
-                (f"optim.name={name}", "train.max_steps=100", "train.bins_per_step=1", "optim.lr=3e-3"),
+                (f"optim.name={name}", f"train.max_steps={steps}", "train.bins_per_step=1", "optim.lr=3e-3"),
                 zero(2),
             )[0]
         )
         for name in ("adamw", "adamw8bit")
     }
     full, eight = torch.tensor(series["adamw"]), torch.tensor(series["adamw8bit"])
-    assert full.shape == eight.shape == (100,)
-    assert float(full[-20:].mean()) < 0.85 * float(full[:20].mean())  # it learns
+    assert full.shape == eight.shape == (steps,)
+    assert float(full[-10:].mean()) < 0.95 * float(full[:10].mean())  # it learns
     assert not torch.equal(full, eight)
     off = (eight / full - 1).abs()
     assert float(off.max()) <= 0.02

@@ -33,6 +33,11 @@ DP, CP = Grid(2, 1, 1), Grid(1, 1, 2)
 WEIGHTS_FILE = Path("transformer") / "diffusion_pytorch_model.safetensors"
 
 
+def full(*values: Any) -> Any:
+    """A case of the exhaustive matrix."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 @pytest.fixture(scope="module")
 def start(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_lora(tiny_pipeline, tmp_path_factory.mktemp("lora"))
@@ -71,7 +76,7 @@ def step(worlds: WorldPool, pipeline: Path, out: Path, grid: Grid, stage: int, *
     return worlds[grid.world_size].run(optimizer_step, pipeline, out, settings, zero(stage))
 
 
-@pytest.mark.parametrize(("stage", "grid"), [(0, DP), (1, CP), (2, DP), (3, DP), (3, CP)], ids=str)
+@pytest.mark.parametrize(("stage", "grid"), [(0, DP), full(1, CP), (2, DP), full(3, DP), (3, CP)], ids=str)
 def test_a_frozen_base_in_bf16_changes_no_bit(
     stage: int, grid: Grid, start: Path, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
@@ -105,10 +110,10 @@ def on_decoded(
     ("quantize", "stage", "grid", "checkpointing"),
     [
         ("int8", 0, DP, "none"),
-        ("int8", 1, DP, "full"),
-        ("int8", 2, CP, "none"),
+        full("int8", 1, DP, "full"),
+        full("int8", 2, CP, "none"),
         ("int8", 3, DP, "full"),
-        ("int8", 3, CP, "none"),
+        full("int8", 3, CP, "none"),
         ("nf4", 2, DP, "none"),
         ("nf4", 3, CP, "full"),
     ],
@@ -236,23 +241,25 @@ def test_a_lora_on_codes_resumes_bitwise_and_merges_into_the_weights(
     assert all(torch.equal(merged[name], update(name, weight)) for name, weight in base.items())
 
 
-def test_a_hundred_steps_stay_in_their_band(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
-    """Largest deviation of any step's loss, seen: 0.03 % for trained weights in bf16, 0.01 % for int8, 0.2 % for nf4."""
+@pytest.mark.parametrize("steps", [40, full(100)])
+def test_the_losses_stay_in_their_band(steps: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    """Largest deviation of any loss, seen in 40 steps: 0.03 % for trained weights in bf16, 0.02 % for int8, 0.2 % for nf4."""
 
     def series(name: str, *overrides: str) -> torch.Tensor:
-        settings = ("precision.compute=bf16", "train.max_steps=100", "train.bins_per_step=1", *overrides)
+        settings = ("precision.compute=bf16", f"train.max_steps={steps}", "train.bins_per_step=1", *overrides)
         return torch.tensor(
             losses(worlds[1].run(run_job, tiny_pipeline, tmp_path / name, settings, zero(2))[0])
         )
 
-    plain = {"full": series("full"), "lora": series("lora", "lora.rank=4")}
+    lora = ("lora.rank=4", "optim.lr=1e-2")
+    plain = {"full": series("full"), "lora": series("lora", *lora)}
     for one in plain.values():
-        assert len(one) == 100
-        assert one[-30:].mean() < 0.97 * one[:30].mean()  # it learns, by far more than any band
+        assert len(one) == steps
+        assert one[-10:].mean() < 0.97 * one[:10].mean()  # it learns, by far more than any band
     for base, band, overrides in (
         ("full", 2e-3, ("precision.weights=bf16",)),
-        ("lora", 1e-3, ("lora.rank=4", "lora.quantize=int8")),
-        ("lora", 1e-2, ("lora.rank=4", "lora.quantize=nf4")),
+        ("lora", 1e-3, (*lora, "lora.quantize=int8")),
+        ("lora", 1e-2, (*lora, "lora.quantize=nf4")),
     ):
         deviation = (series(overrides[-1], *overrides) / plain[base] - 1).abs()
         assert 0 < float(deviation.max()) < band, overrides
