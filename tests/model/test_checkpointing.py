@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.model.packs import CONFIG, Pack, build_pair, make_pack, run_packed
-from tests.model.test_host_store import LateLane
+from tests.model.test_host_store import CPU, LateLane
 from tests.model.test_transformer import weighted_grads
 from wands.attention.hybrid import OPERATORS, ContextAttention
 from wands.attention.varlen import choose_backend
 from wands.config import LoraSection
 from wands.model import host_store
 from wands.model.checkpointing import PROJECTIONS, Recomputation
+from wands.model.host_store import HostStore
 from wands.model.lora import add_lora
 from wands.model.transformer import PackedWanTransformer
 from wands.train.peak import PeakMemory
@@ -189,8 +191,13 @@ def test_of_a_lora_the_product_of_the_base_is_kept():
     assert all(grad.abs().max() > 0 for grad in right.values())
     for mode in (Mode("selective", NAMES), Mode("offload", (), ("block_input", *NAMES))):
         set_mode(model, mode)
-        with Calls(model) as calls:
+        with (
+            Calls(model) as calls,
+            mock.patch.object(Recomputation, "_keep", autospec=True, side_effect=Recomputation._keep) as keep,
+        ):
             found = gradients()
+        # One of each projection, and the attention's result with its log-sum-exp: none of the LoRA's own.
+        assert keep.call_count == len(model.blocks) * (len(PROJECTIONS) + 2)
         assert all(torch.equal(found[name], grad) for name, grad in right.items())
         for layer in PROJECTIONS.values():
             assert calls.counts[f"{layer}.base_layer"] == 1
@@ -204,6 +211,21 @@ def test_nothing_is_kept_without_gradients():
     assert model.recomputation.store is None
 
 
+def test_models_that_take_turns_share_the_pages():
+    pack, mode, store = make_pack(3), Mode("offload", (), ("block_input", "value_proj")), HostStore(CPU)
+    model, twin = build("t2v", Mode("none")), build("t2v", Mode("none"))
+    right = step(model, pack)
+    for one in (model, twin):
+        one.set_checkpointing(*mode, operators=OPERATORS, store=store)
+    reserved = []
+    for one in (model, twin, model):
+        found = step(one, pack)
+        assert all(torch.equal(found[name], grad) for name, grad in right.items())
+        reserved.append(store.reserved_bytes)
+    assert model.recomputation.store is twin.recomputation.store is store
+    assert reserved[0] == reserved[1] == reserved[2] > 0 == store.host_bytes
+
+
 def test_a_mode_replaces_the_one_before():
     model = build("t2v", Mode("selective", ("query_proj",)))
     set_mode(model, Mode("full"))
@@ -212,6 +234,16 @@ def test_a_mode_replaces_the_one_before():
     assert calls.counts["attn1.to_q"] == 2
     set_mode(model, Mode("none"))
     assert not model.blocks[0].attn1.to_q._forward_pre_hooks
+
+
+def test_the_end_of_the_second_run_leaves_the_layer():
+    """Backward breaks off inside the last layer that it needs, and what other layers compute then is not of its name."""
+    block = nn.ModuleDict({"attn1": nn.ModuleDict({"to_q": nn.Linear(4, 4)})})
+    again = Recomputation([block], ("query_proj",))
+    block.forward = lambda hidden: block["attn1"]["to_q"](hidden)
+    again(block, torch.ones(3, 4, requires_grad=True)).sum().backward()
+    assert block["attn1"]["to_q"].weight.grad is not None
+    assert again._named(torch.ops.aten.addmm.default) is None
 
 
 @pytest.mark.parametrize("place", ["saved", "offloaded"])

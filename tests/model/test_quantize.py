@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,13 +97,24 @@ def test_only_codes_are_kept_for_backward(name: str):
     """And they are the parameters themselves, whose memory ZeRO-3 can take back."""
     layer = quantized(nn.Linear(64, 64), CODECS[name])
     kept: list[Tensor] = []
+    whole: list[weakref.ref[Tensor]] = []
+
+    def decode(*args: Any) -> Tensor:
+        weight = QuantizedLinear._decode(layer, *args)
+        whole.append(weakref.ref(weight))
+        return weight
+
+    layer._decode = decode
 
     def pack(tensor: Tensor) -> Tensor:
         kept.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(torch.randn(3, 64, requires_grad=True))
+        out = layer(torch.randn(3, 64, requires_grad=True))
+    assert [one() for one in whole] == [None]
+    out.sum().backward()
+    assert [one() for one in whole] == [None, None]
     assert {tensor.data_ptr() for tensor in kept} == {layer.weight.data_ptr(), layer.scale.data_ptr()}
 
 

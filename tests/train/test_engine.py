@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,22 @@ def test_wrong_types_join_the_one_report(user: dict[str, Any], said: str):
     assert "amp would do nothing here" in text
     assert "gradient_accumulation_steps=7 contradicts" in text
     assert len(text.splitlines()) == 3
+
+
+def test_zero_3s_weights_are_their_own_masters_where_they_are_the_same():
+    here, there, narrow = torch.ones(4), torch.ones(4), torch.ones(4, dtype=torch.bfloat16)
+    swapped = torch.empty(0)  # what DeepSpeed keeps of masters on NVMe
+    masters = [torch.ones(4) for _ in range(3)] + [swapped]
+    optimizer = SimpleNamespace(
+        fp16_partitioned_groups_flat=[here, None, narrow, there], fp32_partitioned_groups_flat=masters
+    )
+    engine._share_masters(optimizer)
+    masters[0].add_(1)
+    assert here.tolist() == [2.0] * 4
+    assert masters[1].tolist() == masters[2].tolist() == [1.0] * 4
+    assert masters[2].dtype == torch.float32
+    assert len(swapped) == 0
+    assert there.tolist() == [1.0] * 4
 
 
 def test_auto_is_as_good_as_no_key():

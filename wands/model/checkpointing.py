@@ -52,9 +52,11 @@ class Recomputation:
         saved: names that stay on the device.
         offloaded: names that wait on the host.
         operators: name -> operators whose results it stands for, beside those of the linear layers.
+        store: for what is offloaded; another that runs before or after, but not between a forward and its backward, may use
+            the same. By default one is made when it is needed.
 
     Attributes:
-        store: what is on the host; None before the first block has run, and where nothing is offloaded.
+        store: what is on the host; None where nothing has been offloaded, unless it was given.
     """
 
     def __init__(
@@ -63,13 +65,14 @@ class Recomputation:
         saved: Sequence[str] = (),
         offloaded: Sequence[str] = (),
         operators: Mapping[str, Sequence[OpOverload]] | None = None,
+        store: HostStore | None = None,
     ) -> None:
         operators = operators or {}
         unknown = {*saved, *offloaded} - {BLOCK_INPUT, *PROJECTIONS, *operators}
         assert not unknown, f"no tensor is called {sorted(unknown)}"
         assert BLOCK_INPUT not in saved, "every block's input is kept on the device, unless it is offloaded"
         assert not {*saved} & {*offloaded}, "a tensor is kept once"
-        self.store: HostStore | None = None
+        self.store = store
         self._offloaded = frozenset(offloaded)
         kept = {*saved, *offloaded} - {BLOCK_INPUT}
         self._name_of = {op: name for name in kept for op in operators.get(name, ())}

@@ -168,9 +168,11 @@ class Stored:
     def __init__(self, store: HostStore, group: _Group, tensor: Tensor) -> None:
         self._store, self._group, self._taken = store, group, False
         self._like = torch.empty_like(tensor, device="meta")
+        self._here: Tensor | None = None
+        self._pages: list[Tensor] = []
         self._pages = store._borrow(tensor.nbytes)
         # Held until the copy is over: its memory may not go to others before.
-        self._here: Tensor | None = tensor
+        self._here = tensor
         self._version: int | None = tensor._version  # of what was put, until it leaves
         self._copied = store.lane.run(partial(_copy_out, tensor, self._pages))
 

@@ -26,6 +26,7 @@ from torch._ops import OpOverload
 from wands.attention.varlen import Backend, PaddedSegments, Segments, padded_attention, varlen_attention
 from wands.model.checkpointing import Recomputation
 from wands.model.dropout import RowKeys, add_dropout
+from wands.model.host_store import HostStore
 from wands.model.modulation import gated_add, modulate
 from wands.model.rope import rotate, rotation_of
 from wands.parallel.layout import PackedMeta
@@ -78,6 +79,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         saved: Sequence[str] = (),
         offloaded: Sequence[str] = (),
         operators: Mapping[str, Sequence[OpOverload]] | None = None,
+        store: HostStore | None = None,
     ) -> None:
         """Choose what backward computes again instead of finding it kept; see `wands.model.checkpointing` for the names.
 
@@ -87,6 +89,7 @@ class PackedWanTransformer(WanTransformer3DModel):
             saved: names of tensors that stay on the device.
             offloaded: names of tensors that wait on the host.
             operators: name -> operators, such as `wands.attention.hybrid.OPERATORS`.
+            store: for what is offloaded; models that run one after the other may share it. One of its own by default.
         """
         assert saved or mode != "selective", "selective checkpointing needs names"
         assert not saved or mode in ("selective", "offload"), f"{mode} checkpointing keeps no {saved}"
@@ -97,7 +100,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         if mode == "none":
             self.disable_gradient_checkpointing()
             return
-        self.recomputation = Recomputation(self.blocks, saved, offloaded, operators)
+        self.recomputation = Recomputation(self.blocks, saved, offloaded, operators, store)
         self.enable_gradient_checkpointing(self.recomputation)
 
     def set_dropout(self, p: float, lora_p: float = 0.0) -> None:

@@ -16,6 +16,7 @@ from wands.attention.varlen import choose_backend
 from wands.config import OptimSection, Recipe
 from wands.errors import ConfigError, WandsError
 from wands.model.freezing import freeze_parameters
+from wands.model.host_store import HostStore
 from wands.model.loading import load_transformer
 from wands.model.lora import MergedLoras, add_lora, load_start
 from wands.parallel.mesh import ContextGroups
@@ -183,7 +184,12 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
 
 
 def build_model(
-    job: Job, groups: ContextGroups, device: torch.device, expert: Expert | None = None, fresh: bool = True
+    job: Job,
+    groups: ContextGroups,
+    device: torch.device,
+    expert: Expert | None = None,
+    fresh: bool = True,
+    store: HostStore | None = None,
 ) -> torch.nn.Module:
     """Load a DiT, sharded from the first tensor on under ZeRO-3, with its attention chosen for `groups` and `device`.
 
@@ -193,6 +199,7 @@ def build_model(
         device: of this rank.
         expert: which DiT of the pipeline, by default the first that is trained.
         fresh: False where a checkpoint follows, which holds what `lora.init_from` began: that file may be gone.
+        store: for what `model.checkpointing=offload` moves; of its own by default.
     """
     import deepspeed
 
@@ -221,7 +228,7 @@ def build_model(
     if recipe.drops:
         model.set_dropout(recipe.model.dropout, recipe.lora.dropout if recipe.lora else 0.0)
     kept = recipe.model.kept_on_device, recipe.model.kept_on_host
-    model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS)
+    model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS, store=store)
     return model.train()
 
 
@@ -284,5 +291,7 @@ def _share_masters(optimizer: Any) -> None:
     """
     shards = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
     for weights, masters in shards:
-        if weights is not None and weights.dtype == masters.dtype and weights.device == masters.device:
+        if weights is None or masters.numel() != weights.numel():  # one of them is on NVMe
+            continue
+        if weights.dtype == masters.dtype and weights.device == masters.device:
             masters.data = weights.data

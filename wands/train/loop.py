@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from wands.data.sampler import StepPlan
 from wands.errors import DataError
+from wands.model.host_store import HostStore
 from wands.parallel.mesh import ContextGroups, RankGrid
 from wands.train.batches import prefetched
 from wands.train.checkpoint import abandon_newer, load_checkpoint, save_checkpoint
@@ -50,9 +51,10 @@ def train(
     # Before ranks that differ could wait for each other.
     check_agreement(plan_digests(job, start_step), device)
     groups = ContextGroups.build(job.grid(rank), device)
+    store = HostStore(device)  # experts take turns, and so do their activations in host memory
     engines = {
         expert.part: build_engine(
-            build_model(job, groups, device, expert, fresh=resume is None),
+            build_model(job, groups, device, expert, fresh=resume is None, store=store),
             job.ds_config,
             recipe,
             sampler.total_steps,
