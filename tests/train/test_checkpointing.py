@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from tests.train.runs import losses, make_job, run_job
 from tests.train.steps import optimizer_step, zero
 from tests.world import WorldPool
+from wands.model.host_store import HostStore
 from wands.train.summary import start_block
 
 ONE_BIN = ("train.bins_per_step=1", "flow.weighting=linear")
@@ -49,14 +52,19 @@ def test_a_step_of_i2v_has_the_same_bits(
         assert all(torch.equal(step.gradients[name], grad) for name, grad in right.gradients.items()), mode
 
 
-def test_two_experts_have_a_store_each(
-    tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
-):
+def run_and_count_stores(*args: Any) -> tuple[list[dict[str, Any]], int]:
+    with mock.patch.object(HostStore, "__init__", autospec=True, side_effect=HostStore.__init__) as made:
+        return run_job(*args), made.call_count
+
+
+def test_two_experts_share_a_store(tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool):
     model = tiny_variant("wan2.2-t2v-a14b")
     shared = ("train.max_steps=2", "train.bins_per_step=2", "model.experts=both")
     series = {}
     for mode in ("none", "every name"):
-        rows = worlds[1].run(run_job, model, tmp_path / mode, (*shared, *MODES[mode]), zero(3))[0]
+        args = model, tmp_path / mode, (*shared, *MODES[mode]), zero(3)
+        rows, num_stores = worlds[1].run(run_and_count_stores, *args)[0]
+        assert num_stores == 1
         series[mode] = losses(rows), [row["grad_norm_low"] for row in rows]
     assert len(series["none"][0]) == 2
     assert series["every name"] == series["none"]

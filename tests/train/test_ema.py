@@ -275,6 +275,18 @@ def test_large_averages_are_in_several_blocks(monkeypatch: pytest.MonkeyPatch):
     assert ema._allocate([], torch.device("cpu"), pinned=False) == []
 
 
+def test_host_memory_that_runs_out_has_a_cure(monkeypatch: pytest.MonkeyPatch):
+    def pin(*_: object, pin_memory: bool, **__: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    monkeypatch.setattr(torch, "empty", pin)
+    said = r"ema\.device=cpu cannot pin 2\.0 GiB .*\(CUDA error: out of memory\); set ema\.device=gpu"
+    with pytest.raises(ConfigError, match=said):
+        ema._allocate([2**28, 2**28], torch.device("cpu"), pinned=True)
+    with pytest.raises(RuntimeError, match="more"):
+        ema._allocate([2**28], torch.device("cuda"), pinned=False)
+
+
 # ---- going on with one, without one, and what is refused
 
 

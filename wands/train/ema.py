@@ -283,10 +283,15 @@ def _allocate(numels: Sequence[int], device: torch.device, pinned: bool) -> list
         if not blocks or sum(blocks[-1]) + numel > _BLOCK:
             blocks.append([])
         blocks[-1].append(numel)
-    return [
-        vector
-        for block in blocks
-        for vector in torch.empty(sum(block), dtype=torch.float32, device=device, pin_memory=pinned).split(
-            block
-        )
-    ]
+    try:
+        whole = [
+            torch.empty(sum(block), dtype=torch.float32, device=device, pin_memory=pinned) for block in blocks
+        ]
+    except RuntimeError as error:
+        if not pinned:
+            raise
+        raise ConfigError(
+            f"ema.device=cpu cannot pin {4 * sum(numels) / 2**30:.1f} GiB of host memory on this rank "
+            f"({str(error).splitlines()[0]}); set ema.device=gpu, or use more ranks, which share the average."
+        ) from error
+    return [vector for one, block in zip(whole, blocks, strict=True) for vector in one.split(block)]
