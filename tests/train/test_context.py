@@ -427,9 +427,8 @@ def test_the_loss_series_is_that_of_one_process(
         ), key
     for key in ("step", "epoch", "lr", "tokens", "samples"):
         assert [row[key] for row in rows] == [row[key] for row in theirs], key
-    assert (
-        len({row["loss"] for row in theirs}) == steps
-    )  # a model that does not move would agree with anything
+    # A model that does not move would agree with anything.
+    assert len({row["loss"] for row in theirs}) == steps
     assert clips.keys() == their_clips.keys()
     assert len(clips) == sum(row["samples"] for row in theirs)
     for clip, (sigma, loss) in clips.items():
@@ -484,11 +483,8 @@ def what_is_left() -> tuple[int, int]:
 
 
 def test_nothing_is_left_from_case_to_case(worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path):
-    overrides = (
-        *CLIPS,
-        "parallel.ring_degree=2",
-        "train.bins_per_step=2",
-    )  # the first bin only traces ZeRO-3
+    # ZeRO-3 only traces the first bin of a model; what it keeps of one comes with the next.
+    overrides = (*CLIPS, "parallel.ring_degree=2", "train.bins_per_step=2")
     left = []
     for ds in (zero(2), DS_CONFIGS["zero3_offload"], zero(3)):
         worlds[2].run(optimizer_step, tiny_pipeline, tmp_path, overrides, ds)
