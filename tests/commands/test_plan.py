@@ -129,7 +129,9 @@ def test_what_cannot_be_planned(options, words):
 def test_without_a_model():
     with pytest.raises(ConfigError, match=r"model\.path is not set; give a pipeline folder, or --variant"):
         run(None)
-    assert run(None, variant="wan2.2-ti2v-5b").startswith("wan2.2-ti2v-5b, full finetune, on 8 x H100")
+    report = run(None, variant="wan2.2-ti2v-5b")
+    assert report.startswith("wan2.2-ti2v-5b, full finetune, on 8 x H100")
+    assert "--set model.path=DIR_OR_HUB_ID" in report.splitlines()[-1]
 
 
 def test_the_command():

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.train.runs import groups_of, make_job, release
+from wands.config import load_recipe
+from wands.hardware import Machine
 from wands.train.batches import prefetched
+from wands.train.ds_config import load_ds_config
 from wands.train.engine import build_engine, build_model, init_process_group
+from wands.train.job import list_weights
 from wands.train.memory import Memory, estimate_memory
 from wands.train.peak import PeakMemory
+from wands.train.planning import SHIPPED, Task, search
 from wands.train.step import train_step
+from wands.variants import DiTShape
 
 CLOSE = 0.10
 CONFIG = {
@@ -47,12 +53,14 @@ SMALL = {
 }
 LORA = "lora={rank: 8, targets: attention}"
 
-Case = tuple[int, tuple[str, ...], dict[str, Any]]
-"""ZeRO stage, recipe keys, keys of zero_optimization."""
+Case = tuple[tuple[str, ...], dict[str, Any]]
+"""Recipe keys, DeepSpeed JSON."""
 
 
 def case(stage: int, checkpointing: str, compute: str, *keys: str, **zero: Any) -> Case:
-    return stage, (f"model.checkpointing={checkpointing}", f"precision.compute={compute}", *keys), zero
+    zero = {"stage": stage, "reduce_bucket_size": 300_000, **zero}
+    keys = (f"model.checkpointing={checkpointing}", f"precision.compute={compute}", *keys)
+    return keys, {"zero_optimization": zero}
 
 
 ALONE = [
@@ -88,14 +96,12 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(CONFIG))
     found = []
-    for number, (stage, keys, zero) in enumerate(cases):
+    for number, (keys, ds) in enumerate(cases):
         rank, world_size, device = init_process_group()
         cp_size = 2 if any(key.startswith("parallel") for key in keys) else 1
         more = (f"train.bins_per_step={world_size // cp_size * accumulation}", *keys)
-        ds = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 300_000, **zero}}
         job = make_job(model.parent, folder / str(number), (*DATA, *more), ds)
         groups = groups_of(job.grid(rank), device)
-        gc.collect()
         with PeakMemory(device) as peak:
             engine = build_engine(
                 build_model(job, groups, device), job.ds_config, job.recipe, job.sampler.total_steps
@@ -149,5 +155,31 @@ def test_accumulated_gradients(tmp_path, new_world):
 @pytest.mark.full
 @pytest.mark.parametrize("stage", range(4))
 def test_the_whole_grid(tmp_path, new_world, stage):
-    cases = [one for one in GRID if one[0] == stage]
+    cases = [one for one in GRID if one[1]["zero_optimization"]["stage"] == stage]
     check(cases, new_world(2, measure, tmp_path, cases, timeout=1800.0))
+
+
+def test_what_a_plan_proposes_has_room(tmp_path, new_world):
+    """On two ranks with 50 MB each: the fastest of each DeepSpeed config, run as the plan says."""
+    recipe = load_recipe(None, [*DATA, "precision.compute=fp32", "train.bins_per_step=2"])
+    shape = DiTShape.from_config(CONFIG)
+    task = Task(
+        shape,
+        list_weights(recipe, CONFIG, ()),
+        num_models=1,
+        recipe=recipe,
+        seq_lens=np.full(16, 1056),
+        machine=Machine(memory=50e6, host_memory=1e9, ranks_per_node=2),
+        gpus=2,
+        ds_configs={name: load_ds_config(name) for name in SHIPPED},
+        device_type="cpu",
+    )
+    found = search(task)
+    assert len(found) > 3
+    assert not any(one.recipe.model.checkpointing == "none" and one.cp == 1 for one in found)
+    first = {one.ds_name: one for one in reversed(found)}.values()
+    cases = [
+        (("precision.compute=fp32", *one.changes()), dict(task.ds_configs[one.ds_name])) for one in first
+    ]
+    for one, ranks in zip(first, zip(*new_world(2, measure, tmp_path, cases), strict=True), strict=True):
+        assert max(measured for measured, _ in ranks) <= task.usable, (one.ds_name, one.changes())

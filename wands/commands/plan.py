@@ -280,6 +280,8 @@ def _start(best: Candidate, recipe_path: str | None, overrides: Sequence[str], o
     if out is not None:
         return f"start it with\n  {launcher} --module wands train {out / 'recipe.yaml'} --deepspeed {out / 'deepspeed.json'}"
     words = ["wands train", *([recipe_path] if recipe_path else []), f"--deepspeed {best.ds_name}"]
+    if not best.recipe.model.path:
+        overrides = ("model.path=DIR_OR_HUB_ID", *overrides)
     words += [f"--set {one}" for one in (*overrides, *best.changes())]
     return f"start it with\n  {launcher} --module {' '.join(words)}"
 

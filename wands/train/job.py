@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from wands.config import FlowSection, Recipe
+from wands.data.cache import LatentCache
 from wands.data.collate import PackingCollator
 from wands.data.packing import assign_bins
 from wands.data.patchify import grid_size
@@ -27,7 +28,7 @@ from wands.train.ds_config import build_ds_config
 from wands.train.ema import check_ema
 from wands.train.memory import FP32, Load, Weight
 from wands.train.precision import storage_of
-from wands.variants import DiTShape, Expert, Variant, variant_of
+from wands.variants import TEXT_LEN, DiTShape, Expert, Variant, variant_of
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,16 @@ class Job:
             max_tokens=max(sum(int(self.seq_lens[i]) for i in one) for one in forwards),
             max_samples=max(map(len, forwards)),
             device_type=device_type,
+            text_len=self._text_len,
         )
+
+    @property
+    def _text_len(self) -> int:
+        """Tokens of the longest caption, or the most that there can be."""
+        mock = self.recipe.data.mock
+        if mock is not None:
+            return max(mock.text_lens)
+        return int(self.data.index.text_lens.max()) if isinstance(self.data, LatentCache) else TEXT_LEN
 
     @property
     def _gives_first_frames(self) -> bool:

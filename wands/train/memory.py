@@ -96,6 +96,7 @@ class Load:
         max_tokens: of the fullest bin.
         max_samples: clips in a bin.
         device_type: "cuda" or "cpu".
+        text_len: tokens of the longest caption.
     """
 
     shape: DiTShape
@@ -108,6 +109,7 @@ class Load:
     max_tokens: int
     max_samples: int
     device_type: str
+    text_len: int = TEXT_LEN
 
     @property
     def tokens(self) -> float:
@@ -293,8 +295,8 @@ class _Activations:
         """For each block, from the last to the first: blocks that have not been left, and the bytes at its highest."""
         shape, tokens = self.load.shape, self.load.tokens
         block = self._block()
-        # Backward begins with a block's feed-forward: the gradients of both of its ends, of its norm and of its inside.
-        working = tokens * (3 * FP32 * shape.dim + self.narrow * shape.ffn_dim) + self._decoded()
+        # Backward begins with a block's feed-forward: the gradients of both of its ends and of its inside.
+        working = tokens * (2 * FP32 * shape.dim + self.narrow * shape.ffn_dim) + self._decoded()
         ends = tokens * FP32 * 8 * 4 * shape.out_channels
         head = (
             tokens * FP32 * shape.dim * 4
@@ -343,7 +345,12 @@ class _Activations:
             2 * FP32 * shape.num_heads + 15 * FP32
         )  # log-sum-exps of both attentions, statistics of the norms
         # Keys and values of text and pictures; every rank has those of all its samples.
-        context = self.load.max_samples * (TEXT_LEN + shape.image_len) * (2 * FP32 + 2 * narrow) * shape.dim
+        context = (
+            self.load.max_samples
+            * (self.load.text_len + shape.image_len)
+            * (2 * FP32 + 2 * narrow)
+            * shape.dim
+        )
         return row * self.load.tokens + context + self._copies()
 
     def _rows(self) -> _Kept:
