@@ -26,7 +26,7 @@ VARIANTS = {
     "wan2.2-t2v-a14b": ("model.experts=low",),
     "wan2.2-ti2v-5b": ("flow.i2v_ratio=0.6",),
 }
-GRIDS = {Grid(2, 1, 1): zero(3), Grid(1, 2, 2): zero(2)}
+GRIDS = (Grid(2, 1, 1), Grid(1, 2, 2))
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,14 @@ def pipelines(tiny_variant: Callable[[str], Path]) -> dict[str, Path]:
 def test_the_step_has_the_gradient_of_the_stock_model(
     name: str, pipelines: dict[str, Path], tmp_path: Path, worlds: WorldPool
 ):
-    """Also: every parameter gets a gradient that is not zero."""
+    """Also: every parameter gets a gradient that is not zero. On one of the grids each variant is under ZeRO-3."""
     settings = (*VARIANTS[name], "train.bins_per_step=2", "flow.weighting=linear")
     theirs = stock_gradients(pipelines[name], make_job(pipelines[name], tmp_path, settings, world_size=1))
     assert all(float(grad.abs().max()) > 0 for grad in theirs.values())
-    for grid, ds in GRIDS.items():
+    for number, grid in enumerate(GRIDS, start=list(VARIANTS).index(name)):
         overrides = (*settings, *grid.overrides)
         ranks = worlds[grid.world_size].run(
-            optimizer_step, pipelines[name], tmp_path, overrides, ds, torch.float64
+            optimizer_step, pipelines[name], tmp_path, overrides, zero(2 + number % 2), torch.float64
         )
         error = worst(ranks[0].gradients, theirs)
         assert error <= TOLERANCE, grid
@@ -67,7 +67,7 @@ def test_tokens_of_given_frames_are_neither_trained_nor_counted(
     counts = [job.count(job.sampler.step_plan(step)) for step in steps]
     assert job.denominator(plan) == pytest.approx(sum(counts) / len(counts))
     ranks = worlds[2].run(
-        optimizer_step, model, tmp_path, (*settings, *Grid(2, 1, 1).overrides), zero(2), torch.float64
+        optimizer_step, model, tmp_path, (*settings, *GRIDS[0].overrides), zero(2), torch.float64
     )
     error = worst(ranks[0].gradients, stock_gradients(model, job))
     assert error <= TOLERANCE
