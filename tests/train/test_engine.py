@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,22 @@ from typing import Any
 import pytest
 import torch
 
+from tests.train.runs import groups_of, make_job
+from tests.train.steps import zero
+from tests.world import WorldPool
 from wands.config import load_recipe
 from wands.errors import CacheError, ConfigError
 from wands.train import engine
 from wands.train.ds_config import _KNOWN, _NOT_HERE, build_ds_config, learning_rate, load_ds_config
-from wands.train.engine import build_schedule, check_gpus, check_offload, ranks_per_node, start_together
+from wands.train.engine import (
+    build_model,
+    build_schedule,
+    check_gpus,
+    check_offload,
+    init_process_group,
+    ranks_per_node,
+    start_together,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("zero.json", "recipe.yaml")
@@ -241,6 +253,27 @@ def test_zero_3s_weights_are_their_own_masters_where_they_are_the_same():
     assert masters[2].dtype == torch.float32
     assert len(swapped) == 0
     assert there.tolist() == [1.0] * 4
+
+
+def shards_of_two_experts(*args: Any) -> list[int]:
+    job = make_job(*args)
+    rank, _, device = init_process_group()
+    groups = groups_of(job.grid(rank), device)
+    models = [build_model(job, groups, device, expert) for expert in job.experts]
+    weights = [next(p for p in model.parameters() if not p.requires_grad) for model in models]
+    torch.nn.functional.linear = _LINEAR  # ZeRO-3 puts its own in the place of torch's
+    return [weight.ds_zero_param_process_group.size() for weight in weights]
+
+
+_LINEAR = torch.nn.functional.linear
+
+
+def test_two_experts_have_shards_inside_a_node(
+    tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
+):
+    """Of zero_hpz_partition_size, whose groups DeepSpeed makes once."""
+    args = tiny_variant("wan2.2-t2v-a14b"), tmp_path, ("lora.rank=2",), zero(3, zero_hpz_partition_size=2)
+    assert worlds[2].run(shards_of_two_experts, *args) == [[2, 2], [2, 2]]
 
 
 def test_auto_is_as_good_as_no_key():

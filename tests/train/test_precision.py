@@ -208,11 +208,14 @@ def test_trained_weights_in_bf16_take_the_steps_of_fp32(
     assert all(torch.equal(again[name], value) for name, value in found.items())
 
 
-def test_frozen_weights_in_bf16_are_exported_in_fp32(rounded: Path, tmp_path: Path, worlds: WorldPool):
+@pytest.mark.parametrize("stage", [1, 2])  # which keep them in different files
+def test_frozen_weights_in_bf16_are_exported_in_fp32(
+    stage: int, rounded: Path, tmp_path: Path, worlds: WorldPool
+):
     settings = ("precision.compute=bf16", "precision.weights=bf16", "train.max_steps=1")
     before = load_weights(rounded)
     overrides = (*settings, "model.trainable=['blocks.*.attn*']")
-    worlds[2].run(run_job, rounded, tmp_path, overrides, zero(2))
+    worlds[2].run(run_job, rounded, tmp_path, overrides, zero(stage))
     after = load_exported_state(tmp_path)
     assert after.keys() == before.keys()
     assert {weight.dtype for weight in after.values()} == {torch.float32}

@@ -202,10 +202,13 @@ def build_model(
         store: for what `model.checkpointing=offload` moves; of its own by default.
     """
     import deepspeed
+    from deepspeed.utils import groups as ds_groups
 
     recipe, expert = job.recipe, expert or job.experts[0]
     dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
     backend = choose_backend(recipe.attention.backend, device, dtype, job.shape.head_dim)
+    # With zero_hpz_partition_size it makes groups for each model, and refuses to where those of another expert are noted.
+    ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     sharded = deepspeed.zero.Init(config_dict_or_path=job.ds_config) if job.zero_stage == 3 else None
     model = load_transformer(
         recipe.model.path,
