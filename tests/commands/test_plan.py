@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -18,6 +19,7 @@ from wands.errors import ConfigError
 from wands.hardware import MACHINES, Machine
 from wands.train.ds_config import build_ds_config, load_ds_config
 
+ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {
     "overrides": (),
     "variant": None,
@@ -179,7 +181,7 @@ def train(tiny_pipeline, tmp_path, monkeypatch):
             f"output_dir={tmp_path / 'run'}",
             "packing.max_tokens=96",
         ]
-        keys += ["train.max_steps=1", "precision.compute=fp32", *overrides]
+        keys += ["model.checkpointing=none", "train.max_steps=1", "precision.compute=fp32", *overrides]
         said: list[str] = []
         options = {
             "deepspeed": None,
@@ -211,3 +213,13 @@ def test_dry_run_and_force_only_say_so(train):
         train(1e6)
     with pytest.raises(Started):
         train(1e6, force=True)
+
+
+def test_the_readmes_table_is_what_is_printed():
+    """One column of it: the whole takes half a minute."""
+    printed = what_fits(("h100",), (8,)).splitlines()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    start = readme.index("| 8 GPUs of | 24 GB | 48 GB | 80 GB | 141 GB |")
+    rows = [[x.strip() for x in row.split("|")] for row in readme[start : start + len(printed)]]
+    column = [(row[1], row[4]) for row in rows]
+    assert column[2:] == [tuple(x.strip() for x in row.split("|")[1:3]) for row in printed[2:]]

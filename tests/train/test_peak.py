@@ -42,3 +42,12 @@ def test_mark_forgets_the_peak_but_not_what_is_held():
     assert peak.bytes == 5 * MB
     assert peak.kept == 5 * MB
     del kept, more
+
+
+def test_of_the_same_work_the_quieter_counts():
+    with PeakMemory("cpu") as peak:
+        for megabytes in (6, 9, 5, 7):
+            peak.mark()
+            _zeros(megabytes)
+    assert [size // MB for size in peak.peaks] == [6, 9, 5, 7]
+    assert peak.bytes == 5 * MB

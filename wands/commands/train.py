@@ -93,6 +93,7 @@ def run_train(
 def _check_memory(job: Job, ds_name: str, ds_user: Mapping[str, Any], tell: Report, *, force: bool) -> None:
     """Refuse a run for which this rank's machine has no room; with `force` only say so."""
     device_type = accelerator_type()
+    load = job.load(device_type)
     task = Task(
         job.shape,
         job.weights,
@@ -103,8 +104,9 @@ def _check_memory(job: Job, ds_name: str, ds_user: Mapping[str, Any], tell: Repo
         job.world_size,
         {ds_name: ds_user, **{name: load_ds_config(name) for name in SHIPPED if name != ds_name}},
         device_type,
+        load.text_len,
     )
-    problem = check_memory(task, job.load(device_type), ds_name, job.ds_config)
+    problem = check_memory(task, load, ds_name, job.ds_config)
     if problem is None:
         return
     if not force:

@@ -13,10 +13,12 @@ import torch
 class PeakMemory:
     """Measure a block of code.
 
-    After the block, `bytes` is the most that was allocated at once since the last `mark` (or since the beginning), above what
-    was allocated at the beginning; `kept` is what the block left behind. On a CPU the profiler notes every operator, which
-    slows the block down: for tests and benchmarks. What was allocated before the block and is freed inside it, and the work of
-    threads that existed before, are not seen there.
+    After the block, `bytes` is the most that was allocated at once, above what was allocated at the beginning; `kept` is what
+    the block left behind. With marks there is a peak for each stretch from one mark to the next, or to the end: `peaks`, of
+    which `bytes` is the lowest, so that the same work measured twice loses what disturbed it once.
+
+    On a CPU the profiler notes every operator, which slows the block down: for tests and benchmarks. What was allocated before
+    the block and is freed inside it, and what gloo's threads are the last to let go of, it does not see being freed.
 
     Args:
         device: whose memory.
@@ -25,8 +27,9 @@ class PeakMemory:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self.bytes = self.kept = 0
-        self._before = self._marked = 0
-        self._held: int | None = None  # at the mark
+        self.peaks: list[int] = []
+        self._before = 0
+        self._marks: list[tuple[int, int]] = []  # when, and what was held then
         self._profiler: Any = None
 
     def __enter__(self) -> PeakMemory:
@@ -43,31 +46,43 @@ class PeakMemory:
         return self
 
     def mark(self) -> None:
-        """Forget the peak so far: what follows counts, above what was allocated at the beginning.
+        """Begin a stretch; what was before the first does not count.
 
-        On a CPU, for a moment at which no graph waits for its backward: what is held is then counted anew, tensor by tensor. The
-        profiler does not see what gloo's threads let go of.
+        On a CPU, for a moment at which no graph waits for its backward: what is held is counted anew, tensor by tensor.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            if self._marks:
+                self._end_stretch()
             torch.cuda.reset_peak_memory_stats(self.device)
+            self._marks.append((0, 0))
         else:
-            self._held = _tensor_bytes() - self._before
-            self._marked = time.time_ns()
+            self._marks.append((time.time_ns(), _tensor_bytes() - self._before))
 
     def __exit__(self, *exc: object) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            self.bytes = torch.cuda.max_memory_allocated(self.device) - self._before
+            self._end_stretch()
             self.kept = torch.cuda.memory_allocated(self.device) - self._before
-            return
-        self._profiler.__exit__(*exc)
+        else:
+            self._profiler.__exit__(*exc)
+            self._read_events()
+        self.bytes = min(self.peaks)
+
+    def _end_stretch(self) -> None:
+        self.peaks.append(torch.cuda.max_memory_allocated(self.device) - self._before)
+
+    def _read_events(self) -> None:
         events = [e for e in self._profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
         events.sort(key=lambda e: e.start_ns())
-        sizes = [e.nbytes() for e in events if e.start_ns() >= self._marked]
-        held = [*accumulate(sizes, initial=self._held or 0)]
-        self.bytes, self.kept = max(held), held[-1]
         self._profiler = None
+        marks = self._marks or [(0, 0)]
+        ends = [when for when, _ in marks[1:]] + [time.time_ns()]
+        for (start, held), end in zip(marks, ends, strict=True):
+            sizes = (e.nbytes() for e in events if start <= e.start_ns() < end)
+            running = [*accumulate(sizes, initial=held)]
+            self.peaks.append(max(running))
+            self.kept = running[-1]
 
 
 def _tensor_bytes() -> int:

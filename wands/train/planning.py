@@ -21,7 +21,7 @@ from wands.parallel.mesh import choose_degrees
 from wands.train.ds_config import build_ds_config, offloads_optimizer
 from wands.train.memory import CUDA_CONTEXT, Load, Memory, Weight, estimate_memory, to_gib
 from wands.train.prediction import Prediction, Setting, predict
-from wands.variants import DiTShape
+from wands.variants import TEXT_LEN, DiTShape
 
 CHECKPOINTING = ("none", "selective", "offload", "full")
 SHIPPED = ("zero2", "zero3", "zero3_offload")
@@ -44,6 +44,7 @@ class Task:
         gpus: all ranks.
         ds_configs: DeepSpeed JSONs to try, by what to call them.
         device_type: "cuda" or "cpu".
+        text_len: tokens of the longest caption.
     """
 
     shape: DiTShape
@@ -55,6 +56,7 @@ class Task:
     gpus: int
     ds_configs: Mapping[str, Mapping[str, Any]]
     device_type: str = "cuda"
+    text_len: int = TEXT_LEN
 
     @property
     def ranks_per_node(self) -> int:
@@ -290,6 +292,7 @@ def build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_toke
         max_tokens=max_tokens if recipe.packing.enabled else task.longest,
         max_samples=task.most_samples(max_tokens) if recipe.packing.enabled else 1,
         device_type=task.device_type,
+        text_len=task.text_len,
     )
     return Candidate(task, name, ds_config, recipe, load, estimate_memory(load, recipe, ds_config))
 
