@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu" if not os.path.exists("/dev/nvidia0") else "cuda")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
         if item.get_closest_marker("full") and "full" not in chosen:
             item.add_marker(pytest.mark.skip(reason="the exhaustive matrix: pytest -m full"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what is imported stays: looking through it, for cycles or for tensors, takes most of a second each time
 
 
 @pytest.fixture(autouse=True)
