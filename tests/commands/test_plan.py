@@ -175,11 +175,12 @@ def train(tiny_pipeline, tmp_path, monkeypatch):
         host = Machine("a small host", memory=memory, host_memory=memory)
         monkeypatch.setattr(commands_train, "machine_here", lambda *_: host)
         monkeypatch.setattr(commands_train, "init_process_group", begin)
+        data = "data.mock={num_samples: 4, shapes: [[8, 44, 96]]}"  # 8,448 tokens: the memory is activations
         keys = [
             f"model.path={tiny_pipeline}",
-            MOCK,
+            data,
             f"output_dir={tmp_path / 'run'}",
-            "packing.max_tokens=96",
+            "packing.max_tokens=8448",
         ]
         keys += ["model.checkpointing=none", "train.max_steps=1", "precision.compute=fp32", *overrides]
         said: list[str] = []

@@ -112,7 +112,7 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
                 from wands.train.ema import WeightAverage
 
                 average = WeightAverage(engine, job.recipe.ema, 0)
-            for step in range(4):
+            for step in range(5):
                 plan, mine = next(batches)
                 if step > 1:
                     peak.mark()
