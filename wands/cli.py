@@ -113,6 +113,9 @@ def _clip_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+_POSITIVE = click.FloatRange(0, min_open=True)
+
+
 @main.command()
 @click.argument("source")
 @click.option(
@@ -227,11 +230,13 @@ def pack(recipe: str | None, out: Path, overrides: tuple[str, ...], epoch: int) 
 @click.option("--variant", help="Plan with the shape of this published model; none of its files is needed.")
 @click.option("--hardware", default="h100", show_default=True, help="Kind of GPU; a wrong name lists them.")
 @click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="All of them.")
+@click.option("--gpu-memory", type=_POSITIVE, help="GB of one GPU, instead of the data sheet's.")
+@click.option("--host-memory", type=_POSITIVE, help="GB of a node, likewise.")
 @click.option(
-    "--gpu-memory",
-    type=click.FloatRange(0, min_open=True),
-    help="GB of one GPU, instead of the data sheet's.",
+    "--node-bandwidth", type=_POSITIVE, help="GB/s of one GPU inside a node, one direction, likewise."
 )
+@click.option("--network-bandwidth", type=_POSITIVE, help="GB/s of one GPU between nodes, likewise.")
+@click.option("--gpus-per-node", type=click.IntRange(1), help="Likewise.")
 @click.option(
     "--size",
     default="480p",
@@ -258,8 +263,11 @@ def plan(recipe: str | None, table: bool, **options: Any) -> None:
     """Say what of RECIPE fits a machine before anything is started: sharding, degrees, recomputation, bin size, memory, time."""
     from wands.commands.plan import plan as run
     from wands.commands.plan import what_fits
+    from wands.hardware import machine_named
 
-    click.echo(what_fits() if table else run(recipe, **options))
+    own = ("gpu_memory", "host_memory", "node_bandwidth", "network_bandwidth", "gpus_per_node")
+    machine = machine_named(options.pop("hardware"), **{key: options.pop(key) for key in own})
+    click.echo(what_fits() if table else run(recipe, machine=machine, **options))
 
 
 @main.command()

@@ -100,16 +100,32 @@ PEAK_TFLOPS = {
 }
 
 
-def machine_named(name: str) -> Machine:
-    """A row of `MACHINES`.
+def machine_named(name: str, **own: float | None) -> Machine:
+    """A row of `MACHINES`, with numbers of one's own.
+
+    Args:
+        name: of the row.
+        own: gpu_memory and host_memory in GB, node_bandwidth and network_bandwidth in GB/s, gpus_per_node; None leaves
+            what the row says.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no row of that name.
     """
-    try:
-        return MACHINES[name.lower()]
-    except KeyError:
+    machine = MACHINES.get(name.lower())
+    if machine is None:
         raise ConfigError(
             f"--hardware {name} is no machine that wands knows; use one of {', '.join(MACHINES)}, and --gpu-memory for another "
             "size."
-        ) from None
+        )
+    given = {key: value for key, value in own.items() if value is not None}
+    if "gpu_memory" in given:
+        kind = machine.name.rsplit(" ", 2)[0]  # "H100 80 GB"
+        machine = replace(machine, name=f"{kind} {given['gpu_memory']:g} GB", memory=given["gpu_memory"] * GB)
+    if "gpus_per_node" in given:
+        machine = replace(machine, ranks_per_node=int(given["gpus_per_node"]))
+    return replace(
+        machine,
+        host_memory=given.get("host_memory", machine.host_memory / GB) * GB,
+        node_bandwidth=given.get("node_bandwidth", machine.node_bandwidth / GB) * GB,
+        network_bandwidth=given.get("network_bandwidth", machine.network_bandwidth / GB) * GB,
+    )

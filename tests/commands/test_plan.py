@@ -16,7 +16,7 @@ from wands.commands.plan import plan, what_fits
 from wands.commands.train import run_train
 from wands.config import load_recipe
 from wands.errors import ConfigError
-from wands.hardware import MACHINES, Machine
+from wands.hardware import MACHINES, Machine, machine_named
 from wands.train.ds_config import build_ds_config, load_ds_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,18 +24,18 @@ OPTIONS = {
     "overrides": (),
     "variant": None,
     "deepspeed": None,
-    "hardware": "h100",
     "gpus": 8,
-    "gpu_memory": None,
     "size": "480p",
     "frames": 81,
     "clips": 1000,
     "out": None,
 }
+OWN = ("gpu_memory", "host_memory", "node_bandwidth", "network_bandwidth", "gpus_per_node")
 
 
-def run(recipe: str | None = "wan2.1-t2v-14b-finetune", **options) -> str:
-    return plan(recipe, **{**OPTIONS, **options})
+def run(recipe: str | None = "wan2.1-t2v-14b-finetune", hardware: str = "h100", **options) -> str:
+    machine = machine_named(hardware, **{key: options.pop(key, None) for key in OWN})
+    return plan(recipe, machine=machine, **{**OPTIONS, **options})
 
 
 def rows_of(report: str) -> list[list[str]]:
@@ -69,8 +69,24 @@ def test_report_of_a_shipped_recipe():
 def test_more_memory_needs_less_sharing_and_more_gpus_are_faster():
     small, large = run(hardware="l40s"), run(hardware="h200")
     assert float(rows_of(small)[0][4]) < 48e9 / 2**30 < float(rows_of(large)[0][4])
-    seconds = [float(re.search(r"time +([\d.]+) s a step", run(gpus=n))[1]) for n in (8, 16, 32)]
+    seconds = [seconds_of(run(gpus=n)) for n in (8, 16, 32)]
     assert seconds[0] > 1.8 * seconds[1] > 3.2 * seconds[2]
+
+
+def seconds_of(report: str) -> float:
+    return float(re.search(r"time +([\d.]+) s a step", report)[1])
+
+
+def test_a_machines_own_numbers_count():
+    assert seconds_of(run(gpus=64, network_bandwidth=0.5)) > 1.2 * seconds_of(run(gpus=64))
+    assert seconds_of(run(node_bandwidth=1.0)) > 1.2 * seconds_of(run())
+    rows = rows_of(run(gpus=16, gpus_per_node=2))
+    assert all(int(row[1].split(" x ")[1]) <= 2 for row in rows)
+    with_host, without = (run(hardware="l40s", gpus=1, host_memory=memory) for memory in (1000.0, 1001.0))
+    assert rows_of(with_host) == rows_of(without)
+    with pytest.raises(ConfigError, match="nothing fits 1 x L40S 48 GB"):
+        run(hardware="l40s", gpus=1, host_memory=100.0)
+    assert "on 8 x H100 96 GB" in run(gpu_memory=96.0)
 
 
 def test_written_recipe_and_json_are_legal(tmp_path):

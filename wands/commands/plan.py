@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from wands.config import Recipe, list_recipes, load_recipe
 from wands.data.sources import open_data
 from wands.errors import ConfigError
 from wands.files import write_text
-from wands.hardware import MACHINES, Machine, machine_named
+from wands.hardware import MACHINES, Machine
 from wands.train.ds_config import load_ds_config
 from wands.train.job import list_weights, read_model
 from wands.train.memory import to_gib
@@ -32,9 +31,8 @@ def plan(
     overrides: Sequence[str],
     variant: str | None,
     deepspeed: Path | None,
-    hardware: str,
+    machine: Machine,
     gpus: int,
-    gpu_memory: float | None,
     size: str,
     frames: int,
     clips: int,
@@ -47,9 +45,8 @@ def plan(
         overrides: ``section.key=value`` each.
         variant: published model whose shape is planned with, instead of the files at `model.path`.
         deepspeed: the only DeepSpeed JSON to consider; None tries those of ds_configs/.
-        hardware: name in `MACHINES`.
+        machine: what it is to run on.
         gpus: all of them.
-        gpu_memory: GB of one, instead of the machine's.
         size: "480p", "720p" or HEIGHTxWIDTH of the clips, where the recipe names no data.
         frames: of a clip, likewise.
         clips: their number, likewise.
@@ -62,11 +59,6 @@ def plan(
         ConfigError: nothing fits; with the least that was found.
     """
     recipe = load_recipe(recipe_path, overrides)
-    machine = machine_named(hardware)
-    if gpu_memory is not None:
-        machine = replace(
-            machine, name=f"{machine.name.split(' ')[0]} {gpu_memory:g} GB", memory=gpu_memory * 1e9
-        )
     if gpus > machine.ranks_per_node and gpus % machine.ranks_per_node:
         raise ConfigError(
             f"--gpus {gpus} must be a multiple of {machine.ranks_per_node}, the GPUs of a node; use "

@@ -382,9 +382,9 @@ class _Activations:
         return 0.0 if self._quantized or self.stage == 3 else float(BF16 * self._linear_params())
 
     def _decoded(self) -> float:
-        """The largest weight of a quantised base, whole."""
+        """The largest weight of a quantised base, whole, and what its decoding takes beside it."""
         shape = self.load.shape
-        return (FP32 + self.narrow) * shape.dim * shape.ffn_dim if self._quantized else 0.0
+        return 2.0 * FP32 * shape.dim * shape.ffn_dim if self._quantized else 0.0
 
     def _linear_params(self) -> int:
         """Of one block."""
