@@ -114,6 +114,13 @@ def _clip_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _POSITIVE = click.FloatRange(0, min_open=True)
+_set_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change a key of the recipe; repeatable.",
+)
 
 
 @main.command()
@@ -208,13 +215,7 @@ def check(
 @main.command()
 @click.argument("recipe", required=False)
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="JSON-lines file to write.")
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Change a key of the recipe; repeatable.",
-)
+@_set_option
 @click.option(
     "--epoch", type=click.IntRange(0), default=0, show_default=True, help="Pass over the data to plan."
 )
@@ -248,13 +249,7 @@ def pack(recipe: str | None, out: Path, overrides: tuple[str, ...], epoch: int) 
     "--clips", type=click.IntRange(1), default=1000, show_default=True, help="Their number, likewise."
 )
 @click.option("--deepspeed", type=click.Path(path_type=Path), help="Consider this DeepSpeed JSON only.")
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Change a key of the recipe; repeatable.",
-)
+@_set_option
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Write the best as DIR/recipe.yaml and DIR/deepspeed.json."
 )
@@ -275,13 +270,7 @@ def plan(recipe: str | None, table: bool, **options: Any) -> None:
 @click.option(
     "--deepspeed", "ds_config", type=click.Path(path_type=Path), help="DeepSpeed JSON [default: ZeRO-2]."
 )
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Change a key of the recipe; repeatable.",
-)
+@_set_option
 @click.option(
     "--resume",
     is_flag=False,
