@@ -67,6 +67,7 @@ ALONE = [
     case(0, "none", "fp32"),
     case(0, "full", "bf16"),
     case(2, "offload", "fp32", LORA),
+    case(2, "none", "bf16", "lora={rank: 8, targets: attention+ffn, dropout: 0.1}"),
 ]
 PAIRS = [
     case(0, "none", "bf16", LORA),

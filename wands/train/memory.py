@@ -3,22 +3,20 @@
 Two moments can be the highest of a step: the backward of some block, when activations are there and gradients are coming, or the
 optimizer's update, when activations are gone and all gradients are there. Both are added up from the tensors that DeepSpeed and
 the model keep; the estimate is the higher. tests/train/test_memory.py holds it against peaks that were measured.
-
-Letters: T tokens of a rank, D width of the residual stream, F hidden width of the feed-forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from wands.config import Recipe
+from wands.train.activations import FP32, Activations
 from wands.train.optimizers import kind_of, state_bytes_per_param
 from wands.variants import TEXT_LEN, DiTShape
 
-FP32, BF16 = 4, 2
 MARGIN = 1.06
 """What the allocator takes beyond the tensors: rounding and holes (fragmentation)."""
 CUDA_CONTEXT = 1.5 * 2**30
@@ -141,7 +139,14 @@ def estimate_memory(load: Load, recipe: Recipe, ds_config: Mapping[str, Any]) ->
         ds_config: what `build_ds_config` returned.
     """
     states = _States(load, recipe, ds_config)
-    activations = _Activations(load, recipe, states.stage)
+    activations = Activations(
+        load.shape,
+        recipe,
+        states.stage,
+        tokens=load.tokens,
+        text_rows=load.max_samples * (load.text_len + load.shape.image_len),
+        exchanged=load.ulysses_degree > 1,
+    )
     moments = [states.during_update()]
     for blocks_left, held in activations.moments():
         moments.append(states.during_backward(blocks_left) | {"activations": held})
@@ -238,7 +243,10 @@ class _States:
             return 0.0
         if self.stage >= 2:
             return FP32 * self.load.trained / self.load.world_size
-        return float(sum(w.numel * w.element_size for w in self.load.weights if w.trained))
+        made = [w for w in self.load.weights if w.trained]
+        # What micro batches add up to is fp32, apart from gradients that are made in bf16.
+        sums = self.stage == 1 and self.load.micro_steps > 1
+        return float(sum(w.numel * (w.element_size + FP32 * (sums and w.element_size < FP32)) for w in made))
 
     def _bucket(self) -> float:
         # build_engine keeps a bucket from being larger than all that goes through it.
@@ -264,129 +272,3 @@ class _States:
         live = float(self.zero["stage3_max_live_parameters"])
         size = self.load.stored / max(sum(w.numel for w in self.load.weights), 1)
         return min(float(self.load.stored), self._persistent + size * live)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What one block keeps for backward, in rows of a token.
-
-    Attributes:
-        wide: fp32 rows of D.
-        narrow: rows of D in the compute dtype.
-        hidden: rows of F in the compute dtype.
-        low: rows of the LoRA's rank in the compute dtype.
-    """
-
-    wide: int
-    narrow: int
-    hidden: int
-    low: int
-
-
-class _Activations:
-    """What forward leaves for backward."""
-
-    def __init__(self, load: Load, recipe: Recipe, stage: int) -> None:
-        self.load, self.recipe, self.stage = load, recipe, stage
-        self.narrow = BF16 if recipe.precision.compute == "bf16" else FP32
-        self._quantized = recipe.lora is not None and recipe.lora.quantize != "none"
-
-    def moments(self) -> Iterator[tuple[int, float]]:
-        """For each block, from the last to the first: blocks that have not been left, and the bytes at its highest."""
-        shape, tokens = self.load.shape, self.load.tokens
-        block = self._block()
-        # Backward begins with a block's feed-forward: the gradients of both of its ends and of its inside.
-        working = tokens * (2 * FP32 * shape.dim + self.narrow * shape.ffn_dim) + self._decoded()
-        ends = tokens * FP32 * 8 * 4 * shape.out_channels
-        head = (
-            tokens * FP32 * shape.dim * 4
-        )  # the norm and the modulation before the head, with their gradients
-        for left in range(shape.num_layers, 0, -1):
-            last = left == shape.num_layers
-            if self.recipe.model.checkpointing == "none":
-                yield left, left * block + max(working, head if last else 0.0) + ends
-            else:
-                held = self._held_on_device(left)
-                yield left, held + max(block + working, head if last else 0.0) + ends
-
-    def on_host(self) -> dict[str, float]:
-        """Of all blocks."""
-        sizes = sum(self._named(name) for name in self.recipe.model.kept_on_host)
-        return {"activations": sizes * self.load.shape.num_layers} if sizes else {}
-
-    def _held_on_device(self, left: int) -> float:
-        """Of the blocks before the one that is computed again; of that one, its input."""
-        model = self.recipe.model
-        on_host = [self._named(name) for name in model.kept_on_host]
-        kept = [self._named(name) for name in model.kept_on_device]
-        if "block_input" not in model.kept_on_host:
-            kept.append(self._named("block_input"))
-        # The last two groups of what is offloaded stay, and the next comes while a block is computed.
-        return (left - 1) * sum(kept) + min(left, 2) * sum(on_host)
-
-    def _named(self, name: str) -> float:
-        """Bytes of one block's tensor of `model.saved_tensors`."""
-        shape, exchanged = self.load.shape, self.load.ulysses_degree > 1
-        rows = {
-            "block_input": FP32 * shape.dim,
-            "attn_output": (1 + exchanged) * self.narrow * shape.dim + FP32 * shape.num_heads,
-            "attn_input": 3 * exchanged * self.narrow * shape.dim,
-            "ffn_activation": self.narrow * shape.ffn_dim,
-        }
-        return self.load.tokens * rows.get(name, self.narrow * shape.dim)
-
-    def _block(self) -> float:
-        """What one block keeps of a whole forward, with autocast's copies of its weights."""
-        shape, kept, narrow = self.load.shape, self._rows(), self.narrow
-        rank = self.recipe.lora.rank if self.recipe.lora else 0
-        row = (FP32 * kept.wide + narrow * kept.narrow) * shape.dim
-        row += narrow * (kept.hidden * shape.ffn_dim + kept.low * rank)
-        row += (
-            2 * FP32 * shape.num_heads + 15 * FP32
-        )  # log-sum-exps of both attentions, statistics of the norms
-        # Keys and values of text and pictures; every rank has those of all its samples.
-        context = (
-            self.load.max_samples
-            * (self.load.text_len + shape.image_len)
-            * (2 * FP32 + 2 * narrow)
-            * shape.dim
-        )
-        return row * self.load.tokens + context + self._copies()
-
-    def _rows(self) -> _Kept:
-        """Counted in PackedWanBlock.forward.
-
-        Always the inputs of the norms, three and those of queries and keys, in fp32; and the inputs of the projections and what
-        both attentions save, in the compute dtype. Layers that learn also keep their own input; ZeRO-3's linear layer always.
-        """
-        lora = self.recipe.lora
-        targets = lora.targets if lora else None
-        ffn = targets != "attention" or (self.stage == 3 and not self._quantized)
-        table = self._table_learns()
-        norms = lora is None
-        return _Kept(
-            wide=6 + 3 * norms + 2 * table,
-            narrow=8 + ffn + 2 * table,
-            hidden=1 + ffn,
-            low=(6 if targets == "attention" else 8) if lora else 0,
-        )
-
-    def _table_learns(self) -> bool:
-        return self.recipe.lora is None or self.recipe.lora.targets == "all-linear"
-
-    def _copies(self) -> float:
-        """Autocast multiplies with a bf16 copy of an fp32 weight, and backward needs it; ZeRO-3's layer keeps the weight."""
-        recipe = self.recipe
-        if recipe.precision.compute != "bf16" or recipe.precision.weights == "bf16":
-            return 0.0
-        return 0.0 if self._quantized or self.stage == 3 else float(BF16 * self._linear_params())
-
-    def _decoded(self) -> float:
-        """The largest weight of a quantised base, whole, and what its decoding takes beside it."""
-        shape = self.load.shape
-        return 2.0 * FP32 * shape.dim * shape.ffn_dim if self._quantized else 0.0
-
-    def _linear_params(self) -> int:
-        """Of one block."""
-        shape = self.load.shape
-        return (8 + 2 * bool(shape.image_len)) * shape.dim**2 + 2 * shape.dim * shape.ffn_dim
