@@ -104,7 +104,7 @@ def test_a_mistake_of_one_worker_is_left_for_the_leader(
     monkeypatch.setattr("wands.commands.preprocessing.job.encode_share", with_company)
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
     assert report is not None
-    assert "a worker ended early (model='no/such model' is neither" in report.render()
+    assert "a worker ended early (model=no/such model is neither" in report.render()
     monkeypatch.undo()
     preprocess(str(source), tmp_path / "whole", tiny_pipeline, **WINDOWS)
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")

@@ -88,7 +88,7 @@ class PeakMemory:
 def _tensor_bytes() -> int:
     """Of all storages that torch has allocated on the CPU for tensors in Python's reach; NumPy's memory is not resizable."""
     gc.collect()
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
     storages = {
         storage.data_ptr(): storage.nbytes()
