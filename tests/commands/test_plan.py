@@ -109,6 +109,12 @@ def test_command_line_starts_what_was_planned():
     assert recipe.parallel.group_size == int(row[1].split(" x ")[0]) * int(row[1].split(" x ")[1])
 
 
+def test_many_nodes_are_started_by_their_script():
+    line = run(gpus=32).splitlines()[-1].strip()
+    start = "bash scripts/launch_multinode.sh --nnodes 4 --node-rank R --master-addr HOST -- wan2.1-t2v-14b-finetune "
+    assert line.startswith(start + "--deepspeed zero3")
+
+
 def test_lengths_are_the_datas_where_the_recipe_has_some(tiny_pipeline):
     report = run(None, overrides=(f"model.path={tiny_pipeline}", MOCK, "train.bins_per_step=8"))
     assert "an epoch of 77 tokens" in report  # 8 + 12 + 2 + 24 + 6 + 16 + 9

@@ -264,18 +264,19 @@ def _best(best: Candidate, variant: Variant) -> str:
 
 
 def _start(best: Candidate, recipe_path: str | None, overrides: Sequence[str], out: Path | None) -> str:
+    """The line that starts it."""
     task = best.task
-    nodes = max(task.gpus // task.machine.ranks_per_node, 1)
-    launcher = (
-        f"deepspeed --num_gpus {task.ranks_per_node}" if nodes == 1 else "bash scripts/launch_multinode.sh"
-    )
     if out is not None:
-        return f"start it with\n  {launcher} --module wands train {out / 'recipe.yaml'} --deepspeed {out / 'deepspeed.json'}"
-    words = ["wands train", *([recipe_path] if recipe_path else []), f"--deepspeed {best.ds_name}"]
-    if not best.recipe.model.path:
-        overrides = ("model.path=DIR_OR_HUB_ID", *overrides)
-    words += [f"--set {one}" for one in (*overrides, *best.changes())]
-    return f"start it with\n  {launcher} --module {' '.join(words)}"
+        words = [str(out / "recipe.yaml"), f"--deepspeed {out / 'deepspeed.json'}"]
+    else:
+        model = [] if best.recipe.model.path else ["model.path=DIR_OR_HUB_ID"]
+        words = [*([recipe_path] if recipe_path else []), f"--deepspeed {best.ds_name}"]
+        words += [f"--set {one}" for one in (*model, *overrides, *best.changes())]
+    launcher = f"deepspeed --num_gpus {task.gpus} --module wands train"
+    if task.gpus > task.ranks_per_node:
+        nodes = task.gpus // task.ranks_per_node
+        launcher = f"bash scripts/launch_multinode.sh --nnodes {nodes} --node-rank R --master-addr HOST --"
+    return f"start it with\n  {launcher} {' '.join(words)}"
 
 
 def _nothing(task: Task) -> str:
