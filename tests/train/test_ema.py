@@ -34,7 +34,7 @@ from wands.train.weights import load_full_weights, load_lora_of
 
 Weights = dict[str, torch.Tensor]
 PLAIN = ("ema.decay=0.7", "ema.warmup=false")
-STEPS = ("train.max_steps=4", "checkpoint.every=2", "checkpoint.keep=3")
+STEPS = ("train.max_steps=4", "train.bins_per_step=4", "checkpoint.every=2", "checkpoint.keep=3")
 RUNS = {
     "alone": (Grid(1, 1, 1), zero(2)),
     "zero0": (Grid(2, 1, 1), zero(0)),
@@ -44,6 +44,7 @@ RUNS = {
     "offload": (Grid(2, 1, 1), DS_CONFIGS["zero3_offload"]),
     "cp": (Grid(1, 1, 2), zero(3)),
     "dp and cp": (Grid(2, 1, 2), zero(3)),
+    "dp 4": (Grid(4, 1, 1), zero(3)),
 }
 
 
@@ -134,7 +135,8 @@ def finished(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, worl
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name == "dp and cp" else ()) for name in RUNS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in ("dp and cp", "dp 4") else ()) for name in RUNS],
 )
 def test_it_is_the_average_of_one_process_and_no_rank_has_it_all(name: str, finished: Finished):
     folder, series = finished(name)
