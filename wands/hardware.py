@@ -13,6 +13,27 @@ from wands.errors import ConfigError
 GB, TERA = 1e9, 1e12
 
 
+# Dense bf16 peak of one device in TFLOP/s; the first name found in the device's own is taken.
+PEAK_TFLOPS = {
+    "GB300": 2500.0,
+    "B300": 2500.0,
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "RTX 6000 Ada": 364.0,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "A6000": 155.0,
+    "RTX 3090": 71.0,
+}
+
+
 @dataclass(frozen=True)
 class Machine:
     """One GPU, its node and its links.
@@ -32,7 +53,7 @@ class Machine:
 
     name: str = "H100 80 GB"
     memory: float = 80 * GB
-    peak: float = 989 * TERA
+    peak: float = PEAK_TFLOPS["H100"] * TERA
     node_bandwidth: float = 300 * GB
     network_bandwidth: float = 45 * GB
     ranks_per_node: int = 8
@@ -59,45 +80,31 @@ _PCIE = replace(
 MACHINES: dict[str, Machine] = {
     "h100": _NVLINK,
     "h200": replace(_NVLINK, name="H200 141 GB", memory=141 * GB),
-    "b200": replace(_NVLINK, name="B200 180 GB", memory=180 * GB, peak=2250 * TERA, node_bandwidth=600 * GB),
+    "b200": replace(
+        _NVLINK, name="B200 180 GB", memory=180 * GB, peak=PEAK_TFLOPS["B200"] * TERA, node_bandwidth=600 * GB
+    ),
     "a100-80gb": replace(
-        _NVLINK, name="A100 80 GB", peak=312 * TERA, node_bandwidth=200 * GB, network_bandwidth=22 * GB
+        _NVLINK,
+        name="A100 80 GB",
+        peak=PEAK_TFLOPS["A100"] * TERA,
+        node_bandwidth=200 * GB,
+        network_bandwidth=22 * GB,
     ),
     "a100-40gb": replace(
         _NVLINK,
         name="A100 40 GB",
         memory=40 * GB,
-        peak=312 * TERA,
+        peak=PEAK_TFLOPS["A100"] * TERA,
         node_bandwidth=200 * GB,
         network_bandwidth=22 * GB,
     ),
-    "l40s": replace(_PCIE, name="L40S 48 GB", memory=48 * GB, peak=362 * TERA),
-    "a6000": replace(_PCIE, name="RTX A6000 48 GB", memory=48 * GB, peak=155 * TERA),
-    "rtx5090": replace(_PCIE, name="RTX 5090 32 GB", memory=32 * GB, peak=209.5 * TERA),
-    "rtx4090": replace(_PCIE, name="RTX 4090 24 GB", memory=24 * GB, peak=165.2 * TERA),
-    "rtx3090": replace(_PCIE, name="RTX 3090 24 GB", memory=24 * GB, peak=71 * TERA),
+    "l40s": replace(_PCIE, name="L40S 48 GB", memory=48 * GB, peak=PEAK_TFLOPS["L40S"] * TERA),
+    "a6000": replace(_PCIE, name="RTX A6000 48 GB", memory=48 * GB, peak=PEAK_TFLOPS["A6000"] * TERA),
+    "rtx5090": replace(_PCIE, name="RTX 5090 32 GB", memory=32 * GB, peak=PEAK_TFLOPS["RTX 5090"] * TERA),
+    "rtx4090": replace(_PCIE, name="RTX 4090 24 GB", memory=24 * GB, peak=PEAK_TFLOPS["RTX 4090"] * TERA),
+    "rtx3090": replace(_PCIE, name="RTX 3090 24 GB", memory=24 * GB, peak=PEAK_TFLOPS["RTX 3090"] * TERA),
 }
 """The machines that `wands plan --hardware` knows by name."""
-
-# Dense bf16 peak of one device in TFLOP/s; the first name found in the device's own is taken.
-PEAK_TFLOPS = {
-    "GB300": 2500.0,
-    "B300": 2500.0,
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "RTX 6000 Ada": 364.0,
-    "RTX 5090": 209.5,
-    "RTX 4090": 165.2,
-    "A6000": 155.0,
-    "RTX 3090": 71.0,
-}
 
 
 def machine_named(name: str, **own: float | None) -> Machine:

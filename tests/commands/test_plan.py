@@ -141,6 +141,7 @@ def test_a_loras_frozen_base_has_no_states():
         ({"gpus": 12}, "--gpus 12 must be a multiple of 8"),
         ({"size": "big"}, "--size big is neither 480p, 720p nor HEIGHTxWIDTH"),
         ({"size": "8x8"}, "--size 8x8 is smaller than a token"),
+        ({"overrides": ("model.experts=high",)}, "model.experts=high is for models of two experts"),
         ({"variant": "wan9"}, "--variant wan9 is no published model; use one of wan2.1-t2v-1.3b"),
         ({"deepspeed": "zero9"}, "--deepspeed zero9 cannot be read"),
     ],
@@ -228,6 +229,20 @@ def test_train_refuses_what_does_not_fit_and_names_a_cure_that_does(train):
     cure = re.search(r"; set (.*?)\. --force starts all the same", str(refused.value))[1]
     with pytest.raises(Started):
         train(0.9 * needed, *cure.split(" and "))
+
+
+def test_a_cure_leaves_degrees_that_were_asked_for(train, monkeypatch):
+    """Another cp_size beside them would be refused: the next thing that helps is named instead."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    own = (
+        "train.bins_per_step=4",
+        "model.checkpointing=full",
+        "data.mock={num_samples: 16, shapes: [[8, 44, 96]]}",
+    )
+    for degrees, names_cp in (((), True), (("parallel.ulysses_degree=1", "parallel.ring_degree=1"), False)):
+        said = train(40e6, *own, *degrees, dry_run=True)
+        assert "memory may not be enough" in said
+        assert ("parallel.cp_size=" in said.split("memory may not be enough")[1]) is names_cp, said
 
 
 def test_dry_run_and_force_only_say_so(train):

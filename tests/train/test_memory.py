@@ -184,3 +184,21 @@ def test_what_a_plan_proposes_has_room(tmp_path, new_world):
     ]
     for one, ranks in zip(first, zip(*new_world(2, measure, tmp_path, cases), strict=True), strict=True):
         assert max(measured for measured, _ in ranks) <= task.usable, (one.ds_name, one.changes())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_offloaded_is_on_the_host_alone(tmp_path, stage):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(CONFIG))
+    found = {}
+    for away in (False, True):
+        zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if away else {})
+        job = make_job(
+            tmp_path, tmp_path / "run", (*DATA, "train.bins_per_step=2"), {"zero_optimization": zero}, 2
+        )
+        found[away] = estimate_memory(job.load("cuda"), job.recipe, job.ds_config)
+    share = job.num_trained / 2
+    assert not found[False].host
+    assert found[True].host == {"optimizer": 12 * share, "gradients": 4 * share}
+    assert not found[True].device.get("optimizer")
+    assert not found[True].device.get("gradients")

@@ -15,7 +15,7 @@ from wands.errors import ConfigError
 from wands.files import write_text
 from wands.hardware import MACHINES, Machine
 from wands.train.ds_config import load_ds_config
-from wands.train.job import list_weights, read_model
+from wands.train.job import choose_experts, list_weights, read_model
 from wands.train.memory import to_gib
 from wands.train.planning import SHIPPED, Candidate, Task, build_candidate, search
 from wands.variants import VARIANTS, Expert, Variant, legal_frames
@@ -165,9 +165,7 @@ def _find_model(
     if variant not in VARIANTS:
         raise ConfigError(f"--variant {variant} is no published model; use one of {', '.join(VARIANTS)}.")
     row = VARIANTS[variant]
-    wanted = recipe.model.experts
-    experts = tuple(one for one in row.experts if wanted in (None, "both", one.name)) or row.experts
-    return row, experts, row.dit.to_config()
+    return row, choose_experts(row, recipe.model.experts), row.dit.to_config()
 
 
 def _lengths(recipe: Recipe, variant: Variant, size: str, frames: int, clips: int) -> np.ndarray:

@@ -60,10 +60,10 @@ def run_train(
         return
     names = (str(deepspeed or "the built-in DeepSpeed config"), str(recipe_path or "the recipe"))
     with start_together():
-        recipe = load_recipe(recipe_path, overrides)
+        recipe, ds_user = load_recipe(recipe_path, overrides), load_ds_config(deepspeed)
         job = prepare_job(
             recipe,
-            load_ds_config(deepspeed),
+            ds_user,
             world_size=world_size,
             device_type=accelerator_type(),
             names=names,
@@ -75,7 +75,7 @@ def run_train(
         found = _resume_from(job, resume)
         if rank == 0:  # it asks what the accelerator can do: only rank 0 sits on the one that it asks
             say(start_block(job, found[1].step if found else 0))
-        _check_memory(job, str(deepspeed or "zero2"), load_ds_config(deepspeed), tell, force=force or dry_run)
+        _check_memory(job, str(deepspeed or "zero2"), ds_user, tell, force=force or dry_run)
         if not dry_run:
             check_offload(job.ds_config)
             if rank == 0:

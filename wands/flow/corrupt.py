@@ -70,9 +70,8 @@ def corrupt(
     sigma_of_token = sigmas[layout.segment_ids.to(tokens.device)].unsqueeze(1)
     timesteps, trained = sigmas * NUM_TRAIN_TIMESTEPS, slice(layout.num_valid)
     if any(clean_lens):
-        is_clean = _clean_rows(
-            layout, clean_lens
-        )  # on the host, which knows how many there are without waiting
+        # On the host, which then knows how many there are without waiting for the device.
+        is_clean = _clean_rows(layout, clean_lens)
         trained = (~is_clean[: layout.num_valid]).nonzero().squeeze(1).to(tokens.device, non_blocking=True)
         sigma_of_token = sigma_of_token.masked_fill(is_clean.to(tokens.device).unsqueeze(1), 0.0)
         # Beside its own timestep each such sample has that of its clean tokens, also on ranks that hold none of them.

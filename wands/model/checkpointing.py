@@ -132,7 +132,28 @@ class Recomputation:
 
     def _contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         kept: deque[_Result] = deque()
-        return _Keeping(self, kept), _Replaying(self, kept)
+        return _Each(partial(self._first_run, kept)), _Each(partial(self._second_run, kept))
+
+    def _first_run(
+        self, kept: deque[_Result], op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        result = op(*args, **kwargs)
+        name = self._named(op)
+        if name is not None:
+            keep: Callable[[Tensor], Any] = partial(self._keep, name)
+            kept.append(_Result(op, tree_map_only(Tensor, keep, result)))
+        return result
+
+    def _second_run(
+        self, kept: deque[_Result], op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Each kept result is used once and let go."""
+        if self._named(op) is None:
+            return op(*args, **kwargs)
+        assert kept, "backward ran twice through one forward"
+        result = kept.popleft()
+        assert result.op is op, f"{op} in the place of {result.op}"
+        return tree_map_only((_OnDevice, Stored), lambda one: one.take(), result.value)
 
     def _named(self, op: OpOverload) -> str | None:
         """The name under which the result of an operator is kept, here and now."""
@@ -163,40 +184,17 @@ class _Result:
     value: Any
 
 
-class _Keeping(TorchDispatchMode):
-    """The first run of a block."""
+class _Each(TorchDispatchMode):
+    """Gives every operator to a function, which computes it or has its result."""
 
-    def __init__(self, owner: Recomputation, kept: deque[_Result]) -> None:
+    def __init__(self, compute: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
-        self._owner, self._kept = owner, kept
+        self._compute = compute
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = self._owner._named(func)
-        if name is not None:
-            keep: Callable[[Tensor], Any] = partial(self._owner._keep, name)
-            self._kept.append(_Result(func, tree_map_only(Tensor, keep, result)))
-        return result
-
-
-class _Replaying(TorchDispatchMode):
-    """The second run of a block; each kept result is used once and let go."""
-
-    def __init__(self, owner: Recomputation, kept: deque[_Result]) -> None:
-        super().__init__()
-        self._owner, self._kept = owner, kept
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self._owner._named(func) is None:
-            return func(*args, **(kwargs or {}))
-        assert self._kept, "backward ran twice through one forward"
-        result = self._kept.popleft()
-        assert result.op is func, f"{func} in the place of {result.op}"
-        return tree_map_only((_OnDevice, Stored), lambda one: one.take(), result.value)
+        return self._compute(func, args, kwargs or {})
 
 
 def _base(layer: nn.Module) -> nn.Module:

@@ -300,13 +300,7 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
         variant = variant_of(config, index)
     except ValueError as error:
         raise ConfigError(f"model.path={path}: {error}; give a pipeline of Wan 2.1 or 2.2.") from None
-    if len(variant.experts) == 1:
-        if wanted is not None:
-            raise ConfigError(
-                f"model.experts={wanted} is for models of two experts, and {variant.name} has one; leave it out."
-            )
-        return config, variant, variant.experts
-    experts = tuple(expert for expert in variant.experts if wanted in (None, "both", expert.name))
+    experts = choose_experts(variant, wanted)
     for expert in experts:
         found = load_config(path, expert.part)
         differing = [key for key in config if key[0] != "_" and found.get(key) != config[key]]
@@ -315,6 +309,19 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
                 f"model.path={path}: its two experts differ in {', '.join(differing)}; give a pipeline whose experts are alike."
             )
     return config, variant, experts
+
+
+def choose_experts(variant: Variant, wanted: str | None) -> tuple[Expert, ...]:
+    """The DiTs that `model.experts` names.
+
+    Raises:
+        ConfigError: the model has one DiT and no choice.
+    """
+    if len(variant.experts) == 1 and wanted is not None:
+        raise ConfigError(
+            f"model.experts={wanted} is for models of two experts, and {variant.name} has one; leave it out."
+        )
+    return tuple(expert for expert in variant.experts if wanted in (None, "both", expert.name))
 
 
 def list_weights(

@@ -239,7 +239,7 @@ class _States:
 
     @cached_property
     def _gradients(self) -> float:
-        if self.stage == 3 and self._optimizer_away:
+        if self.stage >= 2 and self._optimizer_away:
             return 0.0
         if self.stage >= 2:
             return FP32 * self.load.trained / self.load.world_size

@@ -16,10 +16,8 @@ from wands.errors import ConfigError
 
 ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
 _MOMENTUM = 0.95  # of Muon, as its author and everyone since has it
-_BLOCK_8BIT, _MIN_8BIT = (
-    256,
-    4096,
-)  # of bitsandbytes: values that share a scale; smaller tensors keep fp32 moments
+# Of bitsandbytes: values that share a scale; smaller tensors keep fp32 moments.
+_BLOCK_8BIT, _MIN_8BIT = 256, 4096
 
 
 @dataclass(frozen=True)
@@ -148,9 +146,8 @@ def state_bytes_per_param(
         elif name == "adafactor":
             total += 4 * numel
         elif name == "muon" and is_hidden_matrix(parameter, shape):
-            total += (
-                8 * numel if zero_stage in (1, 2) else 4 * numel
-            )  # there DeepSpeed writes the next momentum beside the last
+            # At stages 1 and 2 DeepSpeed writes the next momentum beside the last.
+            total += (8 if zero_stage in (1, 2) else 4) * numel
         else:
             total += 8 * numel
     return total / max(num_params, 1)

@@ -315,7 +315,7 @@ def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidat
 
 
 def _cp_sizes(task: Task) -> Iterator[int]:
-    """The recipe's own where it asks for one; else powers of two that divide the GPUs, and 3 and 6 of a node's for 12 heads."""
+    """The recipe's own where it asks for one; else the powers of two that divide the GPUs."""
     parallel = task.recipe.parallel
     if parallel != ParallelSection(fused_all_to_all=parallel.fused_all_to_all):
         yield parallel.group_size
@@ -332,7 +332,12 @@ def find_cure(task: Task, ds_name: str) -> str:
     """
     recipe, own = task.recipe, task.recipe.model.checkpointing
     longest, cp = task.longest, recipe.parallel.group_size
-    sizes = [cp, *(size for size in _cp_sizes(replace(task, recipe=_any_cp(recipe))) if size > cp)]
+    sizes = [cp]
+    if not (
+        recipe.parallel.ulysses_degree or recipe.parallel.ring_degree
+    ):  # which another cp_size would contradict
+        anywhere = replace(task, recipe=recipe.model_copy(update={"parallel": ParallelSection()}))
+        sizes += [size for size in _cp_sizes(anywhere) if size > cp]
     bins = dict.fromkeys((max(recipe.packing.max_tokens, longest), longest))
     names = [ds_name, *(name for name in task.ds_configs if name != ds_name)]
     for name in names:
@@ -346,10 +351,6 @@ def find_cure(task: Task, ds_name: str) -> str:
                     if one.fits:
                         return _in_words(one, ds_name)
     return "no setting fits; take more or larger GPUs, shorter or smaller clips, or a LoRA with lora.quantize"
-
-
-def _any_cp(recipe: Recipe) -> Recipe:
-    return recipe.model_copy(update={"parallel": ParallelSection()})
 
 
 def _in_words(one: Candidate, ds_name: str) -> str:
