@@ -194,7 +194,7 @@ def test_what_is_offloaded_is_on_the_host_alone(tmp_path, stage):
     for away in (False, True):
         zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if away else {})
         job = make_job(
-            tmp_path, tmp_path / "run", (*DATA, "train.bins_per_step=2"), {"zero_optimization": zero}, 2
+            tmp_path, tmp_path / "run", (*DATA, "train.bins_per_step=4"), {"zero_optimization": zero}, 2
         )
         found[away] = estimate_memory(job.load("cuda"), job.recipe, job.ds_config)
     share = job.num_trained / 2

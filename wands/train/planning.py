@@ -333,9 +333,8 @@ def find_cure(task: Task, ds_name: str) -> str:
     recipe, own = task.recipe, task.recipe.model.checkpointing
     longest, cp = task.longest, recipe.parallel.group_size
     sizes = [cp]
-    if not (
-        recipe.parallel.ulysses_degree or recipe.parallel.ring_degree
-    ):  # which another cp_size would contradict
+    # Degrees that were asked for would be contradicted by another cp_size.
+    if not (recipe.parallel.ulysses_degree or recipe.parallel.ring_degree):
         anywhere = replace(task, recipe=recipe.model_copy(update={"parallel": ParallelSection()}))
         sizes += [size for size in _cp_sizes(anywhere) if size > cp]
     bins = dict.fromkeys((max(recipe.packing.max_tokens, longest), longest))
