@@ -57,15 +57,16 @@ wands preprocess "$clips" --out "$out/cache" --model "$out/model" --max-frames 2
   --max-pixels "$(python scripts/demo_report.py pixels "$variant")"
 python -m data_tools.inspect "$out/cache"
 steps="$(python scripts/demo_report.py steps --variant "$variant" "$out/cache" ${DEMO_STEPS:+"$DEMO_STEPS"})"
+processes="$(python scripts/demo_report.py processes | tail -n 1)" # two, but one where there is one GPU
 
 # What a LoRA adds to an untrained model must be large, hence its alpha.
 train() {
-  deepspeed --num_gpus 2 --master_port "$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')" \
+  deepspeed --num_gpus "$processes" --master_port "$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')" \
     --module wands train tiny --deepspeed ds_configs/zero3.json \
     --set model.path="$out/model" --set data.cache="$out/cache" --set output_dir="$out/run" \
     ${lora:+--set lora.rank="$lora" --set lora.alpha="$((4 * lora))" --set lora.targets=all-linear} "$@"
 }
-say "4/8 training: deepspeed, 2 processes, ZeRO-3, packing"
+say "4/8 training: deepspeed, processes: $processes, ZeRO-3, packing"
 train --set train.max_steps="$steps"
 say "5/8 resume: $more steps more from the checkpoint"
 train --set train.max_steps="$((steps + more))" --resume

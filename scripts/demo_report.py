@@ -139,6 +139,13 @@ def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tu
     return factor * usual, f"{factor * usual} steps{why} ({epoch}{short})"
 
 
+def choose_processes() -> int:
+    """Two; one where there is a single GPU, for each process needs its own. On a CPU they share the cores."""
+    from wands.train.engine import accelerator_type
+
+    return min(2, torch.cuda.device_count()) if accelerator_type() == "cuda" else 2
+
+
 def made(latents: torch.Tensor, taken: Mapping[str, int]) -> torch.Tensor:
     """The latent frames [C, f, h, w] that a sample had to make: those of its pictures are like its clip's, untrained or not."""
     first, last = int("image" in taken), latents.shape[1] - ("last_image" in taken)
@@ -283,6 +290,7 @@ def main() -> int:
     steps.add_argument("cache", type=Path)
     steps.add_argument("wanted", type=int, nargs="?")
     steps.add_argument("--variant", default=DEFAULT_VARIANT)
+    actions.add_parser("processes", help="how many train")
     pixels = actions.add_parser("pixels", help="how large frames may be")
     pixels.add_argument("variant")
     closing = actions.add_parser("report", help="the closing block")
@@ -296,6 +304,8 @@ def main() -> int:
         write_prompts(args.cache, args.out)
     elif args.action == "pixels":
         print(max_pixels(args.variant))
+    elif args.action == "processes":
+        print(choose_processes())
     elif args.action == "steps":
         from wands.errors import WandsError
         from wands.variants import VARIANTS

@@ -1,5 +1,6 @@
 # Sourced by demo.sh and test.sh: `source scripts/setup.sh EXTRA`. Makes .venv with wands[EXTRA] in it, activates it and sets the
 # variables that a run on this machine needs. A second call finds everything in place and takes no time.
+# WANDS_VENV=DIR puts the environment elsewhere; WANDS_VENV=none takes the Python that is there, with what is installed in it.
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${WANDS_VENV:-$ROOT/.venv}"
 SETUP="$ROOT/.setup"
@@ -21,17 +22,23 @@ find_python() {
 }
 
 stamp="$(cat "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt" | cksum | cut -d' ' -f1)"
-if [ ! -x "$VENV/bin/wands" ] || [ "$(cat "$VENV/.wands-$extra" 2>/dev/null)" != "$stamp" ]; then
-  say "set-up: packages into ${VENV#"$ROOT"/} (once)"
-  if [ ! -x "$VENV/bin/python" ]; then
-    "$(find_python)" -m venv "$VENV"
+if [ "$VENV" = none ]; then
+  for needed in python wands deepspeed; do
+    command -v "$needed" >/dev/null || { echo "WANDS_VENV=none: no $needed on the PATH; pip install -e '$ROOT[$extra]' first" >&2; exit 2; }
+  done
+else
+  if [ ! -x "$VENV/bin/wands" ] || [ "$(cat "$VENV/.wands-$extra" 2>/dev/null)" != "$stamp" ]; then
+    say "set-up: packages into ${VENV#"$ROOT"/} (once)"
+    if [ ! -x "$VENV/bin/python" ]; then
+      "$(find_python)" -m venv "$VENV"
+    fi
+    # torch first and alone: whatever is installed later then keeps this build.
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" torch
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" -e "$ROOT[$extra]"
+    echo "$stamp" >"$VENV/.wands-$extra"
   fi
-  # torch first and alone: whatever is installed later then keeps this build.
-  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" torch
-  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" -e "$ROOT[$extra]"
-  echo "$stamp" >"$VENV/.wands-$extra"
+  export PATH="$VENV/bin:$PATH"
 fi
-export PATH="$VENV/bin:$PATH"
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 if ! command -v nvidia-smi >/dev/null 2>&1 || ! nvidia-smi -L >/dev/null 2>&1; then
   export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

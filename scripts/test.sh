@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All set-up, then the whole test suite. Arguments go to pytest: bash scripts/test.sh tests/data -k cache
+# All set-up, then the whole test suite; where there is a GPU, also the tests that need one, which the others do not see.
+# Arguments go to pytest: bash scripts/test.sh tests/data -k cache
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh dev
@@ -7,3 +8,7 @@ say "real clips for the tests"
 python scripts/fetch_clips.py .setup/clips
 say "tests"
 python -m pytest "$@"
+if [ $# = 0 ] && [ "${DS_ACCELERATOR:-}" != cpu ]; then
+  say "tests that need a GPU"
+  python -m pytest -m gpu
+fi

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu" if not os.path.exists("/dev/nvidia0") else "cuda")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import gc
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,11 +27,18 @@ from tests.world import run_world as _run_world  # noqa: E402
 torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests of the CPU see no GPU: what commands choose by themselves would be another device with other numbers."""
+    if re.search(r"(?<!not )\bgpu\b", config.getoption("-m") or "") and torch.cuda.is_available():
+        return
+    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen = config.getoption("-m") or ""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+            item.add_marker(pytest.mark.skip(reason="needs CUDA: pytest -m gpu"))
         if item.get_closest_marker("full") and "full" not in chosen:
             item.add_marker(pytest.mark.skip(reason="the exhaustive matrix: pytest -m full"))
 

@@ -194,6 +194,19 @@ def test_steps_need_two_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert capsys.readouterr().out == "1500\n"
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "gpus", "expected"), [("cpu", 0, 2), ("cpu", 1, 2), ("cuda", 1, 1), ("cuda", 8, 2)]
+)
+def test_no_process_shares_a_gpu(
+    accelerator: str, gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setattr("wands.train.engine.accelerator_type", lambda: accelerator)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("sys.argv", ["demo_report.py", "processes"])
+    assert demo_report.main() == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
 def demo(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """Only for calls that are refused: set-up and everything after it does not run."""
     shutil.copytree(ROOT / "scripts", cwd / "checkout" / "scripts", ignore=shutil.ignore_patterns("setup.sh"))

@@ -56,7 +56,11 @@ def _put_back() -> Iterator[None]:
     os.environ.update(environment)
 
 
-def _rank_main(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _rank_main(
+    rank: int, world_size: int, port: int, pipe: Connection, accelerator: str | None = None
+) -> None:
+    if accelerator is not None:  # before anything imports DeepSpeed
+        os.environ["DS_ACCELERATOR"] = accelerator
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -92,10 +96,12 @@ class World:
 
     Args:
         world_size: number of processes.
+        accelerator: what DeepSpeed runs on there, "cpu" or "cuda"; as in this process by default. With one the ranks are
+            spawned: CUDA does not outlive a fork.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, accelerator: str | None = None) -> None:
+        self.world_size, self.accelerator = world_size, accelerator
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
@@ -154,13 +160,18 @@ class World:
         self._ranks = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        if self.accelerator is None:
+            context: Any = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(_PRELOAD)
+        else:
+            context = multiprocessing.get_context("spawn")
         port = _free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank_main, args=(rank, self.world_size, port, theirs), daemon=True
+                target=_rank_main,
+                args=(rank, self.world_size, port, theirs, self.accelerator),
+                daemon=True,
             )
             process.start()
             theirs.close()

@@ -16,7 +16,7 @@ from wands.config import load_recipe
 from wands.parallel.mesh import ContextGroups, RankGrid
 from wands.train import loop
 from wands.train.checkpoint import find_checkpoint
-from wands.train.engine import build_engine, init_process_group
+from wands.train.engine import accelerator_type, build_engine, init_process_group
 from wands.train.job import Job, prepare_job
 from wands.train.loop import train
 from wands.train.metrics import read_metrics
@@ -47,7 +47,7 @@ def make_job(
         recipe,
         ds if ds is not None else {"zero_optimization": {"stage": 2}},
         world_size=world_size or int(os.environ.get("WORLD_SIZE", "1")),
-        device_type="cpu",
+        device_type=accelerator_type(),
         names=("zero.json", "recipe.yaml"),
         encoders=lambda path: {},
         fresh=fresh,
