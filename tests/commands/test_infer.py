@@ -314,6 +314,15 @@ def test_sequential_offload_leaves_no_weight_on_the_device(tiny_pipeline: Path) 
 
 
 @pytest.mark.gpu
+def test_a_gpu_samples_what_a_cpu_does(tiny_pipeline: Path) -> None:
+    request, source = SampleRequest(prompt="a cat", **SMALL), find_pipeline(tiny_pipeline)
+    latents = {}
+    for device in ("cpu", "cuda"):
+        latents[device] = sampling.sample(load_pipeline(source, device=device), request)[1].cpu()
+    torch.testing.assert_close(latents["cuda"], latents["cpu"], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_offload_changes_nothing_on_cuda(tiny_pipeline: Path, offload: str) -> None:
     request = SampleRequest(prompt="a cat", **SMALL)

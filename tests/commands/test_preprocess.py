@@ -169,6 +169,16 @@ def test_cache_equals_diffusers(made_of_one: Made, tiny_pipeline: Path) -> None:
     cache.check_fits(variant, fingerprint_pipeline(tiny_pipeline))
 
 
+@pytest.mark.gpu
+def test_a_gpu_encodes_what_a_cpu_does(made_of_one: Made, tiny_pipeline: Path, tmp_path: Path) -> None:
+    options = {**SMALL, "device": "cuda"}
+    preprocess(str(made_of_one.source), tmp_path / "cache", tiny_pipeline, **options)
+    sample, right = (LatentCache(path).read(0) for path in (tmp_path / "cache", made_of_one.cache))
+    for found, expected in ((sample.latents, right.latents), (sample.text_embeds, right.text_embeds)):
+        # stored in bf16, where neighbours are 2 ** -8 apart; cuDNN convolves in TF32
+        torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize(
     "bug",
     [

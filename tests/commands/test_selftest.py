@@ -85,6 +85,13 @@ def test_every_variant_passes(ask: Callable[..., dict[str, str]], variant: str) 
     assert ask(variant) == dict.fromkeys(LINES[variant], "pass")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"wan2.1-t2v-14b"}))
+def test_every_variant_passes_on_a_gpu(ask: Callable[..., dict[str, str]], variant: str, dtype: str) -> None:
+    assert ask(variant, device="cuda", dtype=dtype) == dict.fromkeys(LINES[variant], "pass")
+
+
 def pixels_from_0_to_1(patch: Patch) -> None:
     patch.setattr(
         selftest_encoders, "to_pixels", lambda x: torch.from_numpy(x.copy()).permute(3, 0, 1, 2) / 255.0
