@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,22 +63,23 @@ def corrupt(
     """
     assert len(keys) == len(layout.seq_lens)
     assert len(tokens) == len(layout.token_index)
+    # What is drawn on the host goes to the device without waiting for what the device has still to do.
+    there: dict[str, Any] = {"device": tokens.device, "non_blocking": True}
     drawn = [sample_sigma(rng(seed, key, "sigma"), flow, *sigma_range) for key in keys]
-    sigmas = torch.tensor(drawn, dtype=torch.float32)
-    noise = draw_noise(layout, keys, seed, tokens.shape[1]).to(tokens.device)
-    sigmas = sigmas.to(tokens.device)
+    sigmas = torch.tensor(drawn, dtype=torch.float32).to(**there)
+    noise = draw_noise(layout, keys, seed, tokens.shape[1]).to(**there)
     clean = tokens.to(torch.float32)
-    sigma_of_token = sigmas[layout.segment_ids.to(tokens.device)].unsqueeze(1)
+    sigma_of_token = sigmas[layout.segment_ids.to(**there)].unsqueeze(1)
     timesteps, trained = sigmas * NUM_TRAIN_TIMESTEPS, slice(layout.num_valid)
     if any(clean_lens):
         # On the host, which then knows how many there are without waiting for the device.
         is_clean = _clean_rows(layout, clean_lens)
-        trained = (~is_clean[: layout.num_valid]).nonzero().squeeze(1).to(tokens.device, non_blocking=True)
-        sigma_of_token = sigma_of_token.masked_fill(is_clean.to(tokens.device).unsqueeze(1), 0.0)
+        trained = (~is_clean[: layout.num_valid]).nonzero().squeeze(1).to(**there)
+        sigma_of_token = sigma_of_token.masked_fill(is_clean.to(**there).unsqueeze(1), 0.0)
         # Beside its own timestep each such sample has that of its clean tokens, also on ranks that hold none of them.
         place = torch.tensor(clean_lens).gt(0).int()
         place = (place + 1).cumsum(0) - 1
-        timesteps = timesteps.new_zeros(int(place[-1]) + 1).index_copy_(0, place.to(tokens.device), timesteps)
+        timesteps = timesteps.new_zeros(int(place[-1]) + 1).index_copy_(0, place.to(**there), timesteps)
     return Noisy(
         tokens=(1.0 - sigma_of_token) * clean + sigma_of_token * noise,
         target=noise - clean,

@@ -56,4 +56,4 @@ def loss_weights(
     if reduction == "token":
         return weights
     assert reduction == "sample", reduction
-    return weights / torch.tensor(trained_lens, dtype=torch.float32, device=weights.device)
+    return weights / torch.tensor(trained_lens, dtype=torch.float32).to(weights.device, non_blocking=True)

@@ -40,7 +40,7 @@ class RowKeys:
         """
         assert len(meta.sample_keys) == len(meta.seq_lens), "dropout needs meta.sample_keys"
         device = meta.segment_ids.device
-        samples = torch.tensor(meta.sample_keys, dtype=torch.int64, device=device)
+        samples = torch.tensor(meta.sample_keys, dtype=torch.int64).to(device, non_blocking=True)
         frame, row, column = meta.positions.unbind(1)
         owners = meta.timestep_samples or tuple(range(len(samples)))
         counts = {
@@ -54,7 +54,9 @@ class RowKeys:
         for side, lens in counts.items():
             owner = segment_ids_of(lens)
             place = torch.arange(len(owner)) - (torch.tensor(lens).cumsum(0) - torch.tensor(lens))[owner]
-            keys[side] = _row_keys(samples, side, owner.to(device), place.to(device))
+            keys[side] = _row_keys(
+                samples, side, *(one.to(device, non_blocking=True) for one in (owner, place))
+            )
         self._keys = keys
 
 

@@ -1,0 +1,91 @@
+"""A GPU without its arithmetic: operators on CUDA tensors give shapes, dtypes and devices, and everything on the CPU is real.
+
+What a GPU would refuse is refused here as well: tensors of two devices in one operator, and kernels that get a shape or dtype
+that they do not take. What a GPU would make the host wait for (`.item()`, `.tolist()`, a shape that depends on values, a copy to
+the CPU) has no answer here and raises. Autocast casts as it does for CUDA. Numbers are not computed.
+
+A process calls `load` before it imports torch. It needs a C++ compiler, as DeepSpeed does on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import subprocess
+from pathlib import Path
+from typing import Any
+
+
+def build(folder: Path) -> Path:
+    """Compile what lets torch hold fake CUDA tensors with gradients; a few seconds."""
+    library, source = folder / "fake_cuda.so", Path(__file__).with_suffix(".cpp")
+    command = [
+        "g++",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        "-I",
+        str(_torch_dir() / "include"),
+        str(source),
+    ]
+    command += ["-L", str(_torch_dir() / "lib"), "-lc10", "-ltorch_cpu"]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    return library
+
+
+def _torch_dir() -> Path:
+    found = importlib.util.find_spec("torch")  # without importing it
+    assert found is not None
+    return Path(str(found.origin)).parent
+
+
+def load(library: Path) -> None:
+    """Put it into this process, which has not imported torch yet: torch looks for a GPU once."""
+    ctypes.CDLL(str(_torch_dir() / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library))
+
+    import torch.cuda.amp.common
+
+    torch.cuda._lazy_init = lambda: None
+    torch.cuda.is_bf16_supported = lambda *_: True
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False  # else autocast for CUDA is off
+
+
+def fake_cuda() -> Any:
+    """A context in which `device="cuda"` works as the module says."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    copy, copy_into = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
+
+    class FakeCuda(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shapes = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            leaves = tree_leaves((args, kwargs))
+            on_gpu = any(
+                isinstance(one, FakeTensor) or (isinstance(one, torch.device) and one.type == "cuda")
+                for one in leaves
+            )
+            if not on_gpu:
+                return func(*args, **kwargs)
+            with self.shapes:
+                result = func(*args, **kwargs)
+            arrived = [one for one in tree_leaves(result) if isinstance(one, FakeTensor)]
+            assert not any(one.device.type == "cpu" for one in arrived), f"{func} copies to the CPU"
+            if func in (copy, copy_into):
+                source = args[0] if func is copy else args[1]
+                at_once = args[2] if func is copy_into and len(args) > 2 else kwargs.get("non_blocking")
+                waits = not isinstance(source, FakeTensor) and not at_once
+                assert not waits, f"{func} copies to the GPU when that has done all it was told to do"
+            return result
+
+    return FakeCuda()
