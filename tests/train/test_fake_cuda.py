@@ -33,6 +33,7 @@ SETTINGS = {
     "dropout": (BF16, "model.dropout=0.1", "flow.weighting=bell"),
     "lora": (BF16, "lora={rank: 4, targets: attention+ffn, dropout: 0.1}"),
 }
+INSIDE = ("the ring in bf16", "the ring in fp32")
 PLAIN = "attention kept"
 CASES = {
     **{f"{name}, {I2V}": (I2V, SETTINGS[name], SMALL) for name in SETTINGS},
@@ -60,13 +61,17 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         name: {"variant": T2V, "settings": SETTINGS["bf16"], "grids": SMALL, "mistake": name}
         for name in MISTAKES
     }
+    cases |= {
+        name: {"variant": T2V, "settings": SETTINGS[name.split()[-1]], "grids": SMALL, "inside": True}
+        for name in INSIDE
+    }
     command = [sys.executable, "-m", "tests.train.fake_cuda_steps", str(library)]
     done = subprocess.run(command, cwd=ROOT, input=json.dumps(cases), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *INSIDE])
 def test_a_step_stays_on_the_gpu(name: str, steps: dict[str, Any]):
     found = steps[name]
     assert "error" not in found, found["error"]
@@ -74,7 +79,7 @@ def test_a_step_stays_on_the_gpu(name: str, steps: dict[str, Any]):
     assert found["without gradient"] == []
     assert found["devices"] == ["cuda"]
     assert found["dtypes"] == ["torch.float32"]
-    assert found["given to attention"] == ["torch.float32" if name.startswith("fp32") else "torch.bfloat16"]
+    assert found["given to attention"] == ["torch.float32" if "fp32" in name else "torch.bfloat16"]
     assert found["steps"] == 1
 
 
