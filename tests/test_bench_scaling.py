@@ -14,7 +14,7 @@ from bench_scaling import MODELS, SIZES
 from wands.data.packing import LEVEL
 from wands.hardware import Machine
 from wands.parallel.layout import ContextPlan
-from wands.train.prediction import ATTENTION_BACKWARD, BF16, Setting, Traffic, predict, ring_traffic
+from wands.train.estimate.prediction import ATTENTION_BACKWARD, BF16, Setting, Traffic, predict, ring_traffic
 
 SHAPE = MODELS["1.3B"][0]
 FAR = Machine(ranks_per_node=1)  # every rank on its own node: no Ulysses, all ring, over the network

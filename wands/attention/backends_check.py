@@ -70,9 +70,8 @@ def check_backend(
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     merged = torch.zeros(q.shape, dtype=lse.dtype, device=device)
     for part, part_lse in parts:
-        share = (
-            (part_lse - lse).exp().masked_fill(part_lse.isneginf(), 0)
-        )  # a row without any key: -inf - -inf
+        # Of a row without any key, -inf - -inf, it is 0.
+        share = (part_lse - lse).exp().masked_fill(part_lse.isneginf(), 0)
         merged += part * share.mT[..., None]
     out = merged.to(dtype)
     compare("out merged from two blocks", out, right_out)

@@ -14,10 +14,11 @@ from wands.data.sources import open_data
 from wands.errors import ConfigError
 from wands.files import write_text
 from wands.hardware import MACHINES, Machine
+from wands.train.checkpoint import checkpoint_bytes
 from wands.train.ds_config import load_ds_config
+from wands.train.estimate.memory import to_gib
+from wands.train.estimate.planning import SHIPPED, Candidate, Task, build_candidate, search
 from wands.train.job import choose_experts, list_weights, read_model
-from wands.train.memory import to_gib
-from wands.train.planning import SHIPPED, Candidate, Task, build_candidate, search
 from wands.variants import VARIANTS, Expert, Variant, legal_frames
 
 SIZES = {"480p": (480, 832), "720p": (720, 1280)}
@@ -313,11 +314,11 @@ def _cache_bytes(task: Task, variant: Variant) -> float:
     return latents + len(task.seq_lens) * (_TEXT_BYTES * shape.text_dim + pictures)
 
 
-def _checkpoint_bytes(best: Candidate) -> float:
-    """The module, masters and moments, as `save_checkpoint` reckons."""
+def _checkpoint_bytes(best: Candidate) -> int:
     trained = best.load.trained
     held = trained if best.recipe.lora else sum(weight.numel for weight in best.load.weights)
-    return best.task.num_models * (4.0 * held + (16.0 if best.recipe.ema else 12.0) * trained)
+    average = 4 * trained if best.recipe.ema else 0
+    return best.task.num_models * (checkpoint_bytes(held, trained) + average)
 
 
 def _duration(seconds: float) -> str:

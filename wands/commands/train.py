@@ -21,8 +21,8 @@ from wands.train.engine import (
     ranks_per_node,
     start_together,
 )
+from wands.train.estimate.planning import SHIPPED, Task, check_memory, machine_here
 from wands.train.job import Job, Report, prepare_job, read_model
-from wands.train.planning import SHIPPED, Task, check_memory, machine_here
 from wands.train.state import TrainState
 from wands.train.summary import start_block
 

@@ -24,9 +24,8 @@ def rotation_of(rope: WanRotaryPosEmbed, positions: Tensor) -> Tensor:
 
     def pick(table: Tensor) -> Tensor:
         columns = zip(table.split(widths, dim=1), positions.unbind(1), strict=True)
-        return torch.cat(
-            [part[index, ::2] for part, index in columns], dim=1
-        )  # stock stores every angle twice
+        # Every second: stock stores each angle twice.
+        return torch.cat([part[index, ::2] for part, index in columns], dim=1)
 
     return torch.complex(pick(rope.freqs_cos), pick(rope.freqs_sin))[:, None]
 

@@ -102,6 +102,16 @@ def _is_write_error(error: RuntimeError) -> bool:
     )
 
 
+def checkpoint_bytes(held: int, trained: int) -> int:
+    """Size of one DiT's part of a checkpoint: the module in fp32, and of what is trained masters and moments.
+
+    Args:
+        held: parameters that are saved.
+        trained: those of them that have an optimizer's states.
+    """
+    return 4 * held + _BYTES_PER_TRAINED * trained
+
+
 def _check_space(engines: Mapping[str, Any], folder: Path, zero_stage: int, whole: bool, more: int) -> None:
     """Refuse before the first byte, on all ranks alike: a write that fails half way hangs the others.
 
@@ -114,7 +124,7 @@ def _check_space(engines: Mapping[str, Any], folder: Path, zero_stage: int, whol
     """
     counts = [_count(engine.module, whole) for engine in engines.values()]
     world_size = dist.get_world_size()
-    needed = sum(4 * held + _BYTES_PER_TRAINED * trained for held, trained in counts) + more * world_size
+    needed = sum(checkpoint_bytes(held, trained) for held, trained in counts) + more * world_size
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -261,9 +271,8 @@ def _load_engine(engine: Any, checkpoint: Path, part: str) -> None:
         {key: group[key] for key in _SETTINGS if key in group} for group in engine.optimizer.param_groups
     ]
     scheduler = engine.lr_scheduler
-    ours = isinstance(
-        scheduler, torch.optim.lr_scheduler.LambdaLR
-    )  # else the JSON's, which owns the learning rate
+    # Else the JSON's, which owns the learning rate.
+    ours = isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
     base_lrs = list(scheduler.base_lrs) if ours else []
     # A checkpoint of a LoRA holds nothing of the base, which has been loaded from the model's own files.
     strict = all(parameter.requires_grad for parameter in engine.module.parameters())

@@ -24,10 +24,10 @@ from wands.model.freezing import freeze_parameters
 from wands.model.loading import build_empty, check_weights, load_config, load_index
 from wands.model.lora import MergedLoras, check_lora, find_targets, load_start
 from wands.parallel.mesh import Degrees, RankGrid, check_world, choose_degrees
-from wands.train.activations import FP32
 from wands.train.ds_config import build_ds_config
 from wands.train.ema import check_ema
-from wands.train.memory import Load, Weight
+from wands.train.estimate.activations import FP32
+from wands.train.estimate.memory import Load, Weight
 from wands.train.precision import storage_of
 from wands.variants import TEXT_LEN, DiTShape, Expert, Variant, variant_of
 

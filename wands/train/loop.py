@@ -51,16 +51,7 @@ def train(
     # Before ranks that differ could wait for each other.
     check_agreement(plan_digests(job, start_step), device)
     groups = ContextGroups.build(job.grid(rank), device)
-    store = HostStore(device)  # experts take turns, and so do their activations in host memory
-    engines = {
-        expert.part: build_engine(
-            build_model(job, groups, device, expert, fresh=resume is None, store=store),
-            job.ds_config,
-            recipe,
-            sampler.total_steps,
-        )
-        for expert in job.experts
-    }
+    engines = _build_engines(job, groups, device, fresh=resume is None)
     saved, step, past = _resume(engines, job, resume, rank, say) if resume else (None, 0, ())
     averages = build_averages(engines, recipe.ema, resume, say)
     writer = MetricsWriter(job.output_dir, step, past) if rank == 0 else None
@@ -130,6 +121,20 @@ def train(
     if writer is not None:
         writer.close()
     return saved
+
+
+def _build_engines(job: Job, groups: ContextGroups, device: torch.device, *, fresh: bool) -> dict[str, Any]:
+    """An engine for each expert, by its folder in a pipeline."""
+    store = HostStore(device)  # experts take turns, and so do their activations in host memory
+    return {
+        expert.part: build_engine(
+            build_model(job, groups, device, expert, fresh=fresh, store=store),
+            job.ds_config,
+            job.recipe,
+            job.sampler.total_steps,
+        )
+        for expert in job.experts
+    }
 
 
 def _resume(

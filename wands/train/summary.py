@@ -8,8 +8,8 @@ from wands.config import ModelSection
 from wands.data.sources import describe_data
 from wands.train.ds_config import learning_rate
 from wands.train.engine import accelerator_type, ranks_per_node
+from wands.train.estimate.memory import estimate_memory, to_gib
 from wands.train.job import Job
-from wands.train.memory import estimate_memory, to_gib
 from wands.train.precision import describe_storage
 
 

@@ -43,9 +43,8 @@ _CURES: dict[str, tuple[type[WandsError], str]] = {
     "plan": (ConfigError, "start every node from the same checkpoint, on the same data and recipe"),
 }
 _NUM_NAMED = 3
-_CHUNK = (
-    1 << 22
-)  # elements hashed at once: a few int64 temporaries of 32 MiB, whatever the size of the parameter
+_CHUNK = 1 << 22
+"""Elements hashed at once: a few int64 temporaries of 32 MiB, whatever the size of the parameter."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 

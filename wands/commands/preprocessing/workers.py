@@ -131,9 +131,8 @@ def start_workers(work: Path, token: str, crew: Crew, size: int) -> list[Ended]:
     Returns:
         Those that did not end as they should.
     """
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # a forked copy of a process in which torch has run may hang
+    # A forked copy of a process in which torch has run may hang.
+    context = multiprocessing.get_context("spawn")
     ours: list[Connection] = []
     processes = []
     try:

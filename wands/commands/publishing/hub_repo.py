@@ -188,9 +188,8 @@ def _status(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     if response is not None:
         return response.status_code
-    told = _XET_STATUS.search(
-        str(error)
-    )  # the Xet transfer raises plain errors: only their text has the status
+    # The Xet transfer raises plain errors: only their text has the status.
+    told = _XET_STATUS.search(str(error))
     return int(told[1]) if told else None
 
 

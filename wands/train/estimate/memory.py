@@ -2,7 +2,7 @@
 
 Two moments can be the highest of a step: the backward of some block, when activations are there and gradients are coming, or the
 optimizer's update, when activations are gone and all gradients are there. Both are added up from the tensors that DeepSpeed and
-the model keep; the estimate is the higher. tests/train/test_memory.py holds it against peaks that were measured.
+the model keep; the estimate is the higher. tests/train/estimate/test_memory.py holds it against peaks that were measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from wands.config import Recipe
-from wands.train.activations import FP32, Activations
+from wands.train.estimate.activations import FP32, Activations
 from wands.train.optimizers import kind_of, state_bytes_per_param
 from wands.variants import TEXT_LEN, DiTShape
 

@@ -15,10 +15,10 @@ from wands.hardware import Machine
 from wands.train.batches import prefetched
 from wands.train.ds_config import load_ds_config
 from wands.train.engine import build_engine, build_model, init_process_group
+from wands.train.estimate.memory import Memory, estimate_memory
+from wands.train.estimate.planning import SHIPPED, Task, search
 from wands.train.job import list_weights
-from wands.train.memory import Memory, estimate_memory
 from wands.train.peak import PeakMemory
-from wands.train.planning import SHIPPED, Task, search
 from wands.train.step import train_step
 from wands.variants import DiTShape
 

@@ -19,8 +19,8 @@ from wands.errors import ConfigError
 from wands.hardware import Machine
 from wands.parallel.mesh import choose_degrees
 from wands.train.ds_config import build_ds_config, offloads_optimizer
-from wands.train.memory import CUDA_CONTEXT, Load, Memory, Weight, estimate_memory, to_gib
-from wands.train.prediction import Prediction, Setting, predict
+from wands.train.estimate.memory import CUDA_CONTEXT, Load, Memory, Weight, estimate_memory, to_gib
+from wands.train.estimate.prediction import Prediction, Setting, predict
 from wands.variants import TEXT_LEN, DiTShape
 
 CHECKPOINTING = ("none", "selective", "offload", "full")
