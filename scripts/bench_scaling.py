@@ -3,10 +3,10 @@
     python scripts/bench_scaling.py                                   # H100-like: tables and scaling.png, no GPU, seconds
     python scripts/bench_scaling.py --network-bandwidth 12 --frames 241 --checkpointing full
 
-The arithmetic and its assumptions are those of `wands plan`: the time is that of wands/train/estimate/prediction.py, the memory
-that of wands/train/estimate/memory.py. Every clip has the same length; a bin holds as many as fit in --max-tokens, at least one. A
-step is --bins bins, dp ranks beside each other, micro steps one after the other. cp is the smallest power of two that fits in
-memory (a rank may use 90 %) and leaves every dp rank a bin; choose_degrees puts ulysses in the node and the ring across.
+The arithmetic and its assumptions are those of `wands plan`, in wands/train/estimate: prediction.py has the time, memory.py the
+memory. Every clip has the same length; a bin holds as many as fit in --max-tokens, at least one. A step is --bins bins, dp ranks
+beside each other, micro steps one after the other. cp is the smallest power of two that fits in memory (a rank may use 90 %) and
+leaves every dp rank a bin; choose_degrees puts ulysses in the node and the ring across.
 
 The ring's forward hides where L_eff = sum(L^2) / sum(L) is at least R * F / B (F: attention FLOP/s, B: bytes/s of the link); the
 backward asks 1.2 times that, less for two or three ranks.
