@@ -2,8 +2,8 @@
 
     python scripts/bench_memory.py                                  # a small DiT, half a minute on 2 cores
     python scripts/bench_memory.py --clock cpu                      # on a machine that others use
-    python scripts/bench_memory.py --device cuda                    # 1.3B's widths on 32,760 tokens, bf16
-    python scripts/bench_memory.py --device cuda --heads 40 --layers 40 --ffn-dim 13824 --tokens 32760
+    python scripts/bench_memory.py --device cuda                    # ten layers as wide as 1.3B, 32,760 tokens, bf16: 44 GiB
+    python scripts/bench_memory.py --device cuda --heads 40 --ffn-dim 13824 --layers 4
 
 device   The most that PyTorch's allocator held at once above the start, when weights and gradients are there already: what
          the forward keeps, and what one block's backward needs. CUDA: its own statistics. CPU: what the profiler saw; the
@@ -57,7 +57,7 @@ SMALLER = (  # in device memory, as promised
 FASTER = (("none", "selective"), ("selective", "full"), ("full", "offload"))
 SIZES = {  # of each device: heads, layers, ffn_dim, tokens, dtype of matmuls and attention
     "cpu": {"heads": 4, "layers": 6, "ffn_dim": 1024, "tokens": 1024, "compute": "fp32"},
-    "cuda": {"heads": 12, "layers": 30, "ffn_dim": 8960, "tokens": 32760, "compute": "bf16"},
+    "cuda": {"heads": 12, "layers": 10, "ffn_dim": 8960, "tokens": 32760, "compute": "bf16"},
 }
 HEAD_DIM = {"cpu": 64, "cuda": 128}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

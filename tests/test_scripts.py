@@ -1,7 +1,9 @@
-"""The scripts that people run: loss_compare judges."""
+"""The scripts that people run: loss_compare judges, setup takes an environment that is there, gpu sums up."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -12,6 +14,7 @@ from click.testing import CliRunner
 
 from wands.cli import main
 
+ROOT = Path(__file__).resolve().parent.parent
 MOCK = "data.mock={num_samples: 5, shapes: [[2,4,4],[1,4,6],[2,2,2]], text_lens: [5, 9]}"
 
 
@@ -64,3 +67,58 @@ def test_loss_compare_accepts_packing_and_refuses_another_seed(
     assert compare("train.seed=0", "train.seed=1", tmp_path / "other") == 1
     assert "largest relative difference" in capsys.readouterr().out
     assert len(set(runs)) == 3
+
+
+# A Python that finds so many GPUs and fails at some scripts.
+PYTHON = """#!/bin/sh
+case "$*" in
+  *device_count*) echo {gpus} ;;
+  *get_device_name*) echo "NVIDIA Test" ;;
+  *"{failing}"*) echo no; exit 3 ;;
+  *) echo ran "$@" ;;
+esac
+"""
+
+
+def run_gpu(folder: Path, gpus: int, failing: str = "nothing") -> subprocess.CompletedProcess[str]:
+    for name in ("python", "wands", "deepspeed", "nvidia-smi"):
+        (folder / name).write_text(PYTHON.format(gpus=gpus, failing=failing))
+        (folder / name).chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
+    environment |= {"PATH": f"{folder}:/usr/bin:/bin", "WANDS_VENV": "none"}
+    command = ["bash", str(ROOT / "scripts" / "gpu.sh"), "--out", str(folder / "out")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_gpu_runs_everything_and_sums_up(tmp_path: Path):
+    done = run_gpu(tmp_path, 1)
+    assert done.returncode == 0, done.stderr
+    assert "results on 1 x NVIDIA Test" in done.stdout
+    assert done.stdout.splitlines()[-3:] == [
+        f"{name:18} passed" for name in ("tests", "bench_step", "bench_memory")
+    ]
+    assert (tmp_path / "out" / "tests.log").read_text() == "ran -m pytest -m gpu\n"
+
+
+def test_gpu_goes_on_after_a_failure_and_says_so(tmp_path: Path):
+    done = run_gpu(tmp_path, 4, failing="bench_step.py")
+    assert done.returncode == 1
+    ends = ["passed", "failed (3)", "passed", "passed"]
+    names = ("tests", "bench_step", "bench_memory", "bench_attention")
+    assert done.stdout.splitlines()[-4:] == [
+        f"{name:18} {end}" for name, end in zip(names, ends, strict=True)
+    ]
+
+
+def test_gpu_needs_one(tmp_path: Path):
+    done = run_gpu(tmp_path, 0)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "finds no GPU here" in done.stderr
+
+
+def test_setup_takes_only_a_whole_environment(tmp_path: Path):
+    environment = {**os.environ, "PATH": "/usr/bin:/bin", "WANDS_VENV": "none"}
+    command = ["bash", str(ROOT / "scripts" / "gpu.sh"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "on the PATH; pip install -e" in done.stderr
