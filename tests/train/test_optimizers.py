@@ -402,6 +402,45 @@ def test_a_broken_library_is_named(monkeypatch: pytest.MonkeyPatch):
         build_optimizer([], {"type": "AdamW8bit", "params": {}}, fused=False)
 
 
+FUSED = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}}
+ON_HOST = {
+    "optimizer": {"type": "AdamW", "params": {"torch_adam": False}},
+    "zero_force_ds_cpu_optimizer": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        *(("fused", stage) for stage in range(4)),
+        pytest.param(
+            "on host", 2, marks=pytest.mark.full
+        ),  # compiled for a minute where it is for the first time
+        pytest.param("on host", 3, marks=pytest.mark.full),
+    ],
+)
+def test_the_adam_that_a_gpu_takes(
+    kind: str, stage: int, worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
+):
+    """torch's fused kernel, and DeepSpeed's where states are offloaded; both are there for CPUs too.
+
+    The same steps, and what was stopped goes on to the bit.
+    """
+    ds = {**zero(stage), **FUSED}
+    if kind == "on host":
+        ds = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}, **ON_HOST}
+    short = tuple(one.replace(f"max_steps={STEPS}", "max_steps=2") for one in SETTINGS)
+    assert short != SETTINGS
+
+    def series(name: str, settings: tuple[str, ...], ds: dict[str, Any], resume: bool = False) -> list[float]:
+        return losses(worlds[2].run(run_job, tiny_pipeline, tmp_path / name, settings, ds, resume)[0])
+
+    whole = series("whole", SETTINGS, ds)
+    assert whole == pytest.approx(series("plain", SETTINGS, zero(stage)), rel=1e-6)
+    series("twice", short, ds)
+    assert series("twice", SETTINGS, ds, resume=True) == whole
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_8_bits_step_as_32_do(device: str):
     """Ten steps of one tensor: the way is AdamW's within a few percent, on the device that it is on."""
