@@ -27,10 +27,10 @@ from torch import Tensor
 
 from data_tools.exit_code import mistakes_are_2
 from data_tools.tfrecord import parse_example, parse_tensor, read_records
-from wands.data.archive import TAR_EXTENSIONS, TarReader
 from wands.data.cache import CacheWriter
 from wands.data.cache_format import write_whole
-from wands.data.source import Rejection
+from wands.data.clips.archive import TAR_EXTENSIONS, TarReader
+from wands.data.clips.source import Rejection
 from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_json, read_variant
 from wands.encode.text import CLEANING_VERSION, TextEncoder, clean_caption
 from wands.errors import ConfigError, DataError

@@ -77,7 +77,7 @@ def decode(cache: LatentCache, key: str, model: str, out: Path) -> tuple[int, ..
     i = cache.find(key)
     sample = cache.read(i)
 
-    from wands.data.video import save_video, to_frames
+    from wands.data.clips.video import save_video, to_frames
     from wands.encode.pipeline import fingerprint_pipeline
     from wands.encode.vae import WanVideoEncoder
 

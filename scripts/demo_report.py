@@ -260,8 +260,8 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
 
 def source_frames(cache: LatentCache, i: int) -> np.ndarray:
     """The pixels that sample i was encoded from, uint8 [F, H, W, 3]."""
-    from wands.data.clip import ClipSpec
-    from wands.data.video import decode_clip
+    from wands.data.clips.clip import ClipSpec
+    from wands.data.clips.video import decode_clip
 
     meta, (frames, height, width) = cache.meta(i), pixel_size(cache, i)
     spec = ClipSpec(fps=meta["fps"], height=height, width=width, center_crop=True, max_frames=frames)

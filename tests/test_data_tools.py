@@ -15,8 +15,8 @@ from PIL import Image
 from data_tools.inspect import main
 from wands.commands.preprocess import preprocess
 from wands.data.cache import LatentCache
-from wands.data.clip import ClipSpec
-from wands.data.video import decode_clip
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.video import decode_clip
 
 ROOT = Path(__file__).resolve().parents[1]
 

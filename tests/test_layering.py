@@ -42,7 +42,7 @@ ONE_IMPORTER = {
     "bitsandbytes": {"wands.model.quantize", "wands.train.optimizers"},
     "h5py": {"wands.data.cache", "wands.data.cache_format", "wands.data.cache_writer"},
     "click": {"wands.cli"},
-    "datasets": {"wands.data.hf_dataset"},
+    "datasets": {"wands.data.clips.hf_dataset"},
 }
 HEAVY = {"torch", "deepspeed", "diffusers", "transformers", "numpy", "h5py", "av"}
 

@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 from tests.commands import deadly
-from tests.data.corpus import build_corpus
-from tests.data.test_video import write_clip
+from tests.data.clips.corpus import build_corpus
+from tests.data.clips.test_video import write_clip
 from wands.cli import main
 from wands.commands import check as module
 from wands.commands.check import check, save_report
@@ -26,7 +26,7 @@ from wands.commands.checking.page import render_page
 from wands.commands.checking.report import CheckReport
 from wands.commands.preprocess import preprocess
 from wands.data.cache import LatentCache
-from wands.data.captions import estimate_tokens
+from wands.data.clips.captions import estimate_tokens
 from wands.data.packing import plan_epoch
 from wands.errors import ConfigError, DataError
 from wands.variants import VARIANTS

@@ -31,8 +31,8 @@ from wands.commands.inference.pictures import Pictures, read_picture
 from wands.commands.inference.pipeline import find_pipeline, load_pipeline, pipeline_for
 from wands.commands.inference.prompts import SampleRequest, read_prompts
 from wands.commands.inference.sharing import check_commands, share_pipeline
-from wands.data.clip import ClipSpec
-from wands.data.video import decode_clip, save_video, to_pixels
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.video import decode_clip, save_video, to_pixels
 from wands.encode.vae import WanVideoEncoder
 from wands.errors import ConfigError
 from wands.parallel.mesh import RankGrid

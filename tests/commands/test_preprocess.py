@@ -28,10 +28,10 @@ from wands.commands.preprocess import preprocess
 from wands.commands.preprocessing import decoding
 from wands.commands.preprocessing.report import PreprocessReport
 from wands.data.cache import LatentCache
-from wands.data.clip import ClipSpec
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.source import ManifestRow, Rejection, load_source
+from wands.data.clips.video import decode_clip, save_video
 from wands.data.histogram import token_histogram
-from wands.data.source import ManifestRow, Rejection, load_source
-from wands.data.video import decode_clip, save_video
 from wands.encode.pipeline import fingerprint_pipeline
 from wands.encode.text import TextEncoder
 from wands.encode.vae import WanVideoEncoder

@@ -19,7 +19,7 @@ from wands.commands.preprocessing import job as preprocess_job
 from wands.commands.preprocessing.job import QUARANTINE_NAME, Job
 from wands.commands.preprocessing.work import BEGUN, IN_ENCODER, Marks
 from wands.data.cache import LatentCache
-from wands.data.isolated import Crashed
+from wands.data.clips.isolated import Crashed
 
 SITE = {"PYTHONPATH": str(Path(__file__).parent / "deadly_site")}
 OPTIONS = SMALL | {"clip_mode": "slide", "max_samples": 3}

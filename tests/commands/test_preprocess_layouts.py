@@ -15,8 +15,8 @@ from PIL import Image
 
 from wands.cli import main
 from wands.data.cache import LatentCache
-from wands.data.clip import ClipSpec
-from wands.data.video import decode_clip, save_video, to_pixels
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.video import decode_clip, save_video, to_pixels
 from wands.encode.text import TextEncoder
 from wands.encode.vae import WanVideoEncoder
 

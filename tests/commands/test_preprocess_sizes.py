@@ -19,8 +19,8 @@ from wands.commands.preprocess import preprocess
 from wands.commands.preprocessing import decoding
 from wands.commands.preprocessing.report import PreprocessReport
 from wands.data.cache import LatentCache
-from wands.data.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
-from wands.data.video import decode_clip
+from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
+from wands.data.clips.video import decode_clip
 from wands.encode.text import TextEncoder
 from wands.encode.vae import WanVideoEncoder
 from wands.errors import CacheError, ConfigError

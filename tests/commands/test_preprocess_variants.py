@@ -36,10 +36,10 @@ from wands.commands.preprocessing.work import Run
 from wands.config import FlowSection
 from wands.data.cache import LatentCache
 from wands.data.cache_format import array_names, checksum, to_bits
-from wands.data.clip import ClipSpec
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.video import decode_clip
 from wands.data.collate import PackedBatch, PackingCollator, Sample
 from wands.data.patchify import patchify
-from wands.data.video import decode_clip
 from wands.encode import image
 from wands.encode.image import ImageEncoder, WindowEncoder
 from wands.encode.pipeline import fingerprint_pipeline

@@ -21,7 +21,7 @@ from tests.commands.test_preprocess import SMALL, break_some, contents
 from wands.commands.preprocess import preprocess
 from wands.commands.preprocessing.claims import Claims
 from wands.data.cache import LatentCache
-from wands.data.video import save_video
+from wands.data.clips.video import save_video
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = SMALL | {"clip_mode": "slide", "max_samples": 3}

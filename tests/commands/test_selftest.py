@@ -26,8 +26,8 @@ from wands.commands.selftests import dit as selftest_dit
 from wands.commands.selftests import encoders as selftest_encoders
 from wands.commands.selftests import experts as selftest_experts
 from wands.commands.selftests import setup as selftest_setup
+from wands.data.clips.video import save_video
 from wands.data.collate import PackingCollator
-from wands.data.video import save_video
 from wands.encode import text
 from wands.encode.image import ImageEncoder
 from wands.encode.vae import WanVideoEncoder

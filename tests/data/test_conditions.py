@@ -15,9 +15,9 @@ from torch import Tensor
 
 from wands.config import FlowSection
 from wands.data import conditions
+from wands.data.clips.video import to_pixels
 from wands.data.collate import PackingCollator, Sample
 from wands.data.patchify import patchify
-from wands.data.video import to_pixels
 from wands.encode.vae import WanVideoEncoder
 from wands.parallel.layout import ContextLayout
 from wands.variants import VARIANTS, DiTShape

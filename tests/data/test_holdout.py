@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_tools.split import key_hash
+from wands.data.clips.manifest import Scan
 from wands.data.holdout import clip_name, hold_out
-from wands.data.manifest import Scan
 
 KEYS = st.text(st.characters(exclude_categories=("Cs",)) | st.just("\udcff"), max_size=12)
 WINDOWS = st.sampled_from([(None, None), (1.5, None), (None, 3.25), (60.0, 61.5)])

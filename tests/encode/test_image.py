@@ -11,7 +11,7 @@ import torch
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline
 from PIL import Image
 
-from wands.data.video import to_pixels
+from wands.data.clips.video import to_pixels
 from wands.encode.image import ImageEncoder, WindowEncoder, given_frames
 from wands.encode.vae import WanVideoEncoder
 from wands.errors import ConfigError

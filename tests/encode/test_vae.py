@@ -15,7 +15,7 @@ from diffusers.video_processor import VideoProcessor
 from PIL import Image
 from torch import Tensor
 
-from wands.data.video import to_frames, to_pixels
+from wands.data.clips.video import to_frames, to_pixels
 from wands.encode.vae import WanVideoEncoder
 from wands.errors import ConfigError
 

@@ -20,13 +20,13 @@ import numpy as np
 
 from wands.commands.checking.report import CheckedClip, CheckedSample, CheckReport, PackingForecast
 from wands.commands.progress import progress
-from wands.data.captions import clean_caption, estimate_tokens
-from wands.data.clip import ClipSpec, check_frames, further_specs, split_bounds
-from wands.data.isolated import Crash, map_isolated
-from wands.data.manifest import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ManifestRow
+from wands.data.clips.captions import clean_caption, estimate_tokens
+from wands.data.clips.clip import ClipSpec, check_frames, further_specs, split_bounds
+from wands.data.clips.isolated import Crash, map_isolated
+from wands.data.clips.manifest import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ManifestRow
+from wands.data.clips.source import load_source
+from wands.data.clips.video import VideoInfo, decode_clip, probe
 from wands.data.packing import plan_epoch
-from wands.data.source import load_source
-from wands.data.video import VideoInfo, decode_clip, probe
 from wands.errors import ConfigError, DataError
 from wands.files import write_text
 from wands.variants import TEXT_LEN, VARIANTS, Variant
@@ -66,7 +66,7 @@ def check(
     """Look at every clip of a source as `wands preprocess` with the same options will.
 
     Args:
-        source: folder, table or Hugging Face dataset, see `wands.data.source.load_source`.
+        source: folder, table or Hugging Face dataset, see `wands.data.clips.source.load_source`.
         model: diffusers pipeline folder or Hub id: its DiT's config names the variant and its tokenizer counts
             caption tokens. Default: Wan 2.1's strides and rate, and an estimate.
         height: exact height in pixels, with `width`.

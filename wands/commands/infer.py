@@ -34,7 +34,7 @@ from wands.commands.inference.prompts import (
 )
 from wands.commands.inference.sampling import call_pipeline, each_request, sample, shift_key
 from wands.commands.inference.sharing import check_commands, own_device, plan_ranks, share_pipeline
-from wands.data.video import save_video
+from wands.data.clips.video import save_video
 from wands.files import atomic_path
 from wands.train.engine import start_together
 

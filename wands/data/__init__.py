@@ -1,1 +1,1 @@
-"""Clips, the latent cache, the plan of bins and the packed batch."""
+"""The latent cache, the plan of bins and the packed batch."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from wands.data.manifest import CLIP_EXTENSIONS
+from wands.data.clips.manifest import CLIP_EXTENSIONS
 
 SUFFIX = re.compile(
     rf"(?:@\d+\.\d+(?:-\d+\.\d+)?|~[0-9a-f]{{8}}|{'|'.join(map(re.escape, CLIP_EXTENSIONS))})+\Z",

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 from transformers import CLIPVisionModel
 
-from wands.data.video import to_frames
+from wands.data.clips.video import to_frames
 from wands.encode.pipeline import find_part, quiet_without_terminal
 from wands.encode.vae import WanVideoEncoder
 from wands.errors import ConfigError

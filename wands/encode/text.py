@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from wands.data.captions import CLEANING_VERSION as CLEANING_VERSION
-from wands.data.captions import clean_caption
+from wands.data.clips.captions import CLEANING_VERSION as CLEANING_VERSION
+from wands.data.clips.captions import clean_caption
 from wands.encode.pipeline import find_part, quiet_without_terminal
 from wands.errors import ConfigError
 from wands.variants import TEXT_LEN

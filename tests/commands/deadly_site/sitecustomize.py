@@ -14,7 +14,7 @@ class _Finder(MetaPathFinder):
     """Changes PyAV as soon as somebody imports it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "wands.data.video":  # imports PyAV itself
+        if name == "wands.data.clips.video":  # imports PyAV itself
             sys.meta_path.remove(self)
             import av
 

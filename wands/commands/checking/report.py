@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from wands.data.clip import ClipSpec
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.video import VideoInfo
 from wands.data.histogram import token_histogram
-from wands.data.video import VideoInfo
 
 SHOWN_CLIPS = 200
 SHOWN_PROBLEMS = 12

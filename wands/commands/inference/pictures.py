@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from wands.commands.inference.prompts import SampleRequest
-from wands.data.clip import ClipSpec
-from wands.data.video import decode_clip, probe
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.video import decode_clip, probe
 from wands.errors import DataError
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from wands.commands.preprocessing.claims import Claims
 from wands.commands.preprocessing.work import BEGUN, IN_ENCODER, UNTOUCHED, Clip, Lines, Marks, Run
 from wands.data.cache_format import from_bits, read_stored, to_bits
-from wands.data.clip import ClipSpec, TooSmallError, check_frames
-from wands.data.isolated import Crashed, iterate_isolated
-from wands.data.video import DecodedClip, decode_clip, to_pixels
+from wands.data.clips.clip import ClipSpec, TooSmallError, check_frames
+from wands.data.clips.isolated import Crashed, iterate_isolated
+from wands.data.clips.video import DecodedClip, decode_clip, to_pixels
 from wands.encode.image import WindowEncoder
 from wands.errors import DataError
 

@@ -23,8 +23,8 @@ from wands.commands.preprocessing.work import DTYPES, Lines, Run, WorkerStats
 from wands.commands.progress import progress
 from wands.data.cache_format import disk_error, to_bits
 from wands.data.cache_writer import ShardWriter
+from wands.data.clips.source import Rejection
 from wands.data.journal import Journal, read_records
-from wands.data.source import Rejection
 from wands.encode.image import WindowEncoder
 from wands.encode.spool import TextSpool, store_text
 from wands.encode.text import TextEncoder

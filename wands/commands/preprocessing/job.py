@@ -17,7 +17,7 @@ from wands.commands.preprocessing.work import UNTOUCHED, WORK_NAME, Clip, Lines,
 from wands.commands.preprocessing.workers import Crew, lock_work, start_workers
 from wands.data.cache_format import disk_error, write_whole
 from wands.data.cache_writer import CacheWriter
-from wands.data.source import Rejection
+from wands.data.clips.source import Rejection
 from wands.encode.spool import TextSpool
 from wands.errors import WandsError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from wands.data.clips.source import Rejection
 from wands.data.histogram import token_histogram
-from wands.data.source import Rejection
 from wands.variants import TEXT_LEN
 
 REJECTS_NAME = "rejects.jsonl"

@@ -13,9 +13,9 @@ from functools import cached_property, lru_cache
 
 from wands.commands.preprocessing.work import Clip, Row
 from wands.data.cache_format import Entry
-from wands.data.captions import clean_caption
-from wands.data.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
-from wands.data.source import ManifestRow, Rejection
+from wands.data.clips.captions import clean_caption
+from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
+from wands.data.clips.source import ManifestRow, Rejection
 
 SCAN_THREADS = 16
 

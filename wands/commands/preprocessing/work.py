@@ -32,7 +32,7 @@ class Row:
     """A row of the source: one of the captions of a clip.
 
     Attributes:
-        key: of its sample; `wands.data.clip` says which suffixes a window or a further size adds.
+        key: of its sample; `wands.data.clips.clip` says which suffixes a window or a further size adds.
         caption: cleaned.
         content: digest of all that the sample is made from.
         present: suffixes of its samples that are in the cache.

@@ -22,9 +22,9 @@ from wands.commands.selftests.setup import (
     judge,
     relative_error,
 )
+from wands.data.clips.video import to_pixels
 from wands.data.conditions import condition_tokens
 from wands.data.patchify import patchify
-from wands.data.video import to_pixels
 from wands.encode.image import ImageEncoder, given_frames
 from wands.encode.pipeline import find_part, quiet_without_terminal
 from wands.encode.text import TextEncoder

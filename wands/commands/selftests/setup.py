@@ -18,8 +18,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 
-from wands.data.clip import ClipSpec
-from wands.data.video import decode_clip
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.video import decode_clip
 from wands.errors import ConfigError, DataError
 from wands.model.loading import load_config, load_index
 from wands.variants import VARIANTS, Variant, variant_of

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.corpus import SAMPLE, build_corpus, mutate
+from tests.data.clips.corpus import SAMPLE, build_corpus, mutate
 from wands.commands.check import check
 from wands.commands.checking.report import CheckReport
-from wands.data.clip import ClipSpec
-from wands.data.isolated import Crash, map_isolated
-from wands.data.video import decode_clip
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.isolated import Crash, map_isolated
+from wands.data.clips.video import decode_clip
 from wands.errors import DataError
 
 SMALL = {"max_pixels": 64 * 96, "max_frames": 9}

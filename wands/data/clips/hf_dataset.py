@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from wands.data.table import Columns
+from wands.data.clips.table import Columns
 from wands.errors import DataError
 
 

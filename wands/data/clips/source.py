@@ -10,10 +10,10 @@ import os
 import re
 from pathlib import Path
 
-from wands.data.archive import TAR_EXTENSIONS
-from wands.data.hf_dataset import fetch_clip, read_dataset, write_clip
-from wands.data.layouts import find_listing, scan_folder, scan_listing, scan_tar
-from wands.data.manifest import (
+from wands.data.clips.archive import TAR_EXTENSIONS
+from wands.data.clips.hf_dataset import fetch_clip, read_dataset, write_clip
+from wands.data.clips.layouts import find_listing, scan_folder, scan_listing, scan_tar
+from wands.data.clips.manifest import (
     CLIP_EXTENSIONS,
     IMAGE_EXTENSIONS,
     VIDEO_EXTENSIONS,
@@ -23,7 +23,7 @@ from wands.data.manifest import (
     check_captions,
     locate,
 )
-from wands.data.table import Columns, read_window
+from wands.data.clips.table import Columns, read_window
 from wands.errors import DataError
 
 __all__ = ["IMAGE_EXTENSIONS", "VIDEO_EXTENSIONS", "ManifestRow", "Rejection", "load_source"]

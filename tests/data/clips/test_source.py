@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wands.data.source import VIDEO_EXTENSIONS, ManifestRow, load_source
+from wands.data.clips.source import VIDEO_EXTENSIONS, ManifestRow, load_source
 from wands.errors import DataError
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from wands.data.isolated import Crash, Crashed, iterate_isolated, map_isolated, num_cores
+from wands.data.clips.isolated import Crash, Crashed, iterate_isolated, map_isolated, num_cores
 from wands.errors import DataError
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from av.stream import Disposition
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, VideoReformatter
 
-from wands.data.clip import TIME_SLACK, ClipSpec, Geometry, TooSmallError, plan_sizes, plan_windows
+from wands.data.clips.clip import TIME_SLACK, ClipSpec, Geometry, TooSmallError, plan_sizes, plan_windows
 from wands.errors import DataError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from wands.data.table import read_frames, read_window
+from wands.data.clips.table import read_frames, read_window
 from wands.errors import DataError
 
 # fmt: off
@@ -221,7 +221,7 @@ def read_range(row: dict[str, Any], path: Path) -> tuple[float | None, float | N
     frames = read_frames(row)
     if frames is None:
         return read_window(row)
-    from wands.data.video import probe
+    from wands.data.clips.video import probe
 
     info, (first, last) = probe(path), frames
     if first == 0 and last + 1 >= info.num_frames > 0:

@@ -17,9 +17,9 @@ from av.video.reformatter import ColorRange, Colorspace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wands.data import video
-from wands.data.clip import ClipSpec, plan_size, plan_windows
-from wands.data.video import decode_clip, probe, save_video, to_frames, to_pixels
+from wands.data.clips import video
+from wands.data.clips.clip import ClipSpec, plan_size, plan_windows
+from wands.data.clips.video import decode_clip, probe, save_video, to_frames, to_pixels
 from wands.errors import ConfigError, DataError
 
 SIZE = (128, 64)  # width, height
@@ -763,7 +763,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_disk_being_full_is_an_os_error(tmp_path: Path) -> None:
     code = (
-        "import resource, numpy as np; from pathlib import Path; from wands.data.video import save_video\n"
+        "import resource, numpy as np; from pathlib import Path; from wands.data.clips.video import save_video\n"
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "frames = np.random.default_rng(0).integers(0, 255, (9, 128, 128, 3), dtype=np.uint8)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from wands.data.archive import TarReader
-from wands.data.clip import ClipSpec
-from wands.data.manifest import ManifestRow, Rejection
-from wands.data.source import load_source
-from wands.data.video import decode_clip, save_video
+from wands.data.clips.archive import TarReader
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.manifest import ManifestRow, Rejection
+from wands.data.clips.source import load_source
+from wands.data.clips.video import decode_clip, save_video
 from wands.errors import CacheError, DataError
 
 FPS = 8

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from wands.data.archive import TAR_EXTENSIONS, TarReader, TarSample
-from wands.data.hf_dataset import clips_dir
-from wands.data.manifest import (
+from wands.data.clips.archive import TAR_EXTENSIONS, TarReader, TarSample
+from wands.data.clips.hf_dataset import clips_dir
+from wands.data.clips.manifest import (
     CLIP_EXTENSIONS,
     IMAGE_EXTENSIONS,
     VIDEO_EXTENSIONS,
@@ -20,7 +20,7 @@ from wands.data.manifest import (
     read_range,
     safe_name,
 )
-from wands.data.table import Columns, NumberedRow, read_pairs, read_table
+from wands.data.clips.table import Columns, NumberedRow, read_pairs, read_table
 from wands.errors import DataError
 
 _TABLES = (

@@ -16,9 +16,9 @@ import av
 import numpy as np
 from PIL import Image
 
-from tests.data.test_video import damage, half, write_clip, write_sound
-from wands.data.clip import ClipSpec
-from wands.data.video import decode_clip
+from tests.data.clips.test_video import damage, half, write_clip, write_sound
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.video import decode_clip
 
 SAMPLE = ""
 LONG = "a name of 251 letters " + "x" * 229
