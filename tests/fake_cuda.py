@@ -52,8 +52,12 @@ def load(library: Path) -> None:
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False  # else autocast for CUDA is off
 
 
-def fake_cuda() -> Any:
-    """A context in which `device="cuda"` works as the module says."""
+def fake_cuda(may_wait: bool = False) -> Any:
+    """A context in which `device="cuda"` works as the module says.
+
+    Args:
+        may_wait: copies to the GPU may be such that the host waits for them.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,7 +89,24 @@ def fake_cuda() -> Any:
                 source = args[0] if func is copy else args[1]
                 at_once = args[2] if func is copy_into and len(args) > 2 else kwargs.get("non_blocking")
                 waits = not isinstance(source, FakeTensor) and not at_once
-                assert not waits, f"{func} copies to the GPU when that has done all it was told to do"
+                assert may_wait or not waits, (
+                    f"{func} copies to the GPU when that has done all it was told to do"
+                )
             return result
 
     return FakeCuda()
+
+
+def move(model: Any) -> Any:
+    """Put a model of any device on the fake GPU, its values left behind."""
+    import torch
+
+    for module in model.modules():
+        for name, one in module._parameters.items():
+            if one is not None:
+                module._parameters[name] = torch.nn.Parameter(
+                    torch.empty_like(one, device="cuda"), one.requires_grad
+                )
+        for name, one in module._buffers.items():
+            module._buffers[name] = None if one is None else torch.empty_like(one, device="cuda")
+    return model

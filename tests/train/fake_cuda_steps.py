@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.fake_cuda import fake_cuda, load
+from tests.fake_cuda import fake_cuda, load, move
 
 TEXT_DIM, IMAGE_DIM = 64, 32
 
@@ -74,18 +74,15 @@ def run_step(
     if recipe.lora:
         add_lora(model, recipe.lora, 0, None)
     with fake_cuda():
-        for module in model.modules():
-            for kind in (module._parameters, module._buffers):
-                kind.update({name: on_gpu(one) for name, one in kind.items() if one is not None})
+        move(model)
         given: set[str] = set()
         kernel = "torch" if recipe.precision.compute == "bf16" else "reference"
         backend = BACKENDS[kernel] = watched(BACKENDS[kernel], given)
         model.set_attention(ContextAttention(backend), backend)
         if recipe.drops:
             model.set_dropout(recipe.model.dropout, 0.0)
-        store = HostStore(
-            torch.device("cuda"), lane=_AtOnce()
-        )  # pages in place of pinned memory, copies without a stream
+        # Pages in place of pinned memory, copies without a stream.
+        store = HostStore(torch.device("cuda"), lane=_AtOnce())
         store._new_page = lambda: torch.empty(store.page_bytes, dtype=torch.uint8, device="cuda")
         kept = recipe.model.kept_on_device, recipe.model.kept_on_host
         model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS, store=store)
@@ -177,16 +174,6 @@ def look_inside(ops: Any) -> Iterator[None]:
     ops.ring_forward = Ring.apply
     yield
     ops.ring_forward = promised_forward
-
-
-def on_gpu(tensor: Any) -> Any:
-    """A parameter, or a buffer, without values."""
-    import torch
-
-    there = torch.empty_like(tensor, device="cuda")
-    return (
-        torch.nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else there
-    )
 
 
 class Engine:
