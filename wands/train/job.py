@@ -249,26 +249,10 @@ def prepare_job(
         raise ConfigError(
             f"flow.i2v_ratio={recipe.flow.i2v_ratio} is for TI2V models, and {variant.name} is none; leave it out."
         )
-    visits = data.visits if isinstance(data, Sources) else None
     if recipe.model.init == "pretrained":
         for expert in experts:
             check_weights(recipe.model.path, expert.part)
-    check_enough_samples(len(data.keys) if visits is None else visits.at_least, dp_size)
-    cost = (float(shape.linear_flops_per_token()), float(shape.attention_flops_per_squared_token()))
-    sampler = PlanSampler(
-        data.num_tokens(shape.patch_size),
-        data.keys,
-        max_tokens=recipe.packing.max_tokens,
-        bins_per_step=recipe.train.bins_per_step,
-        seed=recipe.train.seed,
-        cost=cost,
-        epochs=recipe.train.epochs,
-        max_steps=recipe.train.max_steps,
-        level_bins=recipe.packing.level_bins,
-        visits=visits,
-        buffer_size=recipe.packing.buffer_size,
-        places=data.places,
-    )
+    check_enough_samples(data.visits.at_least if isinstance(data, Sources) else len(data.keys), dp_size)
     collator = PackingCollator(
         shape, recipe.flow, recipe.train.seed, data.null_text_embeds, variant.conditions, recipe.drops
     )
@@ -281,10 +265,27 @@ def prepare_job(
         experts,
         weights,
         data,
-        sampler,
+        _build_sampler(recipe, data, shape),
         collator,
         world_size,
         degrees,
+    )
+
+
+def _build_sampler(recipe: Recipe, data: Dataset, shape: DiTShape) -> PlanSampler:
+    return PlanSampler(
+        data.num_tokens(shape.patch_size),
+        data.keys,
+        max_tokens=recipe.packing.max_tokens,
+        bins_per_step=recipe.train.bins_per_step,
+        seed=recipe.train.seed,
+        cost=(float(shape.linear_flops_per_token()), float(shape.attention_flops_per_squared_token())),
+        epochs=recipe.train.epochs,
+        max_steps=recipe.train.max_steps,
+        level_bins=recipe.packing.level_bins,
+        visits=data.visits if isinstance(data, Sources) else None,
+        buffer_size=recipe.packing.buffer_size,
+        places=data.places,
     )
 
 
