@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ def run_step(
     variant: str,
     settings: list[str],
     grids: list[list[int]],
-    inside: bool = False,
+    cp: tuple[int, int] | None = None,
     mistake: str | None = None,
 ) -> dict[str, Any]:
     """One `train_step` of a model of two layers in the variant's own width.
@@ -40,7 +41,8 @@ def run_step(
         variant: a name in `VARIANTS`.
         settings: of the recipe, ``section.key=value`` each.
         grids: tokens of each clip.
-        inside: run what the ring's operators run on a GPU, instead of asking them for shapes.
+        cp: degrees of ring and Ulysses, once in a process; of the operators of both the functions are run then, which they
+            otherwise only ask for shapes.
         mistake: what the step does to its noise levels besides, see `MISTAKES`.
 
     Returns:
@@ -68,7 +70,12 @@ def run_step(
     shape = DiTShape.from_config(config)
     collate = PackingCollator(shape, recipe.flow, 0, torch.zeros(1, TEXT_DIM), row.conditions, recipe.drops)
     batch = collate(make_samples(shape, row.conditions, grids), [0] * len(grids), 0)
-    shard = batch.shard(ContextLayout.build(batch.seq_lens))
+    ring_degree, ulysses_degree = cp or (1, 1)
+    groups = join_groups(*cp) if cp and ring_degree * ulysses_degree > 1 else {}
+    layout = ContextLayout.build(
+        batch.seq_lens, ring_degree=ring_degree, ulysses_degree=ulysses_degree, cp_rank=0
+    )
+    shard = batch.shard(layout)
 
     model = build_empty(config)
     if recipe.lora:
@@ -78,7 +85,7 @@ def run_step(
         given: set[str] = set()
         kernel = "torch" if recipe.precision.compute == "bf16" else "reference"
         backend = BACKENDS[kernel] = watched(BACKENDS[kernel], given)
-        model.set_attention(ContextAttention(backend), backend)
+        model.set_attention(ContextAttention(backend, **groups), backend)
         if recipe.drops:
             model.set_dropout(recipe.model.dropout, 0.0)
         # Pages in place of pinned memory, copies without a stream.
@@ -92,7 +99,7 @@ def run_step(
             step.sigma_weight = lambda sigmas, flow: MISTAKES[mistake](sigma_weight(sigmas, flow))
         step._name_losses = lambda forwarded, groups: forwarded  # it reads the numbers, when the step is over
         try:
-            with look_inside(torch.ops.wands) if inside else nullcontext():
+            with look_inside(torch.ops.wands) if cp else nullcontext():
                 result = step.train_step(engine, [shard, shard], job, None, torch.device("cuda"), 1.0)
         finally:
             step.sigma_weight = sigma_weight
@@ -144,22 +151,28 @@ def watched(backend: Any, given: set[str]) -> Any:
 
 @contextmanager
 def look_inside(ops: Any) -> Iterator[None]:
-    """Run the functions of the ring's operators; they must return what the operators promise."""
+    """Run the functions of the ring's and the exchanges' operators; they must return what the operators promise."""
     import torch
 
+    from wands.attention.hybrid import to_heads, to_tokens
     from wands.attention.ring import ring_backward, ring_forward
 
-    promised_forward, promised_backward = ops.ring_forward, ops.ring_backward
+    functions = (ring_forward, ring_backward, to_heads, to_tokens)
+    promised = {one._name: getattr(ops, one._name) for one in functions}
 
-    def compare(made: Any, promised: Any) -> Any:
-        for ours, theirs in zip(made, promised, strict=True):
-            assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+    def call(function: Any, *args: Any) -> Any:
+        made = function._init_fn(*args)
+        promise = promised[function._name](*args)
+        pairs = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (made, promise)), strict=True)
+        for ours, theirs in pairs:
+            one, other = ((x.shape, x.dtype, x.is_contiguous()) for x in (ours, theirs))
+            assert one == other, f"{function._name} returns {one}, not {other}"
         return made
 
     class Ring(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            out, lse = compare(ring_forward._init_fn(*args), promised_forward(*args))
+            out, lse = call(ring_forward, *args)
             ctx.save_for_backward(*args[:3], out, lse)
             ctx.plan = args[3:]
             ctx.mark_non_differentiable(lse)
@@ -167,13 +180,50 @@ def look_inside(ops: Any) -> Iterator[None]:
 
         @staticmethod
         def backward(ctx: Any, dout: Any, _: Any) -> Any:
-            args = (dout.contiguous(), *ctx.saved_tensors, *ctx.plan)
-            grads = compare(ring_backward._init_fn(*args), promised_backward(*args))
+            grads = call(ring_backward, dout.contiguous(), *ctx.saved_tensors, *ctx.plan)
             return *grads, *(None for _ in ctx.plan)
 
-    ops.ring_forward = Ring.apply
+    def exchange(there: Any, back: Any) -> Any:
+        class Exchange(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Any, *peers: Any) -> Any:
+                ctx.peers = peers
+                return call(there, x, *peers)
+
+            @staticmethod
+            def backward(ctx: Any, grad: Any) -> Any:
+                return call(back, grad, *ctx.peers), None, None
+
+        return Exchange.apply
+
+    inside = {
+        "ring_forward": Ring.apply,
+        "to_heads": exchange(to_heads, to_tokens),
+        "to_tokens": exchange(to_tokens, to_heads),
+    }
+    for name, function in inside.items():
+        called = partial(function)  # which can have an attribute: torch looks for the operator under its name
+        called.default = promised[name].default
+        setattr(ops, name, called)
     yield
-    ops.ring_forward = promised_forward
+    for name, operator in promised.items():
+        setattr(ops, name, operator)
+
+
+def join_groups(ring: int, ulysses: int) -> dict[str, Any]:
+    """What rank 0 of a world of `ring * ulysses` is in, its peers silent: what arrives has a shape and no values."""
+    import deepspeed
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ring * ulysses)
+    deepspeed.init_distributed(dist_backend="fake", dist_init_required=False, verbose=False)
+    row = range(0, ring * ulysses, ulysses)
+    return {
+        "ulysses": dist.new_group(range(ulysses)),
+        "ring": dist.new_group(row),
+        "ring_grad": dist.new_group(row),
+    }
 
 
 class Engine:

@@ -33,7 +33,7 @@ SETTINGS = {
     "dropout": (BF16, "model.dropout=0.1", "flow.weighting=bell"),
     "lora": (BF16, "lora={rank: 4, targets: attention+ffn, dropout: 0.1}"),
 }
-INSIDE = ("the ring in bf16", "the ring in fp32")
+INSIDE = {"one rank in bf16": (1, 1), "one rank in fp32": (1, 1), "ring 2 x ulysses 2 in bf16": (2, 2)}
 PLAIN = "attention kept"
 CASES = {
     **{f"{name}, {I2V}": (I2V, SETTINGS[name], SMALL) for name in SETTINGS},
@@ -62,8 +62,8 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for name in MISTAKES
     }
     cases |= {
-        name: {"variant": T2V, "settings": SETTINGS[name.split()[-1]], "grids": SMALL, "inside": True}
-        for name in INSIDE
+        name: {"variant": T2V, "settings": SETTINGS[name.split()[-1]], "grids": SMALL, "cp": cp}
+        for name, cp in INSIDE.items()
     }
     command = [sys.executable, "-m", "tests.train.fake_cuda_steps", str(library)]
     done = subprocess.run(command, cwd=ROOT, input=json.dumps(cases), capture_output=True, text=True)
