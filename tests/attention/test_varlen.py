@@ -78,6 +78,51 @@ def test_padded_attention_is_attention_to_the_long_rows(
     check_padded(choose_backend(name, "cpu", dtype), lens_k, padded_len, dtype)
 
 
+def check_short_text(backend: Backend, device: str = "cpu", dim: int = 128) -> None:
+    """A text of few tokens before hundreds of copies whose values are small: what is left for it counts all the same.
+
+    As exact as the kernel by itself over the long rows.
+    """
+    lens_q, lens_k, padded_len = (96, 64, 32), (1, 10, 50), 512
+    q, k, v, dout = make_inputs(lens_q, lens_k, torch.bfloat16, device, dim)
+    pad_k, pad_v = make_inputs((1,), (1,), torch.bfloat16, device, dim)[:2]
+    pad_v = pad_v * 0.01
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, pad_k[0], pad_v[0])]
+
+    def long(rows: torch.Tensor, pad: torch.Tensor) -> torch.Tensor:
+        parts = [(part, pad.expand(padded_len - len(part), -1, -1)) for part in rows.split(lens_k)]
+        return torch.cat([one for part in parts for one in part])
+
+    def run(dtype: torch.dtype, merged: bool) -> list[torch.Tensor]:
+        own = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        if merged:
+            out = padded_attention(*own, PaddedSegments.build(lens_q, lens_k, padded_len, device), backend)
+        elif dtype == torch.float64:
+            segments = Segments.build(lens_q, [padded_len] * 3, device)
+            out, _ = plain_attention(own[0], long(own[1], own[3]), long(own[2], own[4]), segments, dim**-0.5)
+        else:
+            segments = Segments.build(lens_q, [padded_len] * 3, device)
+            out = varlen_attention(own[0], long(own[1], own[3]), long(own[2], own[4]), segments, backend)
+        return [out.detach(), *torch.autograd.grad(out, own, dout.to(dtype))]
+
+    right, merged, kernel = run(torch.float64, False), run(torch.bfloat16, True), run(torch.bfloat16, False)
+    names = ("out", "dq", "dk", "dv", "dpad_k", "dpad_v")
+    for name, exact, ours, theirs in zip(names, right, merged, kernel, strict=True):
+        error, allowed = ((x.double() - exact).norm() / exact.norm() for x in (ours, theirs))
+        assert error <= 1.5 * allowed + 1e-3, (name, error.item(), allowed.item())
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_short_text_keeps_its_share(name: str):
+    check_short_text(choose_backend(name, "cpu", torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CUDA_BACKENDS)
+def test_cuda_a_short_text_keeps_its_share(name: str):
+    check_short_text(cuda_backend(name), "cuda")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CUDA_BACKENDS)
 @PADDED

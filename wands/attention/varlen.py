@@ -146,8 +146,10 @@ class _PaddedAttention(torch.autograd.Function):
         out, lse = backend.forward(q, k, v, padded.segments, scale)
         _, pad_lse = backend.forward(q, pad_k[None], pad_v[None], padded.everyone, scale)
         pad_lse = pad_lse + padded.log_pads.to(lse.dtype)
-        share = torch.sigmoid(pad_lse - lse).mT[..., None]  # of the softmax that the copies take
-        out = torch.lerp(out, pad_v.expand_as(out), share.to(out.dtype))
+        # Of the softmax, what the copies take and what is left; each rounded from fp32 by itself. In bf16, 1 - share would be
+        # nothing but rounding where a short text stands before its many copies.
+        share, rest = (torch.sigmoid(x).mT[..., None].to(out.dtype) for x in (pad_lse - lse, lse - pad_lse))
+        out = torch.addcmul(out * rest, pad_v, share)
         ctx.save_for_backward(q, k, v, pad_k, pad_v, out, torch.logaddexp(lse, pad_lse))
         ctx.padded, ctx.backend, ctx.scale = padded, backend, scale
         return out
