@@ -174,3 +174,32 @@ def test_what_checkpointing_keeps_by_default():
         "selective": (("attn_output",), ()),
         "offload": ((), ("block_input",)),
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/data/my clips #2/cache", "/data/my clips #2/cache"),
+        (" /data/clips ", "/data/clips"),
+        ("'/data/clips '", "/data/clips "),
+        ('"a # b"', "a # b"),
+        ("a=b", "a=b"),
+        ("null", None),
+    ],
+)
+def test_a_path_is_taken_as_it_is(text: str, expected: str | None):
+    assert load_recipe(None, [f"data.cache={text}"]).data.cache == expected
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optim.lr=inf",
+        "optim.lr=.nan",
+        "flow.flow_shift=inf",
+        "optim.betas=[.nan, 0.9]",
+        "optim.betas=[0.9, 1.0]",
+    ],
+)
+def test_numbers_that_train_nothing_are_refused(override: str):
+    assert override.partition("=")[0] in problems(override)

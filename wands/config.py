@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,7 +21,9 @@ from wands.errors import ConfigError
 class Section(BaseModel):
     """A part of the recipe: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=False, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class MergeSection(Section):
@@ -29,7 +31,7 @@ class MergeSection(Section):
 
     path: str
     """Safetensors file or a folder with one, of any known layout."""
-    scale: float = Field(default=1.0, allow_inf_nan=False)
+    scale: float = 1.0
     """What its update is multiplied by."""
 
 
@@ -241,6 +243,9 @@ class LossSection(Section):
     """sample: every clip counts once. token: every token counts once."""
 
 
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimSection(Section):
     """The optimizer and its learning rate. A DeepSpeed JSON may own optimizer, scheduler or clipping instead."""
 
@@ -250,7 +255,7 @@ class OptimSection(Section):
     in full finetunes; from ZeRO-1 on without clipping, and the norm that is reported is then the update's."""
     lr: float = Field(default=1e-5, gt=0)
     """Means the same for all: Muon's is scaled for each matrix so that its update is of AdamW's size."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     """Of AdamW, also where it stands beside Muon."""
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
@@ -410,8 +415,10 @@ def _apply_override(values: dict[str, Any], item: str) -> str | None:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return f"--set {item}: the value is not YAML; quote it."
-    if isinstance(value, str):  # YAML 1.1 reads 1e-4 as text
-        with contextlib.suppress(ValueError):
+    if isinstance(value, str):
+        if text.strip()[:1] not in ("'", '"'):  # YAML would end a path at " #"
+            value = text.strip()
+        with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-4 as text
             value = float(value)
     *sections, key = name.strip().split(".")
     for section in sections:
