@@ -272,6 +272,19 @@ def test_what_the_record_lacks_comes_from_a_checkpoint(small: Path, hub: FakeHub
     assert "loss.png" in hub.files(NAME)
 
 
+def test_a_prompt_may_hold_any_line_separator(small: Path, hub: FakeHub) -> None:
+    prompt = "one\u2028two\x85three\x0cfour"
+    (small / "samples").mkdir()
+    (small / "samples" / "a.mp4").write_bytes(b"video")
+    row = {"prompt": prompt, "file": "a.mp4"}
+    text = json.dumps(row, ensure_ascii=False) + "\n"  # as `wands infer` writes it
+    (small / "samples" / "samples.jsonl").write_text(text, encoding="utf-8")
+    send(small, hub)
+    files = hub.files(NAME)
+    assert json.loads(files["samples/samples.jsonl"]) == row
+    assert read_card(files["README.md"].decode())[0]["widget"][0]["text"] == "one two three four"
+
+
 def test_a_card_of_ones_own_is_kept(small: Path, hub: FakeHub) -> None:
     (small / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
     write_record(small, RECORD)

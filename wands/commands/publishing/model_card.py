@@ -99,7 +99,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         WandsError: the file is damaged.
     """
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        # not splitlines: JSON leaves U+2028 and its like in a prompt as they are, and they end no line of the file
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
