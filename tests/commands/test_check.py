@@ -15,6 +15,7 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from PIL import ExifTags, Image
 
 from tests.commands import deadly
 from tests.data.clips.corpus import build_corpus
@@ -152,6 +153,25 @@ def test_the_report(report: CheckReport, clips: Path) -> None:
     ):
         assert words in text
     assert "text tokens estimated" in text
+
+
+TURNS = {
+    6: "rotation flag: turned upright by 270 degrees",
+    2: "mirror flag: mirrored left to right",
+    4: "mirror flag: mirrored top to bottom",
+    5: "rotation flag: turned upright by 270 degrees, then mirrored left to right",
+}
+
+
+def test_it_says_how_clips_are_turned(tmp_path: Path) -> None:
+    for exif in (1, *TURNS):
+        picture = np.full((64, 96, 3), 20 * exif, np.uint8)
+        (tmp_path / f"{exif}.txt").write_text("a caption")
+        tags = Image.Exif()
+        tags[ExifTags.Base.Orientation] = exif
+        Image.fromarray(picture).save(tmp_path / f"{exif}.png", exif=tags.tobytes())
+    told = {clip.key: clip.warnings for clip in check(str(tmp_path), **SMALL).clips}
+    assert told == {"1": (), **{str(exif): (warning,) for exif, warning in TURNS.items()}}
 
 
 def test_the_same_pictures_in_another_container_are_a_duplicate(clips_dir: Path, tmp_path: Path) -> None:

@@ -322,14 +322,22 @@ def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, twin: str, *, exac
         warnings.append(f"variable frame rate (mean {source.fps:.5g}): frames are taken by their time")
     if source.fps < 0.95 * spec.fps and not is_image:
         warnings.append(f"low frame rate: {source.fps:.4g} fps, frames are repeated to reach {spec.fps:g}")
-    if source.rotation:
-        warnings.append(f"rotation flag: turned upright by {source.rotation} degrees")
+    if source.rotation or source.mirrored:
+        warnings.append(_describe_turn(source))
     if source.sar != 1:
         shown = "x".join(f"{float(side):.0f}" for side in source.display_size)
         warnings.append(f"pixel aspect: {source.sar.numerator}:{source.sar.denominator}, taken as {shown}")
     if max(window.num_frames for window in look.windows) == 1 and not is_image:
         warnings.append("becomes a still: one frame")
     return warnings
+
+
+def _describe_turn(source: VideoInfo) -> str:
+    if not source.mirrored:
+        return f"rotation flag: turned upright by {source.rotation} degrees"
+    if source.rotation % 180:
+        return f"rotation flag: turned upright by {source.rotation} degrees, then mirrored left to right"
+    return f"mirror flag: mirrored {'top to bottom' if source.rotation else 'left to right'}"
 
 
 def _cache_bytes(clip: CheckedClip, windows: Sequence[_Window], variant: Variant, stored: set[str]) -> int:

@@ -3,6 +3,7 @@
 import os
 import random
 import socket
+import struct
 import subprocess
 import sys
 from fractions import Fraction
@@ -16,6 +17,7 @@ from av.stream import Disposition
 from av.video.reformatter import ColorRange, Colorspace
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import ExifTags, Image, ImageOps
 
 from wands.data.clips import video
 from wands.data.clips.clip import ClipSpec, plan_size, plan_windows
@@ -342,6 +344,73 @@ def test_rotation_is_applied_counterclockwise(tmp_path: Path, rotation: int, qua
     assert_same_colours(
         resized[0], np.rot90(quadrants(48, 32) if quarter_turns % 2 else quadrants(32, 48), quarter_turns)
     )
+
+
+# Where the x and the y axis go in a display matrix, and the same as turns counterclockwise and a mirror after them.
+ORIENTATIONS = {
+    1: ((1, 0, 0, 1), 0, False),
+    2: ((-1, 0, 0, 1), 0, True),
+    3: ((-1, 0, 0, -1), 180, False),
+    4: ((1, 0, 0, -1), 180, True),
+    5: ((0, 1, 1, 0), 270, True),
+    6: ((0, 1, -1, 0), 270, False),
+    7: ((0, -1, -1, 0), 90, True),
+    8: ((0, -1, 1, 0), 90, False),
+}
+
+
+def oriented(picture: np.ndarray, exif: int) -> np.ndarray:
+    """As Pillow shows a picture of that EXIF orientation."""
+    image = Image.fromarray(picture)
+    image.getexif()[ExifTags.Base.Orientation] = exif
+    return np.asarray(ImageOps.exif_transpose(image))
+
+
+def with_matrix(plain: Path, path: Path, axes: tuple[int, ...]) -> Path:
+    """The mp4 with another matrix in its track header."""
+    data = bytearray(plain.read_bytes())
+    place = data.index(b"tkhd") + 44  # version 0
+    a, b, c, d = (axis << 16 for axis in axes)
+    struct.pack_into(">9i", data, place, a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("exif", ORIENTATIONS)
+def test_each_of_the_eight_orientations_is_shown_as_it_says(tmp_path: Path, exif: int) -> None:
+    axes, rotation, mirrored = ORIENTATIONS[exif]
+    plain = write_clip(tmp_path / "plain.mp4", [quadrants()] * 5)
+    path = with_matrix(plain, tmp_path / "turned.mp4", axes)
+    clip = decode_one(path, ClipSpec(fps=25))
+    assert (clip.source.rotation, clip.source.mirrored) == (rotation, mirrored)
+    assert_same_colours(clip.frames[0], oriented(quadrants(), exif))
+    # The same pixels as of the plain file: nothing but their order differs.
+    stored = decode_one(plain, ClipSpec(fps=25)).frames
+    np.testing.assert_array_equal(clip.frames[3], oriented(stored[3], exif))
+
+
+@pytest.mark.parametrize("exif", ORIENTATIONS)
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_pictures_are_turned_as_their_exif_says(tmp_path: Path, suffix: str, exif: int) -> None:
+    path, tags = tmp_path / f"a.{suffix}", Image.Exif()
+    tags[ExifTags.Base.Orientation] = exif
+    Image.fromarray(quadrants()).save(path, exif=tags.tobytes(), quality=95)
+    clip = decode_one(path, ClipSpec(fps=16))
+    assert (clip.source.rotation, clip.source.mirrored) == ORIENTATIONS[exif][1:]
+    with Image.open(path) as image:
+        wanted = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    assert_same_colours(clip.frames[0], wanted)
+
+
+def test_damaged_exif_is_no_reason_to_refuse_a_picture(tmp_path: Path) -> None:
+    path, tags = tmp_path / "a.jpg", Image.Exif()
+    tags[ExifTags.Base.Orientation] = 2
+    Image.fromarray(quadrants()).save(path, exif=tags.tobytes(), quality=95)
+    data = path.read_bytes()
+    place = data.index(b"Exif") + 14
+    for position in range(place, place + 12):
+        path.write_bytes(data[:position] + b"\xff" + data[position + 1 :])
+        assert decode_one(path, ClipSpec(fps=16)).frames.shape == (1, 64, 96, 3)
 
 
 def test_pixel_aspect_widens_the_picture(tmp_path: Path) -> None:

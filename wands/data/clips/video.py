@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class VideoInfo:
         height: stored rows.
         rotation: counterclockwise degrees by which the stored picture is to be turned: 0, 90, 180 or 270.
         sar: width / height of a stored pixel.
+        mirrored: once turned, its left and right are to be exchanged.
     """
 
     container: str
@@ -66,6 +68,7 @@ class VideoInfo:
     height: int
     rotation: int
     sar: Fraction
+    mirrored: bool = False
 
     @property
     def display_size(self) -> tuple[Fraction, Fraction]:
@@ -110,6 +113,33 @@ class _Frame:
 def _open_container(path: Path) -> Any:
     # Absolute, for FFmpeg reads a relative name such as "a:b.mp4" as protocol a.
     return av.open(str(path.absolute()), metadata_errors="replace", timeout=60.0)
+
+
+def _orientation(path: Path, picture: Any) -> tuple[int, bool]:
+    """Counterclockwise degrees by which a picture is to be turned, and whether it is to be mirrored then.
+
+    PyAV's `rotation` is where the display matrix takes the x axis, so a picture that is mirrored left to right
+    reads as one that stands on its head.
+    """
+    try:
+        found = picture.side_data.get("DISPLAYMATRIX")
+        # Of the 3 x 3 numbers in 16.16 the upper left 2 x 2: where x goes, and where y goes.
+        x_to_x, x_to_y, _, y_to_x, y_to_y, *_ = struct.unpack("=9i", bytes(found)) if found else (0,) * 9
+        mirrored = x_to_x * y_to_y < x_to_y * y_to_x
+    except ValueError:  # PyAV 18 has no name for EXIF, and shows no side data at all of a picture that has it
+        mirrored = _is_mirrored_by_exif(path)
+    along_x = picture.rotation % 180 == 0
+    return (picture.rotation + (180 if mirrored and along_x else 0)) % 360, mirrored
+
+
+def _is_mirrored_by_exif(path: Path) -> bool:
+    from PIL import ExifTags, Image
+
+    try:
+        with Image.open(path) as image:
+            return image.getexif().get(ExifTags.Base.Orientation) in (2, 4, 5, 7)
+    except Exception:  # no picture, or damaged EXIF: Pillow's types of error are as many as its formats
+        return False
 
 
 class _Reader:
@@ -177,6 +207,7 @@ class _Reader:
             raise self.error(
                 f"is rotated by {picture.rotation} degrees", "re-encode it upright (ffmpeg -i IN OUT)"
             )
+        rotation, mirrored = _orientation(self.path, picture)
         return VideoInfo(
             container=self._container.format.name,
             codec=self._stream.codec_context.name,
@@ -185,8 +216,9 @@ class _Reader:
             duration=self._duration(),
             width=picture.width,
             height=picture.height,
-            rotation=picture.rotation % 360,
+            rotation=rotation,
             sar=Fraction(self._stream.sample_aspect_ratio or 1),
+            mirrored=mirrored,
         )
 
     @property
@@ -345,6 +377,8 @@ class _Renderer:
             picture, *stored, "rgb24", interpolation="BICUBIC" if grows else "AREA", threads=1
         )
         upright = np.rot90(rgb.to_ndarray(), self._turns)
+        if info.mirrored:
+            upright = upright[:, ::-1]
         height, width = self.size
         top, left = (upright.shape[0] - height) // 2, (upright.shape[1] - width) // 2
         return upright[top : top + height, left : left + width]
@@ -415,7 +449,7 @@ def decode_clip(
 ) -> Iterator[DecodedClip]:
     """Decode the windows of a clip that ``spec`` asks for, lazily and in time order.
 
-    The frame for time t is the last one whose timestamp is <= t. Rotation and pixel aspect are applied.
+    The frame for time t is the last one whose timestamp is <= t. Rotation, mirroring and pixel aspect are applied.
     Damage and truncation outside the windows are ignored; windows that slide mode yields before an error are
     whole.
 
