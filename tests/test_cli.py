@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -79,6 +80,28 @@ def test_launchers_may_put_local_rank_first(flag: str, monkeypatch: pytest.Monke
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert invoke(flag, "train", "--show-timesteps").exit_code == 0
     assert os.environ.pop("LOCAL_RANK") == "1"
+
+
+def test_flags_mean_the_same_in_every_release_of_click():
+    """click 8.3.0 to 8.3.2 gives a flag that stores False this very value, also where nobody typed it."""
+    flags = [
+        (name, option)
+        for name, command in main.commands.items()
+        for option in command.params
+        if isinstance(option, click.Option) and option.is_flag
+    ]
+    assert len(flags) > 10
+    assert [(name, option.opts) for name, option in flags if option.flag_value is False] == []
+
+
+def test_export_links_unless_told_to_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    told: list[bool] = []
+    monkeypatch.setattr(
+        "wands.commands.export.export", lambda *_, link, **__: told.append(link) or "somewhere"
+    )
+    for extra in ([], ["--copy"]):
+        assert invoke("export", tmp_path, "--out", tmp_path / "out", *extra).exit_code == 0
+    assert told == [True, False]
 
 
 def test_show_timesteps_follows_the_recipe():

@@ -327,20 +327,14 @@ def train(
     help="Of the stored weights.",
 )
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Largest weights file.")
-@click.option(
-    "--copy",
-    "link",
-    flag_value=False,
-    default=True,
-    help="Copy the base's files instead of hard-linking them.",
-)
+@click.option("--copy", is_flag=True, help="Copy the base's files instead of hard-linking them.")
 @click.option("--merge", is_flag=True, help="Of a LoRA run: the whole pipeline, the LoRA merged in.")
 @click.option("--ema", is_flag=True, help="The moving average of what was trained, of a run with ema.")
-def export(checkpoint: Path, out: Path, **options: Any) -> None:
+def export(checkpoint: Path, out: Path, copy: bool, **options: Any) -> None:
     """Turn CHECKPOINT, a run folder or one of its steps, into a diffusers pipeline folder; of a LoRA run, into LoRA files."""
     from wands.commands.export import export as run
 
-    click.echo(run(checkpoint, out, **options))
+    click.echo(run(checkpoint, out, link=not copy, **options))
 
 
 @main.command()
