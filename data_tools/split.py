@@ -1,6 +1,6 @@
-"""Split a cache in two, by a stable hash of the keys or by a list of them.
+"""Split a cache in two, by a stable hash of the clips' names or by a list of keys.
 
-python -m data_tools.split CACHE OUT_A OUT_B --fraction F     a share F of the samples goes to OUT_A
+python -m data_tools.split CACHE OUT_A OUT_B --fraction F     a share F of the clips goes to OUT_A, each with all its samples
 python -m data_tools.split CACHE OUT_A OUT_B --keys-file FILE  the keys in FILE, one a line, go to OUT_A
 
 Killed at any moment, the same command goes on where it stopped.
@@ -18,6 +18,7 @@ from pathlib import Path
 from data_tools.exit_code import mistakes_are_2
 from data_tools.merge import SHOWN, copy_samples
 from wands.data.cache import LatentCache
+from wands.data.holdout import clip_name
 from wands.errors import ConfigError
 
 
@@ -32,10 +33,10 @@ def split(
 
     Args:
         path: the cache; it stays as it is.
-        out_a: gets the samples of `keys`, or those whose hash is below `fraction`.
+        out_a: gets the samples of `keys`, or of the clips whose hash is below `fraction`.
         out_b: gets the rest.
-        fraction: in (0, 1). A sample's side depends on its key alone: a cache that has grown is split
-            the same way, and a larger fraction keeps all samples of a smaller one.
+        fraction: of the clips, in (0, 1). The side of a clip's windows, captions and sizes depends on its name
+            alone: a cache that has grown is split the same way, and a larger fraction keeps all of a smaller one.
         keys: instead of `fraction`.
 
     Returns:
@@ -60,7 +61,7 @@ def split(
         assert fraction is not None
         if not 0 < fraction < 1:
             raise ConfigError(f"fraction={fraction} must lie between 0 and 1.")
-        wanted = {key for key in cache.keys if key_hash(key) < fraction}
+        wanted = {key for key in cache.keys if name_hash(clip_name(key)) < fraction}
     sides = [[i for i, key in enumerate(cache.keys) if (key in wanted) == side] for side in (True, False)]
     if not all(sides):
         raise ConfigError(
@@ -71,9 +72,9 @@ def split(
     return len(sides[0]), len(sides[1])
 
 
-def key_hash(key: str) -> float:
-    """A number in [0, 1) that depends on the key alone, the same on every machine."""
-    content = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+def name_hash(name: str) -> float:
+    """A number in [0, 1) that depends on a clip's name alone, the same on every machine."""
+    content = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return (int.from_bytes(content, "big") >> 11) / (1 << 53)
 
 
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out_a", type=Path)
     parser.add_argument("out_b", type=Path)
     how = parser.add_mutually_exclusive_group(required=True)
-    how.add_argument("--fraction", type=float, help="share of the samples for OUT_A, by a hash of the key")
+    how.add_argument("--fraction", type=float, help="share of the clips for OUT_A, by a hash of their names")
     how.add_argument("--keys-file", type=Path, help="file with the keys for OUT_A, one a line")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

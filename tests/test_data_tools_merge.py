@@ -15,7 +15,7 @@ import torch
 from data_tools import merge as merge_module
 from data_tools import split as split_module
 from data_tools.merge import merge, to_variant
-from data_tools.split import key_hash, split
+from data_tools.split import name_hash, split
 from data_tools.verify import verify
 from tests.test_data_tools_verify import VARIANT, contents, flip, write_cache
 from wands.data.cache import CacheWriter, LatentCache
@@ -152,7 +152,7 @@ def test_split_by_fraction_is_stable_and_whole(parts: list[Path], tmp_path: Path
     ours, theirs, all_of_it = (contents(p)["samples"] for p in (tmp_path / "a", tmp_path / "b", parts[1]))
     assert ours | theirs == all_of_it
     assert not ours.keys() & theirs.keys()
-    assert set(ours) == {key for key in all_of_it if key_hash(key) < 0.4}
+    assert set(ours) == {key for key in all_of_it if name_hash(key) < 0.4}
     assert LatentCache(tmp_path / "a").manifest == LatentCache(parts[1]).manifest
     merge(tmp_path / "grown", parts)
     split(tmp_path / "grown", tmp_path / "a2", tmp_path / "b2", fraction=0.4)
@@ -161,12 +161,31 @@ def test_split_by_fraction_is_stable_and_whole(parts: list[Path], tmp_path: Path
     assert contents(tmp_path / "again") == contents(parts[1])
 
 
+def test_a_clip_is_not_split(tmp_path: Path) -> None:
+    """Its windows, sizes and further captions would be trained on and held out."""
+    clips = [f"clip {i}" for i in range(12)]
+    ends = ("", "#0001", "@1.000-2.000", "@1.000-2.000#0003", "~0123abcd")
+    write_cache(tmp_path / "one", [0])
+    one = LatentCache(tmp_path / "one")
+    sample, meta = one.read(0), one.meta(0)
+    with CacheWriter(tmp_path / "cache", VARIANT, one.fingerprint) as writer:
+        for clip in clips:
+            for end in ends:
+                writer.add(clip + end, sample.latents, sample.text_embeds, meta)
+        writer.commit(one.null_text_embeds)
+    a, b = split(tmp_path / "cache", tmp_path / "a", tmp_path / "b", fraction=0.5)
+    sides = [set(LatentCache(tmp_path / side).keys) for side in ("a", "b")]
+    assert (a + b, min(a, b) > 0) == (60, True)
+    for clip in clips:
+        assert {clip + end for end in ends} <= sides[name_hash(clip) >= 0.5]
+
+
 def test_the_hash_is_one_for_all_time_and_even() -> None:
-    assert key_hash("clip/000") == (0x276BCB87FF07658B >> 11) / 2**53  # printf clip/000 | b2sum -l 64
-    values = np.array([key_hash(f"clip {i}") for i in range(4000)])
+    assert name_hash("clip/000") == (0x276BCB87FF07658B >> 11) / 2**53  # printf clip/000 | b2sum -l 64
+    values = np.array([name_hash(f"clip {i}") for i in range(4000)])
     assert abs((values < 0.1).mean() - 0.1) < 0.02
     assert 0 <= values.min() < values.max() < 1
-    key_hash("name \udcff of no encoding")
+    name_hash("name \udcff of no encoding")
 
 
 def test_split_by_keys_file(parts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

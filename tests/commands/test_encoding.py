@@ -125,6 +125,21 @@ def test_both_ways_of_having_workers_exclude_each_other(monkeypatch: pytest.Monk
         Crew.find(0, "cpu", None)
 
 
+def test_workers_take_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.empty", lambda *_, **__: None)  # there is no GPU to try it on
+
+    def devices(device: str | None, text_device: str | None) -> list[str]:
+        pairs = [Crew(4, 0, False, device, text_device).devices(number) for number in range(4)]
+        return [f"{vae} {text}".replace("cuda:", "") for vae, text in pairs]
+
+    assert devices(None, None) == devices("cuda", None) == ["0 0", "1 1", "2 2", "0 0"]
+    assert devices("cuda:1", None) == ["1 1"] * 4
+    assert devices(None, "cpu") == ["0 cpu", "1 cpu", "2 cpu", "0 cpu"]
+    assert devices("cpu", "cuda") == ["cpu 0", "cpu 1", "cpu 2", "cpu 0"]
+
+
 @pytest.mark.parametrize("how", ["work", "nothing", "mistake"])
 def test_followers_are_told_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     told: list[dict[str, str]] = []

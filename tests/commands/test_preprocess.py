@@ -346,6 +346,21 @@ def test_changed_caption_and_changed_file_are_encoded_again(
     assert after["nested/carphone"][0] != before["nested/carphone"][0]
 
 
+def test_pictures_alike_at_both_ends_are_two(tiny_pipeline: Path, tmp_path: Path) -> None:
+    """Without compression a file's ends are its border: equal latents must not be taken from the other."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
+        picture = np.full((256, 384, 3), 255, np.uint8)
+        picture[96:160, 96:288] = colour
+        Image.fromarray(picture).save(folder / f"{name}.bmp")
+        (folder / f"{name}.txt").write_text("a square")
+        preprocess(str(folder), tmp_path / "cache", tiny_pipeline, **SMALL)
+    cache = LatentCache(tmp_path / "cache")
+    assert len(cache) == 2
+    assert not torch.equal(cache.read(0).latents, cache.read(1).latents)
+
+
 def test_removed_clip_leaves_the_index_and_comes_back_for_free(
     clips: Path, made: Made, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from pathlib import Path
 
 from wands.commands.preprocessing.work import Clip, Row
 from wands.data.cache_format import Entry
 from wands.data.clips.captions import clean_caption
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
+from wands.data.clips.manifest import IMAGE_EXTENSIONS
 from wands.data.clips.source import ManifestRow, Rejection
 
 SCAN_THREADS = 16
@@ -193,19 +195,36 @@ def _examine(row: ManifestRow) -> Clip | Rejection:
     return Clip(str(row.path), row.start, row.end, video, (Row(row.key, caption, content),))
 
 
+_PIECE, _PIECES = 1 << 16, 8
+_WHOLE = 1 << 24
+
+
 def _digests(row: ManifestRow, caption: str) -> tuple[str, str]:
-    """What a sample is made from, and what its latents are: the file by its size and both ends, range, caption.
+    """What a sample is made from, and what its latents are: the file's content, range, caption.
 
     Size and time of change alone would encode a data set anew because it was copied. The settings are the same in all of a cache.
     """
-    with row.path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        head = file.read(1 << 16)
-        file.seek(max(0, size - (1 << 16)))
-        ends = head + file.read(1 << 16)
+    ends = _read_pieces(row.path)
+    size = row.path.stat().st_size
     content, video = (
         hashlib.blake2b(ends + json.dumps(rest).encode(), digest_size=16).hexdigest()
         for rest in ([size, caption, row.start, row.end], [size, row.start, row.end])
     )
     return content, video
+
+
+def _read_pieces(path: Path) -> bytes:
+    """Of a picture, which is small, everything; of a video both ends and pieces from between.
+
+    An encoder's output differs everywhere if its input does anywhere, but files without compression may begin and end alike.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        if path.suffix.lower() in IMAGE_EXTENSIONS and size <= _WHOLE:
+            file.seek(0)
+            return file.read()
+        pieces = []
+        for number in range(_PIECES + 1):
+            file.seek(max(0, size - _PIECE) * number // _PIECES)
+            pieces.append(file.read(_PIECE))
+    return b"".join(pieces)

@@ -81,13 +81,8 @@ class Crew:
         Raises:
             ConfigError: a device that cannot be used.
         """
-        if self.device is not None:
-            own = _device(self.device)
-        elif torch.cuda.is_available():
-            own = torch.device("cuda", number % torch.cuda.device_count())
-        else:
-            own = torch.device("cpu")
-        return own, _device(self.text_device) if self.text_device else own
+        own = _device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"), number)
+        return own, _device(self.text_device, number) if self.text_device else own
 
 
 def work_share(work: Path, slot: int, token: str, devices: tuple[torch.device, torch.device]) -> None:
@@ -270,10 +265,14 @@ def lock_work(work: Path, seconds: float = 60.0) -> int:
             ) from None
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, number: int) -> torch.device:
+    """A device by name; of GPUs without an index each worker takes one, in turn."""
     try:
-        torch.empty(0, device=name)
-        return torch.device(name)
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None and torch.cuda.device_count():
+            device = torch.device("cuda", number % torch.cuda.device_count())
+        torch.empty(0, device=device)
+        return device
     except (RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
