@@ -239,10 +239,10 @@ def test_diffusion_pipe_malformed(tmp_path: Path, content: str, message: str | N
 
 def test_captions_json_as_a_list_names_clips_twice(tmp_path: Path) -> None:
     clip(tmp_path / "clip.mp4", 40)
-    listing = [{"file_name": "clip.mp4", "caption": text} for text in ("one", "two")]
+    listing = [{"file_name": "clip.mp4", "caption": text} for text in ("one", "two", "one")]
     write(tmp_path / "captions.json", listing)
     rows, rejected = load(tmp_path)
-    assert rows == {"clip": ("clip.mp4", "one")}
+    assert rows == {"clip": ("clip.mp4", "one"), "clip~3fc4ccfe": ("clip.mp4", "two")}
     assert "duplicate of an earlier row" in rejected["clip"]
 
 
@@ -258,7 +258,7 @@ def test_finetrainers_line_aligned(tmp_path: Path, videos: str, captions: str) -
     write(tmp_path / captions, "A cat, black and white\nA dog\nGone\n\n")
     with pytest.raises(DataError, match=r"has 4 lines and .* 3; line n"):
         load_source(str(tmp_path))
-    write(tmp_path / captions, "A cat, black and white\r\nA dog\r\nGone\r\nAgain\r\n")
+    write(tmp_path / captions, "A cat, black and white\r\nA dog\r\nGone\r\nA dog\r\n")
     for source in (tmp_path, tmp_path / videos):
         rows, rejected = load(source)
         assert rows == {

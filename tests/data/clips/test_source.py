@@ -1,5 +1,6 @@
 """Scanning a source. Nothing is decoded there, so clips are files of a few bytes."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -7,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from wands.data.clips.hf_dataset import write_clip
+from wands.data.clips.manifest import clip_key
 from wands.data.clips.source import VIDEO_EXTENSIONS, ManifestRow, load_source
-from wands.errors import DataError
+from wands.errors import CacheError, DataError
 
 
 def lay(folder: Path, files: dict[str, str | bytes]) -> Path:
@@ -223,11 +226,31 @@ def test_windows_cut_one_clip_into_several(tmp_path: Path) -> None:
     ]
 
 
+def test_rows_of_one_clip_give_it_several_captions(tmp_path: Path) -> None:
+    lines = ["c.mp4,one,", "c.mp4,two,", "c.mp4,one,", "c.mp4,two,", "c.mp4,one,1", "c.mp4,three,1"]
+    lay(tmp_path, CLIPS | {"list.csv": "\n".join(["video,caption,start", *lines])})
+    rows, rejections = load_source(str(tmp_path / "list.csv"))
+    assert [(row.key, row.caption) for row in rows] == [
+        ("c", "one"),
+        ("c@1.000", "one"),
+        ("c@1.000~8b5b9db0", "three"),
+        ("c~3fc4ccfe", "two"),  # as if one row had both
+    ]
+    twice = "duplicate of an earlier row; keep one of them"
+    assert [(r.key, r.reason) for r in rejections] == [("c", twice)] * 2
+    both = {"video": "c.mp4", "caption": ["one", "two"]}
+    again = {"video": "c.mp4", "caption": ["three", "one"]}
+    lay(tmp_path, {"list.jsonl": f"{json.dumps(both)}\n{json.dumps(again)}"})
+    rows, rejections = load_source(str(tmp_path / "list.jsonl"))
+    assert keys(rows) == ["c", "c~3fc4ccfe", "c~8b5b9db0"]
+    assert [r.reason for r in rejections] == [twice]
+
+
 def test_every_unusable_row_says_why(tmp_path: Path) -> None:
     lines = [
         '{"video": "c.mp4", "caption": "good"}',
-        '{"video": "c.mp4", "caption": "again"}',
-        '{"video": "clips/../c.mp4", "caption": "again"}',
+        '{"video": "c.mp4", "caption": " good"}',
+        '{"video": "clips/../c.mp4", "caption": "good"}',
         '{"video": "gone.mp4", "caption": "x"}',
         '{"video": "clips", "caption": "x"}',
         '{"video": "https://a.b/c.mp4", "caption": "x"}',
@@ -411,6 +434,44 @@ def test_video_feature_is_never_decoded(dataset: Any, tmp_path: Path) -> None:
     rows, rejections = load_source(str(tmp_path / "video"), cache_dir=tmp_path / "clips")
     assert sorted(row.path.read_bytes() for row in rows) == [b"bytes", b"real"]
     assert rejections == []
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "suffix"),
+    [
+        ("https://cdn.example.com/a.mp4?X-Amz-Signature=" + "a" * 300, "a-277089d91c0b", ".mp4"),
+        ("https://cdn.example.com/deep/a.MP4?from=b.c/d#e", "a-277089d91c0b", ".MP4"),
+        ("a?b.mp4", "a?b-277089d91c0b", ".mp4"),
+        ("clip." + "x" * 240, "clip-277089d91c0b", ""),
+        ("noise.sh", "noise-277089d91c0b", ""),
+    ],
+)
+def test_bytes_are_named_by_what_a_clip_can_be(tmp_path: Path, written: str, key: str, suffix: str) -> None:
+    name, path = write_clip(b"bytes", written, tmp_path)
+    assert clip_key(name) == key
+    assert path.suffix == suffix
+    assert path.read_bytes() == b"bytes"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_refuses_bytes_ends_in_one_sentence(
+    dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pq").mkdir()
+    dataset.to_parquet(tmp_path / "pq/train-0.parquet")
+    (tmp_path / "text").write_text("no folder")
+    with pytest.raises(
+        CacheError, match=r"text/clips cannot take in\.mp4 \(Not a directory: 5 bytes\); free"
+    ):
+        load_source(str(tmp_path / "pq"), cache_dir=tmp_path / "text/clips")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(CacheError, match=r"No space left.*HF_DATASETS_CACHE"):
+        write_clip(b"bytes", "a.mp4", tmp_path / "full")
+    assert list((tmp_path / "full").iterdir()) == []
 
 
 def test_hub_dataset_by_name(dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

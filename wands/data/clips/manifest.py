@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -118,10 +118,18 @@ class Scan:
             self.entries.append(_Entry(name, path, caption, *window, further=index > 0))
 
     def finish(self) -> tuple[list[ManifestRow], list[Rejection]]:
-        """Drop duplicates, settle the keys, sort both lists by key."""
+        """Drop duplicates, settle the keys, sort both lists by key.
+
+        A later row of the same clip and range with another caption is a further caption of it.
+        """
         unique: dict[tuple[Path, str], _Entry] = {}
+        first: dict[tuple[Path, str], _Entry] = {}
         for entry in self.entries:
-            if unique.setdefault((entry.path, entry.suffix), entry) is not entry:
+            known, named = first.setdefault((entry.path, entry.window), entry), entry
+            if known is not entry:
+                # Under the name of the first: all captions of a clip have one key before the "~".
+                named = replace(entry, name=known.name, further=entry.caption != known.caption)
+            if unique.setdefault((named.path, named.suffix), named) is not named:
                 self.reject(entry.short_key, entry.path, "duplicate of an earlier row; keep one of them")
         shorts = Counter(entry.short_key for entry in unique.values())
         fulls = Counter(entry.full_key for entry in unique.values())
