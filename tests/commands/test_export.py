@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from tests.train.runs import run_job, weights
 from wands.commands.export import EXPORT_FILE, export
 from wands.commands.publishing.model_card import MARKER
 from wands.errors import CheckpointError, ConfigError, WandsError
+from wands.model.tensor_files import write_sharded
 
 
 def train_once(run_world, model: Path, out: Path, stage: int) -> Path:
@@ -70,8 +71,29 @@ def test_bf16_keeps_what_diffusers_keeps_in_fp32(run: Path, tmp_path: Path):
 
 def test_sharded_export(run: Path, tmp_path: Path):
     out = export(run, tmp_path / "out", max_shard_size="100KB")
-    assert len(list((out / "transformer").glob("*.safetensors"))) > 1
+    files = list((out / "transformer").glob("*.safetensors"))
+    assert len(files) > 1
+    assert all(path.stat().st_size < 110_000 for path in files)
     assert WanTransformer3DModel.from_pretrained(out / "transformer").config.num_layers
+
+
+@pytest.mark.parametrize("size", ["foo", "", "5", "0GB", "-5GB", "5GiB", "nanGB", "9" * 400 + "GB"])
+def test_a_shard_size_that_is_none_is_said_before_anything_is_read(tmp_path: Path, size: str):
+    with pytest.raises(ConfigError, match=r"--max-shard-size .*must be a number above 0 and a unit"):
+        export(tmp_path / "no such run", tmp_path / "out", max_shard_size=size)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_whoever_the_umask_lets_may_read_the_weights(run: Path, tmp_path: Path, umask: int):
+    before = os.umask(umask)
+    try:
+        out = export(run, tmp_path / "out")
+    finally:
+        os.umask(before)
+    written = [out / "transformer", *(out / "transformer").iterdir(), out / EXPORT_FILE]
+    modes = {path.name: path.stat().st_mode & 0o666 for path in written}
+    assert modes == dict.fromkeys(modes, 0o666 & ~umask)
+    assert any(name.endswith(".safetensors") for name in modes)
 
 
 def test_an_older_step_and_a_second_export(run: Path, tmp_path: Path):
@@ -119,7 +141,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Pat
             export(run, out, link=link)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert isinstance(caught.value.__cause__, SafetensorError if link else shutil.Error)
+    assert isinstance(caught.value.__cause__, shutil.Error) is not link
     assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == ["out"]
     assert (out / EXPORT_FILE).read_text() == before
@@ -194,16 +216,15 @@ def test_whenever_it_dies_a_whole_export_is_left(
 
 
 def test_a_disk_that_changes_a_bit_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    save = WanTransformer3DModel.save_pretrained
+    from wands.commands import export as module
 
-    def damaged(model: WanTransformer3DModel, folder: Path, **options: Any) -> None:
-        save(model, folder, **options)
-        path = Path(folder) / "diffusion_pytorch_model.safetensors"
+    def damaged(*args: Any) -> None:
+        (path,) = write_sharded(*args)
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
 
-    monkeypatch.setattr(WanTransformer3DModel, "save_pretrained", damaged)
+    monkeypatch.setattr(module, "write_sharded", damaged)
     with pytest.raises(CheckpointError, match=r"export: \S+ read back from .* differs from the checkpoint"):
         export(run, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -88,6 +88,8 @@ def test_keys_and_metadata(run: Path, tmp_path: Path):
     comfyui = load_file(folder / COMFYUI_FILE).keys()
     assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in comfyui
     assert len(comfyui) == len(keys)
+    for name in (LORA_FILE, COMFYUI_FILE):  # as the umask says, not for the owner alone
+        assert (folder / name).stat().st_mode == (folder / EXPORT_FILE).stat().st_mode
     with safe_open(folder / LORA_FILE, "pt") as opened:
         metadata = json.loads(opened.metadata()["lora_adapter_metadata"])
     assert metadata["transformer.r"] == metadata["transformer.lora_alpha"] == 4

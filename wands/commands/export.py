@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +21,8 @@ from wands.commands.publishing.model_card import LOSS_FILE, MARKER, RECORD_FILE
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.files import publish, write_text
 from wands.model.hub import fetch_model
+from wands.model.official import DIT_STEM
+from wands.model.tensor_files import Entry, write_sharded
 from wands.train.checkpoint import check_average, find_checkpoint
 from wands.train.state import TrainState
 from wands.train.weights import load_full_weights, lora_of
@@ -28,6 +32,7 @@ log = logging.getLogger(__name__)
 
 EXPORT_FILE = RECORD_FILE
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def export(
@@ -51,7 +56,7 @@ def export(
         out: folder to create; an existing one must be empty or an earlier export.
         base: pipeline folder or Hub id whose other parts are taken; None takes the run's own `model.path`.
         dtype: "fp32" or "bf16" weights.
-        max_shard_size: largest safetensors file.
+        max_shard_size: largest safetensors file, such as "5GB"; KB, MB, GB and TB are powers of 1000.
         link: hard-link the base's files where the file system can, instead of copying.
         merge: of a LoRA run, write the whole pipeline with the LoRA merged into its weights.
         ema: write the average of what was trained instead of its last values.
@@ -61,9 +66,11 @@ def export(
 
     Raises:
         CheckpointError: incomplete checkpoint, or one without an average, or the reloaded weights differ.
-        ConfigError: `out` holds something else, or the base is another architecture.
+        ConfigError: `out` holds something else or cannot be replaced, the base is another architecture, or
+            `max_shard_size` is no size.
         WandsError: `out` cannot be written; nothing is left beside it.
     """
+    max_shard_bytes = _bytes_of(max_shard_size)
     step_dir, state = find_checkpoint(checkpoint)
     out = out.resolve()
     partial, old = (out.with_name(f"{out.name}.{suffix}") for suffix in ("tmp", "old"))
@@ -80,7 +87,7 @@ def export(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         if lora is None or merge:
-            _write_pipeline(step_dir, state, base, partial, _DTYPES[dtype], max_shard_size, link, ema)
+            _write_pipeline(step_dir, state, base, partial, _DTYPES[dtype], max_shard_bytes, link, ema)
         else:
             partial.mkdir(parents=True)
             write_lora(step_dir, state, lora, partial, _DTYPES[dtype], ema)
@@ -103,7 +110,7 @@ def _write_pipeline(
     base: str | None,
     partial: Path,
     dtype: torch.dtype,
-    max_shard_size: str,
+    max_shard_bytes: int,
     link: bool,
     ema: bool,
 ) -> None:
@@ -115,8 +122,18 @@ def _write_pipeline(
     shutil.copytree(base_dir, partial, ignore=_skipping(state.parts), copy_function=copy)
     for part in state.parts:
         weights, folder = load_full_weights(step_dir, part, base, ema), partial / part
-        _save_transformer(weights, state.transformer_config, folder, dtype, max_shard_size)
+        _save_transformer(weights, state.transformer_config, folder, dtype, max_shard_bytes)
         _verify(weights, folder, dtype)
+
+
+def _bytes_of(size: str) -> int:
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d+)?)\s*([KMGT]B)", size.strip(), re.IGNORECASE)
+    num_bytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    if num_bytes < 1:
+        raise ConfigError(
+            f"--max-shard-size {size} must be a number above 0 and a unit of KB, MB, GB or TB; give one such as 5GB."
+        )
+    return num_bytes
 
 
 def _check_out(out: Path, old: Path) -> None:
@@ -219,7 +236,7 @@ def _save_transformer(
     config: dict[str, Any],
     folder: Path,
     dtype: torch.dtype,
-    max_shard_size: str,
+    max_shard_bytes: int,
 ) -> None:
     from diffusers import WanTransformer3DModel
 
@@ -233,12 +250,14 @@ def _save_transformer(
         )
     # diffusers keeps these in fp32 when it loads bf16 weights; storing them so loses nothing.
     keep = tuple(model._keep_in_fp32_modules)
-    cast = {
-        name: (tensor if any(part in name.split(".") for part in keep) else tensor.to(dtype)).contiguous()
-        for name, tensor in weights.items()
-    }
-    model.load_state_dict(cast, assign=True, strict=True)
-    model.save_pretrained(folder, max_shard_size=max_shard_size, safe_serialization=True)
+    entries = []
+    for name, tensor in weights.items():
+        stored = tensor.dtype if any(part in name.split(".") for part in keep) else dtype
+        entries.append(Entry(name, tuple(tensor.shape), stored, functools.partial(tensor.to, stored)))
+    folder.mkdir()
+    model.save_config(folder)
+    # Not save_pretrained, whose files only their owner may read, whatever the umask is.
+    write_sharded(folder, DIT_STEM, entries, max_shard_bytes)
 
 
 def _verify(weights: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from wands.config import LoraSection
 from wands.errors import CheckpointError
 from wands.model.lora_files import EXPERT_NAMES, LORA_FILE
 from wands.model.lora_keys import LoraPair, lora_to_comfyui, lora_to_diffusers
+from wands.model.tensor_files import Entry, write_safetensors
 from wands.train.state import TrainState
 from wands.train.weights import load_lora_of
 
@@ -50,7 +51,6 @@ def write_lora(
         _check_finite(pairs)
         # A LoRA of either expert is one of "transformer" to its loaders: they are told where it goes when it is loaded.
         metadata = {
-            "format": "pt",
             "lora_adapter_metadata": json.dumps(
                 {
                     "transformer.r": lora.rank,
@@ -60,7 +60,7 @@ def write_lora(
             ),
         }
         _save(lora_to_diffusers({"transformer": pairs}), folder / LORA_FILE, metadata)
-        _save(lora_to_comfyui(pairs), folder / COMFYUI_FILE, {"format": "pt"})
+        _save(lora_to_comfyui(pairs), folder / COMFYUI_FILE, {})
     if state.recipe["model"].get("merge_loras"):
         log.warning(
             "the LoRA was trained on a base with other LoRAs merged in; load those as well, or export with --merge"
@@ -68,10 +68,12 @@ def write_lora(
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, path, metadata)
+    entries = [
+        Entry(name, tuple(tensor.shape), tensor.dtype, tensor.contiguous) for name, tensor in tensors.items()
+    ]
+    write_safetensors(path, entries, metadata)  # save_file would leave a file that only its owner may read
     back = load_file(path)
-    if back.keys() != whole.keys() or any(not torch.equal(back[name], whole[name]) for name in whole):
+    if back.keys() != tensors.keys() or any(not torch.equal(back[name], tensors[name]) for name in tensors):
         raise CheckpointError(f"export: {path} read back differs from the checkpoint; write to another disk.")
 
 
