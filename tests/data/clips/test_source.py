@@ -454,6 +454,7 @@ def test_bytes_are_named_by_what_a_clip_can_be(tmp_path: Path, written: str, key
     assert list(tmp_path.iterdir()) == [path]
 
 
+        ("hf://datasets/a/b/c#d?e.mp4", "c%23d?e-277089d91c0b", ".mp4"),
 def test_a_folder_that_refuses_bytes_ends_in_one_sentence(
     dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

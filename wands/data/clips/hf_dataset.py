@@ -8,8 +8,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
+from wands.data.clips.manifest import CLIP_EXTENSIONS
 from wands.data.clips.table import Columns
-from wands.errors import DataError
+from wands.errors import CacheError, DataError
 
 
 def read_dataset(source: str, split: str, columns: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -115,19 +116,35 @@ def write_clip(data: bytes, written: str | None, folder: Path | None) -> tuple[s
 
     Args:
         data: the file's bytes.
-        written: its name in the dataset.
+        written: its name in the dataset, or the address that it was fetched from.
         folder: where to; default: in the cache of `datasets`.
 
     Returns:
         A name that stays the same when the dataset's order changes, and the file.
+
+    Raises:
+        CacheError: the disk is full or refuses.
     """
     folder = clips_dir(folder)
     digest = hashlib.sha256(data).hexdigest()
-    origin = PurePosixPath(written or "clip")
-    path = folder.absolute() / f"{digest}{origin.suffix}"
-    if not path.is_file() or path.stat().st_size != len(data):
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        partial.write_bytes(data)
-        os.replace(partial, path)
+    written = written or "clip"
+    if re.match(r"https?://", written, re.IGNORECASE):
+        written = re.split(r"[?#]", written)[0]  # a signature may be longer than a file name can be
+    origin = PurePosixPath(written)
+    suffix = origin.suffix if origin.suffix.lower() in CLIP_EXTENSIONS else ""
+    path = folder.absolute() / f"{digest}{suffix}"
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if not path.is_file() or path.stat().st_size != len(data):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                partial.write_bytes(data)
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise CacheError(
+            f"{folder} cannot take {origin.name[:100]} ({error.strerror or error}: {len(data):,} bytes); "
+            "free some space, or name another disk with HF_DATASETS_CACHE"
+        ) from None
     return f"{origin.stem}-{digest[:12]}{origin.suffix}", path
