@@ -5,6 +5,7 @@ import io
 import json
 import os
 import tarfile
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,22 @@ def test_diffusion_pipe_captions_json(tmp_path: Path) -> None:
     # a caption more, or first, leaves the keys of the others as they are
     write(tmp_path / "captions.json", {"clip_1.mp4": ["New.", "A cat.", "An orange cat on a sofa."]})
     assert load(tmp_path)[0][second][1] == "An orange cat on a sofa."
+
+
+@pytest.mark.parametrize(("written", "on_disk"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_diffusion_pipe_accents_composed_otherwise(tmp_path: Path, written: Any, on_disk: Any) -> None:
+    name, there = (unicodedata.normalize(form, "café.mp4") for form in (written, on_disk))
+    data = clip(tmp_path / "set" / there, 40).read_bytes()
+    tar(tmp_path / "set/a.tar", [(f"in {there}", data)])
+    write(tmp_path / "set/captions.json", {name: ["one"], f"in {name}": ["two"]})
+    rows, rejected = load(tmp_path / "set", cache_dir=tmp_path / "cache")
+    assert rejected == {}
+    assert rows[name[:-4]] == (there, "one")
+    assert [caption for _, caption in rows.values()] == ["two", "one"]
+    clip(tmp_path / "set" / name, 80)  # now the captions are this one's
+    rows, rejected = load(tmp_path / "set", cache_dir=tmp_path / "cache")
+    assert rows[name[:-4]] == (name, "one")
+    assert list(rejected) == [there[:-4]]
 
 
 @pytest.mark.parametrize(

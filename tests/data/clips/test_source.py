@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,17 @@ def test_windows_cut_one_clip_into_several(tmp_path: Path) -> None:
         ("c@0.000-2.500", "one", 0.0, 2.5),
         ("c@2.500", "two", 2.5, None),
     ]
+
+
+@pytest.mark.parametrize(("written", "on_disk"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_accents_may_be_composed_otherwise_than_on_disk(tmp_path: Path, written: Any, on_disk: Any) -> None:
+    name, there = (unicodedata.normalize(form, "été/café.mp4") for form in (written, on_disk))
+    lay(tmp_path, {f"videos/{there}": "x", "list.csv": f"video,caption\n{name},one\n"})
+    rows, rejections = load_source(str(tmp_path / "list.csv"))
+    assert rows == [ManifestRow(f"videos/{name[:-4]}", tmp_path / "videos" / there, "one")]
+    assert rejections == []
+    lay(tmp_path, {f"videos/{name}": "y"})  # that of exactly this name comes first
+    assert load_source(str(tmp_path / "list.csv"))[0][0].path == tmp_path / "videos" / name
 
 
 def test_rows_of_one_clip_give_it_several_captions(tmp_path: Path) -> None:
@@ -454,7 +466,6 @@ def test_bytes_are_named_by_what_a_clip_can_be(tmp_path: Path, written: str, key
     assert list(tmp_path.iterdir()) == [path]
 
 
-        ("hf://datasets/a/b/c#d?e.mp4", "c%23d?e-277089d91c0b", ".mp4"),
 def test_a_folder_that_refuses_bytes_ends_in_one_sentence(
     dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Container, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -155,19 +156,22 @@ def _scan_captioned_folder(listing: Path, columns: Columns, cache_dir: Path | No
     if len(captions) < len(rows):  # a list that names a clip twice: the last must not silently win
         return False
     folder, missing = listing.parent, set(captions)
-    for path in sorted(folder.iterdir()):
+    paths = sorted(folder.iterdir())
+    present = {path.name for path in paths}
+    for path in paths:
         name = path.name
         if name.startswith("."):
             continue
         if name.lower().endswith(TAR_EXTENSIONS):
             missing -= scan_tar(path, folder, columns, captions, cache_dir, scan)
         elif name.lower().endswith(CLIP_EXTENSIONS):
-            missing.discard(name)
+            written = _as_written(name, captions, present)
+            missing.discard(written or name)
             try:
                 check_file(name, path)
-                if name not in captions:
+                if written is None:
                     raise DataError(f"no entry in {listing.name}; add one with its captions")
-                scan.add(clip_key(name), name, path, check_captions(captions[name], listing.name))
+                scan.add(clip_key(name), written, path, check_captions(captions[written], listing.name))
             except DataError as error:
                 scan.reject(clip_key(name), path, str(error))
     for name in sorted(missing):
@@ -177,6 +181,14 @@ def _scan_captioned_folder(listing: Path, columns: Columns, cache_dir: Path | No
         except DataError as error:
             scan.reject(f"{listing.name}:{name}", name, str(error))
     return True
+
+
+def _as_written(name: str, captions: Container[str], present: Container[str]) -> str | None:
+    """How captions.json writes a name; see `locate`. What other names are ``present`` are no writing of this one."""
+    others = (unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
+    if name in captions:
+        return name
+    return next((other for other in others if other in captions and other not in present), None)
 
 
 def scan_folder(folder: Path, columns: Columns, cache_dir: Path | None, scan: Scan) -> int:
@@ -310,9 +322,10 @@ def scan_tar(
                     written = video.name.removeprefix("./")
                     where = f"{place}:{written}"
                     row: dict[str, Any] = {}
-                    if written in captions:
-                        met.add(written)
-                        texts = check_captions(captions[written], _CAPTIONS_OF_FOLDER)
+                    listed = _as_written(written, captions, ())
+                    if listed is not None:
+                        met.add(listed)
+                        texts = check_captions(captions[listed], _CAPTIONS_OF_FOLDER)
                     else:
                         texts, row = _caption_of_sample(reader, sample, extension, columns)
                     path = reader.unpack(video, clips_dir(cache_dir))

@@ -4,6 +4,7 @@ import hashlib
 import math
 import os
 import re
+import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -189,23 +190,30 @@ def _check_caption(value: Any, written: str) -> str:
 def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
     """Name and absolute path of a clip that a table names: from the first folder, or a later one that has it.
 
+    Where no file has the name as written, one whose letters are composed otherwise counts: zips of macOS keep
+    an accent apart from its letter. The name, and so the key, is the written one on any system.
+
     Raises:
         DataError: it is not there.
     """
     if re.match(r"[a-zA-Z][\w+.-]+://", video):
         raise DataError("a URL is no file; download the clip and write its path")
     folder = folders[0]
-    paths = [Path(os.path.normpath(base / video)) for base in folders]
+    forms = dict.fromkeys((video, *(unicodedata.normalize(form, video) for form in ("NFC", "NFD"))))
+    paths = [Path(os.path.normpath(base / form)) for form in forms for base in folders]
     try:
-        path = next((path for path in paths if path.is_file()), None)
+        index = next((index for index, path in enumerate(paths) if path.is_file()), None)
     except OSError as error:
         raise DataError(f"path cannot be looked up ({error.strerror}); correct it") from None
-    if path is None:
+    if index is None:
         raise DataError(f"no such file (looked for {paths[0]}); correct the path, it counts from {folder}")
-    name = path.relative_to(folder) if path.is_relative_to(folder) else path.relative_to(path.anchor)
+    written = paths[index % len(folders)]
+    name = (
+        written.relative_to(folder) if written.is_relative_to(folder) else written.relative_to(written.anchor)
+    )
     if str(name) != printable(str(name)):
         raise DataError("file name is not valid UTF-8; rename it")
-    return name.as_posix(), path
+    return name.as_posix(), paths[index]
 
 
 def check_file(name: str, path: Path) -> None:
