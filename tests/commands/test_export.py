@@ -108,6 +108,33 @@ def test_an_older_step_and_a_second_export(run: Path, tmp_path: Path):
     assert (tmp_path / "full" / "precious.txt").read_text() == "keep me"
 
 
+def test_a_folder_of_the_users_is_not_deleted(run: Path, tmp_path: Path):
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp" / "precious.txt").write_text("keep me")
+    with pytest.raises(ConfigError, match=r"--out .*out needs the name .*out\.tmp; delete that folder if"):
+        export(run, tmp_path / "out")
+    assert (tmp_path / "out.tmp" / "precious.txt").read_text() == "keep me"
+
+
+def test_a_place_that_cannot_be_made(run: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WandsError, match=r"--out .*out cannot be made \(Not a directory\)"):
+        export(run, tmp_path / "file" / "out")
+
+
+def test_a_mount_point_is_refused_at_the_start(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from wands.commands import export as module
+
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
+    monkeypatch.setattr(module, "load_full_weights", lambda *_: pytest.fail("read before it was refused"))
+    with pytest.raises(
+        ConfigError, match=r"is a mount point.*give a folder in it, such as .*volume/export\."
+    ):
+        export(run, tmp_path / "volume")
+    assert os.listdir(tmp_path) == ["volume"]
+
+
 def test_another_base_is_refused(run: Path, tiny_pipeline: Path, tmp_path: Path):
     base = tmp_path / "base"
     shutil.copytree(tiny_pipeline, base)

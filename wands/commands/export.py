@@ -85,11 +85,17 @@ def export(
     if ema:
         check_average(step_dir, state)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"--out {out} needs the name {partial}; delete that folder if no export is running and nothing of yours is in it."
+        ) from None
+    except OSError as error:
+        raise WandsError(f"--out {out} cannot be made ({error.strerror}); choose another folder.") from error
+    try:
         if lora is None or merge:
             _write_pipeline(step_dir, state, base, partial, _DTYPES[dtype], max_shard_bytes, link, ema)
         else:
-            partial.mkdir(parents=True)
             write_lora(step_dir, state, lora, partial, _DTYPES[dtype], ema)
         record = _record(step_dir, state, base or state.base, dtype, ema)
         write_text(partial / EXPORT_FILE, json.dumps(record, indent=2))
@@ -119,7 +125,7 @@ def _write_pipeline(
     base_dir = fetch_model(base or state.base, key="--base", ignore=ignore)
     _check_base(base_dir, state)
     copy = _link_or_copy if link else shutil.copy2
-    shutil.copytree(base_dir, partial, ignore=_skipping(state.parts), copy_function=copy)
+    shutil.copytree(base_dir, partial, ignore=_skipping(state.parts), copy_function=copy, dirs_exist_ok=True)
     for part in state.parts:
         weights, folder = load_full_weights(step_dir, part, base, ema), partial / part
         _save_transformer(weights, state.transformer_config, folder, dtype, max_shard_bytes)
@@ -139,6 +145,11 @@ def _bytes_of(size: str) -> int:
 def _check_out(out: Path, old: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; choose a folder.")
+    if os.path.ismount(out):
+        raise ConfigError(
+            f"--out {out} is a mount point, which the finished folder cannot replace; give a folder in it, such as "
+            f"{out / 'export'}."
+        )
     if out.exists() and any(out.iterdir()) and not (out / EXPORT_FILE).is_file():
         raise ConfigError(f"--out {out} holds files that are no export of wands; choose an empty folder.")
     if old.exists():
