@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import weakref
 from pathlib import Path
@@ -305,6 +306,16 @@ def test_nothing_is_overwritten(pipelines: dict[str, Path], tmp_path: Path):
     convert(source, tmp_path / "empty", to="official", forward=False)
     with pytest.raises(WandsError, match=r"cannot be made"):
         convert(source, tmp_path / "full" / "precious.txt" / "out", to="official")
+
+
+def test_a_mount_point_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
+    with pytest.raises(
+        ConfigError, match=r"is a mount point.*give a folder in it, such as .*volume/converted\."
+    ):
+        convert("not/fetched", tmp_path / "volume", to="official")
+    assert os.listdir(tmp_path) == ["volume"]
 
 
 def spoil(folder: Path, change) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -97,12 +98,17 @@ def convert(
         CheckpointError: unknown names, missing or damaged tensors, a pickle with code, or a comparison failed.
         WandsError: `out` cannot be written; nothing is left beside it.
     """
-    root = _find_source(source)
     out = out.resolve()
+    if os.path.ismount(out):
+        raise ConfigError(
+            f"--out {out} is a mount point, which the finished folder cannot replace; give a folder in it, such as "
+            f"{out / 'converted'}."
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"--out {out} is there already; choose a new or an empty folder, nothing is overwritten."
         )
+    root = _find_source(source)
     lora = _lora_file(root)
     if rest_of and (to == "comfyui" or lora is not None):
         what = "a LoRA" if lora is not None else "ComfyUI's files"
