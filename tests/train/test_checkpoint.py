@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -17,10 +18,12 @@ import pytest
 import torch
 
 from tests.train.runs import make_job, run_job
+from wands.commands import train as train_command
 from wands.errors import CheckpointError
+from wands.model.loading import build_empty, load_config
 from wands.parallel.mesh import ContextGroups
 from wands.train import checkpoint
-from wands.train.checkpoint import STATE_FILE, find_checkpoint, load_state, save_checkpoint
+from wands.train.checkpoint import STATE_FILE, find_checkpoint, list_steps, load_state, save_checkpoint
 from wands.train.engine import init_process_group
 from wands.train.metrics import read_metrics
 
@@ -263,11 +266,79 @@ def test_frozen_weights_need_room_for_themselves_alone(
 
     def check(more: int) -> None:
         engines = {"transformer": SimpleNamespace(module=module)}
-        checkpoint._check_space(engines, tmp_path, zero_stage=2, whole=whole, more=more)
+        recipe = {"lora": None if whole else {}, "optim": {"name": "adamw"}}
+        state = SimpleNamespace(zero_stage=2, recipe=recipe)
+        checkpoint._check_space(engines, tmp_path, state, more)
 
     check(more=1000)
     with pytest.raises(CheckpointError, match="are free; free disk space"):
         check(more=1001)
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer"), [(0, "adamw"), (0, "adafactor"), (1, "adamw"), (2, "adamw8bit"), (3, "adamw")]
+)
+def test_the_room_that_is_asked_for_is_what_a_checkpoint_takes(
+    stage: int, optimizer: str, tiny_pipeline: Path, tmp_path: Path, worlds
+):
+    settings = ("train.max_steps=1", f"optim.name={optimizer}")
+    worlds[2].run(run_job, tiny_pipeline, tmp_path, settings, {"zero_optimization": {"stage": stage}})
+    files = (tmp_path / "checkpoints" / "step_00000001" / "transformer").iterdir()
+    shapes = [
+        (name, tuple(p.shape)) for name, p in build_empty(load_config(tiny_pipeline)).named_parameters()
+    ]
+    held = sum(math.prod(shape) for _, shape in shapes)
+    expected = sum(checkpoint.checkpoint_bytes(held, shapes, optimizer, stage))
+    # Names, offsets and what aligns shards come to 64 KB a file, whatever the model.
+    assert expected <= sum(file.stat().st_size for file in files) <= 1.02 * expected + 3 * 65_536
+
+
+def kill_in_the_first_save(model: Path, out: Path) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_job(model, out, ("train.max_steps=1",), ZERO2)
+
+
+def test_a_run_killed_in_its_first_save_starts_anew(
+    tiny_pipeline: Path, tmp_path: Path, worlds, monkeypatch: pytest.MonkeyPatch
+):
+    """And what it left behind makes room before room is asked for."""
+    worlds[1].run(kill_in_the_first_save, tiny_pipeline, tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001.tmp"]
+    assert not train_command._has_checkpoints(tmp_path)
+    rows = worlds[1].run(run_with_little_room, tiny_pipeline, tmp_path)[0]
+    assert len(rows) == 1
+    assert [path.name for path in list_steps(tmp_path / "checkpoints")] == ["step_00000001"]
+
+
+def run_with_little_room(model: Path, out: Path) -> list[dict[str, Any]]:
+    def usage(path: Path) -> SimpleNamespace:
+        taken = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+        return SimpleNamespace(free=2_000_000 - taken)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "disk_usage", usage)
+        return run_job(model, out, ("train.max_steps=1",), ZERO2)
+
+
+def test_shards_cut_otherwise_are_refused(tiny_pipeline: Path, tmp_path: Path, worlds):
+    cut = {"zero_optimization": {"stage": 3, "sub_group_size": 20_000}}
+    worlds[1].run(run_job, tiny_pipeline, tmp_path, ("train.max_steps=1",), cut)
+    with pytest.raises(
+        AssertionError, match=r"DeepSpeed cannot use its shards .* use the DeepSpeed JSON of the run"
+    ):
+        worlds[1].run(
+            run_job,
+            tiny_pipeline,
+            tmp_path,
+            ("train.max_steps=2",),
+            {"zero_optimization": {"stage": 3}},
+            True,
+        )
 
 
 def test_state_file_is_plain_json(finished: Path):

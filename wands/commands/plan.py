@@ -315,10 +315,11 @@ def _cache_bytes(task: Task, variant: Variant) -> float:
 
 
 def _checkpoint_bytes(best: Candidate) -> int:
-    trained = best.load.trained
-    held = trained if best.recipe.lora else sum(weight.numel for weight in best.load.weights)
-    average = 4 * trained if best.recipe.ema else 0
-    return best.task.num_models * (checkpoint_bytes(held, trained) + average)
+    trained = [(weight.name, weight.shape) for weight in best.load.weights if weight.trained]
+    held = best.load.trained if best.recipe.lora else sum(weight.numel for weight in best.load.weights)
+    stage = int(best.ds_config["zero_optimization"].get("stage", 0))
+    size = sum(checkpoint_bytes(held, trained, best.recipe.optim.name, stage))
+    return best.task.num_models * (size + (4 * best.load.trained if best.recipe.ema else 0))
 
 
 def _duration(seconds: float) -> str:

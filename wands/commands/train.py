@@ -12,7 +12,7 @@ from wands.config import Recipe, load_recipe
 from wands.encode.pipeline import fingerprint_pipeline
 from wands.errors import ConfigError
 from wands.files import write_text
-from wands.train.checkpoint import find_checkpoint
+from wands.train.checkpoint import find_checkpoint, list_steps
 from wands.train.ds_config import load_ds_config
 from wands.train.engine import (
     accelerator_type,
@@ -127,8 +127,7 @@ def _show_timesteps(recipe: Recipe, tell: Report) -> None:
 
 
 def _has_checkpoints(output_dir: Path) -> bool:
-    folder = output_dir / "checkpoints"
-    return folder.is_dir() and any(folder.glob("step_*"))
+    return bool(list_steps(output_dir / "checkpoints"))
 
 
 def _resume_from(job: Job, resume: str | None) -> tuple[Path, TrainState] | None:

@@ -12,10 +12,11 @@ import io
 import itertools
 import json
 import logging
+import math
 import re
 import resource
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,13 +28,13 @@ import torch.distributed as dist
 from wands.errors import CheckpointError
 from wands.files import publish, sync, write_text
 from wands.train.ema import WeightAverage, average_file, has_average, load_average
+from wands.train.optimizers import state_bytes_per_param
 from wands.train.state import TrainState
 
 log = logging.getLogger(__name__)
 
 STATE_FILE = "wands_state.json"
 _SETTINGS = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
-_BYTES_PER_TRAINED = 12  # fp32 master and two AdamW moments
 
 
 def step_name(step: int) -> str:
@@ -63,8 +64,6 @@ def save_checkpoint(
     Raises:
         CheckpointError: the disk is full or refuses; the previous checkpoint is untouched.
     """
-    average = sum(one.num_bytes for one in averages.values())
-    _check_space(engines, folder, state.zero_stage, whole=state.recipe["lora"] is None, more=average)
     rank = dist.get_rank()
     target = folder / step_name(state.step)
     partial = folder / f"{target.name}.tmp"
@@ -73,6 +72,7 @@ def save_checkpoint(
         for stale in folder.glob("step_*.tmp"):  # left by a save that was killed
             shutil.rmtree(stale)
     dist.barrier()
+    _check_space(engines, folder, state, more=sum(one.num_bytes for one in averages.values()))
     try:
         # save_latest=False: DeepSpeed's own `latest` is neither atomic nor last.
         for part, engine in engines.items():
@@ -102,37 +102,51 @@ def _is_write_error(error: RuntimeError) -> bool:
     )
 
 
-def checkpoint_bytes(held: int, trained: int) -> int:
-    """Size of one DiT's part of a checkpoint: the module in fp32, and of what is trained masters and moments.
+def checkpoint_bytes(
+    held: int, trained: Sequence[tuple[str, Sequence[int]]], optimizer: str, zero_stage: int
+) -> tuple[int, int]:
+    """Size of one DiT's part of a checkpoint: the weights, and the optimizer's masters and states, over all ranks.
 
     Args:
         held: parameters that are saved.
-        trained: those of them that have an optimizer's states.
+        trained: names and shapes of those of them that are trained.
+        optimizer: `optim.name`.
+        zero_stage: without sharding the weights are the masters; at stage 3 the masters stand for the weights.
     """
-    return 4 * held + _BYTES_PER_TRAINED * trained
+    num_trained = sum(math.prod(shape) for _, shape in trained)
+    states = state_bytes_per_param(optimizer, trained, zero_stage) + (4 if zero_stage else 0)
+    return 4 * (held - num_trained if zero_stage == 3 else held), round(states * num_trained)
 
 
-def _check_space(engines: Mapping[str, Any], folder: Path, zero_stage: int, whole: bool, more: int) -> None:
+def _check_space(engines: Mapping[str, Any], folder: Path, state: TrainState, more: int) -> None:
     """Refuse before the first byte, on all ranks alike: a write that fails half way hangs the others.
 
     Args:
         engines: what is saved.
         folder: where.
-        zero_stage: how it is cut.
-        whole: frozen weights are saved too.
+        state: of the run.
         more: bytes that this rank writes besides.
     """
-    counts = [_count(engine.module, whole) for engine in engines.values()]
-    world_size = dist.get_world_size()
-    needed = sum(checkpoint_bytes(held, trained) for held, trained in counts) + more * world_size
+    world_size, stage = dist.get_world_size(), state.zero_stage
+    sizes = []
+    for engine in engines.values():
+        shapes = [
+            (name, tuple(getattr(p, "ds_shape", p.shape)), p.requires_grad)
+            for name, p in engine.module.named_parameters()
+        ]
+        trained = [(name, shape) for name, shape, is_trained in shapes if is_trained]
+        # Of a LoRA the base is not saved.
+        saved = shapes if state.recipe["lora"] is None else [one for one in shapes if one[2]]
+        held = sum(math.prod(shape) for _, shape, _ in saved)
+        sizes.append(checkpoint_bytes(held, trained, state.recipe["optim"]["name"], stage))
+    needed = sum(map(sum, sizes)) + more * world_size
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    held, trained = max(counts)
-    # One file per rank with its share of masters and moments, and one with the module, of which ZeRO-3 shares the frozen part.
-    module, states = 4 * held, _BYTES_PER_TRAINED * trained
-    largest = max(states // world_size, module // world_size if zero_stage == 3 else module)
-    largest = module + states if zero_stage == 0 else largest
+    module, states = max(sizes)
+    # One file per rank with its share of masters and states, and one with the weights, of which ZeRO-3 shares the frozen part.
+    largest = max(states // world_size, module // world_size if stage == 3 else module)
+    largest = module + states if stage == 0 else largest
     problem = None
     if needed > free:
         problem = f"needs about {needed / 1e9:.3f} GB, {free / 1e9:.3f} GB are free; free disk space or set another output_dir."
@@ -143,13 +157,6 @@ def _check_space(engines: Mapping[str, Any], folder: Path, zero_stage: int, whol
     first = next((text for text in problems if text), None)
     if first:
         raise CheckpointError(f"output_dir: a checkpoint in {folder} {first}", agreed=True)
-
-
-def _count(module: torch.nn.Module, whole: bool) -> tuple[int, int]:
-    """Parameters of a DiT that a checkpoint holds, and those of them that are trained."""
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in module.parameters()]
-    trained = sum(size for size, is_trained in sizes if is_trained)
-    return sum(size for size, _ in sizes) if whole else trained, trained
 
 
 def _finish(partial: Path, target: Path, state: TrainState) -> None:
@@ -276,7 +283,13 @@ def _load_engine(engine: Any, checkpoint: Path, part: str) -> None:
     base_lrs = list(scheduler.base_lrs) if ours else []
     # A checkpoint of a LoRA holds nothing of the base, which has been loaded from the model's own files.
     strict = all(parameter.requires_grad for parameter in engine.module.parameters())
-    path, _ = engine.load_checkpoint(str(checkpoint), tag=part, load_module_strict=strict)
+    try:
+        path, _ = engine.load_checkpoint(str(checkpoint), tag=part, load_module_strict=strict)
+    except ValueError as error:  # torch's, where groups are cut otherwise: another sub_group_size
+        raise CheckpointError(
+            f"checkpoint={checkpoint}: DeepSpeed cannot use its shards ({error}); use the DeepSpeed JSON of the run.",
+            agreed=True,
+        ) from error
     if path is None:
         raise CheckpointError(
             f"checkpoint={checkpoint}: DeepSpeed found no shards for this world; use the DeepSpeed JSON of the run.",
