@@ -325,6 +325,49 @@ def test_csv_mistakes(tmp_path: Path) -> None:
         load_source(str(tmp_path))
 
 
+def test_an_unclosed_quote_of_a_csv_costs_one_row(tmp_path: Path) -> None:
+    rest = [f"{letter}.mp4,{letter}" for letter in "bcdefgh"]
+    rest[2] = 'd.mp4,"d, and\nmore"'
+    rest[4] = 'f.mp4,"f ""quoted"" " \t'
+    lines = [
+        "video,caption",
+        'a.mp4,"a cat on a mat',
+        *rest,
+        '"A.mp4" ,"a 12" screen"',
+        "i.mp4,i",
+        'j.mp4,"j',
+    ]
+    lay(tmp_path, {f"{letter}.mp4": "x" for letter in "abcdefghijA"} | {"list.csv": "\n".join(lines)})
+    rows, rejections = load_source(str(tmp_path / "list.csv"))
+    assert [(row.key, row.caption) for row in rows] == [
+        ("b", "b"),
+        ("c", "c"),
+        ("d", "d, and\nmore"),
+        ("e", "e"),
+        ("f", 'f "quoted"'),
+        ("g", "g"),
+        ("h", "h"),
+        ("i", "i"),
+    ]
+    cure = '; close its double quote, and double those inside a cell ("")'
+    assert [(r.key, r.reason.removesuffix(cure)) for r in rejections] == [
+        ("list.csv:11", "unreadable row (',' expected after '\"')"),
+        ("list.csv:13", "unreadable row (unexpected end of data)"),
+        ("list.csv:2", "unreadable row (',' expected after '\"')"),
+    ]
+    lay(tmp_path, {"list.csv": 'video,"caption\na.mp4,one\n'})
+    with pytest.raises(
+        DataError, match=r"list\.csv:1 is an unreadable row \(unexpected end of data\); close"
+    ):
+        load_source(str(tmp_path / "list.csv"))
+
+
+def test_rows_of_a_csv_are_numbered_by_the_line_where_they_begin(tmp_path: Path) -> None:
+    text = 'video,caption\r\n\r\ngone.mp4,"one\r\n\r\ntwo"\r\nlost.mp4,"three"\r\n'
+    lay(tmp_path, {"list.csv": text})
+    assert list(reasons(tmp_path / "list.csv")) == ["list.csv:3", "list.csv:6"]
+
+
 # ---------------------------------------------------------------- sources that cannot be used at all
 
 

@@ -2,8 +2,10 @@
 
 import csv
 import io
+import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +154,7 @@ def read_table(table: Path) -> list[NumberedRow]:
         if kind == ".jsonl":
             rows = list(_jsonl_rows(table.read_bytes()))
         elif kind == ".csv":
-            rows = list(_csv_rows(table.read_text(encoding="utf-8-sig")))
+            rows = list(_csv_rows(table))
         elif kind == ".json":
             rows = list(_json_rows(table.read_text(encoding="utf-8-sig")))
         else:
@@ -166,20 +168,46 @@ def _lower(row: dict[str, Any]) -> dict[str, Any]:
     return {str(name).strip().lower(): value for name, value in row.items()}
 
 
-def _csv_rows(text: str) -> Iterator[NumberedRow]:
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    while True:
-        try:
-            row = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield reader.line_num, f"unreadable line ({error}); mend it"
-            continue
-        if None in row:  # DictReader's place for cells beyond the header
-            yield reader.line_num, "more cells than the header; put a caption with commas in double quotes"
+def _csv_rows(table: Path) -> Iterator[NumberedRow]:
+    """Rows under the number of the line where they begin; after an unreadable one the next line begins another."""
+    lines = list(io.StringIO(table.read_text(encoding="utf-8-sig"), newline=""))
+    names: list[str] | None = None
+    begin = 0
+    while begin < len(lines):
+        cells, end = _csv_row(lines, begin)
+        if isinstance(cells, str):
+            if names is None:
+                raise DataError(f"source={table}:{begin + 1} is an {cells}")
+            yield begin + 1, cells
+        elif not cells:
+            pass  # an empty line
+        elif names is None:
+            names = cells
+        elif len(cells) > len(names):
+            yield begin + 1, "more cells than the header; put a caption with commas in double quotes"
         else:
-            yield reader.line_num, dict(row)
+            yield begin + 1, dict(itertools.zip_longest(names, cells))
+        begin = end
+
+
+def _csv_row(lines: list[str], begin: int) -> tuple[list[str] | str, int]:
+    """The cells of the row that begins at a line, or why it is unreadable; and the line behind.
+
+    A double quote that is never closed would take all rows behind it into one caption, so quotes are read strictly.
+    """
+    reader = csv.reader((lines[index] for index in range(begin, len(lines))), strict=True)
+    try:
+        return next(reader), begin + reader.line_num
+    except csv.Error as error:
+        problem = error
+    # Blanks behind a closing quote are harmless.
+    row = [re.sub(r'"[ \t]+(?=[,\r\n]|$)', '"', line) for line in lines[begin : begin + reader.line_num]]
+    try:
+        (cells,) = csv.reader(row, strict=True)
+    except (csv.Error, ValueError):
+        cure = 'close its double quote, and double those inside a cell ("")' if '"' in row[0] else "mend it"
+        return f"unreadable row ({problem}); {cure}", begin + 1
+    return cells, begin + len(row)
 
 
 def _jsonl_rows(data: bytes) -> Iterator[NumberedRow]:
