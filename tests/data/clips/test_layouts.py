@@ -336,6 +336,47 @@ def test_dfm_meta_json_counts_frames(tmp_path: Path) -> None:
     assert [round(float(frame[0].mean()) / 20) for frame in window] == [4, 5, 6, 7, 8]
 
 
+def test_a_range_in_a_file_beside_a_clip(tmp_path: Path) -> None:
+    for stem in "abcd":
+        clip(tmp_path / f"{stem}.mp4", 40, num_frames=17)
+    write(tmp_path / "a.json", {"caption": "seconds", "start": 0.5, "end": 1.5})
+    write(tmp_path / "b.json", {"caption": "frames", "start_frame": 4, "end_frame": 8})
+    write(tmp_path / "c.jsonl", json.dumps({"caption": "open", "start": 1}))
+    write(tmp_path / "d.json", {"caption": "none", "start": 2, "end": 1})
+    rows, rejections = load_source(str(tmp_path))
+    assert rows == [
+        ManifestRow("a@0.500-1.500", tmp_path / "a.mp4", "seconds", 0.5, 1.5),
+        ManifestRow("b@0.500-1.125", tmp_path / "b.mp4", "frames", 0.5, 1.125),
+        ManifestRow("c@1.000", tmp_path / "c.mp4", "open", 1.0),
+    ]
+    assert [(r.key, "start=2.0 end=1.0" in r.reason) for r in rejections] == [("d", True)]
+
+
+@pytest.mark.parametrize("whole", [int, float])
+def test_frames_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: type) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    clip(tmp_path / "a.mp4", 40, num_frames=17)
+    rows = {
+        "video": ["../a.mp4"] * 4,
+        "caption": ["frames", "seconds", "all", "turned"],
+        "Start_Frame": [whole(4), None, whole(0), whole(9)],
+        "end_frame": [whole(8), None, whole(16), whole(8)],
+        "start": [None, 0.5, None, None],
+    }
+    (tmp_path / "data").mkdir()
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "data/train-0.parquet")
+    found, rejections = load_source(str(tmp_path / "data"))
+    assert [(row.caption, row.start, row.end) for row in found] == [
+        ("all", None, None),
+        ("seconds", 0.5, None),
+        ("frames", 0.5, 1.125),
+    ]
+    assert [(r.key, "start_frame=9" in r.reason) for r in rejections] == [("train:3", True)]
+
+
 def test_images_are_clips_of_one_frame(tmp_path: Path) -> None:
     """Folders of diffusion-pipe, musubi, ai-toolkit: image.png + image.txt, videos among them."""
     for index, name in enumerate(["a.png", "b.jpg", "c.webp", "d.JPEG", "poster.jpg", "mute.png"]):

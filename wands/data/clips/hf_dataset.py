@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from wands.data.clips.manifest import CLIP_EXTENSIONS
-from wands.data.clips.table import Columns
+from wands.data.clips.table import RANGE_COLUMNS, Columns
 from wands.errors import CacheError, DataError
 
 
@@ -31,7 +31,7 @@ def read_dataset(source: str, split: str, columns: Columns) -> Iterator[tuple[in
     data = _load(source, split)
     try:
         columns.check(data.column_names)
-        wanted = {*columns.video_names, *columns.caption_names, "start", "end"}
+        wanted = {*columns.video_names, *columns.caption_names, *RANGE_COLUMNS}
         data = data.select_columns([name for name in data.column_names if name.lower() in wanted])
         for name, feature in data.features.items():
             if isinstance(feature, datasets.Video):  # reading a row would call torchcodec

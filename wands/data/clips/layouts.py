@@ -213,8 +213,8 @@ def scan_folder(folder: Path, columns: Columns, cache_dir: Path | None, scan: Sc
                 check_file(name, path)
                 if clip := _clip_of_poster(file, present):
                     raise DataError(f"taken for the poster of {clip}; rename it if it is a clip of its own")
-                written, captions = _read_sidecar(path, present, columns)
-                scan.add(written, name, path, captions)
+                written, captions, row = _read_sidecar(path, present, columns)
+                scan.add(written, name, path, captions, read_range(row, path))
             except DataError as error:
                 scan.reject(clip_key(name), path, str(error))
     return found
@@ -246,11 +246,11 @@ def _clip_of_poster(file: str, present: set[str]) -> str | None:
     return next((stem + extension for extension in VIDEO_EXTENSIONS if stem + extension in present), None)
 
 
-def _read_sidecar(clip: Path, present: set[str], columns: Columns) -> tuple[str, list[str]]:
+def _read_sidecar(clip: Path, present: set[str], columns: Columns) -> tuple[str, list[str], dict[str, Any]]:
     """Read the captions beside a clip: same stem, .txt before .json before .jsonl (its first line).
 
     Returns:
-        The file's name, and what it says.
+        The file's name, the captions in it, and the JSON object they stand in.
 
     Raises:
         DataError: there is none, or it cannot be read.
@@ -263,7 +263,7 @@ def _read_sidecar(clip: Path, present: set[str], columns: Columns) -> tuple[str,
         data = file.read_bytes()
     except OSError as error:
         raise DataError(f"{file.name} cannot be read ({error}); save it as UTF-8 text") from error
-    return file.name, _caption_in_file(file.name, data, columns)[0]
+    return file.name, *_caption_in_file(file.name, data, columns)
 
 
 def _caption_in_file(name: str, data: bytes, columns: Columns) -> tuple[list[str], dict[str, Any]]:

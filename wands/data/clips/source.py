@@ -22,8 +22,9 @@ from wands.data.clips.manifest import (
     Scan,
     check_captions,
     locate,
+    read_range,
 )
-from wands.data.clips.table import Columns, read_window
+from wands.data.clips.table import Columns
 from wands.errors import DataError
 
 __all__ = ["IMAGE_EXTENSIONS", "VIDEO_EXTENSIONS", "ManifestRow", "Rejection", "load_source"]
@@ -113,7 +114,7 @@ def _scan_dataset(
         data, written = (video.get("bytes"), video.get("path")) if isinstance(video, dict) else (None, video)
         where = f"{split}:{index}"
         try:
-            captions, window = check_captions(caption, where), read_window(row)
+            captions = check_captions(caption, where)
             if data:
                 name, path = write_clip(data, written, cache_dir)
             elif isinstance(written, str) and written:
@@ -124,6 +125,6 @@ def _scan_dataset(
                 name = re.sub(r"^.*/snapshots/[0-9a-f]{40}/", "", name)  # the Hub cache's own folders
             else:
                 raise DataError("no video in this row; remove it")
-            scan.add(where, name, path, captions, window)
+            scan.add(where, name, path, captions, read_range(row, path))
         except DataError as error:
             scan.reject(where, written or where, str(error))

@@ -20,6 +20,7 @@ VIDEO_COLUMNS = (
 )
 CAPTION_COLUMNS = ("caption", "prompt", "text", "cap", "captions", "vila_caption", "gemini_v2_caption", "txt")
 # fmt: on
+RANGE_COLUMNS = ("start", "end", "start_frame", "end_frame")
 
 # Line (or item) number from 1, and the row; in place of an unreadable row the reason.
 NumberedRow = tuple[int, dict[str, Any] | str]
@@ -105,7 +106,9 @@ def read_frames(row: dict[str, Any]) -> tuple[int, int] | None:
     if first in (None, "") and last in (None, ""):
         return None
     try:
-        frames = int(str(first)), int(str(last))
+        limits = [float(str(value)) for value in (first, last)]
+        # A column in which some row is empty comes as 9.0 from pandas.
+        frames = (int(limits[0]), int(limits[1])) if all(map(float.is_integer, limits)) else (0, -1)
     except ValueError:
         frames = (0, -1)
     if not 0 <= frames[0] <= frames[1]:
