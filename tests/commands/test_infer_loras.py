@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline, WanPipeline
+from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
@@ -26,6 +28,7 @@ from wands.commands.inference.pipeline import find_pipeline, load_pipeline
 from wands.commands.inference.prompts import SampleRequest
 from wands.commands.inference.sharing import share_pipeline
 from wands.errors import ConfigError
+from wands.model import hub
 from wands.model.lora_keys import LoraPair, lora_to_comfyui
 from wands.parallel.mesh import RankGrid
 
@@ -152,6 +155,61 @@ def test_scales_and_experts(trained: Trained, files: dict[str, Path]) -> None:
         lora=[f"{path}=0.5"], lora_2=[f"{files['both']}=0.5"]
     )  # the low-noise half alone is taken
     assert_close(apart, both)
+
+
+@pytest.fixture
+def published(
+    trained: Trained, files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Hub with LoRAs: of both experts as `wands export` lays them out, of one, PEFT's, and a repository without any."""
+    names = {"transformer": "high_noise", "transformer_2": "low_noise"}
+    for repo, parts in {"both": PARTS, "low": ("transformer_2",), "high": ("transformer",)}.items():
+        for part in parts:
+            folder = tmp_path / "hub" / "you" / repo / names[part]
+            folder.mkdir(parents=True)
+            state = trained.state(part, "transformer.")
+            save_file(state, folder / "pytorch_lora_weights.safetensors", metadata("transformer"))
+    shutil.copytree(files["peft"], tmp_path / "hub" / "you" / "peft" / "adapter")
+    (tmp_path / "hub" / "you" / "pickles").mkdir()
+    (tmp_path / "hub" / "you" / "pickles" / "lora.bin").touch()
+
+    def fetch(repo_id: str, *, allow_patterns: list[str], ignore_patterns: None) -> str:
+        there, here = tmp_path / "hub" / repo_id, tmp_path / "cache" / repo_id
+        every = [str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()]
+        for name in filter_repo_objects(every, allow_patterns=allow_patterns):
+            (here / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(there / name, here / name)
+        return str(here)
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("published")
+def test_a_hub_id_lands_in_the_expert_that_it_names(trained: Trained) -> None:
+    both = trained.merged({"transformer": 1.0, "transformer_2": 1.0})
+    low = trained.merged({"transformer_2": 1.0})
+    assert (both - low).abs().max() > 1e-2
+    assert_close(trained.sample(lora=["you/both"]), both)
+    assert_close(trained.sample(lora=["you/low"]), low)
+    assert_close(trained.sample(lora_2=["you/both"]), low)
+    assert_close(trained.sample(lora=["you/peft=0.5"]), trained.merged({"transformer": 0.5}))
+
+
+@pytest.mark.usefixtures("published")
+def test_a_hub_id_in_record_and_mistakes(trained: Trained, tiny_pipeline: Path, tmp_path: Path) -> None:
+    infer(trained.folder, [REQUEST], out_dir=tmp_path / "out", lora=["you/both=0.5"])
+    assert records(tmp_path / "out")[0]["loras"] == [
+        {"path": "you/both", "part": part, "scale": 0.5} for part in PARTS
+    ]
+    with pytest.raises(ConfigError, match=r"^infer\.lora=you/pickles holds no \.safetensors file; give"):
+        find_loras(["you/pickles"])
+    with pytest.raises(ConfigError, match=r"^infer\.lora_2=you/high holds no LoRA of the low-noise expert; "):
+        find_loras([], ["you/high"])
+    with pytest.raises(
+        ConfigError, match=r"^infer\.lora=you/low is for the low-noise expert .* LoRA of this model\.$"
+    ):
+        find_pipeline(tiny_pipeline, loras=find_loras(["you/low"]))
 
 
 def sample_with_lora_on_ranks(trained: Trained, path: str) -> Tensor:

@@ -445,7 +445,7 @@ IMAGE, LAST, BOTH = (
         ("wan2.2-t2v-a14b", {"image": ("first.png", None)}, "infer.image=first.png of prompt 1 is for models"),
         ("wan2.2-t2v-a14b", {"lora": ["no/such/lora"]}, "infer.lora=no/such/lora does not exist; give a LoRA's"),
         ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "infer.lora_2=a/b=much must end in a number; write PATH or PATH=SCALE"),
-        ("wan2.2-ti2v-5b", {"lora_2": ["a/b"]}, "infer.lora_2 is for the low-noise expert, and infer.model="),
+        ("wan2.2-ti2v-5b", {"lora_2": ["low.safetensors"]}, "infer.lora_2=low.safetensors is for the low-noise expert of two"),
     ],
 )  # fmt: skip
 def test_one_sentence_before_weights_are_read(
@@ -454,6 +454,7 @@ def test_one_sentence_before_weights_are_read(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(infer_module, "load_pipeline", lambda *a, **k: pytest.fail("weights were read"))
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "low.safetensors").touch()
     with pytest.raises(ConfigError) as caught:
         infer(tiny_variant(variant), ["a", "b"], out_dir=tmp_path / "out", **SMALL | asked)
     assert str(caught.value).startswith(message)

@@ -13,7 +13,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -225,7 +225,7 @@ def _origin(source: PipelineSource, dtype: str) -> dict[str, Any]:
     if source.ema:
         origin["ema"] = True
     if source.loras:
-        origin["loras"] = [asdict(lora) for lora in source.loras]
+        origin["loras"] = [lora.record() for lora in source.loras]
     return origin
 
 

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from wands.errors import CheckpointError, ConfigError
-from wands.model.lora_files import find_lora_file, parts_in
+from wands.model.hub import fetch_model
+from wands.model.lora_files import EXPERT_NAMES, find_lora_file, parts_in
 from wands.model.lora_keys import PEFT_FILE, lora_to_diffusers, read_lora
 
 log = logging.getLogger(__name__)
 PEFT_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ("*.safetensors", f"*{PEFT_CONFIG}")  # a * of the Hub's patterns goes into folders
 
 
 @dataclass(frozen=True)
@@ -29,20 +31,23 @@ class Lora:
         path: file, folder or Hub id.
         part: "transformer" or "transformer_2", the DiT that it is for when it does not say so itself.
         scale: what its update is multiplied by.
+        key: the option that named it, for messages.
+        file: where its weights lie on this machine; None before they are looked for.
     """
 
     path: str
     part: str = "transformer"
     scale: float = 1.0
+    key: str = "infer.lora"
+    file: Path | None = None
 
-    @property
-    def key(self) -> str:
-        """The option that named it, for messages."""
-        return "infer.lora" if self.part == "transformer" else "infer.lora_2"
+    def record(self) -> dict[str, Any]:
+        """What tells it from others wherever it is used: where a machine keeps what it fetched does not."""
+        return {"path": self.path, "part": self.part, "scale": self.scale}
 
 
 def find_loras(lora: Sequence[str | Path], lora_2: Sequence[str | Path] = ()) -> list[Lora]:
-    """Understand what was asked for; files are looked for, none is read.
+    """Understand what was asked for, and fetch what lies on the Hub; files are looked for, none is read.
 
     Args:
         lora: "PATH" or "PATH=SCALE" each.
@@ -51,38 +56,57 @@ def find_loras(lora: Sequence[str | Path], lora_2: Sequence[str | Path] = ()) ->
     Raises:
         ConfigError: a scale is no number, or there is no such LoRA.
     """
-    found = [one for text in lora for one in _by_expert(_parse(str(text), "transformer"))]
-    found += [_parse(str(text), "transformer_2") for text in lora_2]
-    for one in found:
-        if Path(one.path).exists():
-            find_lora_file(Path(one.path), one.key)
-        elif not _HUB_ID.fullmatch(one.path):
+    asked = [_parse(str(text), "infer.lora", "transformer") for text in lora]
+    asked += [_parse(str(text), "infer.lora_2", "transformer_2") for text in lora_2]
+    for one in asked:
+        if not Path(one.path).exists() and not _HUB_ID.fullmatch(one.path):
             raise ConfigError(f"{one.key}={one.path} does not exist; give a LoRA's folder, file or Hub id.")
-    return found
+    return [found for one in asked for found in _with_files(one)]
 
 
-def _by_expert(lora: Lora) -> list[Lora]:
-    """Those of two experts where a folder holds one for each."""
-    path = Path(lora.path)
-    own = [
-        replace(lora, path=str(find_lora_file(path, lora.key, part)), part=part) for part in parts_in(path)
+def _with_files(lora: Lora) -> list[Lora]:
+    """What was asked for, once for each expert of which its folder names a file."""
+    here = Path(lora.path).exists()
+    root = Path(lora.path) if here else _fetched(lora)
+    parts = parts_in(root)
+    if not parts:
+        return [replace(lora, file=find_lora_file(root, lora.key))]
+    if lora.key == "infer.lora_2":
+        if lora.part not in parts:
+            raise ConfigError(
+                f"{lora.key}={lora.path} holds no LoRA of the low-noise expert; give one, or use infer.lora."
+            )
+        parts = [lora.part]
+    files = {part: find_lora_file(root, lora.key, part) for part in parts}
+    return [
+        replace(lora, path=str(file) if here else lora.path, part=part, file=file)
+        for part, file in files.items()
     ]
-    return own or [lora]
 
 
-def _parse(text: str, part: str) -> Lora:
+def _fetched(lora: Lora) -> Path:
+    """The folder with the weights of a Hub repository, wherever in it they lie.
+
+    diffusers would take whichever file it meets first, of two experts the high-noise one, and not say which.
+    """
+    root = fetch_model(lora.path, key=lora.key, allow=_HUB_FILES)
+    folders = sorted({file.parent for file in root.rglob("*.safetensors")})
+    if not folders:
+        raise ConfigError(f"{lora.key}={lora.path} holds no .safetensors file; give a LoRA's repository.")
+    return folders[0] if len(folders) == 1 and folders[0].name not in EXPERT_NAMES.values() else root
+
+
+def _parse(text: str, key: str, part: str) -> Lora:
     path, equals, scale = text.rpartition("=")
     if not equals or Path(text).exists():
-        return Lora(text, part)
+        return Lora(text, part, key=key)
     try:
         value = float(scale)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ConfigError(
-            f"{Lora(path, part).key}={text} must end in a number; write PATH or PATH=SCALE, such as PATH=0.8."
-        )
-    return Lora(path, part, value)
+        raise ConfigError(f"{key}={text} must end in a number; write PATH or PATH=SCALE, such as PATH=0.8.")
+    return Lora(path, part, value, key)
 
 
 def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
@@ -118,13 +142,11 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 
 def _read(pipeline: Any, lora: Lora) -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
     """Part of the pipeline -> its tensors and its LoraConfig, both keyed as for "transformer"."""
-    file = find_lora_file(Path(lora.path), lora.key) if Path(lora.path).exists() else None
+    file = lora.file
+    assert file is not None, f"{lora.path} was not looked for"
+    metadata: dict[str, Any] | None
     try:
-        if file is None:
-            state, metadata = pipeline.lora_state_dict(
-                lora.path, return_lora_metadata=True, use_safetensors=True
-            )
-        elif (file.parent / PEFT_CONFIG).is_file() and file.name == PEFT_FILE:
+        if (file.parent / PEFT_CONFIG).is_file() and file.name == PEFT_FILE:
             state, metadata = _read_peft(file)
         else:
             state, metadata = pipeline.lora_state_dict(

@@ -144,10 +144,12 @@ def find_pipeline(
     _check_experts(name, configs)
     _check_class(name, index["_class_name"], variant, str(chosen))
     stride = _check_encoders(name, variant, str(chosen))
-    if any(lora.part not in parts for lora in loras):
-        raise ConfigError(
-            f"infer.lora_2 is for the low-noise expert, and infer.model={name} has one; use infer.lora."
-        )
+    for lora in loras:
+        if lora.part not in parts:
+            cure = "use infer.lora" if lora.key == "infer.lora_2" else "give a LoRA of this model"
+            raise ConfigError(
+                f"{lora.key}={lora.path} is for the low-noise expert of two, and infer.model={name} has one expert; {cure}."
+            )
     return PipelineSource(name, index["_class_name"], dits, dit, stride, variant, tuple(loras), ema)
 
 

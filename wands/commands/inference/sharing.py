@@ -7,7 +7,6 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import diffusers
@@ -122,7 +121,7 @@ def check_commands(
         and {"folder": str(source.checkpoint.parent), "step": source.checkpoint.name},
         "ema": source.ema,
         "config": _public(source.dit),
-        "loras": [asdict(lora) for lora in source.loras],
+        "loras": [lora.record() for lora in source.loras],
     }
     command: dict[str, Any] = {
         "number of prompts": len(requests),
