@@ -14,11 +14,14 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors import safe_open
 
-from tests.train.runs import run_job, weights
+from tests.train.runs import make_job, run_job, weights
 from wands.commands.export import EXPORT_FILE, export
 from wands.commands.publishing.model_card import MARKER
 from wands.errors import CheckpointError, ConfigError, WandsError
+from wands.model import hub
 from wands.model.tensor_files import write_sharded
+from wands.train.loop import build_state
+from wands.train.state import TrainState
 
 
 def train_once(run_world, model: Path, out: Path, stage: int) -> Path:
@@ -193,6 +196,57 @@ def test_a_damaged_base_is_one_sentence(
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         export(run, tmp_path / "out", base=str(base))
+
+
+def test_a_checkpoint_keeps_the_whole_path_of_its_base(
+    tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "wan").symlink_to(tiny_pipeline)
+    monkeypatch.chdir(tmp_path)
+    job = make_job(Path("models/wan"), tmp_path / "run", world_size=1)
+    state = build_state(job, 1, 0, [])
+    assert (state.base, state.base_on_hub) == (str(tiny_pipeline.resolve()), False)
+    monkeypatch.chdir(tiny_pipeline)  # no folder from here: an id, or there would be no job
+    state = build_state(job, 1, 0, [])
+    assert (state.base, state.base_on_hub) == ("models/wan", True)
+    assert TrainState(**json.loads(json.dumps(state.to_json()))).base == "models/wan"
+
+
+def as_older(run: Path, to: Path, base: str) -> Path:
+    """A run as an older version left it, which kept `model.path` as it was typed."""
+    shutil.copytree(run, to)
+    (path,) = to.glob("checkpoints/step_*/wands_state.json")
+    values = {**json.loads(path.read_text()), "base": base}
+    del values["base_on_hub"]
+    path.write_text(json.dumps(values))
+    return to
+
+
+@pytest.mark.parametrize("typed", ["models/wan", "../models/wan"])
+def test_an_older_checkpoints_folder_is_not_asked_of_the_hub(
+    run: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str
+):
+    asked: list[str] = []
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tiny_pipeline))
+    older = as_older(run, tmp_path / "older", typed)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(
+        ConfigError, match=r"--base is not given, and the run's model\.path=\S*models/wan is no"
+    ):
+        export(older, tmp_path / "out")
+    assert (asked, sorted(os.listdir(tmp_path))) == ([], ["here", "older"])
+    assert export(older, tmp_path / "out", base=str(tiny_pipeline)).is_dir()
+    place = (tmp_path / "here" / typed).resolve()
+    place.parent.mkdir(parents=True)
+    place.symlink_to(tiny_pipeline)  # as it was where the run was started
+    record = json.loads((export(older, tmp_path / "out") / EXPORT_FILE).read_text())
+    assert record["base"] == str(tiny_pipeline.resolve())
+    assert asked == []
+    official = as_older(run, tmp_path / "official", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
+    record = json.loads((export(official, tmp_path / "out") / EXPORT_FILE).read_text())
+    assert [record["base"]] == asked == ["Wan-AI/Wan2.1-T2V-1.3B-Diffusers"]
 
 
 def test_a_second_export_keeps_what_people_added(run: Path, tmp_path: Path):

@@ -17,8 +17,9 @@ from tests.train.runs import make_job, run_job
 from tests.train.steps import zero
 from wands.commands.export import EXPORT_FILE, export
 from wands.commands.export_lora import COMFYUI_FILE
-from wands.errors import ConfigError
+from wands.errors import CheckpointError, ConfigError
 from wands.model.lora_files import LORA_FILE
+from wands.train.loop import build_state
 from wands.train.weights import load_full_weights
 from wands.variants import TEXT_LEN
 
@@ -118,6 +119,23 @@ def test_a_run_goes_on_from_an_exported_lora(run: Path, tiny_pipeline: Path, tmp
         make_job(tiny_pipeline, tmp_path, ("lora.rank=2", *onwards[1:]), world_size=1)
     with pytest.raises(ConfigError, match=r"lora\.targets=attention leaves out"):
         make_job(tiny_pipeline, tmp_path, ("lora.rank=4", onwards[-1]), world_size=1)
+
+
+def test_merged_loras_are_found_from_another_folder(
+    run: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lora = export(run, tmp_path / "lora")
+    monkeypatch.chdir(tmp_path)
+    job = make_job(tiny_pipeline, tmp_path, (*RUN, "model.merge_loras=[{path: lora}]"), zero(3), world_size=2)
+    state = build_state(job, 3, 0, [])
+    assert state.recipe["model"]["merge_loras"] == [{"path": str(lora.resolve()), "scale": 1.0}]
+    again = {"where": "x", "recipe": job.recipe.model_dump(mode="json")}  # as typed, to go on with
+    for key in ("world_size", "zero_stage", "parts", "transformer_config", "data_fingerprint"):
+        again[key] = getattr(state, key)
+    state.check_resumable(**again)
+    monkeypatch.chdir(tiny_pipeline)
+    with pytest.raises(CheckpointError, match=r"model\.merge_loras=.* must equal the checkpoint's"):
+        state.check_resumable(**again)
 
 
 def test_each_expert_has_a_lora_of_its_own(tmp_path: Path, worlds: Any):

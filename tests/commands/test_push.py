@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import logging
 import os
@@ -283,6 +284,26 @@ def test_a_prompt_may_hold_any_line_separator(small: Path, hub: FakeHub) -> None
     files = hub.files(NAME)
     assert json.loads(files["samples/samples.jsonl"]) == row
     assert read_card(files["README.md"].decode())[0]["widget"][0]["text"] == "one two three four"
+
+
+@pytest.mark.parametrize(
+    ("settings", "linked"),
+    [({}, False), ({"base_on_hub": True}, True), ({"base": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"}, True)],
+)
+def test_a_folder_is_not_credited_as_a_repository(
+    small: Path, hub: FakeHub, tmp_path: Path, settings: dict[str, Any], linked: bool
+) -> None:
+    """Older checkpoints have a relative `model.path` as it was typed, which looks like a Hub id."""
+    step = tmp_path / "run" / "checkpoints" / "step_00000007"
+    step.mkdir(parents=True)
+    values = dict.fromkeys(inspect.signature(TrainState).parameters, 0) | {"variant": "", "files": {}}
+    values |= {"parts": [], "recipe": {}, "data_summary": {}, "loss": [], "base": "models/wan"}
+    values = {key: value for key, value in values.items() if key != "base_on_hub"} | settings
+    (step / "wands_state.json").write_text(json.dumps(values))
+    send(small, hub, training=tmp_path / "run")
+    head, body = read_card(hub.files(NAME)["README.md"].decode())
+    assert ("base_model" in head, "https://huggingface.co/" in body) == (linked, linked)
+    assert linked or "| Base | `wan` |" in body
 
 
 def test_a_card_of_ones_own_is_kept(small: Path, hub: FakeHub) -> None:

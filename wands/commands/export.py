@@ -84,6 +84,8 @@ def export(
         raise ConfigError(f"--merge is for LoRA runs, and {checkpoint} is none; leave it out.")
     if ema:
         check_average(step_dir, state)
+    if base is None and (lora is None or merge):
+        _check_own_base(state)
     try:
         partial.mkdir(parents=True)
     except FileExistsError:
@@ -156,6 +158,15 @@ def _check_out(out: Path, old: Path) -> None:
         raise ConfigError(
             f"--out {out} needs the name {old}, which an export that was killed may have left; delete that folder, "
             f"or rename it to {out.name} if that is missing."
+        )
+
+
+def _check_own_base(state: TrainState) -> None:
+    """An older checkpoint has `model.path` as it was typed: from another folder nobody knows whether it is a Hub id."""
+    if state.base_on_hub is None and state.base.startswith(".") and not Path(state.base).is_dir():
+        raise ConfigError(
+            f"--base is not given, and the run's model.path={Path(state.base)} is no folder from here and perhaps no Hub id "
+            "(older checkpoints do not say); give --base with that folder, or with the id if it is one."
         )
 
 

@@ -24,7 +24,7 @@ from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
 from wands.train.job import Job, Report
 from wands.train.metrics import MetricsWriter, StepReport, peak_tflops, read_rows, thin
-from wands.train.state import TrainState
+from wands.train.state import TrainState, with_whole_paths
 from wands.train.step import SampleLoss, StepResult, train_step
 from wands.train.stop import StopRequests, Wishes
 from wands.train.watchdog import check_agreement, check_step, plan_digests
@@ -218,6 +218,9 @@ def _report(
 
 def build_state(job: Job, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
     """What a checkpoint after `step` remembers; `history` is the loss series so far."""
+    base, recipe = job.recipe.model.path, job.recipe.model_dump(mode="json")
+    recipe["model"]["merge_loras"] = with_whole_paths(recipe["model"]["merge_loras"])
+    local = Path(base).is_dir()
     return TrainState(
         step=step,
         epoch=epoch,
@@ -228,10 +231,11 @@ def build_state(job: Job, step: int, epoch: int, history: list[tuple[int, float]
         transformer_config=job.transformer_config,
         data_fingerprint=job.data_fingerprint(),
         data_summary=_summarize_data(job),
-        recipe=job.recipe.model_dump(mode="json"),
-        base=job.recipe.model.path,
+        recipe=recipe,
+        base=str(Path(base).resolve()) if local else base,
         loss=thin(history),
         files={},
+        base_on_hub=not local,
     )
 
 

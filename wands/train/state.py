@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from wands.errors import CheckpointError
@@ -16,6 +16,7 @@ _POSITION_KEYS = (
     "packing.level_bins",
     "packing.buffer_size",
 )
+_PUBLISHER = "Wan-AI/"  # of the official models: whatever is called so, folder or Hub id, is one of them
 
 
 def _what_is_trained(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -29,9 +30,16 @@ def _what_is_trained(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, 
     def value(recipe: dict[str, Any], name: str) -> Any:
         section, key = name.split(".")
         found = (recipe.get(section) or {}).get(key, missing.get(name))
+        if name == "model.merge_loras":
+            found = with_whole_paths(found or [])
         return PurePath(found).name if name == "model.path" and found else found or None  # a folder may move
 
     return {name: (value(ours, name), value(theirs, name)) for name in names}
+
+
+def with_whole_paths(merge_loras: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`model.merge_loras` of a recipe with paths that mean the same from every working directory."""
+    return [{**merge, "path": str(Path(merge["path"]).resolve())} for merge in merge_loras]
 
 
 @dataclass(frozen=True)
@@ -49,9 +57,11 @@ class TrainState:
         data_fingerprint: identifies keys and lengths of all samples, in order.
         data_summary: counts for the model card.
         recipe: the resolved recipe.
-        base: `model.path` of the run.
+        base: `model.path` of the run, a folder with its whole path.
         loss: (step, loss) of the run so far, thinned to at most 2,000 points.
         files: name -> bytes of every other file in the folder; a checkpoint is complete when they agree.
+        base_on_hub: whether `base` is a Hub id; None in the checkpoints of older versions, which kept a folder's path as it
+            was typed. One that may be either gets a "./" in front here, so that nobody asks the Hub for it.
     """
 
     step: int
@@ -67,6 +77,12 @@ class TrainState:
     base: str
     loss: list[tuple[int, float]]
     files: dict[str, int]
+    base_on_hub: bool | None = None
+
+    def __post_init__(self) -> None:
+        known = self.base_on_hub is not None or self.base.startswith(_PUBLISHER)
+        if self.base and not known and not self.base.startswith((".", "/")):
+            object.__setattr__(self, "base", f"./{self.base}")
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for json.dump."""
