@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,11 @@ def rows_of(report: str) -> list[list[str]]:
     """Cells of the table's rows."""
     lines = report.split("\n\n")[1].splitlines()[1:]
     return [re.split(r"\s{2,}", line.strip()) for line in lines]
+
+
+def test_the_line_that_starts_it_can_be_pasted():
+    line = run(overrides=("lora={rank: 8, alpha: 16}",)).splitlines()[-1]
+    assert "lora={rank: 8, alpha: 16}" in shlex.split(line)
 
 
 def test_report_of_a_shipped_recipe():

@@ -19,13 +19,14 @@ import torch
 
 from tests.train.runs import make_job, run_job
 from wands.commands import train as train_command
-from wands.errors import CheckpointError
+from wands.errors import CheckpointError, ConfigError
 from wands.model.loading import build_empty, load_config
 from wands.parallel.mesh import ContextGroups
 from wands.train import checkpoint
 from wands.train.checkpoint import STATE_FILE, find_checkpoint, list_steps, load_state, save_checkpoint
 from wands.train.engine import init_process_group
 from wands.train.metrics import read_metrics
+from wands.train.stop import StopRequests, Wishes
 
 ZERO2 = {"zero_optimization": {"stage": 2}}
 
@@ -134,6 +135,12 @@ def test_going_on_from_an_older_step_sets_the_newer_aside(
     assert names == ["step_00000005", "step_00000006.abandoned"]
     (run / "checkpoints" / "latest").unlink()
     assert find_checkpoint(run)[1].step == 5
+    # What was set aside can be looked at and exported; going on from it would leave two pasts side by side.
+    aside = run / "checkpoints" / "step_00000006.abandoned"
+    assert find_checkpoint(aside)[1].step == 6
+    job = SimpleNamespace(output_dir=run)
+    with pytest.raises(ConfigError, match=r"rename it to step_00000006 to go on from it"):
+        train_command._resume_from(job, str(aside))
 
 
 def test_todays_optimizer_settings_stay_in_force_on_resume(
@@ -323,6 +330,22 @@ def run_with_little_room(model: Path, out: Path) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint.shutil, "disk_usage", usage)
         return run_job(model, out, ("train.max_steps=1",), ZERO2)
+
+
+def asked_to_quit(model: Path, out: Path, step: int) -> str:
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        polls = iter([Wishes()] * (step - 1) + [Wishes(save=True, quit=True)])
+        patch.setattr(StopRequests, "poll", lambda self, rank: next(polls))
+        run_job(model, out, ("train.max_steps=2",), ZERO2, say=said.append)
+    return "\n".join(said)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_run_asked_to_stop_as_it_ends_is_over(step: int, tiny_pipeline: Path, tmp_path: Path, worlds):
+    said = worlds[1].run(asked_to_quit, tiny_pipeline, tmp_path, step)[0]
+    assert ("go on with --resume" in said) == (step == 1)
+    assert find_checkpoint(tmp_path)[1].step == step
 
 
 def test_shards_cut_otherwise_are_refused(tiny_pipeline: Path, tmp_path: Path, worlds):

@@ -71,6 +71,20 @@ def test_batch_arithmetic_must_agree():
     )
 
 
+def timeout_of_the_world(minutes: str | None) -> float:
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    if minutes is not None:
+        os.environ["DEEPSPEED_TIMEOUT"] = minutes
+    init_process_group()
+    return _get_default_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_ranks_wait_for_one_that_writes(new_world):
+    assert new_world(2, timeout_of_the_world, None) == [3600.0] * 2
+    assert new_world(2, timeout_of_the_world, "3") == [180.0] * 2
+
+
 def test_keys_without_effect_are_refused_with_their_cure():
     text = refusal({"activation_checkpointing": {}, "communication_data_type": "fp32", "mesh_param": [1, 2]})
     assert (
@@ -79,6 +93,41 @@ def test_keys_without_effect_are_refused_with_their_cure():
     )
     assert "precision.reduce" in text
     assert "mesh_param" in text
+
+
+@pytest.mark.parametrize(
+    ("user", "said"),
+    [
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "offload_param would do nothing at stage 2",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "offload_optimizer would do nothing at stage 0",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "round_robin_gradients": True}},
+            "round_robin_gradients=true stores",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+            "warmup_num_steps=auto is filled in by",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lrr": 1e-4}}},
+            "optimizer.params.lrr is no key of AdamW; did you mean lr?",
+        ),
+    ],
+)
+def test_what_deepspeed_would_pass_over_or_trip_on(user: dict[str, Any], said: str):
+    assert said in refusal(user)
+
+
+def test_offload_that_does_nothing_may_be_spelt_out():
+    none = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}
+    assert build({"zero_optimization": {"stage": 0, **none}})
+    assert build({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}})
 
 
 def test_the_json_owns_what_the_recipe_does_not_set():

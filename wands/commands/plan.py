@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -266,11 +267,14 @@ def _start(best: Candidate, recipe_path: str | None, overrides: Sequence[str], o
     """The line that starts it."""
     task = best.task
     if out is not None:
-        words = [str(out / "recipe.yaml"), f"--deepspeed {out / 'deepspeed.json'}"]
+        words = [
+            shlex.quote(str(out / "recipe.yaml")),
+            f"--deepspeed {shlex.quote(str(out / 'deepspeed.json'))}",
+        ]
     else:
         model = [] if best.recipe.model.path else ["model.path=DIR_OR_HUB_ID"]
         words = [*([recipe_path] if recipe_path else []), f"--deepspeed {best.ds_name}"]
-        words += [f"--set {one}" for one in (*model, *overrides, *best.changes())]
+        words += [f"--set {shlex.quote(one)}" for one in (*model, *overrides, *best.changes())]
     launcher = f"deepspeed --num_gpus {task.gpus} --module wands train"
     if task.gpus > task.ranks_per_node:
         nodes = task.gpus // task.ranks_per_node

@@ -147,6 +147,11 @@ def _resume_from(job: Job, resume: str | None) -> tuple[Path, TrainState] | None
             f"--resume {resume} does not exist; put --resume behind the recipe, or give a run or step folder."
         )
     checkpoint, state = find_checkpoint(where)
+    if ".abandoned" in checkpoint.name:
+        raise ConfigError(
+            f"--resume {resume} was set aside when its run went on from an older step; rename it to "
+            f"{checkpoint.name.partition('.')[0]} to go on from it, once the steps from there on are moved away."
+        )
     if exists and checkpoint.parent.resolve() != folder.resolve():
         raise ConfigError(
             f"output_dir={job.output_dir} holds checkpoints of another run than --resume {checkpoint}; choose another output_dir."

@@ -77,6 +77,11 @@ _NOT_HERE = {
     ),
 }
 _ADAM = ("adam", "adamw")
+_ADAM_KEYS = (
+    *ADAM_KEYS,
+    *("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "fp32_optimizer_states", "set_grad_none"),
+    *("fused", "foreach", "maximize", "capturable", "differentiable"),  # torch's
+)
 Names = tuple[str, str]
 REDUCE_BUCKET_SIZE = 500_000_000
 """Gradients in a bucket where the JSON does not say: DeepSpeed's own default."""
@@ -211,6 +216,17 @@ def _check_sections(config: dict[str, Any], name: str) -> list[str]:
                 f"{name}: {key}.params={json.dumps(section['params'])} must be an object; mend it."
             )
             del config[key]
+    for key, value in config.get("scheduler", {}).get("params", {}).items():
+        if value == "auto":
+            problems.append(
+                f"{name}: scheduler.params.{key}=auto is filled in by nobody here; give it a value."
+            )
+    section = config.get("optimizer", {})
+    for key in section.get("params", {}) if section.get("type", "").lower() in _ADAM else ():
+        if key not in _ADAM_KEYS:
+            near = difflib.get_close_matches(key, _ADAM_KEYS, n=1)
+            cure = f"did you mean {near[0]}?" if near else f"known are {', '.join(_ADAM_KEYS)}."
+            problems.append(f"{name}: optimizer.params.{key} is no key of {section['type']}; {cure}")
     lr = config.get("optimizer", {}).get("params", {}).get("lr", "auto")
     if lr != "auto" and (isinstance(lr, bool) or not isinstance(lr, int | float)):
         problems.append(f"{name}: optimizer.params.lr={json.dumps(lr)} must be a number; mend it.")
@@ -225,6 +241,25 @@ def _check_sections(config: dict[str, Any], name: str) -> list[str]:
                 rule = "is no key of a DeepSpeed config" if one["type"] == "extra_forbidden" else one["msg"]
                 problems.append(f"{name}: {key}: {rule}; mend it.")
             del config["zero_optimization"]
+        else:
+            problems += _check_zero(zero, name)
+    return problems
+
+
+def _check_zero(zero: Mapping[str, Any], name: str) -> list[str]:
+    """Keys that DeepSpeed takes and that would do nothing at this stage, or something else than they say."""
+    stage, problems = int(zero.get("stage", 0)), []
+    for key, least in (("offload_param", 3), ("offload_optimizer", 1)):
+        if (zero.get(key) or {}).get("device", "none") != "none" and stage < least:
+            problems.append(
+                f"{name}: zero_optimization.{key} would do nothing at stage {stage}; use stage {least} or higher, or leave it "
+                "out."
+            )
+    if zero.get("round_robin_gradients"):
+        problems.append(
+            f"{name}: zero_optimization.round_robin_gradients=true stores parameters in an order that checkpoints and ema do not "
+            "know of, so that they would come back to other places; leave it out."
+        )
     return problems
 
 

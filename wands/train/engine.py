@@ -7,6 +7,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -88,7 +89,10 @@ def init_process_group() -> tuple[int, int, torch.device]:
     elif "OMP_NUM_THREADS" not in os.environ:
         # Ranks that each start a thread per core spin against each other and slow down a hundredfold.
         torch.set_num_threads(max((os.cpu_count() or 1) // ranks_per_node(), 1))
-    deepspeed.init_distributed(dist_backend="nccl" if device_type == "cuda" else "gloo", verbose=False)
+    # DeepSpeed's 10 minutes end a run whose first rank is still writing a large checkpoint while the others wait for it.
+    timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "60")))
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     return torch.distributed.get_rank(), torch.distributed.get_world_size(), device
 
 
