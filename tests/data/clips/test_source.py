@@ -62,6 +62,97 @@ def test_folder_with_captions_beside_the_clips(tmp_path: Path) -> None:
     ]
 
 
+def test_kinds_that_are_not_read_are_told(tmp_path: Path) -> None:
+    lay(
+        tmp_path,
+        {
+            "a.mp4": "x",
+            "a.txt": "one",
+            "a.avif": "its cover",
+            "d/dvd.VOB": "x",
+            "d/dvd.txt": "two",
+            "d/bare.heic": "x",
+            "d/new.codec": "x",
+            "d/new.json": '{"caption": "three"}',
+            "d/weights.bin": "x",
+            "d/weights.json": '{"layers": 3}',
+            "d/noending": "x",
+            "d/noending.txt": "four",
+            "d/LICENSE": "x",
+            "d/LICENSE.txt": "x",
+            "d/LICENSE-MIT.txt": "x",
+            "d/alone.txt": "no caption has a clip here",
+        },
+    )
+    rows, rejections = load_source(str(tmp_path))
+    assert keys(rows) == ["a"]
+    assert {r.key: r.reason for r in rejections} == {
+        "a.avif": ".avif files are not read; convert it to .png",
+        "d/bare": ".heic files are not read; convert it to .png",
+        "d/dvd": ".vob files are not read, though dvd.txt has a caption; convert it to .mp4",
+        "d/new": ".codec files are not read, though new.json has a caption; convert it to .mp4 or .png",
+        "d/noending": "a file without an extension is not read, though noending.txt has a caption; "
+        "convert it to .mp4 or .png",
+    }
+    (tmp_path / "a.mp4").unlink()
+    assert load_source(str(tmp_path))[0] == []  # and no word that the folder were empty
+
+
+def test_captions_without_a_clip_are_told(tmp_path: Path) -> None:
+    lay(
+        tmp_path,
+        {
+            "a.mp4": "x",
+            "a.txt": "one",
+            "a.tags.txt": "more of a",
+            "a.mp4.txt": "more of a",
+            "b.txt": "lost its clip",
+            "c.json": '{"caption": "lost its clip"}',
+            "test_1.txt": "lost its clip",
+            "README.txt": "x",
+            "Readme_en.txt": "x",
+            "test.txt": "x",
+            "prompts.txt": "x",
+            "license.txt": "x",
+            "config.json": '{"prompt": "x"}',
+            "other.json": '{"fps": 8}',
+            "index.jsonl": '{"caption": "x"}',
+            "texts/b.txt": "no clips here",
+        },
+    )
+    rows, rejections = load_source(str(tmp_path))
+    assert keys(rows) == ["a"]
+    assert {r.key: r.reason for r in rejections} == {
+        name: f"no clip of its name lies beside it; add {Path(name).stem}.mp4, or remove the text"
+        for name in ("b.txt", "c.json", "test_1.txt")
+    }
+
+
+def test_captions_in_capital_letters(tmp_path: Path) -> None:
+    lay(
+        tmp_path,
+        {
+            "UP.MP4": "x",
+            "UP.TXT": "one",
+            "UP.JPG": "its poster",
+            "b.mp4": "x",
+            "b.Json": '{"caption": "two"}',
+            "c.mp4": "x",
+            "c.TXT": "not this",
+            "c.json": '{"caption": "three"}',
+        },
+    )
+    rows, rejections = load_source(str(tmp_path))
+    assert [(row.path.name, row.caption) for row in rows] == [
+        ("UP.MP4", "one"),
+        ("b.mp4", "two"),
+        ("c.mp4", "three"),
+    ]
+    assert [r.reason for r in rejections] == [
+        "taken for the poster of UP.MP4; rename it if it is a clip of its own"
+    ]
+
+
 @pytest.mark.parametrize("column", ["caption", "prompt", "text", "cap"])
 def test_json_caption_names(tmp_path: Path, column: str) -> None:
     lay(tmp_path, {"a.mp4": "x", "a.json": json.dumps({column: "yes", "fps": 3})})

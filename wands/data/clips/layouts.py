@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import unicodedata
 from collections.abc import Container, Iterator
 from pathlib import Path, PurePosixPath
@@ -37,6 +38,24 @@ _CAPTIONS_OF_FOLDER = "captions.json"
 _MERGE = "merge.txt"  # FastVideo
 _VIDEO_LINES = ("videos.txt", "video.txt")  # finetrainers
 _CAPTION_LINES = ("prompts.txt", "captions.txt", "prompt.txt", "caption.txt")
+# Beside a clip; the first that is there counts.
+_SIDECARS = (".txt", ".json", ".jsonl")
+# What people have among their clips, too, and would miss without a word.
+# fmt: off
+_UNREAD_VIDEOS = (
+    ".3g2", ".asf", ".divx", ".dv", ".f4v", ".h264", ".hevc", ".m1v", ".m2t", ".m2v",
+    ".mpe", ".mpv", ".mxf", ".nut", ".ogm", ".qt", ".rm", ".rmvb", ".vob", ".y4m",
+)
+_UNREAD_IMAGES = (".apng", ".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".tif", ".tiff")
+# fmt: on
+# Texts that lie among clips and are no captions.
+_DOCUMENT = re.compile(
+    r"(readme|licen[cs]e|copying|copyright|notice)([^a-z0-9].*)?|"
+    r"terms|change(s|log)|credits?|authors?|attribution|citation|requirements|todo|notes?|info|about|log|config|"
+    r"classes|tags|(file_?)?list|files|urls|links|sources?|metadata|train|test|val(id(ation)?)?",
+    re.IGNORECASE | re.DOTALL,
+)
+_MOST_BYTES_OF_CAPTION = 1 << 20
 # Where tools keep the clips of a table whose paths do not name that folder: FastVideo, DiffSynth.
 _CLIP_FOLDERS = ("videos", "train")
 
@@ -199,7 +218,10 @@ def scan_folder(folder: Path, columns: Columns, cache_dir: Path | None, scan: Sc
     """
     found = 0
     for root, files in _walk(folder, scan):
-        present = set(files)
+        stems: dict[str, list[str]] = {}
+        for file in files:
+            stems.setdefault(PurePosixPath(file).stem, []).append(file)
+        found += _reject_unread(root, folder, stems, columns, scan)
         for file in files:
             path = root / file
             if file.lower().endswith(TAR_EXTENSIONS):
@@ -209,11 +231,12 @@ def scan_folder(folder: Path, columns: Columns, cache_dir: Path | None, scan: Sc
                 continue
             found += 1
             name = path.relative_to(folder).as_posix()
+            beside = stems[path.stem]
             try:
                 check_file(name, path)
-                if clip := _clip_of_poster(file, present):
+                if clip := _clip_of_poster(file, beside):
                     raise DataError(f"taken for the poster of {clip}; rename it if it is a clip of its own")
-                written, captions, row = _read_sidecar(path, present, columns)
+                written, captions, row = _read_sidecar(path, beside, columns)
                 scan.add(written, name, path, captions, read_range(row, path))
             except DataError as error:
                 scan.reject(clip_key(name), path, str(error))
@@ -238,16 +261,89 @@ def _walk(folder: Path, scan: Scan) -> Iterator[tuple[Path, list[str]]]:
         yield Path(root), sorted(name for name in files if not name.startswith("."))
 
 
-def _clip_of_poster(file: str, present: set[str]) -> str | None:
-    """The video of the same stem beside an image: a caption there is the video's."""
+def _clip_of_poster(file: str, beside: list[str]) -> str | None:
+    """The video among the files of an image's stem: a caption there is the video's."""
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
-    stem = PurePosixPath(file).stem
-    return next((stem + extension for extension in VIDEO_EXTENSIONS if stem + extension in present), None)
+    stem, caption = PurePosixPath(file).stem, _sidecar_of(beside)
+    if caption and not PurePosixPath(caption).suffix.islower():  # a camera's: CLIP.MP4 CLIP.JPG CLIP.TXT
+        return next((name for name in beside if name.lower().endswith(VIDEO_EXTENSIONS)), None)
+    return next((stem + extension for extension in VIDEO_EXTENSIONS if stem + extension in beside), None)
 
 
-def _read_sidecar(clip: Path, present: set[str], columns: Columns) -> tuple[str, list[str], dict[str, Any]]:
-    """Read the captions beside a clip: same stem, .txt before .json before .jsonl (its first line).
+def _sidecar_of(beside: list[str]) -> str | None:
+    """Which of the files of one stem has its captions: the first of _SIDECARS, then in capital letters too."""
+    endings = [PurePosixPath(name).suffix for name in beside]
+    for written in (endings, [ending.lower() for ending in endings]):
+        for ending in _SIDECARS:
+            if ending in written:
+                return beside[written.index(ending)]
+    return None
+
+
+def _reject_unread(
+    root: Path, folder: Path, stems: dict[str, list[str]], columns: Columns, scan: Scan
+) -> int:
+    """Tell of clips of kinds that are not read, and of captions whose clip is missing.
+
+    A text alone is not told of where no clip has its caption beside it, nor one that is named like a document.
+
+    Returns:
+        The number of files of kinds that are known not to be read.
+    """
+    clips = {
+        stem for stem, files in stems.items() if any(file.lower().endswith(CLIP_EXTENSIONS) for file in files)
+    }
+    paired = any(_sidecar_of(stems[stem]) for stem in clips)
+    count = 0
+    for stem, files in stems.items():
+        sidecar = None if stem in clips else _sidecar_of(files)
+        captioned = sidecar is not None and _may_be_caption(root / sidecar, columns)
+        told = False
+        for file in files:
+            kind = PurePosixPath(file).suffix.lower()
+            if kind in (*CLIP_EXTENSIONS, *_SIDECARS) or file.lower().endswith(TAR_EXTENSIONS):
+                continue
+            name = (root / file).relative_to(folder).as_posix()
+            known = kind in _UNREAD_VIDEOS or kind in _UNREAD_IMAGES
+            if known or captioned:
+                wanted = ".png" if kind in _UNREAD_IMAGES else ".mp4" if known else ".mp4 or .png"
+                what = f"{kind} files are not read" if kind else "a file without an extension is not read"
+                of_caption = f", though {sidecar} has a caption" if captioned else ""
+                key = safe_name(name) if stem in clips else clip_key(name)
+                scan.reject(key, root / file, f"{what}{of_caption}; convert it to {wanted}")
+                count, told = count + known, True
+        if captioned and sidecar and paired and not told and not _belongs_to_another(stem, clips):
+            name = (root / sidecar).relative_to(folder).as_posix()
+            reason = f"no clip of its name lies beside it; add {stem}.mp4, or remove the text"
+            scan.reject(safe_name(name), root / sidecar, reason)
+    return count
+
+
+def _may_be_caption(file: Path, columns: Columns) -> bool:
+    """Whether a text without a clip looks like the caption of one: no document, and no JSON of another kind."""
+    if _DOCUMENT.fullmatch(file.stem) or file.name.lower() in (*_VIDEO_LINES, *_CAPTION_LINES):
+        return False
+    if file.suffix.lower() == ".txt":
+        return True
+    try:
+        if file.suffix.lower() == ".jsonl" or not file.is_file():
+            return False
+        if file.stat().st_size > _MOST_BYTES_OF_CAPTION:
+            return False
+        return bool(_caption_in_file(file.name, file.read_bytes(), columns)[0])
+    except (OSError, DataError):
+        return False
+
+
+def _belongs_to_another(stem: str, clips: set[str]) -> bool:
+    """Whether a text is one more of some clip: clip.tags.txt of clip.mp4, clip.mp4.txt of clip.mp4."""
+    parts = stem.split(".")
+    return any(".".join(parts[:end]) in clips for end in range(1, len(parts)))
+
+
+def _read_sidecar(clip: Path, beside: list[str], columns: Columns) -> tuple[str, list[str], dict[str, Any]]:
+    """Read the captions in a file ``beside`` a clip, of the same stem; see `_sidecar_of`. Of a .jsonl the first line.
 
     Returns:
         The file's name, the captions in it, and the JSON object they stand in.
@@ -255,10 +351,10 @@ def _read_sidecar(clip: Path, present: set[str], columns: Columns) -> tuple[str,
     Raises:
         DataError: there is none, or it cannot be read.
     """
-    names = [f"{clip.stem}{ending}" for ending in (".txt", ".json", ".jsonl")]
-    file = next((clip.with_name(name) for name in names if name in present), None)
-    if file is None:
-        raise DataError(f"missing caption; write one in {names[0]} or {names[1]} beside it")
+    name = _sidecar_of(beside)
+    if name is None:
+        raise DataError(f"missing caption; write one in {clip.stem}.txt or {clip.stem}.json beside it")
+    file = clip.with_name(name)
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -275,8 +371,9 @@ def _caption_in_file(name: str, data: bytes, columns: Columns) -> tuple[list[str
     row: dict[str, Any] = {}
     try:
         value: Any = data.decode("utf-8-sig")
-        if name.endswith((".json", ".jsonl")):
-            value = json.loads(value.strip().split("\n")[0] if name.endswith(".jsonl") else value)
+        kind = PurePosixPath(name).suffix.lower()
+        if kind in (".json", ".jsonl"):
+            value = json.loads(value.strip().split("\n")[0] if kind == ".jsonl" else value)
             if not isinstance(value, dict):
                 raise DataError(f"{name} holds a {type(value).__name__}; write an object with a caption")
             row = {str(key).lower(): item for key, item in value.items()}
