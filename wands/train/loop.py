@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -115,7 +114,8 @@ def train(
                 saved = save()
                 waiting_since = time.perf_counter()  # nor is saving
             if wishes.quit:
-                say(f"stopped after step {step} as asked; go on with --resume")
+                if step < sampler.total_steps:  # else the run is over in any case
+                    say(f"stopped after step {step} as asked; go on with --resume")
                 break
             asked = time.perf_counter()  # writing and saying is not waiting for data either
     if writer is not None:
@@ -241,8 +241,8 @@ def build_state(job: Job, step: int, epoch: int, history: list[tuple[int, float]
 
 def _summarize_data(job: Job) -> dict[str, int]:
     """Clips and their tokens, each counted once however often an epoch visits it."""
-    _, first = np.unique(np.array(job.data.keys, dtype=object).astype(str), return_index=True)
-    return {"num_samples": len(first), "num_tokens": int(job.seq_lens[first].sum())}
+    lengths = dict(zip(job.data.keys, job.seq_lens.tolist(), strict=True))
+    return {"num_samples": len(lengths), "num_tokens": sum(lengths.values())}
 
 
 class _SampleLog:
