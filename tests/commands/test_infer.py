@@ -79,7 +79,7 @@ def test_prompts_become_videos_sheet_and_record(tiny_pipeline: Path, tmp_path: P
         num_frames=(9, 5, 1),
         num_inference_steps=2,
         guidance_scale=(5.0, 1.0, 3.0),
-        negative_prompt="blurry",
+        negative_prompt=("blurry", "", "blurry"),
     )
     names = ["000_a-dog-runs.mp4", "001_ein-café-am-meer.mp4", "002_sample.mp4"]
     assert [r.video.name for r in results] == names
@@ -700,6 +700,30 @@ def test_all_mistakes_in_one_report_before_weights_are_read(
         infer(tiny_pipeline, [], out_dir=tmp_path)
 
 
+@pytest.mark.parametrize("place", ["{}/file/out", "{}/link", "/proc/self", "/proc/out"])
+def test_an_out_folder_that_cannot_be_written_is_told_before_weights_are_read(
+    place: str, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infer_module, "load_pipeline", lambda *a, **k: pytest.fail("weights were read"))
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    out = Path(place.format(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        infer(tiny_pipeline, ["a"], out_dir=out, **SMALL)
+    assert str(caught.value).startswith(f"infer.out={out} cannot be written (")
+    assert str(caught.value).endswith("); choose another folder.")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.full
+def test_torchrun_tells_once_that_nothing_can_be_written(tiny_pipeline: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ended = launch("--model", tiny_pipeline, "--out", tmp_path / "file" / "out")
+    assert ended.returncode != 0
+    assert ended.stderr.count(f"wands: infer.out={tmp_path}/file/out cannot be written (Not a dir") == 1
+    assert ended.stderr.count("infer.out=") == 1
+
+
 def test_size_rule_follows_the_model() -> None:
     rule = SizeRule(vae_stride=(4, 16, 16), patch_size=(1, 2, 2))  # Wan 2.2 TI2V-5B
     assert (
@@ -821,6 +845,16 @@ def test_prompt_file_of_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("a cat\n\n  ein Hund — groß  \n", encoding="utf-8")
     assert [r.prompt for r in read_prompts(path)] == ["a cat", "ein Hund — groß"]
+
+
+def test_prompt_files_of_other_editors(tmp_path: Path) -> None:
+    """A BOM and CRLF of Windows, and the line separators that JSON leaves as they are inside a string."""
+    (tmp_path / "a.txt").write_bytes("\ufeffa cat\r\na dog\r\n".encode())
+    assert [r.prompt for r in read_prompts(tmp_path / "a.txt")] == ["a cat", "a dog"]
+    texts = ["a cat", "two\u2028lines\u0085of\u2029one"]
+    rows = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "a.jsonl").write_bytes(("\ufeff" + "\r\n".join(rows)).encode())
+    assert [r.prompt for r in read_prompts(tmp_path / "a.jsonl")] == texts
 
 
 def test_prompt_file_of_objects_overrides_the_command(tiny_pipeline: Path, tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
+import tempfile
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -142,7 +144,8 @@ def infer(
 
     Raises:
         ConfigError: the model cannot be used, options are wrong, a picture cannot be read, or the ranks that were started
-            cannot share a video: all at once, before weights are read. Also when the ranks were given different things.
+            cannot share a video, or nothing can be written to `out_dir`: all at once, before weights are read. Also when the
+            ranks were given different things.
         CheckpointError: the checkpoint is missing, incomplete, without an average, or of another model.
         WandsError: a file cannot be written.
     """
@@ -178,7 +181,8 @@ def infer(
             misfits += refused
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         pictures, unreadable = read_pictures([] if problems else requests)
-        raise_problems([*problems, *misfits, *_run_problems(out_dir, offload, device, fps), *unreadable])
+        misfits += _out_problems(out_dir) if grid.rank == 0 else []  # the one that writes
+        raise_problems([*problems, *misfits, *_run_problems(offload, device, fps), *unreadable])
     chosen = "bf16" if dtype == "bf16" or (dtype == "auto" and device != "cpu") else "fp32"
     if grid.world_size > 1:
         check_commands(source, requests, pictures, chosen, grid)
@@ -271,10 +275,20 @@ def _sample_along(
         call_pipeline(one, request, given, output_type="latent")
 
 
-def _run_problems(out_dir: Path, offload: str, device: str, fps: int | None) -> list[str]:
+def _out_problems(out_dir: Path) -> list[str]:
+    """Why nothing could be written there, found out without leaving anything: what is refused later makes no folder."""
+    try:
+        if out_dir.exists() and not out_dir.is_dir():
+            return [f"infer.out={out_dir} is a file; give a folder."]
+        nearest = next(folder for folder in (out_dir, *out_dir.absolute().parents) if os.path.lexists(folder))
+        with tempfile.TemporaryFile(dir=nearest):
+            return []
+    except OSError as error:
+        return [f"infer.out={out_dir} cannot be written ({error.strerror or error}); choose another folder."]
+
+
+def _run_problems(offload: str, device: str, fps: int | None) -> list[str]:
     problems = []
-    if out_dir.exists() and not out_dir.is_dir():
-        problems.append(f"infer.out={out_dir} is a file; give a folder.")
     present = {"cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))}
     if device not in present | ({"cuda"} if len(present) > 1 else set()):
         problems.append(
