@@ -29,7 +29,7 @@ from wands.commands.infer import infer
 from wands.commands.inference import sampling
 from wands.commands.inference.pictures import Pictures, read_picture
 from wands.commands.inference.pipeline import find_pipeline, load_pipeline, pipeline_for
-from wands.commands.inference.prompts import SampleRequest, read_prompts
+from wands.commands.inference.prompts import SampleRequest, check_conditions, read_prompts
 from wands.commands.inference.sharing import check_commands, share_pipeline
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, save_video, to_pixels
@@ -434,6 +434,7 @@ IMAGE, LAST, BOTH = (
     ("variant", "asked", "message"),
     [
         ("wan2.1-t2v-1.3b", IMAGE, "infer.image=first.png is for models that start from a picture, not for wan2.1-t2v"),
+        ("wan2.1-t2v-1.3b", {"image": ("my dog.png", None)}, "infer.image=my dog.png of prompt 1 is for models"),
         ("wan2.1-i2v-14b", {}, "infer.image is missing, and wan2.1-i2v-tiny starts from a picture; give"),
         ("wan2.1-i2v-14b", BOTH, "infer.last_image=last.png is for models that end at a picture, not for wan2.1"),
         ("wan2.1-flf2v-14b", IMAGE, "infer.last_image is missing, and wan2.1-flf2v-tiny ends at a"),
@@ -442,6 +443,8 @@ IMAGE, LAST, BOTH = (
         ("wan2.2-ti2v-5b", IMAGE, "infer.image=first.png cannot be used: video=first.png is not a regular file; check the path"),
         ("wan2.2-ti2v-5b", {"guidance_scale_2": 3.0}, "infer.guidance_scale_2=3 is for models of two experts, and wan2.2"),
         ("wan2.2-t2v-a14b", {"guidance_scale": 1.0, "guidance_scale_2": 3.0}, "infer.guidance_scale_2=3 is not heeded"),
+        ("wan2.1-t2v-1.3b", {"guidance_scale": (1.0, 5.0), "negative_prompt": "no"}, "infer.negative_prompt='no' of prompt 1"),
+        ("wan2.2-t2v-a14b", {"guidance_scale": 0.0, "negative_prompt": "no"}, "infer.negative_prompt='no' is not heeded"),
         ("wan2.2-t2v-a14b", {"image": ("first.png", None)}, "infer.image=first.png of prompt 1 is for models"),
         ("wan2.2-t2v-a14b", {"lora": ["no/such/lora"]}, "infer.lora=no/such/lora does not exist; give a LoRA's"),
         ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "infer.lora_2=a/b=much must end in a number; write PATH or PATH=SCALE"),
@@ -459,6 +462,21 @@ def test_one_sentence_before_weights_are_read(
         infer(tiny_variant(variant), ["a", "b"], out_dir=tmp_path / "out", **SMALL | asked)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_a_negative_prompt_of_a_row_without_guidance(
+    tiny_variant: Callable[[str], Path], tmp_path: Path
+) -> None:
+    rows = [{"prompt": "a", "negative_prompt": "dull, grey"}, {"prompt": "b"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    folder = tiny_variant("wan2.1-t2v-1.3b")
+    with pytest.raises(
+        ConfigError, match=r"^infer\.negative_prompt='dull, grey' of prompt 1 is not heeded beside .*=1,"
+    ):
+        infer(folder, [], prompts_file=tmp_path / "p.jsonl", out_dir=tmp_path, guidance_scale=1.0, **SMALL)
+    assert (
+        check_conditions([SampleRequest(prompt="b", guidance_scale=1)], find_pipeline(folder).variant) == []
+    )
 
 
 def test_parts_that_do_not_belong_together(tiny_variant: Callable[[str], Path], tmp_path: Path) -> None:

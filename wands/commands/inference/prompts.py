@@ -101,7 +101,8 @@ def read_prompts(path: Path) -> list[SampleRequest]:
             f"infer.prompt_file={path} must end in .txt (one prompt a line) or .jsonl; rename or convert it."
         )
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Windows' editors begin a file with a BOM. splitlines would also cut at U+2028, which JSON allows inside a string.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(
@@ -188,44 +189,46 @@ def check_conditions(requests: Sequence[SampleRequest], variant: Variant) -> lis
     """
     name, conditions = variant.name, variant.conditions
     may_start, must_end = {"image", "first_frame"} & set(conditions), "last_image" in conditions
-    wrong: dict[tuple[str, str], list[int]] = {}  # what is said of a key, its cure -> prompts
+    wrong: dict[
+        tuple[str, str, str], list[int]
+    ] = {}  # key and value, what is said of it, its cure -> prompts
     for i, request in enumerate(requests, start=1):
-        for said, cure in _condition_problems(request, name, bool(may_start), must_end, variant):
-            wrong.setdefault((said, cure), []).append(i)
+        for problem in _condition_problems(request, name, bool(may_start), must_end, variant):
+            wrong.setdefault(problem, []).append(i)
     problems = []
-    for (said, cure), where in wrong.items():
+    for (given, said, cure), where in wrong.items():
         of = "" if len(where) == len(requests) else f" of prompt {', '.join(map(str, where))}"
-        key, _, rest = said.partition(" ")
-        problems.append(f"infer.{key}{of} {rest}; {cure}.")
+        problems.append(f"infer.{given}{of} {said}; {cure}.")
     return problems
 
 
 def _condition_problems(
     request: SampleRequest, name: str, may_start: bool, must_end: bool, variant: Variant
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple[str, str, str]]:
+    image, last_image = f"image={request.image}", f"last_image={request.last_image}"
     if request.image is None and "image" in variant.conditions:
-        yield f"image is missing, and {name} starts from a picture", "give --image PATH"
+        yield "image", f"is missing, and {name} starts from a picture", "give --image PATH"
     if request.image is not None and not may_start:
-        yield f"image={request.image} is for models that start from a picture, not for {name}", "leave it out"
+        yield image, f"is for models that start from a picture, not for {name}", "leave it out"
     if request.last_image is None and must_end:
-        yield f"last_image is missing, and {name} ends at a picture", "give --last-image PATH"
+        yield "last_image", f"is missing, and {name} ends at a picture", "give --last-image PATH"
     if request.last_image is not None and not must_end:
         cure = "leave it out" if not may_start else "leave it out, or use FLF2V"
-        yield f"last_image={request.last_image} is for models that end at a picture, not for {name}", cure
+        yield last_image, f"is for models that end at a picture, not for {name}", cure
     if must_end and request.num_frames == 1:
-        yield "num_frames=1 leaves no frame between the first picture and the last", "use 5 or more"
+        yield "num_frames=1", "leaves no frame between the first picture and the last", "use 5 or more"
+    # diffusers asks the first scale alone whether there is any guidance.
+    unheeded = f"is not heeded beside guidance_scale={request.guidance_scale:g}, which turns guidance off"
+    if request.guidance_scale <= 1 and (text := request.negative_prompt):
+        shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
+        yield f"negative_prompt={shown}", unheeded, "raise guidance_scale above 1, or leave it out"
     if request.guidance_scale_2 is None:
         return
-    given = f"guidance_scale_2={request.guidance_scale_2:g}"
+    second = f"guidance_scale_2={request.guidance_scale_2:g}"
     if len(variant.experts) == 1:
-        yield f"{given} is for models of two experts, and {name} has one", "leave it out"
+        yield second, f"is for models of two experts, and {name} has one", "leave it out"
     elif request.guidance_scale <= 1 < request.guidance_scale_2:
-        # diffusers asks the first scale alone whether there is any guidance.
-        scale = f"guidance_scale={request.guidance_scale:g}"
-        yield (
-            f"{given} is not heeded beside {scale}, which turns guidance off",
-            "raise guidance_scale above 1",
-        )
+        yield second, unheeded, "raise guidance_scale above 1"
 
 
 def _spread(key: str, given: Any, count: int) -> list[Any]:
