@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.data.clips.test_video import UNEVEN_MS, numbers, write_clip
 from wands.data.clips.archive import TarReader
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.manifest import ManifestRow, Rejection
@@ -375,6 +376,27 @@ def test_frames_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wh
         ("frames", 0.5, 1.125),
     ]
     assert [(r.key, "start_frame=9" in r.reason) for r in rejections] == [("train:3", True)]
+
+
+@pytest.mark.parametrize("name", ["uneven.mp4", "uneven.mkv"])
+def test_frames_are_counted_where_the_rate_varies(tmp_path: Path, name: str) -> None:
+    write_clip(tmp_path / name, num_frames=74, stamps_ms=UNEVEN_MS)
+    ranges = [(40, 60), (3, 20), (55, 71), (0, 70), (50, 73), (60, 200)]
+    table = [{"video": name, "caption": "x", "start_frame": a, "end_frame": b} for a, b in ranges]
+    for number, row in enumerate(table):
+        write(tmp_path / "metadata.json", [row])
+        (found,), rejections = load_source(str(tmp_path))
+        assert not rejections
+        clip = decode_clip(found.path, ClipSpec(fps=240), found.start, found.end)
+        first, last = ranges[number]
+        if last == 200:
+            with pytest.raises(DataError, match=r"lasts .* less than end="):
+                next(clip)
+            continue
+        seen = sorted(set(numbers(next(clip).frames)))
+        assert seen[0] == first
+        # The header of the mp4 ends inside the last two frames, and what it does not promise is not taken.
+        assert seen == list(range(first, last + 1)) or last == 73
 
 
 def test_images_are_clips_of_one_frame(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from wands.data.clips import video
 from wands.data.clips.clip import ClipSpec, plan_size, plan_windows
-from wands.data.clips.video import decode_clip, probe, save_video, to_frames, to_pixels
+from wands.data.clips.video import decode_clip, frame_times, probe, save_video, to_frames, to_pixels
 from wands.errors import ConfigError, DataError
 
 SIZE = (128, 64)  # width, height
@@ -442,6 +442,58 @@ def test_same_bytes_every_time_and_for_every_window(clips_dir: Path) -> None:
     np.testing.assert_array_equal(first, second)
     whole = decode_one(clips_dir / "bikes.mp4", ClipSpec(fps=16, max_pixels=128 * 128)).frames
     np.testing.assert_array_equal(first, whole[32:41])
+
+
+# Frames of 1/60 s, then of 1/15 s.
+UNEVEN_MS = [17 * i for i in range(50)] + [850 + 67 * i for i in range(24)]
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "fragments.mp4", "a.mkv", "vp9.webm", "a.flv"])
+def test_times_of_frames_that_do_not_follow_the_rate(tmp_path: Path, name: str) -> None:
+    path = write_clip(tmp_path / name, num_frames=74, stamps_ms=UNEVEN_MS, **CONTAINERS.get(name, {}))
+    times = frame_times(path)
+    assert times is not None
+    assert times[:-1] == pytest.approx([stamp / 1000 for stamp in UNEVEN_MS], abs=1e-6)
+    assert 2.33 < times[-1] <= probe(path).duration
+    # Each of them is the time from which on the decoder shows that frame.
+    for number in (0, 7, 21, 49, 50, 72):
+        assert numbers(decode_one(path, ClipSpec(fps=60, max_frames=1), times[number]).frames) == [number]
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_frames_at_a_constant_rate_have_no_times_of_their_own(tmp_path: Path, name: str) -> None:
+    assert frame_times(write_clip(tmp_path / name, **CONTAINERS[name])) is None
+
+
+def test_a_last_frame_that_is_held_does_not_move_those_before(tmp_path: Path) -> None:
+    stamps = [40 * i for i in range(25)] + [3000]
+    path = write_clip(tmp_path / "a.mkv", num_frames=26, stamps_ms=stamps, options=H264 | {"bf": "0"})
+    times = frame_times(path)
+    assert times is not None
+    assert times[:-1] == pytest.approx([stamp / 1000 for stamp in stamps])
+
+
+def test_pictures_of_vp8_that_are_never_shown_have_no_number(tmp_path: Path) -> None:
+    plain = write_clip(tmp_path / "plain.webm", codec="libvpx", options={"b": "2000000"})
+    path = tmp_path / "hidden.webm"
+    with av.open(str(plain)) as source, av.open(str(path), "w") as output:
+        stream = output.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.size and packet.pts % 400 == 200:
+                data = bytes(packet)
+                hidden = av.Packet(bytes([data[0] & ~0x10]) + data[1:])
+                hidden.pts = hidden.dts = packet.pts - 15
+                hidden.time_base, hidden.stream = packet.time_base, stream
+                output.mux(hidden)
+            if packet.size:
+                packet.stream = stream
+                output.mux(packet)
+    with av.open(str(path)) as source:
+        assert sum(packet.size > 0 for packet in source.demux(video=0)) == 82
+    times = frame_times(path)  # FFmpeg takes the rate of such a file for 200
+    assert times is not None
+    assert times[:-1] == pytest.approx([number / 25 for number in range(75)])
+    assert numbers(decode_one(path, ClipSpec(fps=25, max_frames=9), 40 / 25).frames) == list(range(40, 49))
 
 
 # ---------------------------------------------------------------- broken files

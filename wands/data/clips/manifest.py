@@ -229,7 +229,7 @@ def check_file(name: str, path: Path) -> None:
 
 
 def read_range(row: dict[str, Any], path: Path) -> tuple[float | None, float | None]:
-    """A row's range in seconds; one in frames needs the clip's rate, which only its header has.
+    """A row's range in seconds; one in frames needs the clip's rate, or the times of its frames if that varies.
 
     Raises:
         DataError: a range that cannot be, or a clip that does not open.
@@ -237,9 +237,17 @@ def read_range(row: dict[str, Any], path: Path) -> tuple[float | None, float | N
     frames = read_frames(row)
     if frames is None:
         return read_window(row)
-    from wands.data.clips.video import probe
+    from wands.data.clips.video import frame_times, probe
 
     info, (first, last) = probe(path), frames
     if first == 0 and last + 1 >= info.num_frames > 0:
         return None, None
-    return first / info.fps, (last + 1) / info.fps
+    times = frame_times(path)
+    if times is None:
+        return first / info.fps, (last + 1) / info.fps
+    begin, end = (
+        # Beyond the clip's end at its mean rate: a range that is too long is refused by whoever decodes it.
+        times[min(number, len(times) - 1)] + max(0, number + 1 - len(times)) / info.fps
+        for number in (first, last + 1)
+    )
+    return begin, end

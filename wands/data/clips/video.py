@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +39,8 @@ _SEEKABLE = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
 _GUESSED_DURATION = {"avi", "mpeg", "mpegts"}
 # A damaged timestamp can lie hours ahead, and a still teaches nothing: seconds one picture may be held.
 _LONGEST_HOLD = 10.0
+# Seconds by which rounded timestamps may lie off (FLV: 1 ms each).
+_ROUNDING = 2.5e-3
 # Text that names other files, or is drawn as a terminal: never what a person means by a clip.
 _PLAYLISTS = {"concat", "dash", "hls", "imf", "sdp", "tty"}
 
@@ -223,9 +226,9 @@ class _Reader:
 
     @property
     def variable_fps(self) -> bool:
-        """Whether the frames decoded so far lie at distances that no rounding explains (FLV: 1 ms each)."""
+        """Whether the frames decoded so far lie at distances that no rounding explains."""
         shortest, longest = self._steps
-        return longest - shortest > max(2.5e-3, 0.1 * shortest) if longest else False
+        return longest - shortest > max(_ROUNDING, 0.1 * shortest) if longest else False
 
     def tolerance(self, duration: float) -> float:
         """Seconds by which an honest header may overstate: 2 %, at least two frames."""
@@ -269,6 +272,41 @@ class _Reader:
             except _BROKEN:
                 pass  # what lies beyond cannot be read: exactly what the caller wants to know
         return video, max(anything, video)
+
+    def frame_times(self) -> tuple[float, ...] | None:
+        """As the function of this name; reads packets, decodes nothing."""
+        # Where timestamps are those of packets, not of pictures: broadcasts store a picture as two fields, AVI
+        # numbers what it stores. Their rate is constant.
+        if self._container.format.name in _GUESSED_DURATION:
+            return None
+        unit, index = self._stream.time_base, self._stream.index_entries
+        if 0 < self._stream.frames == len(index):  # of every frame, so the file need not be read
+            stored = [entry.timestamp for entry in index]
+            if self._is_even([float((stamp - stored[0]) * unit) for stamp in stored]):
+                return None
+        times, end = [], 0.0
+        with _open_container(self.path) as container:
+            try:
+                for packet in container.demux(container.streams[self._stream.index]):
+                    if not packet.size or packet.is_discard or self._is_hidden(packet):
+                        continue
+                    if packet.pts is None:
+                        return None
+                    times.append(float(packet.pts * unit) - self._origin)
+                    end = max(end, times[-1] + (float((packet.duration or 0) * unit) or 1 / self._rate))
+            except _BROKEN:
+                pass  # frames beyond cannot be shown either
+        times.sort()  # from the order of decoding
+        return None if self._is_even(times) else (*times, min(end, self.info.duration))
+
+    def _is_even(self, times: Sequence[float]) -> bool:
+        """Whether frame k begins at k / rate, but for rounding."""
+        allowed = min(_ROUNDING, 0.5 / self._rate)
+        return all(abs(time - number / self._rate) <= allowed for number, time in enumerate(times))
+
+    def _is_hidden(self, packet: Any) -> bool:
+        # VP8 alone stores its reference pictures, which are never shown, in packets with times of their own.
+        return self._stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
 
     def frames(self, start: float) -> Iterator[_Frame]:
         """Frames in display order, the first at or before ``start``. To be called once."""
@@ -490,6 +528,28 @@ def probe(path: Path) -> VideoInfo:
             return reader.info
     except _BROKEN as error:
         raise DataError(_cannot_read(path, error)) from error
+
+
+def frame_times(path: Path) -> tuple[float, ...] | None:
+    """When each frame of a variable-rate clip begins, in seconds, and at last when the clip ends.
+
+    Returns:
+        None for all others: there frame k begins at k / fps, as `probe` tells it.
+
+    Raises:
+        DataError: as `probe`.
+    """
+    try:
+        status = path.stat()
+        return _frame_times(path, status.st_size, status.st_mtime_ns)
+    except _BROKEN as error:
+        raise DataError(_cannot_read(path, error)) from error
+
+
+@lru_cache(maxsize=64)  # a table cuts many windows of one clip, in rows that follow each other
+def _frame_times(path: Path, size: int, changed: int) -> tuple[float, ...] | None:
+    with _Reader(path) as reader:
+        return reader.frame_times()
 
 
 def _cannot_read(path: Path, error: Exception) -> str:
