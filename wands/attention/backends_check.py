@@ -90,6 +90,16 @@ def check_backend(
         ("dq", "dk", "dv"), backend.backward(dout, q, k, v, out, shut, whole.to(device), scale), strict=True
     ):
         compare(f"{name} of rows whose lse is +inf", grad, torch.zeros(grad.shape))
+    single = Segments.build((len(q),), (1,))  # everybody and one key, as the pads of texts are
+    pad, pad64 = ((a[:1], b[:1]) for a, b in ((k, v), (k64, v64)))
+    out, lse = backend.forward(q, *pad, single.to(device), scale)
+    right_out, right_lse = exact.forward(q64, *pad64, single, scale)
+    compare("out of a single key", out, right_out)
+    compare("lse of a single key", lse, right_lse)
+    grads = backend.backward(dout, q, *pad, out, lse, single.to(device), scale)
+    rights = exact.backward(dout64, q64, *pad64, right_out, right_lse, single, scale)
+    compare("dv of a single key", grads[2], rights[2])  # the others are differences of equal numbers
+
     return compare.worst
 
 
