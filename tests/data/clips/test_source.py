@@ -293,22 +293,24 @@ def test_paths_may_be_absolute_or_climb(tmp_path: Path) -> None:
 def test_named_columns_win(tmp_path: Path) -> None:
     row = {"video": "no.mp4", "clip": "c.mp4", "caption": "no", "long_text": "yes"}
     lay(tmp_path, CLIPS | {"metadata.json": json.dumps([row])})
-    rows, rejections = load_source(str(tmp_path), video_column="CLIP", caption_column="Long_Text")
+    rows, rejections = load_source(
+        str(tmp_path / "metadata.json"), video_column="CLIP", caption_column="Long_Text"
+    )
     assert (keys(rows), rows[0].caption, rejections) == (["c"], "yes", [])
     with pytest.raises(
         DataError, match=r"no video column: looked for film among caption, clip, long_text, video;"
     ):
-        load_source(str(tmp_path), video_column="film")
+        load_source(str(tmp_path / "metadata.json"), video_column="film")
     with pytest.raises(
         DataError, match=r"no caption column: looked for poem among .*; name it with caption_column"
     ):
-        load_source(str(tmp_path), caption_column="poem")
+        load_source(str(tmp_path / "metadata.json"), caption_column="poem")
 
 
 def test_windows_cut_one_clip_into_several(tmp_path: Path) -> None:
     text = "video,caption,start,end\nc.mp4,one,0,2.5\nc.mp4,two,2.5,\nc.mp4,three,,\nc.mp4,four,,1\n"
     lay(tmp_path, CLIPS | {"metadata.csv": text})
-    rows, rejections = load_source(str(tmp_path))
+    rows, rejections = load_source(str(tmp_path / "metadata.csv"))
     assert rejections == []
     assert [(row.key, row.caption, row.start, row.end) for row in rows] == [
         ("c", "three", None, None),
@@ -402,6 +404,36 @@ def test_every_unusable_row_says_why(tmp_path: Path) -> None:
     }.items():
         assert part in found.pop(f"metadata.jsonl:{line}")
     assert found == {}
+
+
+def test_clips_beside_a_table_that_it_does_not_list_are_told(tmp_path: Path) -> None:
+    names = ["a.mp4", "b.mp4", "é.mp4", "d/c.mp4", "d/bad.mp4", "d/last.png", "pose.mp4", "forgotten.mov"]
+    names += ["b.mov", "d/cover.png", "test/1.mp4", "test/2.mp4", "one/3.mp4"]
+    rows = [
+        {"video": "a.mp4", "caption": "a", "control": "pose.mp4", "stills": ["d/last.png", 3]},
+        {"video": "b.mp4", "caption": "b"},
+        {"video": unicodedata.normalize("NFD", "é.mp4"), "caption": "e"},
+        {"video": "link/c.mp4", "caption": "c"},
+        {"video": "d/bad.mp4"},
+    ]
+    lay(tmp_path, {name: "x" for name in names} | {"metadata.json": json.dumps(rows)})
+    (tmp_path / "link").symlink_to(tmp_path / "d")
+    found, rejections = load_source(str(tmp_path))
+    assert len(found) == 4
+    alone = "has no row in metadata.json; add one with its caption, or move it elsewhere"
+    assert {r.key: r.reason for r in rejections} == {
+        "b.mov": alone,  # b is the key of the other
+        "forgotten": alone,
+        "one/3": alone,
+        "metadata.json:5": "missing caption; write one in metadata.json:5",
+        "metadata.json:test": "2 clips in this folder have no row in metadata.json (1.mp4, 2.mp4 ...); "
+        "add rows with their captions, or move them elsewhere",
+    }
+    # Who names the table wants what is in it.
+    assert [r.key for r in load_source(str(tmp_path / "metadata.json"))[1]] == ["metadata.json:5"]
+    rows.append({"video": "d/last.png", "caption": "a still"})
+    lay(tmp_path, {"metadata.json": json.dumps(rows)})
+    assert reasons(tmp_path)["d/cover"] == alone
 
 
 def test_csv_mistakes(tmp_path: Path) -> None:

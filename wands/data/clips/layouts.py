@@ -5,6 +5,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -88,14 +89,24 @@ def _is_sidecar(file: Path) -> bool:
     return any(file.with_suffix(extension).exists() for extension in CLIP_EXTENSIONS)
 
 
-def scan_listing(listing: Path, columns: Columns, cache_dir: Path | None, scan: Scan) -> None:
-    """Read a file that lists clips; which kind it is, its name says."""
+def scan_listing(
+    listing: Path, columns: Columns, cache_dir: Path | None, scan: Scan, *, whole_folder: bool
+) -> None:
+    """Read a file that lists clips; which kind it is, its name says.
+
+    Args:
+        listing: the file.
+        columns: of a table.
+        cache_dir: where clips of archives are written.
+        scan: to add to.
+        whole_folder: the source is the folder of the file, so clips there that it does not list are told of.
+    """
     if listing.name == _CAPTIONS_OF_FOLDER and _scan_captioned_folder(listing, columns, cache_dir, scan):
         return
+    named = _Named()
     if listing.name == _MERGE:
-        _scan_merged(listing, columns, scan)
-        return
-    if listing.name in _VIDEO_LINES:
+        _scan_merged(listing, columns, scan, named)
+    elif listing.name in _VIDEO_LINES:
         captions = [listing.with_name(name) for name in _CAPTION_LINES]
         present = [file for file in captions if file.is_file()]
         if len(present) != 1:
@@ -103,12 +114,77 @@ def scan_listing(listing: Path, columns: Columns, cache_dir: Path | None, scan: 
                 f"source={listing.parent} holds {len(present)} files of captions for {listing.name}; keep one "
                 f"of {', '.join(_CAPTION_LINES)}"
             )
-        _scan_rows(listing, read_pairs(listing, present[0]), Columns(columns.source), listing.parent, scan)
-        return
-    _scan_rows(listing, read_table(listing), columns, listing.parent, scan)
+        rows = read_pairs(listing, present[0])
+        _scan_rows(listing, rows, Columns(columns.source), listing.parent, scan, named)
+    else:
+        _scan_rows(listing, read_table(listing), columns, listing.parent, scan, named)
+    if whole_folder:
+        _reject_unlisted(listing, named, scan)
 
 
-def _scan_rows(table: Path, rows: list[NumberedRow], columns: Columns, folder: Path, scan: Scan) -> None:
+@dataclass
+class _Named:
+    """What the rows of a listing name: clips that were found, and what stands in other columns, an input image."""
+
+    clips: set[Path] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
+
+    def add_others(self, row: dict[str, Any], video: object, folders: tuple[Path, ...]) -> None:
+        for value in row.values():
+            for item in value if isinstance(value, list) else (value,):
+                if isinstance(item, str) and item != video and item.lower().endswith(CLIP_EXTENSIONS):
+                    self.others |= {_composed(os.path.normpath(folder / item)) for folder in folders}
+
+
+def _composed(path: str | Path) -> str:
+    return unicodedata.normalize("NFC", str(path))
+
+
+def _reject_unlisted(listing: Path, named: _Named, scan: Scan) -> None:
+    """Tell of the clips below a listing that it does not name; of images only if it names any.
+
+    A folder of which it names less than half is told of as a whole: the listing is then a selection.
+    """
+    folder = listing.parent
+    images = any(path.name.lower().endswith(IMAGE_EXTENSIONS) for path in named.clips)
+    wanted = CLIP_EXTENSIONS if images else VIDEO_EXTENSIONS
+    known = named.others | {_composed(path) for path in named.clips}
+    nodes: set[tuple[int, int]] | None = None  # for links, and systems for which A.MP4 is a.mp4
+    keys = {clip_key(entry.name) for entry in scan.entries}
+    table = f"the tables of {listing.name}" if listing.name == _MERGE else listing.name
+    for root, files in _walk(folder, scan):
+        clips = [root / file for file in files if file.lower().endswith(wanted)]
+        left = [path for path in clips if _composed(path) not in known]
+        if left:
+            if nodes is None:
+                nodes = {node for node in map(_node, named.clips) if node}
+            left = [path for path in left if _node(path) not in nodes]
+        if len(left) <= max(1, len(clips) - len(left)):
+            for path in left:
+                name = path.relative_to(folder).as_posix()
+                key = safe_name(name) if clip_key(name) in keys else clip_key(name)
+                reason = f"has no row in {table}; add one with its caption, or move it elsewhere"
+                scan.reject(key, path, reason)
+        else:
+            reason = (
+                f"{len(left):,} clips in this folder have no row in {table} ({left[0].name}, {left[1].name} ...); "
+                "add rows with their captions, or move them elsewhere"
+            )
+            scan.reject(f"{listing.name}:{root.relative_to(folder).as_posix()}", root, reason)
+
+
+def _node(path: Path) -> tuple[int, int] | None:
+    """What tells a file from others whatever its name; None for a broken link."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _scan_rows(
+    table: Path, rows: list[NumberedRow], columns: Columns, folder: Path, scan: Scan, named: _Named
+) -> None:
     """Add the clips that a table's rows name; their paths count from ``folder``."""
     if not rows:
         raise DataError(f"source={table} lists no clip; add rows with a video and a caption")
@@ -122,16 +198,18 @@ def _scan_rows(table: Path, rows: list[NumberedRow], columns: Columns, folder: P
             scan.reject(where, table, row)
             continue
         video, caption = columns.pick(row)
+        named.add_others(row, video, folders)
         try:
             if not isinstance(video, str) or not video.strip():
                 raise DataError("no video in this row; write its path")
             name, path = locate(video.strip(), folders)
+            named.clips.add(path)
             scan.add(where, name, path, check_captions(caption, where), read_range(row, path))
         except DataError as error:
             scan.reject(where, video or table, str(error))
 
 
-def _scan_merged(listing: Path, columns: Columns, scan: Scan) -> None:
+def _scan_merged(listing: Path, columns: Columns, scan: Scan, named: _Named) -> None:
     """FastVideo's merge.txt: each line a folder of clips and, after a comma, the table of its captions."""
     try:
         lines = listing.read_text(encoding="utf-8-sig").splitlines()
@@ -159,7 +237,7 @@ def _scan_merged(listing: Path, columns: Columns, scan: Scan) -> None:
             reason = f"no such table (looked for {parts[1]}); correct the path"
             scan.reject(f"{listing.name}:{number}", parts[1], reason)
             continue
-        _scan_rows(table, read_table(table), columns, folder, scan)
+        _scan_rows(table, read_table(table), columns, folder, scan, named)
 
 
 def _scan_captioned_folder(listing: Path, columns: Columns, cache_dir: Path | None, scan: Scan) -> bool:

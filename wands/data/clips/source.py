@@ -66,10 +66,10 @@ def load_source(
         if path.name.lower().endswith(TAR_EXTENSIONS):
             scan_tar(path, path.parent, columns, {}, cache_dir, scan)
         else:
-            scan_listing(path, columns, cache_dir, scan)
+            scan_listing(path, columns, cache_dir, scan, whole_folder=False)
     elif path.is_dir():
         if listing := find_listing(path, source, split):
-            scan_listing(listing, columns, cache_dir, scan)
+            scan_listing(listing, columns, cache_dir, scan, whole_folder=True)
         else:
             found = scan_folder(path, columns, cache_dir, scan)
             if not scan.entries and (any(path.rglob("*.parquet")) or any(path.rglob("*.arrow"))):
