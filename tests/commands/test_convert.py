@@ -26,6 +26,7 @@ from wands.commands.converting import parts as convert_parts
 from wands.commands.converting import proof as convert_check
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.model import hub, names
+from wands.model.lora_files import EXPERT_NAMES, LORA_FILE
 from wands.model.lora_keys import read_lora
 from wands.model.tensor_files import TensorFiles, as_bytes
 
@@ -474,6 +475,43 @@ def test_lora_of_two_experts_becomes_two_files(pipelines: dict[str, Path], tmp_p
     assert [row.read for row in report.rows] == [len(keys) // 2] * 2
     for_diffusers = convert(str(tmp_path / "pair.safetensors"), tmp_path / "two", to="diffusers")
     assert "load_into_transformer_2=True" in for_diffusers.notes[0]
+
+
+@pytest.mark.parametrize("experts", [names.EXPERTS, names.EXPERTS[1:]])
+def test_a_folder_with_a_lora_for_each_expert(
+    pipelines: dict[str, Path], tmp_path: Path, experts: tuple[str, ...]
+):
+    """As `wands export` writes it, and back from what that became."""
+    keys = {}
+    for expert in experts:
+        folder = tmp_path / "exported" / EXPERT_NAMES[expert]
+        folder.mkdir(parents=True)
+        keys[expert] = write_lora(folder / LORA_FILE, pipelines["wan2.2-i2v-a14b"])
+        save_file({"a": torch.zeros(1)}, folder / "comfyui.safetensors")
+    report = convert(str(tmp_path / "exported"), tmp_path / "out", to="comfyui")
+    files = sorted(path.name for path in report.out.iterdir())
+    assert files == [f"{EXPERT_NAMES[expert]}_{LORA_FILE}" for expert in experts]
+    assert [row.read for row in report.rows] == [len(keys[expert]) for expert in experts]
+    assert all(key.startswith("diffusion_model.") for key in tensors(report.out / files[0]))
+    back = convert(str(report.out), tmp_path / "back", to="diffusers")
+    assert sorted(path.name for path in back.out.iterdir()) == files
+    for name, expert in zip(files, experts, strict=True):
+        assert_same_bits(tensors(back.out / name), keys[expert])
+    assert back.notes == (
+        f"load low_noise_{LORA_FILE} with load_lora_weights(..., load_into_transformer_2=True).",
+    )
+
+
+def test_folders_of_experts_that_are_not_clear(pipelines: dict[str, Path], tmp_path: Path):
+    (tmp_path / "high_noise").mkdir()
+    with pytest.raises(ConfigError, match=r"SRC=\S*high_noise holds no \.safetensors file"):
+        convert(str(tmp_path), tmp_path / "out", to="comfyui")
+    write_lora(tmp_path / "high_noise" / LORA_FILE, pipelines["wan2.2-i2v-a14b"], names.EXPERTS[1:])
+    with pytest.raises(CheckpointError, match=r"LoRA of transformer belongs and holds one of transformer_2;"):
+        convert(str(tmp_path), tmp_path / "out", to="comfyui")
+    write_lora(tmp_path / "other.safetensors", pipelines["wan2.2-i2v-a14b"])
+    with pytest.raises(ConfigError, match=r"holds LoRAs of two experts and other\.safetensors beside them"):
+        convert(str(tmp_path), tmp_path / "out", to="comfyui")
 
 
 def test_alpha_is_folded_and_told(pipelines: dict[str, Path], tmp_path: Path):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from tests.train.runs import make_job, run_job
 from tests.train.steps import zero
+from wands.commands.convert import convert
 from wands.commands.export import EXPORT_FILE, export
 from wands.commands.export_lora import COMFYUI_FILE
 from wands.errors import CheckpointError, ConfigError
@@ -144,6 +145,8 @@ def test_each_expert_has_a_lora_of_its_own(tmp_path: Path, worlds: Any):
     worlds[2].run(run_job, model, tmp_path / "run", RUN, zero(2))
     folder = export(tmp_path / "run", tmp_path / "lora")
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"high_noise", "low_noise"}
+    converted = convert(str(folder), tmp_path / "official", to="official")
+    assert [row.name for row in converted.rows] == [f"{side}_noise_{LORA_FILE}" for side in ("high", "low")]
     pipeline = WanPipeline.from_pretrained(model)
     pipeline.load_lora_weights(folder / "high_noise")
     pipeline.load_lora_weights(folder / "low_noise", load_into_transformer_2=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from wands.commands.converting.lora import convert_lora
+from wands.commands.converting.lora import convert_lora, find_loras
 from wands.commands.converting.parts import (
     STEMS,
     Converted,
@@ -29,11 +29,10 @@ from wands.errors import ConfigError, WandsError
 from wands.files import publish
 from wands.model.encoder_names import LATENTS_22
 from wands.model.hub import fetch_model
-from wands.model.lora_files import EXPERT_NAMES, LORA_FILE
-from wands.model.lora_keys import PEFT_FILE, is_lora
+from wands.model.lora_files import EXPERT_NAMES
 from wands.model.names import EXPERTS
 from wands.model.official import DIT_STEM, EXPERT_FOLDERS, boundary_of, to_official_config
-from wands.model.tensor_files import Entry, TensorFiles, write_safetensors, write_sharded
+from wands.model.tensor_files import Entry, write_safetensors, write_sharded
 from wands.variants import Variant, variant_of
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -109,9 +108,9 @@ def convert(
             f"--out {out} is there already; choose a new or an empty folder, nothing is overwritten."
         )
     root = _find_source(source)
-    lora = _lora_file(root)
-    if rest_of and (to == "comfyui" or lora is not None):
-        what = "a LoRA" if lora is not None else "ComfyUI's files"
+    loras = find_loras(root)
+    if rest_of and (to == "comfyui" or loras):
+        what = "a LoRA" if loras else "ComfyUI's files"
         raise ConfigError(f"--rest-of {rest_of} has nothing to give: {what} stand alone; leave it out.")
     rest = fetch_model(rest_of, key="--rest-of", ignore=_DIT_FILES) if rest_of else None
     partial = out.with_name(f"{out.name}.tmp")
@@ -124,9 +123,12 @@ def convert(
     except OSError as error:
         raise WandsError(f"--out {out} cannot be made ({error.strerror}); choose another folder.") from error
     try:
-        if lora is not None:
-            rows, notes = convert_lora(lora, partial, to=to, dtype=_DTYPES.get(dtype or ""))
-        else:
+        rows: list[Row] = []
+        notes: list[str] = []
+        for expert, lora in loras.items():
+            done = convert_lora(lora, partial, to=to, dtype=_DTYPES.get(dtype or ""), expert=expert)
+            rows, notes = rows + done[0], notes + done[1]
+        if not loras:
             rows, notes = _Job(root, partial, to, rest, _DTYPES.get(dtype or ""), forward).run()
         if out.exists():
             out.rmdir()
@@ -149,15 +151,6 @@ def _find_source(source: str) -> Path:
         return path
     allow = ["*.json", "*.safetensors", "*.pth", "*.txt", "*.model"]
     return fetch_model(source, key="SRC", allow=allow)
-
-
-def _lora_file(root: Path) -> Path | None:
-    """The LoRA that a file or a folder is."""
-    for path in [root] if root.is_file() else [root / LORA_FILE, root / PEFT_FILE]:
-        if path.is_file():
-            with TensorFiles([path], f"SRC {path}") as files:
-                return path if is_lora(files.shapes) else None
-    return None
 
 
 class _Job:
