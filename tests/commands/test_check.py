@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from PIL import ExifTags, Image
 
 from tests.commands import deadly
 from tests.data.clips.corpus import build_corpus
-from tests.data.clips.test_video import write_clip
+from tests.data.clips.test_video import numbered, write_clip
 from wands.cli import main
 from wands.commands import check as module
 from wands.commands.check import check, save_report
@@ -172,6 +173,33 @@ def test_it_says_how_clips_are_turned(tmp_path: Path) -> None:
         Image.fromarray(picture).save(tmp_path / f"{exif}.png", exif=tags.tobytes())
     told = {clip.key: clip.warnings for clip in check(str(tmp_path), **SMALL).clips}
     assert told == {"1": (), **{str(exif): (warning,) for exif, warning in TURNS.items()}}
+
+
+def test_it_warns_of_pictures_that_need_a_filter_first(tmp_path: Path) -> None:
+    hdr = "colorprim=bt2020:colormatrix=bt2020nc:transfer="
+    options = {
+        "plain": "",
+        "fields": "interlaced=1:tff=1",
+        "pq": f"{hdr}smpte2084",
+        "hlg": f"{hdr}arib-std-b67",
+        "wide": "colorprim=bt2020:colormatrix=bt2020nc:transfer=bt2020-10",  # but not HDR
+    }
+    for number, (name, parameters) in enumerate(options.items()):
+        pictures = [numbered(16 * number + i) for i in range(9)]
+        write_clip(tmp_path / f"{name}.mp4", pictures, options={"crf": "10", "x264-params": parameters})
+        (tmp_path / f"{name}.txt").write_text("a caption")
+    told = {clip.key: clip for clip in check(str(tmp_path), **SMALL).clips}
+    assert {key: clip.verdict for key, clip in told.items()} == {
+        "plain": "fine",
+        "fields": "warned",
+        "pq": "warned",
+        "hlg": "warned",
+        "wide": "fine",
+    }
+    assert all(len(clip.samples) == 1 and len(clip.warnings) <= 1 for clip in told.values())
+    assert re.match(r"interlaced: .* -vf bwdif ", told["fields"].warnings[0])
+    for name in ("pq", "hlg"):
+        assert re.match(rf"HDR: {name.upper()} .* -vf zscale=.*tonemap=", told[name].warnings[0])
 
 
 def test_the_same_pictures_in_another_container_are_a_duplicate(clips_dir: Path, tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ SAMPLE_OVERHEAD = 1350
 """Bytes of a shard per sample beside its numbers and caption: HDF5's groups, attributes, paths. Measured: 1.2 to 1.4 kB."""
 ARRAY_OVERHEAD = 300
 """Likewise for each further array of a sample."""
+TO_SDR = "zscale=t=linear:npl=100,format=gbrpf32le,zscale=p=bt709,tonemap=hable,zscale=t=bt709:m=bt709:r=tv,format=yuv420p"
+"""FFmpeg's filter that maps HDR to what the VAE was trained on."""
 THUMBNAIL = (176, 120)  # pixels, width and height at most
 KEPT_THUMBNAILS = 20_000  # 100 MB; a page shows fewer
 
@@ -211,6 +213,7 @@ class _Look:
     windows: tuple[_Window, ...] = ()
     source: VideoInfo | None = None
     variable_fps: bool = False
+    interlaced: bool = False
     digest: str = ""
     thumbnail: bytes = b""
     reason: str = ""
@@ -235,6 +238,7 @@ def _look_at(task: _Task) -> _Look:
                 look,
                 source=clip.source,
                 variable_fps=clip.variable_fps,
+                interlaced=clip.interlaced,
             )
             if task.thumbnails and not look.thumbnail:
                 look = replace(look, thumbnail=_thumbnail(frames[len(frames) // 2]))
@@ -322,6 +326,15 @@ def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, twin: str, *, exac
         warnings.append(f"variable frame rate (mean {source.fps:.5g}): frames are taken by their time")
     if source.fps < 0.95 * spec.fps and not is_image:
         warnings.append(f"low frame rate: {source.fps:.4g} fps, frames are repeated to reach {spec.fps:g}")
+    if look.interlaced:
+        warnings.append(
+            "interlaced: what moves comes out combed; give what ffmpeg -i IN -vf bwdif OUT makes of it"
+        )
+    if source.hdr:
+        warnings.append(
+            f"HDR: {source.hdr} brightness is kept as stored, which looks grey; give what "
+            f"ffmpeg -i IN -vf {TO_SDR} OUT makes of it"
+        )
     if source.rotation or source.mirrored:
         warnings.append(_describe_turn(source))
     if source.sar != 1:

@@ -39,6 +39,8 @@ _SEEKABLE = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
 _GUESSED_DURATION = {"avi", "mpeg", "mpegts"}
 # A damaged timestamp can lie hours ahead, and a still teaches nothing: seconds one picture may be held.
 _LONGEST_HOLD = 10.0
+# Transfer functions of HDR: taken for those of SDR, their pictures come out grey and flat.
+_HDR = {ColorTrc.SMPTE2084: "PQ", ColorTrc.ARIB_STD_B67: "HLG"}
 # Seconds by which rounded timestamps may lie off (FLV: 1 ms each).
 _ROUNDING = 2.5e-3
 # Text that names other files, or is drawn as a terminal: never what a person means by a clip.
@@ -60,6 +62,7 @@ class VideoInfo:
         rotation: counterclockwise degrees by which the stored picture is to be turned: 0, 90, 180 or 270.
         sar: width / height of a stored pixel.
         mirrored: once turned, its left and right are to be exchanged.
+        hdr: "PQ" or "HLG" where that is how brightness is stored, else "". Nothing maps it to SDR.
     """
 
     container: str
@@ -72,6 +75,7 @@ class VideoInfo:
     rotation: int
     sar: Fraction
     mirrored: bool = False
+    hdr: str = ""
 
     @property
     def display_size(self) -> tuple[Fraction, Fraction]:
@@ -92,6 +96,7 @@ class DecodedClip:
             is not that of the first bound.
         source: the file it came from.
         variable_fps: the pictures read up to its end do not lie at even distances in time.
+        interlaced: some of these hold two moments in alternate lines, and so do the frames made of them.
     """
 
     frames: np.ndarray
@@ -100,6 +105,7 @@ class DecodedClip:
     suffix: str
     source: VideoInfo
     variable_fps: bool = False
+    interlaced: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.reached = 0.0  # seconds up to which frames were decoded
+        self.interlaced = False  # some of these are
         self._steps = (math.inf, 0.0)  # shortest and longest time from one frame to the next
         self._open()
         try:
@@ -222,6 +229,7 @@ class _Reader:
             rotation=rotation,
             sar=Fraction(self._stream.sample_aspect_ratio or 1),
             mirrored=mirrored,
+            hdr=_HDR.get(picture.color_trc, ""),
         )
 
     @property
@@ -348,6 +356,7 @@ class _Reader:
                 time = end if stamp is None else float(stamp * self._stream.time_base) - self._origin
                 end = time + (float((picture.duration or 0) * self._stream.time_base) or 1 / self._rate)
                 self.reached = max(self.reached, end)
+                self.interlaced = self.interlaced or picture.interlaced_frame
                 if before is not None:
                     shortest, longest = self._steps
                     self._steps = (min(shortest, time - before), max(longest, time - before))
@@ -463,11 +472,10 @@ def _read_windows(
         if not kept and index == 0:
             raise reader.error(f"has no frame at or after {window_start:.3f} s", "correct the row's start")
         if kept == length or index == 0 or kept > spec.frame_stride:
-            window, variable = f"#{index:04d}" if spec.clip_mode == "slide" else "", reader.variable_fps
+            window = f"#{index:04d}" if spec.clip_mode == "slide" else ""
+            seen = reader.variable_fps, reader.interlaced
             for suffix, frames in pictures.items():
-                yield DecodedClip(
-                    frames[:kept], spec.fps, window_start, window + suffix, reader.info, variable
-                )
+                yield DecodedClip(frames[:kept], spec.fps, window_start, window + suffix, reader.info, *seen)
         if filled < length:
             break
     if sizes.refused:
