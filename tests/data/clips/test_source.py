@@ -408,7 +408,7 @@ def test_every_unusable_row_says_why(tmp_path: Path) -> None:
 
 def test_clips_beside_a_table_that_it_does_not_list_are_told(tmp_path: Path) -> None:
     names = ["a.mp4", "b.mp4", "é.mp4", "d/c.mp4", "d/bad.mp4", "d/last.png", "pose.mp4", "forgotten.mov"]
-    names += ["b.mov", "d/cover.png", "test/1.mp4", "test/2.mp4", "one/3.mp4"]
+    names += ["b.mov", "d/cover.png", "few/1.mp4", "few/2.mp4", *(f"many/{i:02}.mp4" for i in range(11))]
     rows = [
         {"video": "a.mp4", "caption": "a", "control": "pose.mp4", "stills": ["d/last.png", 3]},
         {"video": "b.mp4", "caption": "b"},
@@ -420,14 +420,15 @@ def test_clips_beside_a_table_that_it_does_not_list_are_told(tmp_path: Path) -> 
     (tmp_path / "link").symlink_to(tmp_path / "d")
     found, rejections = load_source(str(tmp_path))
     assert len(found) == 4
-    alone = "has no row in metadata.json; add one with its caption, or move it elsewhere"
+    alone = "no readable row in metadata.json names it; write one with its caption, or move it elsewhere"
     assert {r.key: r.reason for r in rejections} == {
         "b.mov": alone,  # b is the key of the other
         "forgotten": alone,
-        "one/3": alone,
+        "few/1": alone,
+        "few/2": alone,
         "metadata.json:5": "missing caption; write one in metadata.json:5",
-        "metadata.json:test": "2 clips in this folder have no row in metadata.json (1.mp4, 2.mp4 ...); "
-        "add rows with their captions, or move them elsewhere",
+        "metadata.json:many": "no readable row in metadata.json names 11 clips of this folder (00.mp4, "
+        "01.mp4 ...); write rows with their captions, or move them elsewhere",
     }
     # Who names the table wants what is in it.
     assert [r.key for r in load_source(str(tmp_path / "metadata.json"))[1]] == ["metadata.json:5"]
@@ -472,7 +473,7 @@ def test_an_unclosed_quote_of_a_csv_costs_one_row(tmp_path: Path) -> None:
         ("h", "h"),
         ("i", "i"),
     ]
-    cure = '; close its double quote, and double those inside a cell ("")'
+    cure = '; close its double quotes, double those inside a cell (""), use commas between cells'
     assert [(r.key, r.reason.removesuffix(cure)) for r in rejections] == [
         ("list.csv:11", "unreadable row (',' expected after '\"')"),
         ("list.csv:13", "unreadable row (unexpected end of data)"),

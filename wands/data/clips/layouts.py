@@ -39,6 +39,7 @@ _CAPTIONS_OF_FOLDER = "captions.json"
 _MERGE = "merge.txt"  # FastVideo
 _VIDEO_LINES = ("videos.txt", "video.txt")  # finetrainers
 _CAPTION_LINES = ("prompts.txt", "captions.txt", "prompt.txt", "caption.txt")
+_TOLD_SINGLY = 10  # so many clips that a listing leaves out are told of one by one whatever it names
 # Beside a clip; the first that is there counts.
 _SIDECARS = (".txt", ".json", ".jsonl")
 # What people have among their clips, too, and would miss without a word.
@@ -143,7 +144,7 @@ def _composed(path: str | Path) -> str:
 def _reject_unlisted(listing: Path, named: _Named, scan: Scan) -> None:
     """Tell of the clips below a listing that it does not name; of images only if it names any.
 
-    A folder of which it names less than half is told of as a whole: the listing is then a selection.
+    A folder of many clips of which it names less than half is told of as a whole: the listing is then a selection.
     """
     folder = listing.parent
     images = any(path.name.lower().endswith(IMAGE_EXTENSIONS) for path in named.clips)
@@ -159,18 +160,21 @@ def _reject_unlisted(listing: Path, named: _Named, scan: Scan) -> None:
             if nodes is None:
                 nodes = {node for node in map(_node, named.clips) if node}
             left = [path for path in left if _node(path) not in nodes]
-        if len(left) <= max(1, len(clips) - len(left)):
+        if len(left) <= max(_TOLD_SINGLY, len(clips) - len(left)):
             for path in left:
                 name = path.relative_to(folder).as_posix()
                 key = safe_name(name) if clip_key(name) in keys else clip_key(name)
-                reason = f"has no row in {table}; add one with its caption, or move it elsewhere"
+                reason = (
+                    f"no readable row in {table} names it; write one with its caption, or move it elsewhere"
+                )
                 scan.reject(key, path, reason)
         else:
             reason = (
-                f"{len(left):,} clips in this folder have no row in {table} ({left[0].name}, {left[1].name} ...); "
-                "add rows with their captions, or move them elsewhere"
+                f"no readable row in {table} names {len(left):,} clips of this folder ({left[0].name}, "
+                f"{left[1].name} ...); write rows with their captions, or move them elsewhere"
             )
-            scan.reject(f"{listing.name}:{root.relative_to(folder).as_posix()}", root, reason)
+            below = f":{root.relative_to(folder).as_posix()}" if root != folder else ""
+            scan.reject(f"{listing.name}{below}", root, reason)
 
 
 def _node(path: Path) -> tuple[int, int] | None:

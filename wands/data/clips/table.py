@@ -208,7 +208,11 @@ def _csv_row(lines: list[str], begin: int) -> tuple[list[str] | str, int]:
     try:
         (cells,) = csv.reader(row, strict=True)
     except (csv.Error, ValueError):
-        cure = 'close its double quote, and double those inside a cell ("")' if '"' in row[0] else "mend it"
+        cure = (
+            'close its double quotes, double those inside a cell (""), use commas between cells'
+            if '"' in row[0]
+            else "mend it"
+        )
         return f"unreadable row ({problem}); {cure}", begin + 1
     return cells, begin + len(row)
 
