@@ -104,6 +104,19 @@ def test_export_links_unless_told_to_copy(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert told == [True, False]
 
 
+def test_infer_says_which_options_may_differ_from_prompt_to_prompt():
+    """The help of --height names the last of them; each is a field of a request, and none comes behind."""
+    options = [
+        option for option in main.commands["infer"].params if option.name not in ("prompts", "lora", "lora_2")
+    ]
+    names = [option.opts[0] for option in options]
+    first, last = names.index("--height"), names.index("--last-image")
+    assert "down to --last-image" in options[first].help
+    assert [name for name, option in zip(names, options, strict=True) if option.multiple] == names[
+        first : last + 1
+    ]
+
+
 def test_show_timesteps_follows_the_recipe():
     low = invoke("train", "--show-timesteps", "--set", "flow.flow_shift=1").output
     high = invoke("train", "--show-timesteps", "--set", "flow.flow_shift=12").output

@@ -315,19 +315,33 @@ def train(
 
 @main.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Pipeline folder to write.")
 @click.option(
-    "--base", help="Pipeline whose other parts are taken [default: the model that the run started from]."
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder to write: new, empty or an earlier export.",
+)
+@click.option(
+    "--base",
+    help="Folder or Hub id of the pipeline whose other parts are taken [default: the model that the run started from]; not for "
+    "LoRA files.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16"]),
     default="fp32",
     show_default=True,
-    help="Of the stored weights.",
+    help="Of the trained weights, but for what diffusers keeps in fp32; the base's other parts stay as they are.",
 )
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Largest weights file.")
-@click.option("--copy", is_flag=True, help="Copy the base's files instead of hard-linking them.")
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    help="Largest file of a pipeline's trained weights; not for LoRA files.",
+)
+@click.option(
+    "--copy", is_flag=True, help="Copy the base's files instead of hard-linking them; not for LoRA files."
+)
 @click.option("--merge", is_flag=True, help="Of a LoRA run: the whole pipeline, the LoRA merged in.")
 @click.option("--ema", is_flag=True, help="The moving average of what was trained, of a run with ema.")
 def export(checkpoint: Path, out: Path, copy: bool, **options: Any) -> None:
@@ -369,7 +383,9 @@ def convert(source: str, out: Path, **options: Any) -> None:
 
 @main.command()
 @click.option("--model", required=True, help="Diffusers pipeline folder or Hub id.")
-@click.option("--prompt", "prompts", multiple=True, help="What to show; repeatable.")
+@click.option(
+    "--prompt", "prompts", multiple=True, help="What to show; repeatable. One at least, here or in a file."
+)
 @click.option(
     "--prompts-file",
     type=click.Path(path_type=Path),
@@ -386,7 +402,7 @@ def convert(source: str, out: Path, **options: Any) -> None:
     "--height",
     type=int,
     multiple=True,
-    help="Pixels; this and the next options once for all prompts or once each [default: 480].",
+    help="Pixels; this and the options down to --last-image once for all prompts or once each [default: 480].",
 )
 @click.option("--width", type=int, multiple=True, help="Pixels [default: 832].")
 @click.option("--frames", "num_frames", type=int, multiple=True, help="4k+1 frames [default: 81].")
@@ -411,7 +427,9 @@ def convert(source: str, out: Path, **options: Any) -> None:
     "--shift", "flow_shift", type=float, multiple=True, help="Flow shift [default: the scheduler's]."
 )
 @click.option("--seed", type=int, multiple=True, help="Given once, prompt i gets seed + i [default: 0].")
-@click.option("--negative-prompt", multiple=True, help="What not to show.")
+@click.option(
+    "--negative-prompt", multiple=True, help="What not to show; needs --guidance above 1 [default: nothing]."
+)
 @click.option(
     "--image",
     multiple=True,
@@ -421,7 +439,7 @@ def convert(source: str, out: Path, **options: Any) -> None:
 @click.option(
     "--transformer",
     type=click.Path(path_type=Path),
-    help="Diffusers transformer that replaces the pipeline's.",
+    help="Folder of a diffusers transformer, or of a pipeline with one, that replaces the pipeline's.",
 )
 @click.option(
     "--transformer-2",
@@ -438,24 +456,30 @@ def convert(source: str, out: Path, **options: Any) -> None:
     "--lora",
     multiple=True,
     metavar="PATH[=SCALE]",
-    help="LoRA to add (diffusers, PEFT or ComfyUI); repeatable, with both experts' weights or the high-noise one's.",
+    help="Folder, file or Hub id of a LoRA to add (diffusers, PEFT or ComfyUI); repeatable. Of two experts it goes to those that "
+    "its keys, or the folders or files in its folder, name (high_noise, low_noise), else to the high-noise one.",
 )
-@click.option("--lora-2", multiple=True, metavar="PATH[=SCALE]", help="LoRA of the low-noise expert.")
+@click.option(
+    "--lora-2",
+    multiple=True,
+    metavar="PATH[=SCALE]",
+    help="The same for the low-noise expert; of one with both, the low-noise half is taken.",
+)
 @click.option(
     "--offload",
     type=click.Choice(["none", "model", "sequential"]),
     default="none",
     show_default=True,
-    help="Keep weights on the host and bring a model, or a layer, at a time.",
+    help="Keep weights on the host and bring a model, or a layer, at a time to the GPU.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "bf16", "fp32"]),
     default="auto",
     show_default=True,
-    help="Of DiT and text encoder.",
+    help="Of DiT and text encoder; auto is bf16 on a GPU and fp32 on the CPU.",
 )
-@click.option("--device", help="Where to sample [default: cuda if there is one].")
+@click.option("--device", help="Where to sample, in one process [default: cuda if there is one].")
 @click.option("--fps", type=int, help="Of the mp4 [default: the variant's].")
 @click.option("--save-latents", is_flag=True, help="Keep each sample's latents beside its mp4.")
 @click.option("--ulysses-degree", type=click.IntRange(1), help="Ranks that share heads [default: the most].")
@@ -479,18 +503,18 @@ def infer(model: str, prompts: tuple[str, ...], **options: Any) -> None:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.argument("repo_id")
 @click.option("--public", is_flag=True, help="Make a new repository public [default: private].")
-@click.option("--revision", help="Branch to commit to [default: main].")
-@click.option("--message", help="Commit message.")
-@click.option("--endpoint", help="Address of the Hub [default: HF_ENDPOINT].")
+@click.option("--revision", help="Branch to commit to, made if missing [default: main].")
+@click.option("--message", help="Commit message [default: says what was uploaded].")
+@click.option("--endpoint", help="Address of the Hub [default: HF_ENDPOINT, else https://huggingface.co].")
 @click.option(
     "--training",
     type=click.Path(path_type=Path),
-    help="Run that the card takes from what DIRECTORY's record lacks.",
+    help="Run or step folder that the card takes from what DIRECTORY's record lacks.",
 )
 def push(directory: Path, repo_id: str, **options: Any) -> None:
-    """Upload DIRECTORY, written by wands export, to REPO_ID (owner/name) with a model card.
+    """Upload DIRECTORY, written by wands export, to REPO_ID (owner/name, or a name in your own account) with a model card.
 
-    The token comes from HF_TOKEN or `hf auth login`. An upload that was cut off goes on.
+    The token comes from HF_TOKEN or `hf auth login`. After an upload that was cut off, the same command sends what is missing.
     """
     from wands.commands.push import push as run
 

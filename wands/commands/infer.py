@@ -122,14 +122,14 @@ def infer(
         guidance_scale_2: of the low-noise expert of two; default: `guidance_scale`.
         flow_shift: default: that of the pipeline's scheduler.
         seed: default 0; given once, prompt i gets seed + i.
-        negative_prompt: default "".
+        negative_prompt: default ""; any other needs a `guidance_scale` above 1.
         image: picture that the video starts from, or a video, whose first frame is taken; cut to the size as clips are.
         last_image: picture that it ends at, or a video, whose last frame is taken.
         transformer: diffusers folder whose transformer takes the place of the pipeline's.
         transformer_2: the same for the low-noise expert of two.
         checkpoint: the DiTs straight from `wands train`: a run folder (newest step) or a step folder.
         ema: the moving average of their weights that the checkpoint holds.
-        lora: "PATH" or "PATH=SCALE" each: LoRAs to add, in diffusers', PEFT's or ComfyUI's layout.
+        lora: "PATH" or "PATH=SCALE" each, PATH a folder, file or Hub id: LoRAs to add, in diffusers', PEFT's or ComfyUI's layout.
         lora_2: the same for the low-noise expert, where the files do not say so themselves.
         offload: "model" and "sequential" keep weights on the host and bring a model, or a layer, at a time.
         dtype: of DiTs and text encoder, the others are fp32; "auto": bf16 on CUDA, fp32 on the CPU.
