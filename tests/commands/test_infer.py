@@ -491,7 +491,7 @@ MISTAKES: dict[str, tuple[list[dict], str]] = {
         [{}, {"transformer": Path("nowhere")}],
         "[rank 1] infer.transformer=nowhere is no diffusers transformer folder",
     ),
-    "a prompt file": ([{}, {"prompts_file": Path("no.txt")}], "[rank 1] infer.prompt_file=no.txt cannot be"),
+    "a prompt file": ([{}, {"prompts_file": Path("no.txt")}], "[rank 1] infer.prompts_file=no.txt cannot be"),
     "an option": ([{"seed": -1}, {}], "infer.seed=-1 is refused"),
     "weights": ([{"model": Path("damaged")}] * 2, "[rank 1] damaged: its transformer cannot be loaded"),
 }

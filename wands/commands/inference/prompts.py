@@ -98,7 +98,7 @@ def read_prompts(path: Path) -> list[SampleRequest]:
     """
     if path.suffix not in (".txt", ".jsonl"):
         raise ConfigError(
-            f"infer.prompt_file={path} must end in .txt (one prompt a line) or .jsonl; rename or convert it."
+            f"infer.prompts_file={path} must end in .txt (one prompt a line) or .jsonl; rename or convert it."
         )
     try:
         # Windows' editors begin a file with a BOM. splitlines would also cut at U+2028, which JSON allows inside a string.
@@ -106,7 +106,7 @@ def read_prompts(path: Path) -> list[SampleRequest]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(
-            f"infer.prompt_file={path} cannot be read ({reason}); give a .txt or .jsonl file."
+            f"infer.prompts_file={path} cannot be read ({reason}); give a .txt or .jsonl file."
         ) from None
     requests, problems = [], []
     for number, line in enumerate(lines, start=1):
@@ -121,7 +121,7 @@ def read_prompts(path: Path) -> list[SampleRequest]:
         except ConfigError as error:
             problems.append(f"{path}:{number}: {error}")
     if not requests and not problems:
-        problems.append(f"infer.prompt_file={path} holds no prompt; write one a line.")
+        problems.append(f"infer.prompts_file={path} holds no prompt; write one a line.")
     raise_problems(problems)
     return requests
 
