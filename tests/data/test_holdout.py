@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools.split import key_hash
+from data_tools.split import name_hash
 from wands.data.clips.manifest import Scan
 from wands.data.holdout import clip_name, hold_out
 
@@ -75,7 +75,7 @@ def test_the_share_is_about_right_and_always_the_same_clips() -> None:
 
 def test_a_half_made_by_split_has_both_sides() -> None:
     """`data_tools.split` cuts by a hash of the key: with the same hash a half of it would have nothing to hold out."""
-    half = [key for key in map(str, range(2000)) if key_hash(key) >= 0.5]
+    half = [key for key in map(str, range(2000)) if name_hash(key) >= 0.5]
     assert 0.07 < hold_out(half, 0.1).mean() < 0.13
 
 

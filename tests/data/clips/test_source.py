@@ -621,6 +621,7 @@ def test_video_feature_is_never_decoded(dataset: Any, tmp_path: Path) -> None:
         ("https://cdn.example.com/a.mp4?X-Amz-Signature=" + "a" * 300, "a-277089d91c0b", ".mp4"),
         ("https://cdn.example.com/deep/a.MP4?from=b.c/d#e", "a-277089d91c0b", ".MP4"),
         ("a?b.mp4", "a?b-277089d91c0b", ".mp4"),
+        ("hf://datasets/a/b/c#d?e.mp4", "c%23d?e-277089d91c0b", ".mp4"),
         ("clip." + "x" * 240, "clip-277089d91c0b", ""),
         ("noise.sh", "noise-277089d91c0b", ""),
     ],
