@@ -11,8 +11,9 @@ import re
 from pathlib import Path
 
 from wands.data.clips.archive import TAR_EXTENSIONS
+from wands.data.clips.folder import scan_folder, scan_tar
 from wands.data.clips.hf_dataset import fetch_clip, read_dataset, write_clip
-from wands.data.clips.layouts import find_listing, scan_folder, scan_listing, scan_tar
+from wands.data.clips.layouts import find_listing, scan_listing
 from wands.data.clips.manifest import (
     CLIP_EXTENSIONS,
     IMAGE_EXTENSIONS,
