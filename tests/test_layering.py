@@ -41,6 +41,7 @@ ONE_IMPORTER = {
     "flash_attn_interface": {"wands.attention.flash"},
     "bitsandbytes": {"wands.model.quantize", "wands.train.optimizers"},
     "h5py": {"wands.data.cache", "wands.data.cache_format", "wands.data.cache_writer"},
+    "av": {"wands.data.clips.reader", "wands.data.clips.video"},
     "click": {"wands.cli"},
     "datasets": {"wands.data.clips.hf_dataset"},
 }

@@ -24,8 +24,9 @@ from wands.data.clips.captions import clean_caption, estimate_tokens
 from wands.data.clips.clip import ClipSpec, check_frames, further_specs, split_bounds
 from wands.data.clips.isolated import Crash, map_isolated
 from wands.data.clips.manifest import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ManifestRow
+from wands.data.clips.reader import VideoInfo
 from wands.data.clips.source import load_source
-from wands.data.clips.video import VideoInfo, decode_clip, probe
+from wands.data.clips.video import decode_clip, probe
 from wands.data.packing import plan_epoch
 from wands.errors import ConfigError, DataError
 from wands.files import write_text

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from wands.data.clips.clip import ClipSpec
-from wands.data.clips.video import VideoInfo
+from wands.data.clips.reader import VideoInfo
 from wands.data.histogram import token_histogram
 
 SHOWN_CLIPS = 200
