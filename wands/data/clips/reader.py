@@ -88,8 +88,7 @@ class Frame:
     after_loss: bool
 
 
-def open_container(path: Path) -> Any:
-    """PyAV's container of a file on disk."""
+def _open_container(path: Path) -> Any:
     # Absolute, for FFmpeg reads a relative name such as "a:b.mp4" as protocol a.
     return av.open(str(path.absolute()), metadata_errors="replace", timeout=60.0)
 
@@ -155,7 +154,7 @@ class Reader:
     def _open(self) -> None:
         if not self.path.is_file():  # a pipe or a device would block for ever
             raise self.error("is not a regular file", "check the path")
-        self._container = open_container(self.path)
+        self._container = _open_container(self.path)
         try:
             name = self._container.format.name
             if name in _PLAYLISTS:
@@ -232,7 +231,7 @@ class Reader:
     def _scan(self) -> tuple[float, float]:
         """Read every packet of the file: (seconds of video, seconds of the longest stream)."""
         video = anything = 0.0
-        with open_container(self.path) as container:
+        with _open_container(self.path) as container:
             started = float((container.start_time or 0) / av.time_base)
             try:
                 for packet in container.demux():
@@ -263,7 +262,7 @@ class Reader:
             if self._is_even([float((stamp - stored[0]) * unit) for stamp in stored]):
                 return None
         times, end = [], 0.0
-        with open_container(self.path) as container:
+        with _open_container(self.path) as container:
             try:
                 for packet in container.demux(container.streams[self._stream.index]):
                     if not packet.size or packet.is_discard or self._is_hidden(packet):
