@@ -7,8 +7,11 @@ source scripts/setup.sh dev
 say "real clips for the tests"
 python scripts/fetch_clips.py .setup/clips
 say "tests"
-python -m pytest "$@"
-if [ $# = 0 ] && [ "${DS_ACCELERATOR:-}" != cpu ]; then
+if [ $# -gt 0 ]; then
+  exec python -m pytest "$@"
+fi
+python -m pytest -n 2 --dist loadfile # a file's tests share what the first of them has made
+if [ "${DS_ACCELERATOR:-}" != cpu ]; then
   say "tests that need a GPU"
   python -m pytest -m gpu
 fi
