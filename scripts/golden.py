@@ -1,0 +1,276 @@
+"""Compare two commits on this machine, bit for bit: what a refactoring must leave unchanged.
+
+    python scripts/golden.py --against REF             # this working tree and the commit REF
+    python scripts/golden.py --against REF --only t2v  # the cases whose name starts with t2v
+
+Both commits run the same command lines, so only the commands and their options have to agree, not the Python modules:
+tiny pipelines are built, real clips are encoded, one epoch is planned, tiny models are trained in fp32 on one process
+and on two under ZeRO-3, and the results are exported. Compared are the loss and gradient-norm series and digests of the
+caches, the plan and the exported tensors. Exits with 1 when anything differs.
+
+Results of a commit are kept in .setup/golden, because the reference commit does not change. About four minutes a commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / ".setup" / "golden"
+STEPS = 8
+PREPROCESS = ["--max-frames", "9", "--max-pixels", "12288", "--text-dtype", "fp32"]
+TRAIN = {
+    "packing.max_tokens": 256,
+    "train.max_steps": STEPS,
+    "train.bins_per_step": 2,
+    "train.log_every": STEPS,
+    "checkpoint.every": 0,
+    "optim.warmup": 0,
+    "flow.flow_shift": 5.0,
+}
+LORA = {"lora.rank": 8, "lora.alpha": 32, "lora.targets": "all-linear"}
+EXPERTS = {"model.experts": "both"}
+SERIES = {
+    "t2v": ("wan2.1-t2v-1.3b", {}),
+    "lora": ("wan2.1-t2v-1.3b", LORA),
+    "i2v": ("wan2.1-i2v-14b", {}),
+    "experts": ("wan2.2-t2v-a14b", EXPERTS),
+}
+"""Case -> variant and settings of its training runs."""
+CACHES = {"wan2.1-t2v-1.3b": "t2v", "wan2.1-i2v-14b": "i2v", "wan2.2-t2v-a14b": "t2v"}
+"""Variant -> the cache it trains on; text-to-video variants of one VAE share a cache."""
+
+
+class Checkout:
+    """One commit's sources, and a folder for what its commands write."""
+
+    def __init__(self, root: Path, out: Path) -> None:
+        self.root, self.out = root, out
+
+    def run(self, *command: str) -> None:
+        """Run a command of this checkout; end the comparison with its last lines if it fails."""
+        log = self.out / "log.txt"
+        with log.open("a") as handle:
+            done = subprocess.run(
+                [sys.executable, *command],
+                cwd=self.out,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(self.root),
+                    "DS_ACCELERATOR": "cpu",
+                    "OMP_NUM_THREADS": "1",
+                },
+                stdout=handle,
+                stderr=subprocess.STDOUT,
+            )
+        if done.returncode:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+            sys.exit(f"golden.py: {' '.join(command)} failed in {self.root}:\n{tail}")
+
+    def once(self, name: str, make: Callable[[Path], None]) -> Path:
+        """`make(path)` for the first case that needs `name`; its folder for all."""
+        path = self.out / name
+        if not path.exists():
+            make(path)
+        return path
+
+    def model(self, variant: str) -> Path:
+        """Tiny pipeline of a variant."""
+        script = str(self.root / "scripts" / "make_tiny_pipeline.py")
+        return self.once(f"model-{variant}", lambda path: self.run(script, str(path), "--variant", variant))
+
+    def clips(self) -> Path:
+        """The demo's four real clips with captions."""
+        report = str(self.root / "scripts" / "demo_report.py")
+        source = os.environ.get("WANDS_CLIPS", str(ROOT / ".setup" / "clips"))
+        return self.once("clips", lambda path: self.run(report, "clips", source, str(path)))
+
+    def cache(self, variant: str) -> Path:
+        """Latent cache of the clips."""
+        command = ["-m", "wands", "preprocess", str(self.clips()), "--model", str(self.model(variant))]
+        return self.once(
+            f"cache-{CACHES[variant]}", lambda path: self.run(*command, "--out", str(path), *PREPROCESS)
+        )
+
+    def settings(self, variant: str, more: dict[str, Any]) -> list[str]:
+        """`--set` arguments of a training run."""
+        values = {"model.path": self.model(variant), "data.cache": self.cache(variant), **TRAIN, **more}
+        return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+    def train(self, case: str, num_processes: int) -> Path:
+        """Run folder of a case."""
+        variant, more = SERIES[case]
+        path = self.out / f"run-{case}-{num_processes}"
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
+        launcher += ["--master-port", str(free_port())]
+        stage = self.root / "ds_configs" / f"{'zero3' if num_processes > 1 else 'zero2'}.json"
+        command = ["-m", "wands", "train", "tiny", "--deepspeed", str(stage), *self.settings(variant, more)]
+        self.once(path.name, lambda path: self.run(*launcher, *command, "--set", f"output_dir={path}"))
+        return path
+
+    def export(self, case: str) -> Path:
+        """Exported pipeline or LoRA of the two-process run of a case."""
+        run = self.train(case, 2)
+        command = ["-m", "wands", "export", str(run), "--copy"]
+        command = command[:-1] if case == "lora" else command
+        return self.once(f"exported-{case}", lambda path: self.run(*command, "--out", str(path)))
+
+    def plan(self) -> Path:
+        """Written plan of an epoch."""
+        command = ["-m", "wands", "pack", "tiny", *self.settings("wan2.1-t2v-1.3b", {})]
+        return self.once("plan.jsonl", lambda path: self.run(*command, "--out", str(path)))
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def series(run: Path) -> list[str]:
+    """Loss and gradient norm of every step as exact hexadecimal floats."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert len(rows) == STEPS, f"{run} has {len(rows)} steps"
+    return [f"{row['loss'].hex()} {row['grad_norm'].hex()}" for row in rows]
+
+
+def cache_digests(cache: Path) -> dict[str, str]:
+    """Digest of every array of every shard and of the index."""
+    import h5py
+    import numpy as np
+
+    digests = {}
+    for shard in sorted(cache.glob("*.h5")):
+        with h5py.File(shard) as file:
+
+            def visit(name: str, item: Any, shard: Path = shard) -> None:
+                if isinstance(item, h5py.Dataset):
+                    digests[f"{shard.name}/{name}"] = digest(item[()].tobytes())
+                if "key" in item.attrs:
+                    digests[f"{shard.name}/{name}.key"] = str(item.attrs["key"])
+                    digests[f"{shard.name}/{name}.crc32"] = str(item.attrs["crc32"])
+
+            file.visititems(visit)
+    with np.load(cache / "index.npz") as index:
+        digests |= {f"index/{name}": digest(index[name].tobytes()) for name in sorted(index.files)}
+    return digests
+
+
+def tensor_digests(folder: Path) -> dict[str, str]:
+    """Digest of every tensor of every safetensors file."""
+    from safetensors import safe_open
+
+    digests = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        with safe_open(path, "np") as file:
+            for name in sorted(file.keys()):
+                digests[f"{path.relative_to(folder)}/{name}"] = digest(file.get_tensor(name).tobytes())
+    return digests
+
+
+def plan_lines(path: Path) -> list[str]:
+    """Lines of a written plan, without the folders' names."""
+    header, *steps = (json.loads(line) for line in path.open(encoding="utf-8"))
+    for volatile in ("sources", "data_fingerprint"):
+        header.pop(volatile)
+    return [digest(json.dumps(line, sort_keys=True).encode()) for line in (header, *steps)]
+
+
+def digest(data: bytes) -> str:
+    """16 hex digits."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def cases(checkout: Checkout) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Name of each result and the function that makes it."""
+    yield "t2v cache", lambda: cache_digests(checkout.cache("wan2.1-t2v-1.3b"))
+    yield "i2v cache", lambda: cache_digests(checkout.cache("wan2.1-i2v-14b"))
+    yield "t2v plan", lambda: plan_lines(checkout.plan())
+    for case in SERIES:
+        for processes in (1, 2):
+            yield (
+                f"{case} losses, {processes} process",
+                lambda c=case, n=processes: series(checkout.train(c, n)),
+            )
+        yield f"{case} export", lambda c=case: tensor_digests(checkout.export(c))
+
+
+def collect(root: Path, only: str) -> dict[str, Any]:
+    """Run the cases of one checkout."""
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="wands-golden-") as folder:
+        out = Path(folder)
+        for name, make in cases(Checkout(root, out)):
+            if name.startswith(only):
+                results[name] = make()
+                print(f"  {name}", flush=True)
+    return results
+
+
+def reference(commit: str, only: str) -> dict[str, Any]:
+    """Results of a commit, from an earlier call or from a worktree that is removed again."""
+    key = digest(Path(__file__).read_bytes() + only.encode())
+    kept = RESULTS / f"{commit}-{key}.json"
+    if kept.is_file():
+        print(f"{commit[:9]}: results of an earlier call, {kept.relative_to(ROOT)}")
+        return json.loads(kept.read_text())
+    print(f"{commit[:9]}:")
+    tree = Path(tempfile.mkdtemp(prefix="wands-golden-ref-"))
+    git("worktree", "add", "--quiet", "--detach", str(tree), commit)
+    try:
+        results = collect(tree, only)
+    finally:
+        git("worktree", "remove", "--force", str(tree))
+        shutil.rmtree(tree, ignore_errors=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(results, indent=1))
+    return results
+
+
+def git(*words: str) -> str:
+    """Output of a git command in this repository."""
+    return subprocess.run(["git", "-C", str(ROOT), *words], check=True, capture_output=True, text=True).stdout
+
+
+def differing(ours: Any, theirs: Any) -> list[str]:
+    """Names of the entries of a result that differ."""
+    if isinstance(ours, list):
+        ours, theirs = ({str(i): line for i, line in enumerate(lines)} for lines in (ours, theirs))
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def main() -> int:
+    """Run both, print one line a case."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", required=True, metavar="REF", help="commit to compare with")
+    parser.add_argument("--only", default="", metavar="PREFIX", help="only the cases whose name starts so")
+    args = parser.parse_args()
+    theirs = reference(git("rev-parse", f"{args.against}^{{commit}}").strip(), args.only)
+    print("working tree:")
+    ours = collect(ROOT, args.only)
+    wrong = 0
+    for name in theirs:
+        names = differing(ours[name], theirs[name])
+        wrong += bool(names)
+        verdict = f"{len(names)} of {len(theirs[name])} differ, first {names[0]}" if names else "equal"
+        print(f"{name:<28} {len(theirs[name]):>5} values  {verdict}")
+    print(f"{len(theirs) - wrong} of {len(theirs)} cases are bitwise equal to {args.against}")
+    return 1 if wrong or not theirs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
