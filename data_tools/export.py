@@ -28,8 +28,8 @@ from safetensors.torch import save
 
 from data_tools.exit_code import mistakes_are_2
 from wands.commands.progress import progress
-from wands.data.cache import LatentCache
-from wands.data.cache_format import array_names, disk_error, to_text
+from wands.data.cache.format import array_names, disk_error, to_text
+from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
 from wands.files import publish
 

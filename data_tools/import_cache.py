@@ -29,10 +29,10 @@ from data_tools.exit_code import mistakes_are_2
 from data_tools.export import EXPORT_FORMAT, EXPORT_NAME, FORMATS, NULL_NAME
 from data_tools.import_shards import check_latents
 from data_tools.merge import to_variant
-from wands.data.cache import CacheWriter
-from wands.data.cache_format import array_names, checksum, reason, to_bits
+from wands.data.cache.format import array_names, checksum, reason, to_bits
+from wands.data.cache.reader import CacheWriter
 from wands.data.clips.archive import TarReader
-from wands.encode.pipeline import CONFIG_FILES, find_part, fingerprint_pipeline, read_variant
+from wands.encoders.components import CONFIG_FILES, find_part, fingerprint_pipeline, read_variant
 from wands.errors import ConfigError, DataError
 from wands.variants import TEXT_LEN
 
@@ -183,7 +183,7 @@ def _header(content: bytes) -> dict[str, str]:
 def _import_musubi(source: Path, out: Path, model: str) -> int:
     from diffusers import AutoencoderKLWan
 
-    from wands.encode.text import CLEANING_VERSION, TextEncoder
+    from wands.encoders.text import CLEANING_VERSION, TextEncoder
 
     variant = read_variant(model)
     if variant.num_images:

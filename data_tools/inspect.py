@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from data_tools.exit_code import mistakes_are_2
-from wands.data.cache import LatentCache
-from wands.data.histogram import token_histogram
+from wands.commands.length_histogram import token_histogram
+from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
 
 STRIP_FRAMES = 8
@@ -78,8 +78,8 @@ def decode(cache: LatentCache, key: str, model: str, out: Path) -> tuple[int, ..
     sample = cache.read(i)
 
     from wands.data.clips.video import save_video, to_frames
-    from wands.encode.pipeline import fingerprint_pipeline
-    from wands.encode.vae import WanVideoEncoder
+    from wands.encoders.components import fingerprint_pipeline
+    from wands.encoders.vae import WanVideoEncoder
 
     cache.check_encoders({"vae": fingerprint_pipeline(model).get("vae")}, model)
     frames = to_frames(WanVideoEncoder.load(model).decode(sample.latents))

@@ -17,8 +17,8 @@ from typing import Any
 
 from data_tools.exit_code import mistakes_are_2
 from wands.commands.progress import progress
-from wands.data.cache import CacheWriter, LatentCache
-from wands.data.cache_format import INDEX_NAME, first_difference, to_bits
+from wands.data.cache.format import INDEX_NAME, first_difference, to_bits
+from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.errors import CacheError, ConfigError
 from wands.variants import MASK_CHANNELS, VARIANTS, Variant
 

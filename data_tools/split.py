@@ -17,7 +17,7 @@ from pathlib import Path
 
 from data_tools.exit_code import mistakes_are_2
 from data_tools.merge import SHOWN, copy_samples
-from wands.data.cache import LatentCache
+from wands.data.cache.reader import LatentCache
 from wands.data.holdout import clip_name
 from wands.errors import ConfigError
 

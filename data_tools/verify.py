@@ -25,7 +25,7 @@ import numpy as np
 
 from data_tools.exit_code import mistakes_are_2
 from wands.commands.progress import progress
-from wands.data.cache_format import (
+from wands.data.cache.format import (
     INDEX_NAME,
     MANIFEST_NAME,
     NO_ID,

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wands.attention.backends import Backend
-from wands.attention.hybrid import ContextAttention
+from wands.attention.kernels.registry import Backend
 from wands.attention.ring import ring_attention
+from wands.attention.ulysses import ContextAttention
 from wands.attention.varlen import Segments, varlen_attention
-from wands.parallel.layout import ContextLayout, ContextPlan, PackedMeta
-from wands.parallel.mesh import ContextGroups, RankGrid
+from wands.distributed.dims import ParallelDims, ProcessGroups
+from wands.distributed.layout import ContextLayout, ContextPlan, PackedMeta
 
 HEAD_DIM = 128
 
@@ -132,8 +132,8 @@ class _Blocks(torch.autograd.Function):
 
 
 @cache
-def groups_of(ring: int, ulysses: int, device: torch.device) -> ContextGroups:
-    return ContextGroups.build(RankGrid(dist.get_world_size(), dist.get_rank(), ulysses, ring), device)
+def groups_of(ring: int, ulysses: int, device: torch.device) -> ProcessGroups:
+    return ProcessGroups.build(ParallelDims(dist.get_world_size(), dist.get_rank(), ulysses, ring), device)
 
 
 def context_parallel(

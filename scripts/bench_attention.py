@@ -52,7 +52,7 @@ from attention_variants import HEAD_DIM, Variant, make_inputs, variants_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from wands.attention.backends import Backend, choose_backend
+from wands.attention.kernels.registry import Backend, choose_backend
 from wands.errors import ConfigError
 
 # Latent frames x tokens of a frame: on a CPU an 81-frame clip of 480p with a fifteenth of its tokens per frame.

@@ -43,8 +43,8 @@ import torch
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
-from wands.data.cache import CacheIndex, CacheWriter, LatentCache
-from wands.data.cache_format import INDEX_NAME, shard_name
+from wands.data.cache.format import INDEX_NAME, shard_name
+from wands.data.cache.reader import CacheIndex, CacheWriter, LatentCache
 from wands.variants import VARIANTS
 
 Pair = tuple[Tensor, Tensor]

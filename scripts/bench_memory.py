@@ -31,12 +31,12 @@ from dataclasses import dataclass
 import diffusers
 import torch
 
-from wands.attention.hybrid import OPERATORS, ContextAttention
+from wands.attention.ulysses import OPERATORS, ContextAttention
 from wands.attention.varlen import choose_backend
-from wands.model.checkpointing import Recomputation
+from wands.distributed.layout import PackedMeta, segment_ids_of
+from wands.model.checkpointing import SelectiveCheckpoint
 from wands.model.transformer import PackedWanTransformer
-from wands.parallel.layout import PackedMeta, segment_ids_of
-from wands.train.peak import PeakMemory
+from wands.train.peak_memory import PeakMemory
 
 NAMES = ("attn_output", "query_proj", "key_proj", "value_proj", "ffn_activation")
 MODES: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # saved, offloaded
@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace) -> dict[str, Measured]:
     """Every mode: memory once, time in each round."""
     model, step = build_step(args)
     ways = {
-        name: Recomputation(model.blocks, saved, offloaded, OPERATORS)
+        name: SelectiveCheckpoint(model.blocks, saved, offloaded, OPERATORS)
         for name, (saved, offloaded) in MODES.items()
         if name != "none"
     }
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> dict[str, Measured]:
     return found
 
 
-def take(model: PackedWanTransformer, way: Recomputation | None) -> None:
+def take(model: PackedWanTransformer, way: SelectiveCheckpoint | None) -> None:
     """Run the blocks in this way from now on; each way keeps its store, whose pages are pinned once."""
     if way is None:
         model.disable_gradient_checkpointing()

@@ -21,12 +21,12 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from wands.config import load_recipe
-from wands.hardware import MACHINES
+from wands.config.recipe import load_recipe
+from wands.planning.hardware import MACHINES
+from wands.planning.memory import Load, Weight, estimate_memory
+from wands.planning.step_time import Prediction, Setting, predict
 from wands.train.ds_config import build_ds_config
-from wands.train.estimate.memory import Load, Weight, estimate_memory
-from wands.train.estimate.prediction import Prediction, Setting, predict
-from wands.train.job import list_weights
+from wands.train.run import list_weights
 from wands.variants import VARIANTS, DiTShape, legal_frames
 
 ROOT = Path(__file__).resolve().parents[1]

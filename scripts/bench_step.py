@@ -29,12 +29,12 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wands.attention.hybrid import ContextAttention
+from wands.attention.ulysses import ContextAttention
 from wands.attention.varlen import choose_backend
-from wands.config import FlowSection
+from wands.config.recipe import FlowConfig
 from wands.data.collate import PackingCollator, Sample, Shard
+from wands.distributed.layout import ContextLayout
 from wands.model.transformer import PackedWanTransformer
-from wands.parallel.layout import ContextLayout
 from wands.variants import TEXT_LEN, DiTShape
 
 # Tokens per (frame, row, column) axis.
@@ -133,7 +133,7 @@ def measure(device: str, rounds: int, text_len: int | None, clock: Callable[[], 
     samples = make_samples(device, text_len)
     stock, packed = build_models(device)
     shape = DiTShape.from_config(stock.config)
-    collate = PackingCollator(shape, FlowSection(cfg_dropout=0.0), 0, samples[0].text_embeds)
+    collate = PackingCollator(shape, FlowConfig(cfg_dropout=0.0), 0, samples[0].text_embeds)
     batch = collate(samples, [0] * len(samples), 0)
     shard = batch.shard(ContextLayout.build(batch.seq_lens)).to(device)
     samples = [Sample(s.sample_id, s.latents.to(device), s.text_embeds.to(device)) for s in samples]

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from wands.data.cache import LatentCache
+    from wands.data.cache.reader import LatentCache
 
 DEFAULT_VARIANT = "wan2.1-t2v-1.3b"
 STEPS, FEW_CLIPS = 1500, 4  # so many steps learn so few clips
@@ -87,7 +87,7 @@ def write_prompts(cache_dir: Path, out: Path) -> None:
     """
     from PIL import Image
 
-    from wands.data.cache import LatentCache
+    from wands.data.cache.reader import LatentCache
 
     cache = LatentCache(cache_dir)
     taken = frames_taken(cache.manifest["variant"]["conditions"])
@@ -115,8 +115,8 @@ def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tu
     Raises:
         WandsError: no cache, or too few samples for two processes.
     """
-    from wands.config import load_recipe
-    from wands.data.cache import LatentCache
+    from wands.config.recipe import load_recipe
+    from wands.data.cache.reader import LatentCache
     from wands.data.packing import plan_epoch
     from wands.errors import DataError
 
@@ -202,9 +202,9 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     """
     from safetensors.torch import load_file
 
-    from wands.commands.inference.contact_sheet import SheetRow, save_contact_sheet
     from wands.commands.plots import save_loss_plot
-    from wands.data.cache import LatentCache
+    from wands.data.cache.reader import LatentCache
+    from wands.sampling.contact_sheet import SheetRow, save_contact_sheet
     from wands.train.metrics import read_metrics
 
     cache = LatentCache(out / "cache")

@@ -52,9 +52,9 @@ def series_of(folder: Path) -> dict[int, float]:
 
 
 def samples_of(folder: Path) -> dict[tuple[int, str, int], float]:
-    """(step, clip, occurrence) -> error."""
+    """(step, clip, repeat_index) -> error."""
     rows = (json.loads(line) for path in sorted(folder.glob("samples-rank*.jsonl")) for line in path.open())
-    return {(row["step"], row["sample_id"], row["occurrence"]): row["loss"] for row in rows}
+    return {(row["step"], row["sample_id"], row["repeat_index"]): row["loss"] for row in rows}
 
 
 def largest(a: dict, b: dict) -> float:

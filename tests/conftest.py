@@ -21,8 +21,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from tests.world import WorldPool  # noqa: E402
-from tests.world import run_world as _run_world  # noqa: E402
+from tests.support.world import WorldPool  # noqa: E402
+from tests.support.world import run_world as _run_world  # noqa: E402
 
 torch.set_num_threads(1)
 

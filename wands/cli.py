@@ -172,7 +172,7 @@ def preprocess(source: str, out: Path, model: str, max_frames: int, **options: A
     SOURCE is a folder of clips and images with .txt or .json captions of the same name, a table such as metadata.csv / .jsonl /
     .json or captions.json (or a folder that holds one), tar archives, or a Hugging Face datasets name or folder.
     """
-    from wands.commands.preprocess import preprocess as run
+    from wands.commands.preprocess.preprocess import preprocess as run
 
     report = run(source, out, model, max_frames=max_frames or None, **options)
     if report is not None:  # the first rank has it
@@ -202,8 +202,8 @@ def check(
     Takes SOURCE and the options of wands preprocess; needs no model and no GPU. Exit code 0 when every clip can be used, with
     or without warnings, 1 when any is rejected, 2 when SOURCE or an option is wrong.
     """
-    from wands.commands.check import check as run
-    from wands.commands.check import save_report
+    from wands.commands.check.check import check as run
+    from wands.commands.check.check import save_report
 
     report = run(source, max_frames=max_frames or None, thumbnails=html_path is not None, **options)
     click.echo(report.render())
@@ -258,7 +258,7 @@ def plan(recipe: str | None, table: bool, **options: Any) -> None:
     """Say what of RECIPE fits a machine before anything is started: sharding, degrees, recomputation, bin size, memory, time."""
     from wands.commands.plan import plan as run
     from wands.commands.plan import what_fits
-    from wands.hardware import machine_named
+    from wands.planning.hardware import machine_named
 
     own = ("gpu_memory", "host_memory", "node_bandwidth", "network_bandwidth", "gpus_per_node")
     machine = machine_named(options.pop("hardware"), **{key: options.pop(key) for key in own})
@@ -376,7 +376,7 @@ def export(checkpoint: Path, out: Path, copy: bool, **options: Any) -> None:
 )
 def convert(source: str, out: Path, **options: Any) -> None:
     """Write SOURCE in another layout: a folder, Hub id or file of a Wan model, or a LoRA of any trainer."""
-    from wands.commands.convert import convert as run
+    from wands.commands.convert.convert import convert as run
 
     click.echo(run(source, out, **options))
 
@@ -541,7 +541,7 @@ def selftest(model: str, only: tuple[str, ...], **options: Any) -> None:
     Exit code 0 when none fails, 1 when one does, 2 when MODEL or an option is wrong. Context parallelism is checked under a
     launcher, which then checks nothing else: torchrun --nproc-per-node N -m wands selftest --model MODEL
     """
-    from wands.commands.selftest import selftest as run
+    from wands.commands.selftest.selftest import selftest as run
 
     found = {"pass": 0, "fail": 0, "skipped": 0}
     for result in run(model, only=only, **options):

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from wands.attention.backends import Backend, backend_named
-from wands.attention.segments import Segments
-from wands.parallel.layout import ChunkLens, ring_rounds
+from wands.attention.kernels.registry import Backend, backend_named
+from wands.attention.packed import Segments
+from wands.distributed.layout import ChunkLens, ring_rounds
 
 
 def ring_attention(

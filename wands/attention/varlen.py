@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wands.attention.backends import Backend, choose_backend
-from wands.attention.segments import Segments
+from wands.attention.kernels.registry import Backend, choose_backend
+from wands.attention.packed import Segments
 
 __all__ = [
     "Backend",

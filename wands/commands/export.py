@@ -16,16 +16,16 @@ import torch
 from safetensors import SafetensorError
 
 from wands import __version__
-from wands.commands.export_lora import write_lora
-from wands.commands.publishing.model_card import LOSS_FILE, MARKER, RECORD_FILE
 from wands.errors import CheckpointError, ConfigError, WandsError
+from wands.export.lora_weights import write_lora
+from wands.export.model_card import LOSS_FILE, MARKER, RECORD_FILE
 from wands.files import publish, write_text
-from wands.model.hub import fetch_model
-from wands.model.official import DIT_STEM
-from wands.model.tensor_files import Entry, write_sharded
+from wands.model.files.hub import fetch_model
+from wands.model.files.official import DIT_STEM
+from wands.model.files.tensor_files import Entry, write_sharded
 from wands.train.checkpoint import check_average, find_checkpoint
+from wands.train.checkpoint_weights import load_full_weights, lora_of
 from wands.train.state import TrainState
-from wands.train.weights import load_full_weights, lora_of
 from wands.variants import TEXT_LEN, DiTShape
 
 log = logging.getLogger(__name__)

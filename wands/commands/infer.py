@@ -22,11 +22,13 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from wands.commands.inference.adapters import find_loras
-from wands.commands.inference.contact_sheet import SheetRow, pick_frames, save_contact_sheet
-from wands.commands.inference.pictures import Pictures, read_pictures
-from wands.commands.inference.pipeline import AnyPipeline, PipelineSource, find_pipeline, load_pipeline
-from wands.commands.inference.prompts import (
+from wands.data.clips.video import save_video
+from wands.files import atomic_path
+from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_sheet
+from wands.sampling.images import Pictures, read_pictures
+from wands.sampling.loras import find_loras
+from wands.sampling.pipeline import AnyPipeline, PipelineSource, find_pipeline, load_pipeline
+from wands.sampling.requests import (
     SampleRequest,
     SizeRule,
     build_requests,
@@ -34,10 +36,8 @@ from wands.commands.inference.prompts import (
     raise_problems,
     read_prompts,
 )
-from wands.commands.inference.sampling import call_pipeline, each_request, sample, shift_key
-from wands.commands.inference.sharing import check_commands, own_device, plan_ranks, share_pipeline
-from wands.data.clips.video import save_video
-from wands.files import atomic_path
+from wands.sampling.sample import call_pipeline, each_request, sample, shift_key
+from wands.sampling.sharing import check_commands, own_device, plan_ranks, share_pipeline
 from wands.train.engine import start_together
 
 log = logging.getLogger(__name__)

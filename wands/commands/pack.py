@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wands.config import load_recipe
-from wands.data.sources import describe_data, list_sources
+from wands.config.recipe import load_recipe
+from wands.data.datasets import describe_data, list_sources
 from wands.files import atomic_path
 from wands.train.ds_config import load_ds_config
-from wands.train.job import Job, prepare_job
+from wands.train.run import Job, prepare_run
 
 FORMAT = "wands-plan-1"
 """First words of a plan file; another number means other keys."""
@@ -71,7 +71,7 @@ def pack(recipe_path: str | None, *, overrides: Sequence[str], out: Path, epoch:
         WandsError: what `wands train` would refuse before it starts, or `out` cannot be written.
     """
     recipe = load_recipe(recipe_path, overrides)
-    job = prepare_job(
+    job = prepare_run(
         recipe,
         load_ds_config(None),
         world_size=recipe.parallel.group_size,  # the plan is the same at any dp_size

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from wands.config import Recipe, list_recipes, load_recipe
-from wands.data.sources import open_data
+from wands.config.recipe import Recipe, list_recipes, load_recipe
+from wands.data.datasets import open_data
 from wands.errors import ConfigError
 from wands.files import write_text
-from wands.hardware import MACHINES, Machine
+from wands.planning.hardware import MACHINES, Machine
+from wands.planning.memory import to_gib
+from wands.planning.search import SHIPPED, Candidate, Task, build_candidate, search
 from wands.train.checkpoint import checkpoint_bytes
 from wands.train.ds_config import load_ds_config
-from wands.train.estimate.memory import to_gib
-from wands.train.estimate.planning import SHIPPED, Candidate, Task, build_candidate, search
-from wands.train.job import choose_experts, list_weights, read_model
+from wands.train.run import choose_experts, list_weights, read_model
 from wands.variants import VARIANTS, Expert, Variant, legal_frames
 
 SIZES = {"480p": (480, 832), "720p": (720, 1280)}

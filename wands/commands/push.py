@@ -21,11 +21,11 @@ from safetensors import SafetensorError, safe_open
 
 from wands import __version__
 from wands.commands.plots import save_loss_plot
-from wands.commands.publishing import model_card
-from wands.commands.publishing.hub_repo import RETRY_WAITS, Hub, connect, open_repository
 from wands.errors import WandsError
+from wands.export import model_card
+from wands.export.upload import RETRY_WAITS, Hub, connect, open_repository
 from wands.files import atomic_path
-from wands.model.lora_files import EXPERT_NAMES
+from wands.model.files.lora_files import EXPERT_NAMES
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wands.config import Recipe, load_recipe
-from wands.encode.pipeline import fingerprint_pipeline
+from wands.config.recipe import Recipe, load_recipe
+from wands.encoders.components import fingerprint_pipeline
 from wands.errors import ConfigError
 from wands.files import write_text
+from wands.planning.search import SHIPPED, Task, check_memory, machine_here
 from wands.train.checkpoint import find_checkpoint, list_steps
 from wands.train.ds_config import load_ds_config
 from wands.train.engine import (
@@ -21,8 +22,7 @@ from wands.train.engine import (
     ranks_per_node,
     start_together,
 )
-from wands.train.estimate.planning import SHIPPED, Task, check_memory, machine_here
-from wands.train.job import Job, Report, prepare_job, read_model
+from wands.train.run import Job, Report, prepare_run, read_model
 from wands.train.state import TrainState
 from wands.train.summary import start_block
 
@@ -61,7 +61,7 @@ def run_train(
     names = (str(deepspeed or "the built-in DeepSpeed config"), str(recipe_path or "the recipe"))
     with start_together():
         recipe, ds_user = load_recipe(recipe_path, overrides), load_ds_config(deepspeed)
-        job = prepare_job(
+        job = prepare_run(
             recipe,
             ds_user,
             world_size=world_size,
@@ -116,7 +116,7 @@ def _check_memory(job: Job, ds_name: str, ds_user: Mapping[str, Any], tell: Repo
 
 def _show_timesteps(recipe: Recipe, tell: Report) -> None:
     """One histogram, or one for each expert of a model that has two."""
-    from wands.flow.histogram import timestep_histogram
+    from wands.commands.timestep_histogram import timestep_histogram
 
     experts = read_model(recipe)[2] if recipe.model.path else ()
     for expert in experts or (None,):

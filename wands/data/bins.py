@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from wands.flow.keys import permutation, philox
+from wands.flow.rng import permutation, philox
 
 Bin = tuple[int, ...]
 """Sample indices that are packed into one forward; () is an empty bin that pads the last step."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from wands.config import FlowSection
+from wands.config.recipe import FlowConfig
 from wands.data.conditions import condition_tokens
 from wands.data.patchify import grid_size, patchify
+from wands.distributed.layout import ContextLayout, PackedMeta
 from wands.errors import DataError
-from wands.flow.keys import SampleKey, rng
-from wands.parallel.layout import ContextLayout, PackedMeta
+from wands.flow.rng import SampleKey, rng
 from wands.variants import TEXT_LEN, DiTShape
 
 PADDING_ID = "<padding>"
@@ -56,7 +56,7 @@ class Shard:
         keys: one per sample of the pack.
         weights: fp32 [S], 0 for the sample of a padding bin.
         layout: which tokens of the pack these are.
-        clean_lens: tokens at the start of each sample that are given and stay clean; whole, as `layout.seq_lens`.
+        num_cond_tokens: tokens at the start of each sample that are given and stay clean; whole, as `layout.seq_lens`.
         condition_tokens: fp32 [L, P'], channels that follow those of the noisy tokens, or None.
         image_embeds: [S, I, E], whole like the text, or None.
     """
@@ -67,14 +67,14 @@ class Shard:
     keys: tuple[SampleKey, ...]
     weights: Tensor
     layout: ContextLayout
-    clean_lens: tuple[int, ...]
+    num_cond_tokens: tuple[int, ...]
     condition_tokens: Tensor | None = None
     image_embeds: Tensor | None = None
 
     @property
     def trained_lens(self) -> tuple[int, ...]:
         """Tokens of each sample whose velocity is trained, whole: all but the clean ones."""
-        pairs = zip(self.layout.seq_lens, self.clean_lens, strict=True)
+        pairs = zip(self.layout.seq_lens, self.num_cond_tokens, strict=True)
         return tuple(length - clean for length, clean in pairs)
 
     def model_input(self, noisy_tokens: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class PackedBatch:
         cu_seqlens_text: int32 [S+1].
         keys: one per sample; noise and sigma are drawn from them.
         weights: fp32 [S], 1, or 0 for the sample of a padding bin.
-        clean_lens: tokens at the start of each sample that are given and stay clean, of TI2V's first frames.
+        num_cond_tokens: tokens at the start of each sample that are given and stay clean, of TI2V's first frames.
         condition_tokens: fp32 [T, P'], see `wands.data.conditions`, or None.
         image_embeds: [S, I, E], or None.
         dropout_keys: one per sample, see `PackedMeta.sample_keys`, or none.
@@ -121,7 +121,7 @@ class PackedBatch:
     cu_seqlens_text: Tensor
     keys: tuple[SampleKey, ...]
     weights: Tensor
-    clean_lens: tuple[int, ...]
+    num_cond_tokens: tuple[int, ...]
     condition_tokens: Tensor | None = None
     image_embeds: Tensor | None = None
     dropout_keys: tuple[int, ...] = ()
@@ -135,8 +135,8 @@ class PackedBatch:
             assert bool((lens > 0).all())
             assert int(cu_seqlens[-1]) == len(rows)
         assert bool((self.grid_sizes.prod(dim=1) == self.cu_seqlens.diff()).all())
-        pairs = zip(self.clean_lens, self.seq_lens, strict=True)
-        assert all(0 <= clean < length for clean, length in pairs), (self.clean_lens, self.seq_lens)
+        pairs = zip(self.num_cond_tokens, self.seq_lens, strict=True)
+        assert all(0 <= clean < length for clean, length in pairs), (self.num_cond_tokens, self.seq_lens)
         assert self.condition_tokens is None or len(self.condition_tokens) == len(self.tokens)
         assert self.image_embeds is None or len(self.image_embeds) == len(self.keys)
 
@@ -170,7 +170,7 @@ class PackedBatch:
             keys=self.keys,
             weights=self.weights,
             layout=layout,
-            clean_lens=self.clean_lens,
+            num_cond_tokens=self.num_cond_tokens,
             condition_tokens=None if self.condition_tokens is None else local(self.condition_tokens),
             image_embeds=self.image_embeds,
         )
@@ -180,7 +180,7 @@ class PackedBatch:
         timestep_lens: list[int] = []
         owners: list[int] = []
         for sample, ((start, stop), clean) in enumerate(
-            zip(layout.token_ranges, self.clean_lens, strict=True)
+            zip(layout.token_ranges, self.num_cond_tokens, strict=True)
         ):
             here = max(min(stop, clean) - start, 0)
             timestep_lens += [here, stop - start - here] if clean else [stop - start]
@@ -212,7 +212,7 @@ class PackingCollator:
     def __init__(
         self,
         shape: DiTShape,
-        flow: FlowSection,
+        flow: FlowConfig,
         seed: int,
         null_text_embeds: Tensor,
         conditions: Sequence[str] = ("text",),
@@ -226,13 +226,13 @@ class PackingCollator:
         self.null_text_embeds = null_text_embeds
         self._check_text("the empty caption", null_text_embeds)
 
-    def __call__(self, samples: Sequence[Sample], occurrences: Sequence[int], epoch: int) -> PackedBatch:
+    def __call__(self, samples: Sequence[Sample], repeat_indices: Sequence[int], epoch: int) -> PackedBatch:
         """Pack `samples` end to end in the order given.
 
         Args:
             samples: of one bin; none gives a batch of one zero token with weight 0, so that a rank with an
                 empty bin runs as many forwards as the others.
-            occurrences: which visit within the epoch each sample is.
+            repeat_indices: which visit within the epoch each sample is.
             epoch: pass over the data.
 
         Raises:
@@ -241,8 +241,8 @@ class PackingCollator:
         if not samples:
             return self._padding(epoch)
         keys = tuple(
-            SampleKey(sample.sample_id, occurrence, epoch)
-            for sample, occurrence in zip(samples, occurrences, strict=True)
+            SampleKey(sample.sample_id, repeat_index, epoch)
+            for sample, repeat_index in zip(samples, repeat_indices, strict=True)
         )
         for sample in samples:
             self._check(sample)
@@ -258,7 +258,7 @@ class PackingCollator:
             cu_seqlens_text=_cu_seqlens([len(rows) for rows in texts]),
             keys=keys,
             weights=torch.ones(len(samples), dtype=torch.float32),
-            clean_lens=tuple(self.clean_len(key, grid) for key, grid in zip(keys, grids, strict=True)),
+            num_cond_tokens=tuple(self.clean_len(key, grid) for key, grid in zip(keys, grids, strict=True)),
             condition_tokens=self._conditions_of(samples),
             image_embeds=torch.stack(pictures) if pictures else None,
             dropout_keys=self._dropout_keys(keys),
@@ -306,7 +306,7 @@ class PackingCollator:
             cu_seqlens_text=_cu_seqlens([len(self.null_text_embeds)]),
             keys=(key,),
             weights=torch.zeros(1),
-            clean_lens=(0,),
+            num_cond_tokens=(0,),
             condition_tokens=conditions if shape.condition_channels else None,
             image_embeds=torch.zeros(1, shape.image_len, shape.image_dim) if shape.image_dim else None,
             dropout_keys=self._dropout_keys([key]),

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wands.config import MockSection
+from wands.config.recipe import MockConfig
 from wands.data.collate import Sample
 from wands.data.patchify import blank_other_frames, grid_size
 from wands.errors import DataError
-from wands.flow.keys import philox
+from wands.flow.rng import philox
 from wands.variants import DiTShape
 
 
@@ -30,7 +30,7 @@ class MockDataset:
         DataError: a shape does not divide into patches.
     """
 
-    def __init__(self, mock: MockSection, shape: DiTShape, seed: int) -> None:
+    def __init__(self, mock: MockConfig, shape: DiTShape, seed: int) -> None:
         for latent_shape in mock.shapes:
             if any(n < 1 or n % patch for n, patch in zip(latent_shape, shape.patch_size, strict=True)):
                 raise DataError(

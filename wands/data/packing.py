@@ -15,7 +15,7 @@ import numpy as np
 
 from wands.data.bins import Bin, count_bins, even_out, pack_bins
 from wands.errors import DataError
-from wands.flow.keys import permutation
+from wands.flow.rng import permutation
 
 Step = tuple[Bin, ...]
 Cost = Callable[[Sequence[int]], float] | tuple[float, float]

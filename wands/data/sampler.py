@@ -18,9 +18,9 @@ from wands.data.packing import (
     plan_epoch,
     storage_windows,
 )
-from wands.data.visits import Visits
+from wands.data.repeats import Visits
 from wands.errors import DataError
-from wands.flow.keys import permutation
+from wands.flow.rng import permutation
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StepPlan:
     mean_tokens: float
     occurrence_of: np.ndarray = field(repr=False, compare=False)
 
-    def occurrences(self, bin: Bin) -> list[int]:
+    def repeat_indices(self, bin: Bin) -> list[int]:
         """Which visit within the epoch each sample of a bin is, as the collator wants it."""
         return [int(self.occurrence_of[i]) for i in bin]
 
@@ -249,11 +249,11 @@ def check_enough_samples(num_samples: int, dp_size: int) -> None:
 
 def _occurrences(keys: Sequence[str]) -> np.ndarray:
     """How many of the same name stand before each."""
-    occurrences = np.zeros(len(keys), dtype=np.int64)
+    repeat_indices = np.zeros(len(keys), dtype=np.int64)
     if len(set(keys)) == len(keys):
-        return occurrences
+        return repeat_indices
     seen: dict[str, int] = {}
     for i, key in enumerate(keys):
-        occurrences[i] = seen.get(key, 0)
-        seen[key] = int(occurrences[i]) + 1
-    return occurrences
+        repeat_indices[i] = seen.get(key, 0)
+        seen[key] = int(repeat_indices[i]) + 1
+    return repeat_indices

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wands.config import FlowSection
+from wands.config.recipe import FlowConfig
 
 NUM_TRAIN_TIMESTEPS = 1000
 """Timestep of pure noise; Wan's sinusoidal features are made for 0..1000."""
@@ -30,7 +30,7 @@ def shift_sigma(sigma: float, shift: float) -> float:
 
 
 def sample_sigma(
-    generator: np.random.Generator, flow: FlowSection, low: float = 0.0, high: float = 1.0
+    generator: np.random.Generator, flow: FlowConfig, low: float = 0.0, high: float = 1.0
 ) -> float:
     """Draw a noise level from the recipe's distribution, conditioned on lying in [low, high].
 
@@ -62,7 +62,7 @@ def sample_sigma(
     return _to_fp32_inside(sigma, low, high)
 
 
-def sigma_weight(sigmas: Tensor, flow: FlowSection) -> Tensor:
+def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
     """Weight of each sample's loss by its noise level.
 
     none: 1. linear: 1 + flow_shift * sigma. bell: exp(-2 (sigma - 1/2)^2), lowered to reach 0 at both ends
@@ -84,7 +84,7 @@ def sigma_weight(sigmas: Tensor, flow: FlowSection) -> Tensor:
     return (torch.exp(-2.0 * (sigmas - 0.5) ** 2) - ends) / mean
 
 
-def _mass(flow: FlowSection, low: float, high: float) -> float:
+def _mass(flow: FlowConfig, low: float, high: float) -> float:
     """Probability of [low, high] under the distribution before the shift."""
     if flow.timestep_sampling == "uniform":
         return high - low
@@ -94,7 +94,7 @@ def _mass(flow: FlowSection, low: float, high: float) -> float:
     return _mode_inverse(low, flow.mode_scale) - _mode_inverse(high, flow.mode_scale)
 
 
-def _truncated_ppf(flow: FlowSection, quantile: float, low: float, high: float) -> float:
+def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -> float:
     """The quantile in (0, 1) of the distribution before the shift, cut to [low, high].
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
@@ -112,7 +112,7 @@ def _truncated_ppf(flow: FlowSection, quantile: float, low: float, high: float) 
     return _mode(start + (end - start) * quantile, flow.mode_scale)
 
 
-def _z_bounds(flow: FlowSection, low: float, high: float) -> tuple[float, float]:
+def _z_bounds(flow: FlowConfig, low: float, high: float) -> tuple[float, float]:
     """[low, high] in standard deviations; a range in the upper half is mirrored, for near 1 a CDF has no
     digits left.
     """
@@ -120,7 +120,7 @@ def _z_bounds(flow: FlowSection, low: float, high: float) -> tuple[float, float]
     return (-z[1], -z[0]) if _mirrored(flow, low) else (z[0], z[1])
 
 
-def _mirrored(flow: FlowSection, low: float) -> bool:
+def _mirrored(flow: FlowConfig, low: float) -> bool:
     return _logit(low) > flow.logit_mean
 
 

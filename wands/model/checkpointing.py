@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from wands.model.host_store import HostStore, Stored, detached
+from wands.model.offload import ActivationOffloader, Stored, detached
 
 BLOCK_INPUT = "block_input"
 PROJECTIONS = {
@@ -44,7 +44,7 @@ _PRODUCTS = frozenset((_aten.mm.default, _aten.addmm.default, _aten.bmm.default,
 """How a linear layer computes."""
 
 
-class Recomputation:
+class SelectiveCheckpoint:
     """Runs blocks so that backward computes them again, but for what is kept by name.
 
     Args:
@@ -65,7 +65,7 @@ class Recomputation:
         saved: Sequence[str] = (),
         offloaded: Sequence[str] = (),
         operators: Mapping[str, Sequence[OpOverload]] | None = None,
-        store: HostStore | None = None,
+        store: ActivationOffloader | None = None,
     ) -> None:
         operators = operators or {}
         unknown = {*saved, *offloaded} - {BLOCK_INPUT, *PROJECTIONS, *operators}
@@ -96,7 +96,7 @@ class Recomputation:
         if self._name_of or self._hooks:
             again["context_fn"] = self._contexts
         if self._offloaded:
-            self.store = self.store or HostStore(hidden.device)
+            self.store = self.store or ActivationOffloader(hidden.device)
             self.store.open_group()
         with self._input_to_host(hidden) if BLOCK_INPUT in self._offloaded else nullcontext():
             return checkpoint(block, hidden, *shared, **again)

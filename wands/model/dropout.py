@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wands.parallel.layout import PackedMeta, segment_ids_of
+from wands.distributed.layout import PackedMeta, segment_ids_of
 
 _CHUNK = 2**24  # channels hashed at a time: what is in between takes some 100 MB at most
 _SIDES = {"tokens": 1, "text": 2, "image": 3, "time": 4}

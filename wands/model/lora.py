@@ -12,15 +12,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from wands.config import LoraSection, MergeSection
+from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import CheckpointError, ConfigError
-from wands.model.lora_files import find_lora_file
-from wands.model.lora_keys import LoraPair, alphas_of, read_lora
+from wands.model.files.lora_files import find_lora_file
+from wands.model.files.lora_keys import LoraPair, alphas_of, read_lora
 from wands.model.transformer import Fp32Linear
 from wands.variants import Expert
 
@@ -61,7 +61,7 @@ def find_targets(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn
 
 
 def add_lora(
-    model: nn.Module, lora: LoraSection, seed: int, start: Mapping[str, LoraPair] | None = None
+    model: nn.Module, lora: LoraConfig, seed: int, start: Mapping[str, LoraPair] | None = None
 ) -> None:
     """Freeze the model and give it a LoRA that alone is trained.
 
@@ -79,9 +79,9 @@ def add_lora(
     targets = find_targets(model, lora.targets)
     _check_start(targets, lora, start or {})
     alpha: Any = lora.scaled_alpha  # PEFT says int, and only divides it
-    config = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=list(targets))
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=list(targets))
     model.requires_grad_(False)
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for name, base in targets.items():
         layer = model.get_submodule(name)
         # Autocast knows better: PEFT would widen its input to the weights' fp32, a copy of it for every layer.
@@ -100,7 +100,7 @@ def add_lora(
                 up.weight.copy_(pair.up.double() * (pair.scale * lora.rank / lora.scaled_alpha))
 
 
-def check_lora(model: nn.Module, lora: LoraSection, start: Mapping[str, LoraPair] | None = None) -> int:
+def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair] | None = None) -> int:
     """See whether `add_lora` would work, without changing the model; works on the meta device.
 
     Returns:
@@ -116,7 +116,7 @@ def check_lora(model: nn.Module, lora: LoraSection, start: Mapping[str, LoraPair
     return sum(lora.rank * (linear.in_features + linear.out_features) for linear in targets.values())
 
 
-def lora_pairs(state: Mapping[str, Tensor], lora: LoraSection) -> dict[str, LoraPair]:
+def lora_pairs(state: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, LoraPair]:
     """The LoRA in a checkpoint's weights, by module; parameters that are not of it are left out."""
     own = {name: tensor for name, tensor in state.items() if ".lora_" in name}
     alphas = {"transformer": lora.scaled_alpha}
@@ -127,7 +127,7 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]
     """Read a LoRA file of any known layout.
 
     Args:
-        path: see `wands.model.lora_files.find_lora_file`.
+        path: see `wands.model.files.lora_files.find_lora_file`.
         expert: whose LoRA is wanted.
         key: what the user calls it, for errors.
 
@@ -152,7 +152,7 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]
     )
 
 
-def load_start(lora: LoraSection, expert: Expert) -> dict[str, LoraPair] | None:
+def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:
     """The LoRA that `lora.init_from` names, for one expert; see `load_lora`."""
     return None if lora.init_from is None else load_lora(lora.init_from, expert, "lora.init_from")
 
@@ -168,7 +168,7 @@ class MergedLoras:
         self._loras = loras
 
     @classmethod
-    def load(cls, merges: Sequence[MergeSection], expert: Expert) -> MergedLoras:
+    def load(cls, merges: Sequence[MergeConfig], expert: Expert) -> MergedLoras:
         """Read the files; see `load_lora`."""
         return cls([(merge.scale, load_lora(merge.path, expert, "model.merge_loras")) for merge in merges])
 
@@ -198,7 +198,7 @@ class MergedLoras:
         return sum((scale * pair.delta() for scale, pair in found), weight.double()).to(weight.dtype)
 
 
-def _check_start(targets: Mapping[str, nn.Linear], lora: LoraSection, start: Mapping[str, LoraPair]) -> None:
+def _check_start(targets: Mapping[str, nn.Linear], lora: LoraConfig, start: Mapping[str, LoraPair]) -> None:
     others = sorted(set(start) - set(targets))
     if others:
         raise ConfigError(

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from wands.attention.varlen import Backend, PaddedSegments, Segments, padded_attention, varlen_attention
-from wands.model.checkpointing import Recomputation
+from wands.distributed.layout import PackedMeta
+from wands.model.checkpointing import SelectiveCheckpoint
 from wands.model.dropout import RowKeys, add_dropout
-from wands.model.host_store import HostStore
 from wands.model.modulation import gated_add, modulate
+from wands.model.offload import ActivationOffloader
 from wands.model.rope import rotate, rotation_of
-from wands.parallel.layout import PackedMeta
 from wands.variants import TEXT_LEN
 
 SelfAttention = Callable[[Tensor, Tensor, Tensor, PackedMeta], Tensor]
@@ -45,7 +45,7 @@ class PackedWanTransformer(WanTransformer3DModel):
 
     _no_split_modules = ["PackedWanBlock"]  # noqa: RUF012
     _repeated_blocks = ["PackedWanBlock"]  # noqa: RUF012
-    recomputation: Recomputation | None = None
+    recomputation: SelectiveCheckpoint | None = None
     """How blocks run under checkpointing; see `set_checkpointing`."""
     row_keys: RowKeys | None = None
     """What dropout layers find of the pack; see `set_dropout`."""
@@ -79,7 +79,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         saved: Sequence[str] = (),
         offloaded: Sequence[str] = (),
         operators: Mapping[str, Sequence[OpOverload]] | None = None,
-        store: HostStore | None = None,
+        store: ActivationOffloader | None = None,
     ) -> None:
         """Choose what backward computes again instead of finding it kept; see `wands.model.checkpointing` for the names.
 
@@ -88,7 +88,7 @@ class PackedWanTransformer(WanTransformer3DModel):
                 on the host.
             saved: names of tensors that stay on the device.
             offloaded: names of tensors that wait on the host.
-            operators: name -> operators, such as `wands.attention.hybrid.OPERATORS`.
+            operators: name -> operators, such as `wands.attention.ulysses.OPERATORS`.
             store: for what is offloaded; models that run one after the other may share it. One of its own by default.
         """
         assert saved or mode != "selective", "selective checkpointing needs names"
@@ -100,7 +100,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         if mode == "none":
             self.disable_gradient_checkpointing()
             return
-        self.recomputation = Recomputation(self.blocks, saved, offloaded, operators, store)
+        self.recomputation = SelectiveCheckpoint(self.blocks, saved, offloaded, operators, store)
         self.enable_gradient_checkpointing(self.recomputation)
 
     def set_dropout(self, p: float, lora_p: float = 0.0) -> None:

@@ -12,12 +12,12 @@ from wands.data.collate import Shard
 from wands.data.packing import Bin, assign_bins
 from wands.data.patchify import frames_of_tokens, grid_size
 from wands.data.sampler import StepPlan
-from wands.parallel.layout import ContextLayout
-from wands.parallel.mesh import RankGrid
-from wands.train.job import Job
+from wands.distributed.dims import ParallelDims
+from wands.distributed.layout import ContextLayout
+from wands.train.run import Job
 
 
-def rank_shards(job: Job, plan: StepPlan, grid: RankGrid) -> list[Shard]:
+def rank_shards(job: Job, plan: StepPlan, grid: ParallelDims) -> list[Shard]:
     """Read, pack and cut what one rank forwards in one step: every rank derives it alone.
 
     With packing off the same bins go through one sample at a time; ranks with fewer samples add forwards of weight zero, because
@@ -34,7 +34,7 @@ def rank_shards(job: Job, plan: StepPlan, grid: RankGrid) -> list[Shard]:
     return [read_shard(job, pack, plan, grid) for pack in packs]
 
 
-def read_shard(job: Job, pack: Bin, plan: StepPlan, grid: RankGrid) -> Shard:
+def read_shard(job: Job, pack: Bin, plan: StepPlan, grid: ParallelDims) -> Shard:
     """One rank's share of one pack; of the data it reads only the frames that its tokens come from."""
     lens = [int(job.seq_lens[i]) for i in pack] or [1]  # the collator's one token of padding
     layout = ContextLayout.build(
@@ -47,7 +47,7 @@ def read_shard(job: Job, pack: Bin, plan: StepPlan, grid: RankGrid) -> Shard:
         samples.append(job.data.read(i, None if tokens == (0, length) else frames))
     names = [(sample.sample_id, job.data.keys[i]) for sample, i in zip(samples, pack, strict=True)]
     assert all(found == wanted for found, wanted in names), f"read {names}, not what was planned"
-    return job.collator(samples, plan.occurrences(pack), plan.epoch).shard(layout)
+    return job.collator(samples, plan.repeat_indices(pack), plan.epoch).shard(layout)
 
 
 def _check_step(job: Job, plan: StepPlan, ranks: Sequence[Sequence[Bin]]) -> None:
@@ -55,9 +55,9 @@ def _check_step(job: Job, plan: StepPlan, ranks: Sequence[Sequence[Bin]]) -> Non
     dealt = sorted(one for bins in ranks for one in bins)
     assert dealt == sorted(plan.bins), f"step {plan.step} has bins {sorted(plan.bins)} but {dealt} were dealt"
     visits = [
-        (job.data.keys[i], occurrence)
+        (job.data.keys[i], repeat_index)
         for one in dealt
-        for i, occurrence in zip(one, plan.occurrences(one), strict=True)
+        for i, repeat_index in zip(one, plan.repeat_indices(one), strict=True)
     ]
     assert len(set(visits)) == len(visits) == plan.num_samples, (
         f"step {plan.step} visits a sample twice: {visits}"
@@ -65,7 +65,7 @@ def _check_step(job: Job, plan: StepPlan, ranks: Sequence[Sequence[Bin]]) -> Non
 
 
 def prefetched(
-    job: Job, grid: RankGrid, start_step: int
+    job: Job, grid: ParallelDims, start_step: int
 ) -> Generator[tuple[StepPlan, list[Shard]], None, None]:
     """Shards of the coming steps, read ahead in a thread so that the device does not wait for the disk."""
     plans = job.sampler.iterate(start_step)

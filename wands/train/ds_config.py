@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from wands.config import OptimSection, Recipe
+from wands.config.recipe import OptimConfig, Recipe
 from wands.errors import ConfigError
 from wands.train.optimizers import ADAM_KEYS, KINDS, check_optimizer, kind_of
 from wands.train.precision import check_storage
@@ -174,8 +174,8 @@ def build_ds_config(
     return config
 
 
-def _asked(optim: OptimSection) -> set[str]:
-    return {key for key, field in OptimSection.model_fields.items() if getattr(optim, key) != field.default}
+def _asked(optim: OptimConfig) -> set[str]:
+    return {key for key, field in OptimConfig.model_fields.items() if getattr(optim, key) != field.default}
 
 
 def _check_keys(config: dict[str, Any], name: str) -> list[str]:
@@ -327,7 +327,7 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> lis
     return problems
 
 
-def _fill_optimizer(config: dict[str, Any], optim: OptimSection, names: Names) -> list[str]:
+def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) -> list[str]:
     asked, kind = _asked(optim), KINDS[optim.name]
     problems = []
     section = config.setdefault("optimizer", {"type": kind.type, "params": {}})

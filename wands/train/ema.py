@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wands.config import EmaSection
+from wands.config.recipe import EmaConfig
 from wands.errors import CheckpointError, ConfigError
-from wands.model.tensor_files import Entry, TensorFiles, write_safetensors
+from wands.model.files.tensor_files import Entry, TensorFiles, write_safetensors
 from wands.train.state import TrainState
 
 _BLOCK = 2**28  # elements: 1 GiB
@@ -36,7 +36,7 @@ def has_average(state: TrainState, part: str) -> bool:
     return f"{part}/{average_file(0)}" in state.files
 
 
-def check_ema(section: EmaSection | None, ds_config: Mapping[str, Any]) -> None:
+def check_ema(section: EmaConfig | None, ds_config: Mapping[str, Any]) -> None:
     """Refuse an average whose weights are out of reach.
 
     Raises:
@@ -50,7 +50,7 @@ def check_ema(section: EmaSection | None, ds_config: Mapping[str, Any]) -> None:
         )
 
 
-def decay_after(section: EmaSection, num_steps: int) -> float:
+def decay_after(section: EmaConfig, num_steps: int) -> float:
     """Share that the average keeps in its `num_steps`-th optimizer step.
 
     Source: the warm-up is that of TensorFlow's ExponentialMovingAverage(num_updates), also diffusers' EMAModel.
@@ -81,7 +81,7 @@ class WeightAverage:
         step: optimizer steps made.
     """
 
-    def __init__(self, engine: Any, section: EmaSection, step: int) -> None:
+    def __init__(self, engine: Any, section: EmaConfig, step: int) -> None:
         self.section = section
         # The average begins at the one step, and has seen the weights up to the other.
         self._first = self._last = step
@@ -169,7 +169,7 @@ class WeightAverage:
 
 def build_averages(
     engines: Mapping[str, Any],
-    section: EmaSection | None,
+    section: EmaConfig | None,
     resume: tuple[Path, TrainState] | None,
     say: Callable[[str], None],
 ) -> dict[str, WeightAverage]:

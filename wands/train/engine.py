@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
-from wands.attention.hybrid import OPERATORS, ContextAttention
+from wands.attention.ulysses import OPERATORS, ContextAttention
 from wands.attention.varlen import choose_backend
-from wands.config import OptimSection, Recipe
+from wands.config.recipe import OptimConfig, Recipe
+from wands.distributed.dims import ProcessGroups
 from wands.errors import ConfigError, WandsError
+from wands.model.files.loading import load_transformer
 from wands.model.freezing import freeze_parameters
-from wands.model.host_store import HostStore
-from wands.model.loading import load_transformer
 from wands.model.lora import MergedLoras, add_lora, load_start
-from wands.parallel.mesh import ContextGroups
+from wands.model.offload import ActivationOffloader
 from wands.train.ds_config import REDUCE_BUCKET_SIZE, learning_rate, offloads_optimizer, uses_adam
-from wands.train.job import Job
 from wands.train.optimizers import build_optimizer
-from wands.train.precision import split_by_dtype, storage_of
+from wands.train.precision import split_by_dtype, weight_dtype_policy
+from wands.train.run import Job
 from wands.variants import Expert
 
 
-def build_schedule(optim: OptimSection, total_steps: int) -> Callable[[int], float]:
+def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
     """Multiplier of the peak learning rate as a function of the optimizer steps already made.
 
     Args:
@@ -189,11 +189,11 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
 
 def build_model(
     job: Job,
-    groups: ContextGroups,
+    groups: ProcessGroups,
     device: torch.device,
     expert: Expert | None = None,
     fresh: bool = True,
-    store: HostStore | None = None,
+    store: ActivationOffloader | None = None,
 ) -> torch.nn.Module:
     """Load a DiT, sharded from the first tensor on under ZeRO-3, with its attention chosen for `groups` and `device`.
 
@@ -221,7 +221,7 @@ def build_model(
         seed=recipe.train.seed,
         zero_init_context=sharded,
         merge=MergedLoras.load(recipe.model.merge_loras, expert),
-        storage=storage_of(recipe),
+        storage=weight_dtype_policy(recipe),
     )
     attention = ContextAttention(
         backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all

@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 
 from wands.data.sampler import StepPlan
+from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.errors import DataError
-from wands.model.host_store import HostStore
-from wands.parallel.mesh import ContextGroups, RankGrid
+from wands.model.offload import ActivationOffloader
 from wands.train.batches import prefetched
 from wands.train.checkpoint import abandon_newer, load_checkpoint, save_checkpoint
+from wands.train.consistency import check_agreement, check_step, plan_digests
+from wands.train.control import ControlRequest, ControlRequests
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
-from wands.train.job import Job, Report
 from wands.train.metrics import MetricsWriter, StepReport, peak_tflops, read_rows, thin
+from wands.train.run import Job, Report
 from wands.train.state import TrainState, with_whole_paths
 from wands.train.step import SampleLoss, StepResult, train_step
-from wands.train.stop import StopRequests, Wishes
-from wands.train.watchdog import check_agreement, check_step, plan_digests
 from wands.variants import Expert
 
 
@@ -36,7 +36,7 @@ def train(
     """Run a job to its end, or to the next step boundary after someone asked it to stop.
 
     Args:
-        job: from `prepare_job`.
+        job: from `prepare_run`.
         resume: checkpoint to go on from, already checked against the job.
         rank: this process; the process group exists.
         device: of this process.
@@ -49,7 +49,7 @@ def train(
     start_step = resume[1].step if resume else 0
     # Before ranks that differ could wait for each other.
     check_agreement(plan_digests(job, start_step), device)
-    groups = ContextGroups.build(job.grid(rank), device)
+    groups = ProcessGroups.build(job.grid(rank), device)
     engines = _build_engines(job, groups, device, fresh=resume is None)
     saved, step, past = _resume(engines, job, resume, rank, say) if resume else (None, 0, ())
     averages = build_averages(engines, recipe.ema, resume, say)
@@ -63,7 +63,7 @@ def train(
         return path
 
     with (
-        StopRequests(job.output_dir) as requests,
+        ControlRequests(job.output_dir) as requests,
         _SampleLog(job, groups.grid, step) as sample_log,
         contextlib.closing(prefetched(job, groups.grid, step)) as batches,
     ):
@@ -123,9 +123,9 @@ def train(
     return saved
 
 
-def _build_engines(job: Job, groups: ContextGroups, device: torch.device, *, fresh: bool) -> dict[str, Any]:
+def _build_engines(job: Job, groups: ProcessGroups, device: torch.device, *, fresh: bool) -> dict[str, Any]:
     """An engine for each expert, by its folder in a pipeline."""
-    store = HostStore(device)  # experts take turns, and so do their activations in host memory
+    store = ActivationOffloader(device)  # experts take turns, and so do their activations in host memory
     return {
         expert.part: build_engine(
             build_model(job, groups, device, expert, fresh=fresh, store=store),
@@ -150,15 +150,15 @@ def _resume(
 
 
 def _agree(
-    losses: torch.Tensor, data_wait: float, wishes: Wishes, device: torch.device
-) -> tuple[list[float], float, Wishes]:
+    losses: torch.Tensor, data_wait: float, wishes: ControlRequest, device: torch.device
+) -> tuple[list[float], float, ControlRequest]:
     """Two small all-reduces a step: the losses of all ranks, the longest wait, and what any rank was asked for."""
     summed = losses.to(torch.float64)
     most = torch.tensor([data_wait, *wishes], dtype=torch.float64, device=device)
     dist.all_reduce(summed)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     wait, *asked = most.tolist()
-    return summed.tolist(), wait, Wishes(*map(bool, asked))
+    return summed.tolist(), wait, ControlRequest(*map(bool, asked))
 
 
 def _check_finite(expert: Expert, loss: float, result: StepResult, step: int) -> None:
@@ -248,7 +248,7 @@ def _summarize_data(job: Job) -> dict[str, int]:
 class _SampleLog:
     """`train.log_samples`: the first rank of each bin writes the error of each clip, so that an odd one can be found."""
 
-    def __init__(self, job: Job, grid: RankGrid, start_step: int) -> None:
+    def __init__(self, job: Job, grid: ParallelDims, start_step: int) -> None:
         wanted = job.recipe.train.log_samples and grid.cp_rank == 0
         self._path = job.output_dir / f"samples-rank{grid.rank}.jsonl" if wanted else None
         self._start_step = start_step

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wands.hardware import PEAK_TFLOPS
+from wands.planning.hardware import PEAK_TFLOPS
 
 
 def peak_tflops(device: torch.device) -> float | None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wands.config import Recipe
+from wands.config.recipe import Recipe
 from wands.errors import ConfigError
 from wands.model.quantize import load_library
-from wands.model.storage import Storage
+from wands.model.weight_dtypes import WeightDtypePolicy
 
 FP32_PARTS = "time embedding, modulation, norms, head"
 
 
-def storage_of(recipe: Recipe) -> Storage:
+def weight_dtype_policy(recipe: Recipe) -> WeightDtypePolicy:
     """How a run keeps the weights of its DiT."""
-    return Storage(recipe.precision.weights, recipe.lora.quantize if recipe.lora else "none")
+    return WeightDtypePolicy(recipe.precision.weights, recipe.lora.quantize if recipe.lora else "none")
 
 
 def check_storage(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
@@ -36,7 +36,7 @@ def check_storage(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
                 f"lora.quantize={recipe.lora.quantize} keeps codes, which ZeRO++ would quantise again; remove "
                 "zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights, or set lora.quantize=none."
             )
-    if not storage_of(recipe).is_plain and (zero.get("offload_param") or {}).get("device") == "nvme":
+    if not weight_dtype_policy(recipe).is_plain and (zero.get("offload_param") or {}).get("device") == "nvme":
         key = asked if recipe.precision.weights == "bf16" else "lora.quantize"
         problems.append(
             f"{key} cannot be swapped to NVMe, DeepSpeed's buffers have one dtype for all weights; use "
@@ -124,7 +124,7 @@ def split_by_dtype(
 
 def describe_storage(recipe: Recipe) -> list[str]:
     """Lines of the start block: in what the weights are kept, what stays fp32, and in what gradients are made."""
-    storage = storage_of(recipe)
+    storage = weight_dtype_policy(recipe)
     lines = [
         f"weights fp32 ({recipe.precision.compute} copies are made to multiply)"
         if storage.weights == "fp32" and recipe.precision.compute == "bf16"

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from wands.data.collate import Shard
-from wands.flow.corrupt import corrupt
+from wands.distributed.dims import ProcessGroups
 from wands.flow.loss import flow_matching_loss, loss_weights
+from wands.flow.noise import add_noise
 from wands.flow.sigmas import sigma_weight
-from wands.parallel.mesh import ContextGroups
-from wands.train.job import Job
+from wands.train.run import Job
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class SampleLoss:
     """Unweighted mean squared error of one clip, with the noise level it was drawn at."""
 
     sample_id: str
-    occurrence: int
+    repeat_index: int
     epoch: int
     sigma: float
     loss: float
@@ -46,7 +46,7 @@ def train_step(
     engine: Any,
     shards: list[Shard],
     job: Job,
-    groups: ContextGroups,
+    groups: ProcessGroups,
     device: torch.device,
     denominator: float,
     sigma_range: tuple[float, float] = (0.0, 1.0),
@@ -67,8 +67,14 @@ def train_step(
     for number, host_shard in enumerate(shards, start=1):
         shard, layout = host_shard.to(device), host_shard.layout
         # x_t, target and sigmas: a function of (seed, sample, epoch), whatever the rank and the pack
-        noisy = corrupt(
-            shard.tokens, layout, shard.keys, recipe.flow, recipe.train.seed, shard.clean_lens, sigma_range
+        noisy = add_noise(
+            shard.tokens,
+            layout,
+            shard.keys,
+            recipe.flow,
+            recipe.train.seed,
+            shard.num_cond_tokens,
+            sigma_range,
         )
 
         engine.set_gradient_accumulation_boundary(number == len(shards))
@@ -97,7 +103,7 @@ def train_step(
 
 
 def _name_losses(
-    forwarded: list[tuple[Shard, torch.Tensor, torch.Tensor]], groups: ContextGroups
+    forwarded: list[tuple[Shard, torch.Tensor, torch.Tensor]], groups: ProcessGroups
 ) -> list[SampleLoss]:
     """The errors of a step's clips with their names; the sample that stands for an empty bin is left out."""
     sums = torch.cat([errors for _, _, errors in forwarded])
@@ -110,7 +116,7 @@ def _name_losses(
             shard.keys, sigmas.tolist(), mine, shard.trained_lens, shard.weights.tolist(), strict=True
         )
         found += [
-            SampleLoss(key.sample_id, key.occurrence, key.epoch, sigma, error / num_tokens)
+            SampleLoss(key.sample_id, key.repeat_index, key.epoch, sigma, error / num_tokens)
             for key, sigma, error, num_tokens, weight in values
             if weight > 0
         ]

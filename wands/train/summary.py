@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from wands.config import ModelSection
-from wands.data.sources import describe_data
+from wands.config.recipe import ModelConfig
+from wands.data.datasets import describe_data
+from wands.planning.memory import estimate_memory, to_gib
 from wands.train.ds_config import learning_rate
 from wands.train.engine import accelerator_type, ranks_per_node
-from wands.train.estimate.memory import estimate_memory, to_gib
-from wands.train.job import Job
 from wands.train.precision import describe_storage
+from wands.train.run import Job
 
 
 def start_block(job: Job, start_step: int) -> str:
@@ -151,7 +151,7 @@ def _attention(job: Job) -> str:
     return f"{choose_backend(recipe.attention.backend, device, dtype, job.shape.head_dim).name} kernels"
 
 
-def _checkpointing(model: ModelSection) -> str:
+def _checkpointing(model: ModelConfig) -> str:
     places = (("device", model.kept_on_device), ("host", model.kept_on_host))
     kept = [f"{', '.join(names)} on the {place}" for place, names in places if names]
     return model.checkpointing + (f" ({'; '.join(kept)})" if kept else "")

@@ -21,7 +21,7 @@ import numpy as np
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, VideoReformatter
 
 from wands.data.clips.clip import TIME_SLACK, ClipSpec, Geometry, TooSmallError, plan_sizes, plan_windows
-from wands.data.clips.reader import BROKEN, LONGEST_HOLD, Frame, Reader, VideoInfo
+from wands.data.clips.video_file import BROKEN, LONGEST_HOLD, Frame, Reader, VideoInfo
 from wands.errors import DataError
 
 if TYPE_CHECKING:

@@ -1,0 +1,513 @@
+"""`wands infer` of every variant: pictures, two experts, LoRAs, several ranks; the stock pipelines are the reference."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from diffusers import (
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests.distributed.commands.test_infer import make_checkpoint, records
+from wands.cli import main
+from wands.commands import infer as infer_module
+from wands.commands.infer import infer
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.video import decode_clip, save_video, to_pixels
+from wands.distributed.dims import ParallelDims
+from wands.encoders.vae import WanVideoEncoder
+from wands.errors import ConfigError
+from wands.sampling import sample as sampling
+from wands.sampling.images import Pictures, read_picture
+from wands.sampling.pipeline import find_pipeline, load_pipeline, pipeline_for
+from wands.sampling.requests import SampleRequest, check_conditions, read_prompts
+from wands.sampling.sharing import check_commands, share_pipeline
+from wands.variants import VARIANTS
+
+SMALL = {"height": 32, "width": 64, "num_frames": 9, "num_inference_steps": 3}
+SAMPLED = (
+    "wan2.1-i2v-14b",
+    "wan2.1-flf2v-14b",
+    "wan2.2-t2v-a14b",
+    "wan2.2-i2v-a14b",
+    "wan2.2-ti2v-5b",
+)
+REQUEST = SampleRequest(prompt="a red bike", seed=7, negative_prompt="dull", flow_shift=6.0, **SMALL)
+
+
+@cache
+def loaded(folder: Path) -> DiffusionPipeline:
+    return load_pipeline(find_pipeline(folder))
+
+
+def noise_picture(seed: int, height: int = 32, width: int = 64) -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+    return Image.fromarray(values).resize((width, height))
+
+
+def asked_of(variant: str) -> tuple[SampleRequest, Pictures]:
+    """What a model of this variant can take."""
+    row = VARIANTS[variant]
+    starts = row.num_images > 0 or "first_frame" in row.conditions
+    pictures = Pictures(
+        noise_picture(1) if starts else None, noise_picture(2) if row.num_images > 1 else None
+    )
+    more = {"guidance_scale_2": 3.0} if row.boundary_ratio else {}
+    return REQUEST.model_copy(update=more), pictures
+
+
+def sample(folder: Path, variant: str) -> torch.Tensor:
+    request, pictures = asked_of(variant)
+    pipeline = pipeline_for(loaded(folder), with_image=pictures.image is not None)
+    [(one, _, _)] = sampling.each_request(pipeline, [request], [pictures])
+    one.set_progress_bar_config(disable=True)
+    return sampling.call_pipeline(one, request, pictures, output_type="latent")[1]
+
+
+@pytest.mark.parametrize("variant", SAMPLED)
+def test_equals_the_stock_pipeline(tiny_variant: Callable[[str], Path], variant: str) -> None:
+    folder = tiny_variant(variant)
+    request, pictures = asked_of(variant)
+    stock = (WanImageToVideoPipeline if pictures.image else WanPipeline).from_pretrained(folder)
+    stock.scheduler = type(stock.scheduler).from_config(stock.scheduler.config, flow_shift=6.0)
+    stock.set_progress_bar_config(disable=True)
+    call = request.model_dump(exclude={"seed", "flow_shift", "image", "last_image", "guidance_scale_2"})
+    call |= {key: value for key, value in vars(pictures).items() if value}
+    call |= {"guidance_scale_2": 3.0} if request.guidance_scale_2 else {}
+    wanted = stock(**call, generator=torch.Generator().manual_seed(7), output_type="latent").frames[0]
+    assert torch.equal(sample(folder, variant), wanted)
+    # Each thing that was given counts.
+    for key in ("image", "last_image", "guidance_scale_2"):
+        if key in call:
+            other = {key: noise_picture(3) if key != "guidance_scale_2" else 5.0}
+            changed = stock(**call | other, generator=torch.Generator().manual_seed(7), output_type="latent")
+            assert not torch.equal(changed.frames[0], wanted), key
+
+
+def test_the_whole_way_with_pictures_and_without(
+    tiny_variant: Callable[[str], Path], clips_dir: Path, tmp_path: Path
+) -> None:
+    """TI2V samples both kinds in one run; the picture is a video's first frame."""
+    folder = tiny_variant("wan2.2-ti2v-5b")
+    lines = [{"prompt": "a bike", "image": "bikes.mp4"}, {"prompt": "a cat"}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "bikes.mp4").symlink_to(clips_dir / "bikes.mp4")
+    asked = read_prompts(tmp_path / "prompts.jsonl")
+    results = infer(folder, asked, out_dir=tmp_path / "out", save_latents=True, **SMALL)
+    rows = records(tmp_path / "out")
+    assert [row["image"] for row in rows] == [str(tmp_path / "bikes.mp4"), None]
+    assert [row["fps"] for row in rows] == [24, 24]
+    latents = [load_file(result.latents)["latents"] for result in results]
+
+    first = next(
+        decode_clip(
+            clips_dir / "bikes.mp4", ClipSpec(24, height=32, width=64, center_crop=True, max_frames=1)
+        )
+    ).frames
+    clean = WanVideoEncoder.load(folder).encode(to_pixels(first))
+    assert torch.allclose(latents[0][:, :1], clean, atol=1e-5)
+    assert not torch.allclose(latents[0][:, 1:2], clean, atol=0.1)
+    stock = WanPipeline.from_pretrained(folder)
+    stock.set_progress_bar_config(disable=True)
+    plain = stock("a cat", **SMALL, generator=torch.Generator().manual_seed(1), output_type="latent")
+    assert torch.equal(latents[1], plain.frames[0])
+
+
+def check_first_frame(folder: Path) -> None:
+    _, pictures = asked_of("wan2.2-ti2v-5b")
+    clean = WanVideoEncoder(loaded(folder).vae).encode(to_pixels(np.array(pictures.image)[None]))
+    assert torch.allclose(sample(folder, "wan2.2-ti2v-5b")[:, :1], clean, atol=1e-5)
+
+
+def test_the_first_frame_is_put_back(
+    tiny_variant: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_variant("wan2.2-ti2v-5b")
+    check_first_frame(folder)
+    prepare = WanImageToVideoPipeline.prepare_latents
+
+    def all_noise(*args: object, **options: object) -> tuple:
+        latents, _, mask = prepare(*args, **options)
+        return latents, latents[:, :, :1], torch.ones_like(mask)
+
+    monkeypatch.setattr(WanImageToVideoPipeline, "prepare_latents", all_noise)
+    with pytest.raises(AssertionError):
+        check_first_frame(folder)
+
+
+def test_offloaded_pipelines_sample_both_kinds(tiny_variant: Callable[[str], Path]) -> None:
+    folder = tiny_variant("wan2.2-ti2v-5b")
+    request, pictures = asked_of("wan2.2-ti2v-5b")
+    plain = WanPipeline.from_pretrained(folder)
+    offloaded = load_pipeline(find_pipeline(folder), offload="model")
+    given = [pictures, Pictures(), pictures]
+    for one, asked, with_these in sampling.each_request(offloaded, [request] * 3, given):
+        found = sampling.call_pipeline(one, asked, with_these, output_type="latent")[1]
+        if with_these.image:
+            assert torch.equal(found, sample(folder, "wan2.2-ti2v-5b"))
+        else:
+            [(stock, _, _)] = sampling.each_request(plain, [asked], [with_these])
+            assert torch.equal(found, sampling.call_pipeline(stock, asked, output_type="latent")[1])
+
+
+# ----------------------------------------------------------------------------------------------- two experts
+
+TIMESTEPS = {"wan2.2-t2v-a14b": (876.0, 875.0, 874.0), "wan2.2-i2v-a14b": (901.0, 900.0, 899.0)}
+
+
+def experts_called(pipeline: DiffusionPipeline, variant: str) -> list[tuple[float, str]]:
+    """(timestep, expert) of each call, at timesteps round the boundary."""
+    timesteps = torch.tensor(TIMESTEPS[variant])
+    scheduler = FlowMatchEulerDiscreteScheduler()
+
+    def set_timesteps(*_: object, **__: object) -> None:
+        FlowMatchEulerDiscreteScheduler.set_timesteps(scheduler, 3)
+        scheduler.timesteps, scheduler.sigmas = timesteps, torch.cat([timesteps / 1000, torch.zeros(1)])
+
+    scheduler.set_timesteps = set_timesteps
+    seen: list[tuple[float, str]] = []
+    hooks = [
+        getattr(pipeline, part).register_forward_pre_hook(
+            lambda _, args, options, part=part: seen.append((options["timestep"].item(), part)),
+            with_kwargs=True,
+        )
+        for part in ("transformer", "transformer_2")
+    ]
+    request, pictures = asked_of(variant)
+    before, pipeline.scheduler = pipeline.scheduler, scheduler
+    try:
+        sampling.call_pipeline(
+            pipeline, request.model_copy(update={"guidance_scale": 1.0, "guidance_scale_2": None}), pictures,
+            output_type="latent",
+        )  # fmt: skip
+    finally:
+        pipeline.scheduler = before
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def check_experts(pipeline: DiffusionPipeline, variant: str) -> None:
+    """Sampling asks the expert that was trained at that timestep."""
+    trained = {
+        timestep: expert.part
+        for timestep in TIMESTEPS[variant]
+        for expert in VARIANTS[variant].experts
+        if expert.sigma_range[0] <= timestep / 1000 < expert.sigma_range[1]
+    }
+    assert experts_called(pipeline, variant) == list(trained.items())
+    assert list(trained.values()) == ["transformer", "transformer", "transformer_2"]
+
+
+@pytest.mark.parametrize("variant", TIMESTEPS)
+def test_the_expert_of_a_timestep_is_the_one_trained_there(
+    tiny_variant: Callable[[str], Path], variant: str
+) -> None:
+    pipeline = load_pipeline(find_pipeline(tiny_variant(variant)))
+    check_experts(pipeline, variant)
+    boundary = pipeline.config.boundary_ratio
+    for ratio in (boundary + 1e-6, 1 - boundary):  # > for >=, and a boundary taken from the other end
+        pipeline.register_to_config(boundary_ratio=float(ratio))
+        with pytest.raises(AssertionError):
+            check_experts(pipeline, variant)
+    pipeline.register_to_config(boundary_ratio=boundary)
+    check_weights(pipeline, tiny_variant(variant))
+    pipeline.register_modules(transformer=pipeline.transformer_2, transformer_2=pipeline.transformer)
+    with pytest.raises(AssertionError):
+        check_weights(pipeline, tiny_variant(variant))
+
+
+def check_weights(pipeline: DiffusionPipeline, folder: Path) -> None:
+    """Each expert is where its folder says."""
+    for part in ("transformer", "transformer_2"):
+        stored = load_file(folder / part / "diffusion_pytorch_model.safetensors")
+        assert torch.equal(getattr(pipeline, part).proj_out.weight, stored["proj_out.weight"])
+
+
+def test_either_expert_is_replaced(tiny_variant: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tiny_variant("wan2.2-t2v-a14b")
+    own = {
+        part: WanTransformer3DModel.from_pretrained(str(folder), subfolder=part)
+        for part in ("transformer", "transformer_2")
+    }
+    own["transformer"].save_pretrained(tmp_path / "high")
+
+    def weights(**options: Path) -> dict[str, torch.Tensor]:
+        source = find_pipeline(folder, **options)
+        pipeline = load_pipeline(source)
+        return {part: getattr(pipeline, part).proj_out.weight for part in source.dits}
+
+    high, low = (own[part].proj_out.weight for part in own)
+    found = weights(transformer_2=tmp_path / "high")
+    assert torch.equal(found["transformer"], high)
+    assert torch.equal(found["transformer_2"], high)
+    assert torch.equal(weights(transformer=folder, transformer_2=folder)["transformer_2"], low)
+
+    # A run of the low-noise expert alone, and of both.
+    trained = make_checkpoint(tmp_path / "run", own["transformer"], 1)
+    state = json.loads((trained / "wands_state.json").read_text())
+    for parts in (["transformer_2"], ["transformer", "transformer_2"]):
+        files = {}
+        for part in parts:
+            (trained / part).mkdir(exist_ok=True)
+            torch.save(
+                {"module": {k: v + 1 for k, v in own[part].state_dict().items()}},
+                trained / part / "mp_rank_00_model_states.pt",
+            )
+            files[f"{part}/mp_rank_00_model_states.pt"] = (
+                (trained / part / "mp_rank_00_model_states.pt").stat().st_size
+            )
+        (trained / "wands_state.json").write_text(json.dumps(state | {"parts": parts, "files": files}))
+        found = weights(checkpoint=tmp_path / "run")
+        assert torch.equal(found["transformer"], high + ("transformer" in parts))
+        assert torch.equal(found["transformer_2"], low + 1)
+    with pytest.raises(ConfigError, match=r"infer\.transformer_2=.* exclude each other; keep one"):
+        find_pipeline(folder, transformer_2=folder, checkpoint=trained)
+    with pytest.raises(ConfigError, match=r"holds a transformer_2, and infer\.model has none"):
+        find_pipeline(tiny_variant("wan2.2-ti2v-5b"), checkpoint=trained)
+
+
+# --------------------------------------------------------------------------------------------- several ranks
+
+
+def sample_on_ranks(folders: dict[str, Path], ring: int, ulysses: int) -> dict[str, torch.Tensor]:
+    grid = ParallelDims(ring * ulysses, int(os.environ["RANK"]), ring_degree=ring, ulysses_degree=ulysses)
+    found = {}
+    for variant, folder in folders.items():
+        share_pipeline(loaded(folder), grid)
+        found[variant] = sample(folder, variant)
+    loaded.cache_clear()
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "degrees"), [(2, (2, 1)), (4, (2, 2))])
+def test_ranks_sample_what_one_process_does(
+    run_world, tiny_variant: Callable[[str], Path], world_size: int, degrees: tuple[int, int]
+) -> None:
+    folders = {variant: tiny_variant(variant) for variant in SAMPLED}
+    ranks = run_world(world_size, sample_on_ranks, folders, *degrees)
+    for variant, folder in folders.items():
+        wanted = sample(folder, variant)
+        for found in ranks:
+            assert (found[variant] - wanted).abs().max() <= 1e-5 * wanted.abs().max(), variant
+
+
+def compare_pictures_on_ranks(folder: Path) -> str:
+    rank = int(os.environ["RANK"])
+    request, _ = asked_of("wan2.2-ti2v-5b")
+    pictures = [Pictures(noise_picture(rank))]
+    try:
+        check_commands(
+            find_pipeline(folder), [request], pictures, "fp32", ParallelDims(2, rank, ring_degree=2)
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_pictures_are_refused(run_world, tiny_variant: Callable[[str], Path]) -> None:
+    """Files of one name may differ from node to node; the sample would be a mixture."""
+    first, second = run_world(2, compare_pictures_on_ranks, tiny_variant("wan2.2-ti2v-5b"))
+    assert first == second
+    assert first.startswith("the command of rank 1 (prompt 1.contents of image=")
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def test_command_line(tiny_variant: Callable[[str], Path], clips_dir: Path, tmp_path: Path) -> None:
+    """Pictures once for each prompt, a LoRA with its scale, the second expert's guidance."""
+    lora = tmp_path / "lora.safetensors"
+    names = (f"transformer.blocks.0.attn1.to_q.lora_{half}.weight" for half in "AB")
+    save_file(dict(zip(names, (torch.ones(1, 48), torch.ones(48, 1)), strict=True)), lora)
+    noise_picture(1).save(tmp_path / "a.png")
+    sizes = ["--height", "32", "--width", "64", "--frames", "5", "--steps", "2"]
+    asked = [
+        "--prompt",
+        "a",
+        "--prompt",
+        "b",
+        "--image",
+        tmp_path / "a.png",
+        "--image",
+        clips_dir / "bikes.mp4",
+    ]
+    more = [
+        "--guidance-2",
+        3.5,
+        "--shift",
+        4,
+        "--lora",
+        f"{lora}=0.25",
+        "--lora-2",
+        lora,
+        "--out",
+        tmp_path / "out",
+    ]
+    call = ["infer", "--model", tiny_variant("wan2.2-i2v-a14b"), *sizes, *asked, *more]
+    done = CliRunner().invoke(main, [str(part) for part in call], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    rows = records(tmp_path / "out")
+    assert [row["image"] for row in rows] == [str(tmp_path / "a.png"), str(clips_dir / "bikes.mp4")]
+    assert [(row["guidance_scale_2"], row["flow_shift"], row["fps"]) for row in rows] == [(3.5, 4.0, 16)] * 2
+    assert [(one["part"], one["scale"]) for one in rows[0]["loras"]] == [
+        ("transformer", 0.25),
+        ("transformer_2", 1.0),
+    ]
+
+
+# -------------------------------------------------------------------------------------------------- pictures
+
+
+def test_a_picture_is_cut_as_a_clip_is(clips_dir: Path, tmp_path: Path) -> None:
+    """The same pixels at training and at sampling, of a clip at the size that preprocess gives it."""
+    clip = clips_dir / "bikes.mp4"
+    trained = next(decode_clip(clip, ClipSpec(16, max_pixels=100 * 190, max_frames=5))).frames
+    height, width = trained.shape[1:3]
+    np.testing.assert_array_equal(read_picture(clip, height, width), trained[0])
+    whole = next(decode_clip(clip, ClipSpec(16, max_frames=1, size_multiple=2))).frames[0]
+    Image.fromarray(whole).save(tmp_path / "frame.png")
+    of_file = np.asarray(read_picture(tmp_path / "frame.png", height, width)).astype(int)
+    assert abs(of_file - trained[0]).mean() < 1  # YUV is scaled before it becomes RGB
+    squeezed = np.asarray(Image.fromarray(whole).resize((width, 2 * height)))  # the mistake
+    assert (
+        abs(
+            np.asarray(read_picture(clip, 2 * height // 16 * 16, width)).astype(int)
+            - squeezed[: 2 * height // 16 * 16]
+        ).mean()
+        > 5
+    )
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "gif", "im"])  # the last is known to Pillow alone
+def test_pictures_of_any_format(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"picture.{suffix}"
+    noise_picture(1, 48, 128).save(path)
+    found = np.asarray(read_picture(path, 32, 64)).astype(int)
+    wanted = np.asarray(
+        noise_picture(1, 48, 128).resize((85, 32), Image.Resampling.BOX).crop((10, 0, 74, 32))
+    ).astype(int)
+    assert abs(found - wanted).mean() < 12, suffix
+
+
+def test_first_and_last_frame_of_a_video(tmp_path: Path) -> None:
+    frames = np.repeat(np.arange(0, 250, 10, dtype=np.uint8), 32 * 64 * 3).reshape(25, 32, 64, 3)
+    for fps in (5, 24):
+        save_video(tmp_path / "grey.mp4", frames, fps)
+        for last, value in ((False, 0), (True, 240)):
+            found = np.asarray(read_picture(tmp_path / "grey.mp4", 32, 64, last=last))
+            assert abs(found.astype(int) - value).max() <= 3
+
+
+def test_an_upright_picture_stays_upright(tmp_path: Path) -> None:
+    turned = noise_picture(1, 64, 32).transpose(Image.Transpose.ROTATE_90)
+    exif = turned.getexif()
+    exif[0x0112] = 6  # to be turned clockwise by whoever shows it
+    for suffix in ("png", "jpg"):
+        turned.save(tmp_path / f"turned.{suffix}", exif=exif)
+        found = np.asarray(read_picture(tmp_path / f"turned.{suffix}", 64, 32)).astype(int)
+        assert abs(found - np.asarray(noise_picture(1, 64, 32)).astype(int)).mean() < 12
+
+
+# -------------------------------------------------------------------------------------------------- mistakes
+
+IMAGE, LAST, BOTH = (
+    {"image": "first.png"},
+    {"last_image": "last.png"},
+    {"image": "first.png", "last_image": "last.png"},
+)
+
+
+@pytest.mark.parametrize(
+    ("variant", "asked", "message"),
+    [
+        ("wan2.1-t2v-1.3b", IMAGE, "infer.image=first.png is for models that start from a picture, not for wan2.1-t2v"),
+        ("wan2.1-t2v-1.3b", {"image": ("my dog.png", None)}, "infer.image=my dog.png of prompt 1 is for models"),
+        ("wan2.1-i2v-14b", {}, "infer.image is missing, and wan2.1-i2v-tiny starts from a picture; give"),
+        ("wan2.1-i2v-14b", BOTH, "infer.last_image=last.png is for models that end at a picture, not for wan2.1"),
+        ("wan2.1-flf2v-14b", IMAGE, "infer.last_image is missing, and wan2.1-flf2v-tiny ends at a"),
+        ("wan2.1-flf2v-14b", BOTH | {"num_frames": 1}, "infer.num_frames=1 leaves no frame between the first picture"),
+        ("wan2.2-ti2v-5b", {"height": 48}, "infer.height=48 must be a multiple of 32 (VAE stride 16 x patch 2); use 32 or 64."),
+        ("wan2.2-ti2v-5b", IMAGE, "infer.image=first.png cannot be used: video=first.png is not a regular file; check the path"),
+        ("wan2.2-ti2v-5b", {"guidance_scale_2": 3.0}, "infer.guidance_scale_2=3 is for models of two experts, and wan2.2"),
+        ("wan2.2-t2v-a14b", {"guidance_scale": 1.0, "guidance_scale_2": 3.0}, "infer.guidance_scale_2=3 is not heeded"),
+        ("wan2.1-t2v-1.3b", {"guidance_scale": (1.0, 5.0), "negative_prompt": "no"}, "infer.negative_prompt='no' of prompt 1"),
+        ("wan2.2-t2v-a14b", {"guidance_scale": 0.0, "negative_prompt": "no"}, "infer.negative_prompt='no' is not heeded"),
+        ("wan2.2-t2v-a14b", {"image": ("first.png", None)}, "infer.image=first.png of prompt 1 is for models"),
+        ("wan2.2-t2v-a14b", {"lora": ["no/such/lora"]}, "infer.lora=no/such/lora does not exist; give a LoRA's"),
+        ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "infer.lora_2=a/b=much must end in a number; write PATH or PATH=SCALE"),
+        ("wan2.2-ti2v-5b", {"lora_2": ["low.safetensors"]}, "infer.lora_2=low.safetensors is for the low-noise expert of two"),
+    ],
+)  # fmt: skip
+def test_one_sentence_before_weights_are_read(
+    tiny_variant: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    variant: str, asked: dict, message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(infer_module, "load_pipeline", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "low.safetensors").touch()
+    with pytest.raises(ConfigError) as caught:
+        infer(tiny_variant(variant), ["a", "b"], out_dir=tmp_path / "out", **SMALL | asked)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_negative_prompt_of_a_row_without_guidance(
+    tiny_variant: Callable[[str], Path], tmp_path: Path
+) -> None:
+    rows = [{"prompt": "a", "negative_prompt": "dull, grey"}, {"prompt": "b"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    folder = tiny_variant("wan2.1-t2v-1.3b")
+    with pytest.raises(
+        ConfigError, match=r"^infer\.negative_prompt='dull, grey' of prompt 1 is not heeded beside .*=1,"
+    ):
+        infer(folder, [], prompts_file=tmp_path / "p.jsonl", out_dir=tmp_path, guidance_scale=1.0, **SMALL)
+    assert (
+        check_conditions([SampleRequest(prompt="b", guidance_scale=1)], find_pipeline(folder).variant) == []
+    )
+
+
+def test_parts_that_do_not_belong_together(tiny_variant: Callable[[str], Path], tmp_path: Path) -> None:
+    def changed(variant: str, name: str, **entries: object) -> Path:
+        place = tmp_path / f"{variant}-{name.replace('/', '-')}"
+        place.mkdir()
+        for part in tiny_variant(variant).iterdir():
+            (place / part.name).symlink_to(part)
+        where = place / name
+        config = json.loads(where.read_text()) | entries
+        if where.parent != place:
+            folder = where.parent.resolve()
+            where.parent.unlink()
+            where.parent.mkdir()
+            for file in folder.iterdir():
+                (where.parent / file.name).symlink_to(file)
+        where.unlink()
+        where.write_text(json.dumps(config))
+        return place
+
+    cases = (
+        ("wan2.1-i2v-14b", "model_index.json", {"_class_name": "WanPipeline"}, "takes a WanImageToVideoPipeline"),
+        ("wan2.1-i2v-14b", "image_encoder/config.json", {"hidden_size": 48}, "hidden_size=48 must equal image_dim=32"),
+        ("wan2.2-t2v-a14b", "model_index.json", {"boundary_ratio": None}, "transformer, transformer_2 and boundary_ratio=None"),
+        ("wan2.2-t2v-a14b", "transformer_2/config.json", {"ffn_dim": 97}, "its two experts differ in ffn_dim"),
+    )  # fmt: skip
+    for variant, name, entries, message in cases:
+        folder = changed(variant, name, **entries)
+        with pytest.raises(ConfigError) as caught:
+            find_pipeline(folder)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)

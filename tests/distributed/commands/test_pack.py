@@ -1,0 +1,139 @@
+"""`wands pack`: the file holds every sample once, adds up, and is what training forwards."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.support.runs import BASE, make_job, run_job
+from wands.cli import main
+from wands.commands.pack import FORMAT, pack
+from wands.errors import DataError, WandsError
+
+KEYS = [f"mock-{i:06d}" for i in range(7)]
+TOKENS = [8, 12, 2, 24, 6, 16, 9]  # of the mock data of tests/support/runs.py
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    header, *steps = map(json.loads, path.read_text().splitlines())
+    return header, steps
+
+
+def settings(model: Path, *more: str) -> list[str]:
+    return [*BASE, f"model.path={model}", *more]
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_the_file_is_whole_and_adds_up(tiny_pipeline: Path, tmp_path: Path, epoch: int):
+    result = pack(None, overrides=settings(tiny_pipeline), out=tmp_path / "new" / "plan.jsonl", epoch=epoch)
+    header, steps = read(result.path)
+    assert header == result.header
+    assert header["format"] == FORMAT
+    assert header["epoch"] == epoch
+    assert header["num_samples"] == 7
+    assert header["num_tokens"] == sum(TOKENS)
+    assert len(steps) == header["num_steps"] == 2
+    assert [step["step"] for step in steps] == [2 * epoch, 2 * epoch + 1]
+    assert header["first_step"] == 2 * epoch
+    bins = [bin for step in steps for bin in step["bins"]]
+    assert header["num_bins"] == len(bins) == 4
+    assert sorted(key for bin in bins for key in bin["keys"]) == KEYS
+    a, b = header["cost"]
+    costs = [sum(a * n + b * n * n for n in bin["tokens"]) for bin in bins]
+    for bin, cost in zip(bins, costs, strict=True):
+        assert [KEYS[i] for i in bin["indices"]] == bin["keys"]
+        assert [TOKENS[i] for i in bin["indices"]] == bin["tokens"]
+        assert sum(bin["tokens"]) <= header["max_tokens"] == 24
+        assert bin["cost"] == pytest.approx(cost / (sum(costs) / 4), abs=1e-4)
+    for step in steps:
+        assert len(step["bins"]) == header["bins_per_step"] == 2
+        assert step["num_tokens"] == sum(n for bin in step["bins"] for n in bin["tokens"])
+        assert step["num_samples"] == sum(len(bin["keys"]) for bin in step["bins"])
+        assert step["fill"] == pytest.approx(step["num_tokens"] / 48, abs=1e-4)
+    slowest = max(costs[:2]) + max(costs[2:])
+    assert header["efficiency"] == {"2": pytest.approx(sum(costs) / 2 / slowest)}
+    assert header["fill"] == pytest.approx(steps[0]["num_tokens"] / 48)  # the last step does not count
+
+
+def test_the_plan_is_the_job_s_at_any_dp_size(tiny_pipeline: Path, tmp_path: Path):
+    more = ("train.bins_per_step=4",)
+    header, steps = read(pack(None, overrides=settings(tiny_pipeline, *more), out=tmp_path / "plan").path)
+    for world_size in (1, 2, 4):
+        job = make_job(tiny_pipeline, tmp_path / "run", more, world_size=world_size)
+        assert job.data_fingerprint() == header["data_fingerprint"]
+        planned = [job.sampler.step_plan(step["step"]).bins for step in steps]
+        assert planned == [tuple(tuple(bin["indices"]) for bin in step["bins"]) for step in steps]
+
+
+def _train(model: str, folder: str) -> None:
+    run_job(Path(model), Path(folder), ("train.epochs=2", "train.log_samples=true"))
+
+
+def test_training_forwards_exactly_these_bins(tiny_pipeline: Path, tmp_path: Path, run_world: Any):
+    planned = {}
+    for epoch in (0, 1):
+        _, steps = read(
+            pack(None, overrides=settings(tiny_pipeline), out=tmp_path / f"plan{epoch}", epoch=epoch).path
+        )
+        planned |= {step["step"] + 1: Counter(tuple(bin["keys"]) for bin in step["bins"]) for step in steps}
+    run_world(2, _train, str(tiny_pipeline), str(tmp_path / "run"))
+    forwarded: dict[int, Counter[tuple[str, ...]]] = {}
+    for rank in (0, 1):  # a bin of the two of a step on each
+        rows = [json.loads(line) for line in (tmp_path / "run" / f"samples-rank{rank}.jsonl").open()]
+        for step in planned:
+            mine = tuple(row["sample_id"] for row in rows if row["step"] == step)
+            forwarded.setdefault(step, Counter())[mine] += 1
+    assert len(planned) == 4
+    assert forwarded == planned
+
+
+def test_the_command_says_what_it_planned(tiny_pipeline: Path, tmp_path: Path):
+    out = tmp_path / "plan.jsonl"
+    options = [part for item in settings(tiny_pipeline) for part in ("--set", item)]
+    result = CliRunner().invoke(main, ["pack", "--out", str(out), "--epoch", "1", *options])
+    assert result.exit_code == 0, result.output
+    assert "epoch 1, seed 0: 7 samples, 77 tokens" in result.output
+    assert "4 of at most 24 tokens" in result.output
+    assert "begins at step 2" in result.output
+    assert str(out) in result.output
+    assert len(out.read_text().splitlines()) == 3
+
+
+def test_what_cannot_be_planned_is_refused_and_nothing_written(tiny_pipeline: Path, tmp_path: Path):
+    out = tmp_path / "plan.jsonl"
+    with pytest.raises(DataError, match="max_tokens=20 is less than sample mock-000003"):
+        pack(None, overrides=settings(tiny_pipeline, "packing.max_tokens=20"), out=out)
+    (tmp_path / "file").touch()
+    with pytest.raises(WandsError, match="cannot be written"):
+        pack(None, overrides=settings(tiny_pipeline), out=tmp_path / "file" / "plan.jsonl")
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_held_out_clips_and_windows_are_in_the_plan(tiny_pipeline: Path, tmp_path: Path):
+    more = ("data.holdout=0.4", "packing.buffer_size=2")
+    sides = {}
+    for split in ("train", "holdout"):
+        overrides = settings(tiny_pipeline, *more, f"data.split={split}")
+        result = pack(None, overrides=overrides, out=tmp_path / split)
+        header, steps = read(result.path)
+        sides[split] = {key for step in steps for bin in step["bins"] for key in bin["keys"]}
+        num, other = len(sides[split]), 7 - len(sides[split])
+        assert (header["split"], header["holdout"], header["buffer_size"]) == (split, 0.4, 2)
+        assert header["sources"] == [
+            {"path": "mock", "num_samples": num, "num_other_side": other, "repeat": 1.0}
+        ]
+        assert header["num_samples"] == num
+        assert header["num_tokens"] == sum(TOKENS[KEYS.index(key)] for key in sides[split])
+        said = (
+            f"{num} clips to train on, {other} held out"
+            if split == "train"
+            else f"{num} held-out clips, {other} left out"
+        )
+        assert f"split {split} (data.holdout=0.4): {said}" in result.render()
+    assert sorted([*sides["train"], *sides["holdout"]]) == KEYS
+    assert all(sides.values())

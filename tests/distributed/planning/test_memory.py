@@ -1,0 +1,204 @@
+"""The estimate of a run's memory against peaks of real runs, as torch's allocator counted them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.runs import groups_of, make_job, release
+from wands.config.recipe import load_recipe
+from wands.planning.hardware import Machine
+from wands.planning.memory import Memory, estimate_memory
+from wands.planning.search import SHIPPED, Task, search
+from wands.train.batches import prefetched
+from wands.train.ds_config import load_ds_config
+from wands.train.engine import build_engine, build_model, init_process_group
+from wands.train.peak_memory import PeakMemory
+from wands.train.run import list_weights
+from wands.train.step import train_step
+from wands.variants import DiTShape
+
+CLOSE = 0.10
+CONFIG = {
+    "_class_name": "WanTransformer3DModel",
+    "patch_size": [1, 2, 2],
+    "num_attention_heads": 4,
+    "attention_head_dim": 32,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 64,
+    "freq_dim": 256,
+    "ffn_dim": 512,
+    "num_layers": 4,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "eps": 1e-6,
+}
+# 1,056 tokens to 1.25 M parameters: activations and states both count.
+DATA = (
+    "model.init=random",
+    "data.mock={num_samples: 16, shapes: [[8, 22, 24]], text_lens: [64]}",
+    "packing.max_tokens=1056",
+    "data.prefetch=0",
+)
+SMALL = {
+    "stage3_param_persistence_threshold": 1000,
+    "stage3_max_live_parameters": 300_000,
+    "stage3_max_reuse_distance": 300_000,
+    "stage3_prefetch_bucket_size": 100_000,
+}
+LORA = "lora={rank: 8, targets: attention}"
+
+Case = tuple[tuple[str, ...], dict[str, Any]]
+"""Recipe keys, DeepSpeed JSON."""
+
+
+def case(stage: int, checkpointing: str, compute: str, *keys: str, **zero: Any) -> Case:
+    zero = {"stage": stage, "reduce_bucket_size": 300_000, **zero}
+    keys = (f"model.checkpointing={checkpointing}", f"precision.compute={compute}", *keys)
+    return keys, {"zero_optimization": zero}
+
+
+ALONE = [
+    case(0, "none", "fp32"),
+    case(0, "full", "bf16"),
+    case(2, "offload", "fp32", LORA),
+    case(2, "none", "bf16", "lora={rank: 8, targets: attention+ffn, dropout: 0.1}"),
+]
+PAIRS = [
+    case(0, "none", "bf16", LORA),
+    case(1, "full", "fp32"),
+    case(1, "selective", "bf16", "precision.weights=bf16"),
+    case(2, "none", "fp32"),
+    case(2, "selective", "bf16", "parallel.ulysses_degree=2"),
+    case(3, "none", "fp32", LORA, "parallel.ring_degree=2"),
+    case(3, "full", "bf16", "ema={device: gpu}", **SMALL),
+    case(3, "offload", "bf16"),
+    case(3, "none", "bf16", "lora={rank: 8, targets: all-linear, quantize: int8}"),
+]
+# The whole grid, on 2 ranks.
+GRID = [
+    case(stage, checkpointing, compute, *lora, *grid)
+    for stage in range(4)
+    for checkpointing in ("none", "selective", "full", "offload")
+    for compute in ("fp32", "bf16")
+    for lora in ((), (LORA,))
+    for grid in ((), ("parallel.ulysses_degree=2",), ("parallel.ring_degree=2",))
+]
+
+
+def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tuple[int, Memory]]:
+    """For each case the peak of a step that is not the first, and the estimate."""
+    model = folder / "model" / "transformer"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    found = []
+    for number, (keys, ds) in enumerate(cases):
+        rank, world_size, device = init_process_group()
+        cp_size = 2 if any(key.startswith("parallel") for key in keys) else 1
+        more = (f"train.bins_per_step={world_size // cp_size * accumulation}", *keys)
+        job = make_job(model.parent, folder / str(number), (*DATA, *more), ds)
+        groups = groups_of(job.grid(rank), device)
+        with PeakMemory(device) as peak:
+            engine = build_engine(
+                build_model(job, groups, device), job.ds_config, job.recipe, job.sampler.total_steps
+            )
+            batches = prefetched(job, groups.grid, 0)
+            average = None
+            if job.recipe.ema:
+                from wands.train.ema import WeightAverage
+
+                average = WeightAverage(engine, job.recipe.ema, 0)
+            for step in range(5):
+                plan, mine = next(batches)
+                if step > 1:
+                    peak.mark()
+                train_step(engine, mine, job, groups, device, job.denominator(plan))
+                if average:
+                    average.update(step + 1)
+        batches.close()
+        found.append((peak.bytes, estimate_memory(job.load("cpu"), job.recipe, job.ds_config)))
+        release(engine)
+        del engine, batches, plan, mine, average
+    return found
+
+
+def check(cases: list[Case], of_ranks: list[list[tuple[int, Memory]]]) -> None:
+    assert len(cases) == len(of_ranks[0])
+    wrong = []
+    for one, ranks in zip(cases, zip(*of_ranks, strict=True), strict=True):
+        measured, memory = min(ranks, key=lambda found: found[0])  # all ranks do the same; noise only adds
+        line = f"{one}: measured {measured / 2**20:.1f}, estimated {memory.peak / 2**20:.1f} MiB = "
+        line += f"{memory.peak / measured:.3f}: { {name: round(size / 2**20, 1) for name, size in memory.device.items()} }"
+        print(line)
+        if abs(memory.peak / measured - 1) > CLOSE:
+            wrong.append(line)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_one_rank(tmp_path, new_world):
+    check(ALONE, new_world(1, measure, tmp_path, ALONE))
+
+
+def test_two_ranks(tmp_path, new_world):
+    check(PAIRS, new_world(2, measure, tmp_path, PAIRS))
+
+
+def test_accumulated_gradients(tmp_path, new_world):
+    cases = [case(0, "full", "fp32"), case(2, "none", "fp32")]
+    check(cases, new_world(1, measure, tmp_path, cases, 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", range(4))
+def test_the_whole_grid(tmp_path, new_world, stage):
+    cases = [one for one in GRID if one[1]["zero_optimization"]["stage"] == stage]
+    check(cases, new_world(2, measure, tmp_path, cases, timeout=1800.0))
+
+
+def test_what_a_plan_proposes_has_room(tmp_path, new_world):
+    """On two ranks with 50 MB each: the fastest of each DeepSpeed config, run as the plan says."""
+    recipe = load_recipe(None, [*DATA, "precision.compute=fp32", "train.bins_per_step=2"])
+    shape = DiTShape.from_config(CONFIG)
+    task = Task(
+        shape,
+        list_weights(recipe, CONFIG, ()),
+        num_models=1,
+        recipe=recipe,
+        seq_lens=np.full(16, 1056),
+        machine=Machine(memory=50e6, host_memory=1e9, ranks_per_node=2),
+        gpus=2,
+        ds_configs={name: load_ds_config(name) for name in SHIPPED},
+        device_type="cpu",
+    )
+    found = search(task)
+    assert len(found) > 3
+    assert not any(one.recipe.model.checkpointing == "none" and one.cp == 1 for one in found)
+    first = {one.ds_name: one for one in reversed(found)}.values()
+    cases = [
+        (("precision.compute=fp32", *one.changes()), dict(task.ds_configs[one.ds_name])) for one in first
+    ]
+    for one, ranks in zip(first, zip(*new_world(2, measure, tmp_path, cases), strict=True), strict=True):
+        assert max(measured for measured, _ in ranks) <= task.usable, (one.ds_name, one.changes())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_offloaded_is_on_the_host_alone(tmp_path, stage):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(CONFIG))
+    found = {}
+    for away in (False, True):
+        zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if away else {})
+        job = make_job(
+            tmp_path, tmp_path / "run", (*DATA, "train.bins_per_step=4"), {"zero_optimization": zero}, 2
+        )
+        found[away] = estimate_memory(job.load("cuda"), job.recipe, job.ds_config)
+    share = job.num_trained / 2
+    assert not found[False].host
+    assert found[True].host == {"optimizer": 12 * share, "gradients": 4 * share}
+    assert not found[True].device.get("optimizer")
+    assert not found[True].device.get("gradients")

@@ -1,0 +1,77 @@
+"""Results of commit 2950222 that later commits must reproduce: command options, a cache, a checkpoint, loss series."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.support.runs import losses, run_job
+from tests.support.world import WorldPool
+from wands.cli import main
+from wands.data.cache.reader import LatentCache
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+STORED: dict[str, list[float]] = json.loads((FIXTURES / "series.json").read_text())
+STEPS = "train.max_steps=6"
+LORA = ("lora.rank=2", "lora.alpha=4", "lora.targets=attention")
+CASES = {
+    "t2v": ("wan2.1-t2v-1.3b", ()),
+    "lora": ("wan2.1-t2v-1.3b", LORA),
+    "i2v": ("wan2.1-i2v-14b", ()),
+    "experts": ("wan2.2-t2v-a14b", ("model.experts=both",)),
+}
+TOLERANCE = 2e-6
+"""Relative. The bits of a float32 loss differ between kinds of CPU; `scripts/golden.py` compares them on one machine."""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_the_stored_ones(
+    case: str, world_size: int, tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
+):
+    variant, settings = CASES[case]
+    stage = {"zero_optimization": {"stage": 2 if world_size == 1 else 3}}
+    rows = worlds[world_size].run(run_job, tiny_variant(variant), tmp_path, (STEPS, *settings), stage)[0]
+    assert losses(rows) == pytest.approx(STORED[f"{case} {world_size}"], rel=TOLERANCE)
+
+
+def test_a_stored_checkpoint_resumes(tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool):
+    """Three steps were made then, three are made now: the losses are those of six steps in one go."""
+    shutil.copytree(FIXTURES / "checkpoint", tmp_path / "run")
+    model = tiny_variant("wan2.1-t2v-1.3b")
+    stage = {"zero_optimization": {"stage": 2}}
+    rows = worlds[1].run(run_job, model, tmp_path / "run", (STEPS, *LORA), stage, True)[0]
+    assert losses(rows)[-3:] == pytest.approx(STORED["lora 1"][-3:], rel=TOLERANCE)
+
+
+def test_a_stored_cache_opens():
+    """With every checksum right."""
+    cache = LatentCache(FIXTURES / "cache", verify=True)
+    assert len(cache.keys) == 4
+    assert [cache.read(i).sample_id for i in range(4)] == list(cache.keys)
+
+
+STORED_OPTIONS = json.loads((FIXTURES / "options.json").read_text())
+
+
+def options_of(command: click.Command) -> dict[str, bool]:
+    """Every spelling of every option -> whether it takes a value."""
+    return {
+        name: not (option.is_flag or option.count)
+        for option in command.params
+        if isinstance(option, click.Option)
+        for name in (*option.opts, *option.secondary_opts)
+    }
+
+
+@pytest.mark.parametrize("command", STORED_OPTIONS)
+def test_every_stored_option_is_still_there(command: str):
+    """By its name or as an alias, and with or without a value as before."""
+    found = options_of(main.commands[command])
+    stored = STORED_OPTIONS[command]
+    assert {name: found.get(name) for name in stored} == stored

@@ -1,0 +1,370 @@
+"""Checkpoints: complete or not there, `latest` last, older ones pruned, and never resumed where that would be wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.runs import make_job, run_job
+from wands.commands import train as train_command
+from wands.distributed.dims import ProcessGroups
+from wands.errors import CheckpointError, ConfigError
+from wands.model.files.loading import build_empty, load_config
+from wands.train import checkpoint
+from wands.train.checkpoint import STATE_FILE, find_checkpoint, list_steps, load_state, save_checkpoint
+from wands.train.control import ControlRequest, ControlRequests
+from wands.train.engine import init_process_group
+from wands.train.metrics import read_metrics
+
+ZERO2 = {"zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run_world) -> Path:
+    """A run of six steps saved at every second, of which two checkpoints are kept."""
+    out = tmp_path_factory.mktemp("run")
+    overrides = ("train.max_steps=6", "checkpoint.every=2", "checkpoint.keep=2")
+    run_world(2, run_job, tiny_pipeline, out, overrides, ZERO2)
+    return out
+
+
+def copy_of(run: Path, to: Path) -> Path:
+    import shutil
+
+    shutil.copytree(run, to)
+    return to
+
+
+def test_layout_latest_and_pruning(finished: Path):
+    folder = finished / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir() if p.suffix != ".py") == [
+        "latest",
+        "step_00000004",
+        "step_00000006",
+    ]
+    assert (folder / "latest").read_text() == "step_00000006"
+    state = load_state(folder / "step_00000006")
+    assert (state.step, state.world_size, state.zero_stage) == (6, 2, 2)
+    found = {
+        str(p.relative_to(folder / "step_00000006"))
+        for p in (folder / "step_00000006").rglob("*")
+        if p.is_file()
+    }
+    assert set(state.files) == found - {STATE_FILE}
+    assert {name.split("/")[0] for name in state.files if "/" in name} == {"transformer"}
+    assert [step for step, _ in state.loss] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/step_00000006"])
+def test_found_from_run_folder_or_step(finished: Path, where: str):
+    assert find_checkpoint(finished / where)[1].step == 6
+
+
+@pytest.mark.parametrize("text", [None, "", "step_00000099", "nonsense"])
+def test_a_damaged_latest_costs_nothing(finished: Path, tmp_path: Path, text: str | None):
+    run = copy_of(finished, tmp_path / "run")
+    latest = run / "checkpoints" / "latest"
+    latest.unlink() if text is None else latest.write_text(text)
+    assert find_checkpoint(run)[1].step == 6
+
+
+def test_an_incomplete_checkpoint_is_passed_over(finished: Path, tmp_path: Path):
+    run = copy_of(finished, tmp_path / "run")
+    shard = next((run / "checkpoints" / "step_00000006").rglob("*optim_states.pt"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert find_checkpoint(run)[1].step == 4
+    with pytest.raises(CheckpointError, match=r"should have \d+ bytes and has \d+; use an older step"):
+        load_state(run / "checkpoints" / "step_00000006")
+    for step in (run / "checkpoints").glob("step_*"):
+        (step / STATE_FILE).unlink()
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        find_checkpoint(run)
+
+
+def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeline: Path):
+    _, state = find_checkpoint(finished)
+    recipe = state.recipe
+    good: dict[str, Any] = {
+        "where": "x", "world_size": 2, "zero_stage": 2, "recipe": recipe, "data_fingerprint": state.data_fingerprint,
+        "parts": state.parts,
+        "transformer_config": state.transformer_config,
+    }  # fmt: skip
+    state.check_resumable(**good)
+    for change, said in (
+        ({"world_size": 4}, "world_size=4 must equal the 2 that wrote the checkpoint"),
+        ({"zero_stage": 3}, "zero_optimization.stage=3 must equal the 2"),
+        (
+            {"recipe": {**recipe, "train": {**recipe["train"], "seed": 9}}},
+            "train.seed=9 must equal the checkpoint's 0",
+        ),
+        *(
+            (
+                {"recipe": {**recipe, "packing": {**recipe["packing"], key: 99}}},
+                f"packing.{key}=99 must equal",
+            )
+            for key in ("max_tokens", "level_bins", "buffer_size")
+        ),
+        ({"data_fingerprint": "other"}, "the data has changed"),
+        ({"parts": ["transformer_2"]}, "model.experts="),
+        ({"transformer_config": {**state.transformer_config, "num_layers": 7}}, "num_layers differ"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            state.check_resumable(**{**good, **change})
+
+
+def test_going_on_from_an_older_step_sets_the_newer_aside(
+    finished: Path, tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    run = copy_of(finished, tmp_path / "run")
+    (run / "checkpoints" / "step_00000007.tmp").mkdir()  # a save that was killed
+    overrides = ("train.max_steps=5", "checkpoint.keep=1")
+    run_world(2, run_job, tiny_pipeline, run, overrides, ZERO2, run / "checkpoints" / "step_00000004")
+    names = sorted(p.name for p in (run / "checkpoints").glob("step_*"))
+    assert names == ["step_00000005", "step_00000006.abandoned"]
+    (run / "checkpoints" / "latest").unlink()
+    assert find_checkpoint(run)[1].step == 5
+    # What was set aside can be looked at and exported; going on from it would leave two pasts side by side.
+    aside = run / "checkpoints" / "step_00000006.abandoned"
+    assert find_checkpoint(aside)[1].step == 6
+    job = SimpleNamespace(output_dir=run)
+    with pytest.raises(ConfigError, match=r"rename it to step_00000006 to go on from it"):
+        train_command._resume_from(job, str(aside))
+
+
+def test_todays_optimizer_settings_stay_in_force_on_resume(
+    finished: Path, tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    """DeepSpeed alone would bring the old learning rate back, whatever the recipe says now."""
+    run = copy_of(finished, tmp_path / "run")
+    overrides = ("train.max_steps=8", "optim.lr=1e-5", "optim.weight_decay=0.3")
+    rows = run_world(2, run_job, tiny_pipeline, run, overrides, ZERO2, True)[0]
+    assert [row["lr"] for row in rows] == [1e-3] * 6 + [1e-5] * 2
+
+
+def test_data_fingerprint_sees_order_and_lengths(tiny_pipeline: Path, tmp_path: Path):
+    one = make_job(tiny_pipeline, tmp_path, world_size=1)
+    same = make_job(tiny_pipeline, tmp_path, world_size=1)
+    other = make_job(tiny_pipeline, tmp_path, ("data.mock.shapes=[[2,4,4],[1,2,2]]",), world_size=1)
+    assert one.data_fingerprint() == same.data_fingerprint() != other.data_fingerprint()
+
+
+def test_a_kill_during_saving_leaves_the_previous_one(finished: Path, tmp_path: Path):
+    run = copy_of(finished, tmp_path / "run")
+    partial = run / "checkpoints" / "step_00000008.tmp"
+    partial.mkdir()
+    (partial / "mp_rank_00_model_states.pt").write_bytes(b"half")
+    assert find_checkpoint(run)[1].step == 6
+
+
+def latest_while_saving(model: Path, out: Path) -> list[str | None]:
+    """What `latest` names before each part of a checkpoint is written, found whole at that moment."""
+    folder, seen = out / "checkpoints", []
+
+    def looking(write: Callable[..., Any]) -> Callable[..., Any]:
+        def look_and_write(*args: Any) -> Any:
+            name = (folder / "latest").read_text() if (folder / "latest").exists() else None
+            seen.append(name)
+            assert name is None or load_state(folder / name), name
+            return write(*args)
+
+        return look_and_write
+
+    writers = {name: looking(getattr(checkpoint, name)) for name in ("sync", "write_text", "publish")}
+    with mock.patch.multiple(checkpoint, **writers):
+        run_job(model, out, ("train.max_steps=2", "checkpoint.every=1"), ZERO2)
+    return seen
+
+
+def test_latest_names_a_whole_checkpoint_at_every_moment(tiny_pipeline: Path, tmp_path: Path, run_world):
+    seen = run_world(1, latest_while_saving, tiny_pipeline, tmp_path)[0]
+    parts = len(seen) // 2  # files, the state, the folder's name, `latest`
+    assert parts >= 5
+    assert seen == [None] * parts + ["step_00000001"] * parts
+
+
+def _send_term_after(run: Path, steps: int) -> None:
+    """In rank 1 only: SIGTERM to itself once the run has made some steps."""
+
+    def wait() -> None:
+        for _ in range(2000):
+            if len(read_metrics(run)) >= steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            time.sleep(0.01)
+
+    if os.environ["RANK"] == "1":
+        threading.Thread(target=wait, daemon=True).start()
+
+
+def run_until_term(model: Path, out: Path, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
+    _send_term_after(out, 2)
+    return run_job(model, out, overrides, ZERO2)
+
+
+def test_sigterm_to_one_worker_saves_and_stops_all(tiny_pipeline: Path, tmp_path: Path, run_world):
+    rows = run_world(2, run_until_term, tiny_pipeline, tmp_path, ("train.max_steps=500",))[0]
+    assert 2 <= len(rows) < 500
+    assert find_checkpoint(tmp_path)[1].step == len(rows)
+
+
+@pytest.mark.parametrize(("name", "stops"), [("save", False), ("save_quit", True)])
+def test_files_ask_for_a_checkpoint(name: str, stops: bool, tiny_pipeline: Path, tmp_path: Path, run_world):
+    (tmp_path / name).touch()
+    rows = run_world(2, run_job, tiny_pipeline, tmp_path, ("train.max_steps=3", "checkpoint.keep=5"), ZERO2)[
+        0
+    ]
+    assert not (tmp_path / name).exists()
+    assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
+    assert len(rows) == (1 if stops else 3)
+
+
+def save_without_space(model: Path, out: Path) -> str:
+    """Save once more under a file size limit that the shards exceed."""
+    import resource
+
+    from wands.train.engine import build_engine, build_model
+    from wands.train.loop import build_state
+
+    job = make_job(model, out, ("train.max_steps=1",), ZERO2)
+    _, _, device = init_process_group()
+    engine = build_engine(build_model(job, ProcessGroups(job.grid(0)), device), job.ds_config, job.recipe, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint({"transformer": engine}, out / "checkpoints", build_state(job, 1, 0, []), keep=1)
+    assert caught.value.agreed
+    return str(caught.value)
+
+
+def test_no_disk_space_is_one_sentence_and_nothing_half_written(
+    tiny_pipeline: Path, tmp_path: Path, new_world
+):
+    said = new_world(2, save_without_space, tiny_pipeline, tmp_path)
+    assert said[0] == said[1]
+    assert "the file size limit (ulimit -f) is 100000; raise the limit" in said[0]
+    assert not list(tmp_path.rglob("step_*"))
+
+
+@pytest.mark.parametrize(("whole", "needed"), [(True, 4 * 275_000 + 12 * 25_000), (False, 16 * 25_000)])
+def test_frozen_weights_need_room_for_themselves_alone(
+    whole: bool, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And none where only what is trained is saved; other bytes of both ranks come on top."""
+    module = torch.nn.Sequential(
+        torch.nn.Linear(1000, 250, bias=False).requires_grad_(False), torch.nn.Linear(250, 100, bias=False)
+    )
+    free = needed + 2 * 1000
+    world = SimpleNamespace(
+        get_world_size=lambda: 2, all_gather_object=lambda found, mine: found.__setitem__(0, mine)
+    )
+    monkeypatch.setattr(checkpoint, "dist", world)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+
+    def check(more: int) -> None:
+        engines = {"transformer": SimpleNamespace(module=module)}
+        recipe = {"lora": None if whole else {}, "optim": {"name": "adamw"}}
+        state = SimpleNamespace(zero_stage=2, recipe=recipe)
+        checkpoint._check_space(engines, tmp_path, state, more)
+
+    check(more=1000)
+    with pytest.raises(CheckpointError, match="are free; free disk space"):
+        check(more=1001)
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer"), [(0, "adamw"), (0, "adafactor"), (1, "adamw"), (2, "adamw8bit"), (3, "adamw")]
+)
+def test_the_room_that_is_asked_for_is_what_a_checkpoint_takes(
+    stage: int, optimizer: str, tiny_pipeline: Path, tmp_path: Path, worlds
+):
+    settings = ("train.max_steps=1", f"optim.name={optimizer}")
+    worlds[2].run(run_job, tiny_pipeline, tmp_path, settings, {"zero_optimization": {"stage": stage}})
+    files = (tmp_path / "checkpoints" / "step_00000001" / "transformer").iterdir()
+    shapes = [
+        (name, tuple(p.shape)) for name, p in build_empty(load_config(tiny_pipeline)).named_parameters()
+    ]
+    held = sum(math.prod(shape) for _, shape in shapes)
+    expected = sum(checkpoint.checkpoint_bytes(held, shapes, optimizer, stage))
+    # Names, offsets and what aligns shards come to 64 KB a file, whatever the model.
+    assert expected <= sum(file.stat().st_size for file in files) <= 1.02 * expected + 3 * 65_536
+
+
+def kill_in_the_first_save(model: Path, out: Path) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_job(model, out, ("train.max_steps=1",), ZERO2)
+
+
+def test_a_run_killed_in_its_first_save_starts_anew(
+    tiny_pipeline: Path, tmp_path: Path, worlds, monkeypatch: pytest.MonkeyPatch
+):
+    """And what it left behind makes room before room is asked for."""
+    worlds[1].run(kill_in_the_first_save, tiny_pipeline, tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001.tmp"]
+    assert not train_command._has_checkpoints(tmp_path)
+    rows = worlds[1].run(run_with_little_room, tiny_pipeline, tmp_path)[0]
+    assert len(rows) == 1
+    assert [path.name for path in list_steps(tmp_path / "checkpoints")] == ["step_00000001"]
+
+
+def run_with_little_room(model: Path, out: Path) -> list[dict[str, Any]]:
+    def usage(path: Path) -> SimpleNamespace:
+        taken = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+        return SimpleNamespace(free=2_000_000 - taken)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "disk_usage", usage)
+        return run_job(model, out, ("train.max_steps=1",), ZERO2)
+
+
+def asked_to_quit(model: Path, out: Path, step: int) -> str:
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        polls = iter([ControlRequest()] * (step - 1) + [ControlRequest(save=True, quit=True)])
+        patch.setattr(ControlRequests, "poll", lambda self, rank: next(polls))
+        run_job(model, out, ("train.max_steps=2",), ZERO2, say=said.append)
+    return "\n".join(said)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_run_asked_to_stop_as_it_ends_is_over(step: int, tiny_pipeline: Path, tmp_path: Path, worlds):
+    said = worlds[1].run(asked_to_quit, tiny_pipeline, tmp_path, step)[0]
+    assert ("go on with --resume" in said) == (step == 1)
+    assert find_checkpoint(tmp_path)[1].step == step
+
+
+def test_shards_cut_otherwise_are_refused(tiny_pipeline: Path, tmp_path: Path, worlds):
+    cut = {"zero_optimization": {"stage": 3, "sub_group_size": 20_000}}
+    worlds[1].run(run_job, tiny_pipeline, tmp_path, ("train.max_steps=1",), cut)
+    with pytest.raises(
+        AssertionError, match=r"DeepSpeed cannot use its shards .* use the DeepSpeed JSON of the run"
+    ):
+        worlds[1].run(
+            run_job,
+            tiny_pipeline,
+            tmp_path,
+            ("train.max_steps=2",),
+            {"zero_optimization": {"stage": 3}},
+            True,
+        )
+
+
+def test_state_file_is_plain_json(finished: Path):
+    values = json.loads((finished / "checkpoints" / "step_00000006" / STATE_FILE).read_text())
+    assert values["recipe"]["train"]["max_steps"] == 6
+    assert values["transformer_config"]["_class_name"] == "WanTransformer3DModel"

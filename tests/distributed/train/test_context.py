@@ -1,0 +1,521 @@
+"""Context parallelism through the trainer: whatever the ranks share, the step is that of one process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.runs import make_job, run_job, weights
+from tests.support.steps import (
+    CHECKPOINTING,
+    DS_CONFIGS,
+    GRIDS,
+    MATRIX,
+    PAIRWISE,
+    Case,
+    Grid,
+    Step,
+    errors,
+    optimizer_step,
+    stock_gradients,
+    worst,
+    zero,
+)
+from tests.support.world import WorldPool
+from wands.attention import ring
+from wands.data.collate import PackedBatch, Shard
+from wands.distributed.dims import ParallelDims
+from wands.distributed.layout import ContextLayout
+from wands.flow import noise as noise_module
+from wands.flow.rng import SampleKey, rng
+from wands.train import batches, step
+
+# Of every parameter, on the scale of `steps.errors`, in float32 and in float64 (whose blocks round to float32 inside).
+TOLERANCE = 1e-5
+# Twenty AdamW steps amplify the order in which float32 numbers are added; seen: 2e-7.
+SERIES_TOLERANCE = 2e-6
+
+# Five clips of 1, 25, 9, 7 and 15 tokens, all of them in the first step. The first is shorter than any ring, all are odd, so
+# that rows have tails, and six bins leave one empty.
+CLIPS = (
+    "data.mock={num_samples: 5, shapes: [[1,2,2],[1,10,10],[1,6,6],[7,2,2],[5,2,6]], text_lens: [100,512,200,300,150]}",
+    "packing.max_tokens=57",
+    "train.max_steps=1",
+    "train.bins_per_step=1",
+    "flow.weighting=linear",
+)
+TWO_BY_TWO = Grid(1, 2, 2)
+
+
+@pytest.fixture(scope="module")
+def single(
+    worlds: WorldPool, tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, Step]:
+    """The same clips in one process without ZeRO, in as many bins as the cells have."""
+    out = tmp_path_factory.mktemp("single")
+    return {
+        bins: worlds[1].run(
+            optimizer_step, tiny_pipeline, out, (*CLIPS, f"train.bins_per_step={bins}"), zero(0)
+        )[0]
+        for bins in sorted({case.bins_per_step for case in MATRIX})
+    }
+
+
+def check_step(ranks: list[Step], one_process: Step) -> float:
+    """Compare everything but the gradient, whose error is returned."""
+    assert len({rank.digest for rank in ranks}) == 1  # after the update
+    for rank in ranks:
+        assert rank.loss == pytest.approx(one_process.loss, rel=1e-6)
+        assert rank.grad_norm == pytest.approx(one_process.grad_norm, rel=1e-6)
+    found = [item for rank in ranks for item in rank.clips.items()]
+    assert {name for name, _ in found} == one_process.clips.keys()
+    for name, value in found:
+        assert value == pytest.approx(one_process.clips[name], rel=1e-6), name
+    return worst(ranks[0].gradients, one_process.gradients)
+
+
+# ---- the data and the matrix are what they say
+
+
+def test_the_step_has_what_is_hard(tiny_pipeline: Path, tmp_path: Path):
+    def job_of(bins: int) -> Any:
+        return make_job(tiny_pipeline, tmp_path, (*CLIPS, f"train.bins_per_step={bins}"), world_size=1)
+
+    job = job_of(1)
+    lens = job.seq_lens.tolist()
+    assert sorted(lens) == [1, 7, 9, 15, 25]
+    assert sorted(job.sampler.step_plan(0).bins[0]) == list(range(5))
+    assert [len(bins) for bins in job_of(6).sampler.step_plan(0).bins].count(0) == 1
+    order = [lens[i] for i in job.sampler.step_plan(0).bins[0]]
+    ranks = [ContextLayout.build(order, ulysses_degree=2, ring_degree=2, cp_rank=rank) for rank in range(4)]
+    assert any(rank.num_valid < rank.num_tokens for rank in ranks)
+    assert any(0 in rank.local_lens for rank in ranks)
+
+
+def test_the_subset_is_pairwise():
+    assert len(MATRIX) == 7 * 4 * 2 * 3
+    for one, other in itertools.combinations(range(len(Case._fields)), 2):
+        pairs = [{(case[one], case[other]) for case in cases} for cases in (PAIRWISE, MATRIX)]
+        assert pairs[0] == pairs[1]
+
+
+# ---- gradients
+
+
+def run_case(case: Case, worlds: WorldPool, model: Path, out: Path) -> list[Step]:
+    world = worlds[case.grid.world_size]
+    return world.run(optimizer_step, model, out, (*CLIPS, *case.overrides), DS_CONFIGS[case.ds_name])
+
+
+@pytest.mark.parametrize("case", PAIRWISE, ids=str)
+def test_the_gradient_is_that_of_one_process(
+    case: Case, single: dict[int, Step], worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
+):
+    error = check_step(run_case(case, worlds, tiny_pipeline, tmp_path), single[case.bins_per_step])
+    assert error <= TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MATRIX, ids=str)
+def test_the_whole_matrix(
+    case: Case,
+    single: dict[int, Step],
+    worlds: WorldPool,
+    tiny_pipeline: Path,
+    tmp_path: Path,
+):
+    error = check_step(run_case(case, worlds, tiny_pipeline, tmp_path), single[case.bins_per_step])
+    print(f"{case}: {error:.1e}")  # with -s, the table
+    assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_float64_is_stock_diffusers(grid: Grid, worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path):
+    """Through every ZeRO stage that reduces float64, with each parameter sharded."""
+    number = GRIDS.index(grid)
+    case = Case(grid, "", 1 + 2 * (number % 2), CHECKPOINTING[number % 3])
+    overrides = (*CLIPS, *case.overrides)
+    ds = zero(1 + number % 3)
+    ranks = worlds[grid.world_size].run(optimizer_step, tiny_pipeline, tmp_path, overrides, ds, torch.float64)
+    job = make_job(tiny_pipeline, tmp_path, overrides, world_size=grid.world_size)
+    truth = stock_gradients(tiny_pipeline, job)
+    assert all(float(grad.abs().max()) > 0 for grad in truth.values())
+    error = worst(ranks[0].gradients, truth)
+    assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "change", ["packing.enabled=false", "loss.reduction=token", "parallel.fused_all_to_all=false"]
+)
+def test_other_ways_through_the_same_step(
+    change: str, worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
+):
+    overrides = (*CLIPS, "train.bins_per_step=2", change)
+    one_process = worlds[1].run(optimizer_step, tiny_pipeline, tmp_path, overrides, zero(0))[0]
+    for grid, stage in ((Grid(2, 2, 1), 2), (Grid(2, 1, 2), 2), (TWO_BY_TWO, 3)):
+        spread = (*overrides, *grid.overrides)
+        ranks = worlds[grid.world_size].run(optimizer_step, tiny_pipeline, tmp_path, spread, zero(stage))
+        assert check_step(ranks, one_process) <= TOLERANCE, grid
+
+
+def test_where_float32_itself_is_worse(worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path):
+    """With captions of a few tokens the 500 equal text pads make `attn2.to_k.bias` a difference of nearly equal sums: one process
+    is further than TOLERANCE from its own float64 there. Spreading the step moves no gradient further than that."""
+    short = (*CLIPS, CLIPS[0].replace("[100,512,200,300,150]", "[5,9,3]"))
+    truth = stock_gradients(tiny_pipeline, make_job(tiny_pipeline, tmp_path, short, world_size=1))
+    spread, alone = [], []
+    for bins in (1, 2, 6):
+        overrides = (*short, f"train.bins_per_step={bins}")
+        ours = worlds[1].run(optimizer_step, tiny_pipeline, tmp_path, overrides, zero(0))[0].gradients
+        alone.append(errors(ours, truth))
+        grid = TWO_BY_TWO if bins == 1 else Grid(2, 2, 1)
+        ranks = worlds[4].run(optimizer_step, tiny_pipeline, tmp_path, (*overrides, *grid.overrides), zero(2))
+        spread.append(errors(ranks[0].gradients, ours))
+    rounding = {name: max(one[name] for one in alone) for name in truth}
+    assert max(rounding, key=rounding.__getitem__).endswith("attn2.to_k.bias")
+    for one in spread:
+        for name, error in one.items():
+            assert error <= max(TOLERANCE, rounding[name]), name
+
+
+def test_bf16_stays_near_float32(
+    single: dict[int, Step], worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
+):
+    overrides = (*CLIPS, *TWO_BY_TWO.overrides, "precision.compute=bf16")
+    ranks = worlds[4].run(optimizer_step, tiny_pipeline, tmp_path, overrides, DS_CONFIGS["zero3"])
+    ours, theirs = (
+        torch.cat([grads[name].flatten() for name in single[1].gradients])
+        for grads in (ranks[0].gradients, single[1].gradients)
+    )
+    error = float((ours - theirs).norm() / theirs.norm())
+    assert 0 < error <= 2e-2
+
+
+# ---- the same mistakes, made on purpose
+
+
+def scaled_loss(*args: Any) -> torch.Tensor:
+    return TWO_BY_TWO.world_size * loss_weights(*args)
+
+
+loss_weights = step.loss_weights
+
+
+def noise_of_a_shard(
+    layout: ContextLayout, keys: tuple[SampleKey, ...], seed: int, channels: int
+) -> torch.Tensor:
+    """As `draw_noise`, but each rank draws only for the tokens it holds."""
+    noise = torch.zeros(layout.num_tokens, channels)
+    start = 0
+    for key, length in zip(keys, layout.local_lens, strict=True):
+        drawn = rng(seed, key, "noise").standard_normal((length, channels), dtype=np.float32)
+        noise[start : start + length] = torch.from_numpy(drawn)
+        start += length
+    return noise
+
+
+def in_place_of(mask: int) -> type[ContextLayout]:
+    """A layout that gives this rank what another one of its group should hold."""
+
+    class Other(ContextLayout):
+        @classmethod
+        def build(cls, *args: Any, cp_rank: int, **kwargs: Any) -> ContextLayout:
+            return ContextLayout.build(*args, cp_rank=cp_rank ^ mask, **kwargs)
+
+    return Other
+
+
+shard_of = PackedBatch.shard
+
+
+def shard_with_positions_anew(batch: PackedBatch, layout: ContextLayout) -> Shard:
+    """Every rank counts positions from the first token of the pack."""
+    first = ContextLayout.build(
+        batch.seq_lens, ulysses_degree=layout.plan.ulysses_degree, ring_degree=layout.plan.ring_degree
+    )
+    shard = shard_of(batch, layout)
+    positions = shard_of(batch, first).meta.positions
+    return replace(shard, meta=replace(shard.meta, positions=positions))
+
+
+def kernel_with_local_lse(name: str) -> Any:
+    """A kernel whose backward takes each block of keys for all of them."""
+    right = backend_named(name)
+
+    def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, segments: Any, scale: float) -> Any:
+        return right.backward(dout, q, k, v, *right.forward(q, k, v, segments, scale), segments, scale)
+
+    return SimpleNamespace(forward=right.forward, backward=backward)
+
+
+backend_named = ring.backend_named
+
+MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "loss counted on every rank": lambda: mock.patch.object(step, "loss_weights", scaled_loss),
+    "noise drawn per shard": lambda: mock.patch.object(noise_module, "draw_noise", noise_of_a_shard),
+    "ring rows swapped": lambda: mock.patch.object(batches, "ContextLayout", in_place_of(2)),
+    "order of a row lost": lambda: mock.patch.object(batches, "ContextLayout", in_place_of(1)),
+    "positions begin anew": lambda: mock.patch.object(PackedBatch, "shard", shard_with_positions_anew),
+    "log-sum-exp of one block": lambda: mock.patch.object(ring, "backend_named", kernel_with_local_lse),
+}
+
+
+def step_with_a_mistake(mistake: str, *args: Any) -> Step:
+    with MISTAKES[mistake]():
+        return optimizer_step(*args)
+
+
+def test_a_mistake_would_be_seen(
+    single: dict[int, Step], worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
+):
+    overrides = (*CLIPS, *TWO_BY_TWO.overrides)
+    args = (tiny_pipeline, tmp_path, overrides, DS_CONFIGS["zero2"])
+    for mistake in MISTAKES:
+        ranks = worlds[4].run(step_with_a_mistake, mistake, *args)
+        error = worst(ranks[0].gradients, single[1].gradients)
+        assert error > 1e3 * TOLERANCE, mistake
+    right = worlds[4].run(optimizer_step, *args)  # and nothing of the mistakes is left
+    assert check_step(right, single[1]) <= TOLERANCE
+
+
+# ---- what backward computes again
+
+
+def counted_step(*args: Any) -> tuple[Step, Counter[str]]:
+    """A step, and how often self-attention called its kernel."""
+    calls: Counter[str] = Counter()
+
+    def counting(name: str) -> Any:
+        kernel = backend_named(name)
+
+        def forward(*inputs: Any) -> Any:
+            calls["forward"] += 1
+            return kernel.forward(*inputs)
+
+        def backward(*inputs: Any) -> Any:
+            calls["backward"] += 1
+            return kernel.backward(*inputs)
+
+        return SimpleNamespace(forward=forward, backward=backward)
+
+    with mock.patch.object(ring, "backend_named", counting):
+        return optimizer_step(*args), calls
+
+
+KEPT = {
+    **{mode: (f"model.checkpointing={mode}",) for mode in CHECKPOINTING},
+    "every name": (
+        "model.checkpointing=offload",
+        "model.saved_tensors=[attn_input, query_proj, ffn_activation]",
+        "model.offloaded_tensors=[block_input, attn_output, key_proj, value_proj]",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "grid"),
+    [
+        (2, TWO_BY_TWO),
+        (3, Grid(1, 1, 2)),
+        (3, Grid(1, 2, 1)),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [(2, Grid(1, 1, 2)), (2, Grid(1, 2, 1)), (3, TWO_BY_TWO)]
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_kept_does_not_go_round_the_ring_again(
+    stage: int, grid: Grid, worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
+):
+    num_layers = 2
+    gradients = {}
+    for mode, settings in KEPT.items():
+        overrides = (*CLIPS, *grid.overrides, *settings)
+        ranks = worlds[grid.world_size].run(counted_step, tiny_pipeline, tmp_path, overrides, zero(stage))
+        rounds = num_layers * grid.ring
+        for _, calls in ranks:
+            assert calls["forward"] == rounds * (2 if mode == "full" else 1), mode
+            assert calls["backward"] == rounds, mode
+        gradients[mode] = ranks[0][0].gradients
+    for mode in KEPT:
+        for name, grad in gradients["none"].items():
+            assert torch.equal(gradients[mode][name], grad), (mode, name)
+
+
+# ---- whole runs
+
+# Seven clips of 1, 9, 12, 24, 7, 15 and 2 tokens, two steps an epoch.
+SERIES = (
+    "data.mock={num_samples: 7, shapes: [[1,2,2],[1,6,6],[3,4,4],[4,4,6],[7,2,2],[5,2,6],[2,2,2]], text_lens: [60,512,30,100,7]}",
+    "train.log_samples=true",
+    "optim.schedule=cosine",
+    "optim.warmup=3",
+)
+Clips = dict[tuple[int, int, str, int], tuple[float, float]]
+
+
+def run_series(
+    grid: Grid, ds: dict[str, Any], steps: int, worlds: WorldPool, model: Path, out: Path
+) -> tuple[list[dict[str, Any]], Clips]:
+    """The rows of a run, and sigma and error of every clip by (step, epoch, name, repeat_index)."""
+    overrides = (*SERIES, f"train.max_steps={steps}", *grid.overrides)
+    rows = worlds[grid.world_size].run(run_job, model, out, overrides, ds)[0]
+    written = {
+        int(path.stem.removeprefix("samples-rank")): [
+            json.loads(line) for line in path.read_text().splitlines()
+        ]
+        for path in out.glob("samples-rank*.jsonl")
+    }
+    # one rank of each group that shares bins, and each clip once
+    standing = [
+        ParallelDims(grid.world_size, rank, grid.ulysses, grid.ring) for rank in range(grid.world_size)
+    ]
+    assert written.keys() == {one.rank for one in standing if one.cp_rank == 0}
+    clips = [
+        ((row["step"], row["epoch"], row["sample_id"], row["repeat_index"]), (row["sigma"], row["loss"]))
+        for part in written.values()
+        for row in part
+    ]
+    assert len(dict(clips)) == len(clips)
+    return rows, dict(clips)
+
+
+@pytest.fixture(scope="module")
+def series(
+    worlds: WorldPool, tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], tuple[list[dict[str, Any]], Clips]]:
+    """A run of so many steps in one process without ZeRO."""
+    out = tmp_path_factory.mktemp("series")
+    return cache(lambda steps: run_series(GRIDS[0], zero(0), steps, worlds, tiny_pipeline, out / str(steps)))
+
+
+@pytest.mark.parametrize(
+    ("grid", "ds_name", "steps"),
+    [
+        *((grid, list(DS_CONFIGS)[i % len(DS_CONFIGS)], 8) for i, grid in enumerate(GRIDS)),
+        *(pytest.param(*pair, 20, marks=pytest.mark.full) for pair in itertools.product(GRIDS, DS_CONFIGS)),
+    ],
+    ids=str,
+)
+def test_the_loss_series_is_that_of_one_process(
+    grid: Grid,
+    ds_name: str,
+    steps: int,
+    series: Callable[[int], tuple[list[dict[str, Any]], Clips]],
+    worlds: WorldPool,
+    tiny_pipeline: Path,
+    tmp_path: Path,
+):
+    rows, clips = run_series(grid, DS_CONFIGS[ds_name], steps, worlds, tiny_pipeline, tmp_path)
+    theirs, their_clips = series(steps)
+    assert len(theirs) == steps
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in rows] == pytest.approx(
+            [row[key] for row in theirs], rel=SERIES_TOLERANCE
+        ), key
+    for key in ("step", "epoch", "lr", "tokens", "samples"):
+        assert [row[key] for row in rows] == [row[key] for row in theirs], key
+    # A model that does not move would agree with anything.
+    assert len({row["loss"] for row in theirs}) == steps
+    assert clips.keys() == their_clips.keys()
+    assert len(clips) == sum(row["samples"] for row in theirs)
+    for clip, (sigma, loss) in clips.items():
+        assert sigma == their_clips[clip][0], clip
+        assert loss == pytest.approx(their_clips[clip][1], rel=SERIES_TOLERANCE), clip
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage"),
+    [
+        (TWO_BY_TWO, 2),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in [(TWO_BY_TWO, 3), (Grid(2, 2, 1), 2)]),
+    ],
+    ids=str,
+)
+def test_k_plus_k_is_2k_bitwise(
+    grid: Grid, stage: int, worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
+):
+    """Stopping and resuming changes no bit of losses, gradient norms or weights."""
+    world = worlds[grid.world_size]
+    settings = (*SERIES, *grid.overrides, "train.max_steps=6", "flow.cfg_dropout=0.3")
+    straight = world.run(run_job, tiny_pipeline, tmp_path / "a", settings, zero(stage))[0]
+    halves = (*settings, "checkpoint.every=3", "checkpoint.keep=5")
+    world.run(run_job, tiny_pipeline, tmp_path / "b", halves, zero(stage))
+    checkpoints = tmp_path / "b" / "checkpoints"
+    (checkpoints / "step_00000006").rename(tmp_path / "gone")  # as if the run had died before it was saved
+    (checkpoints / "latest").write_text("step_00000003")
+    resumed = world.run(run_job, tiny_pipeline, tmp_path / "b", halves, zero(stage), True)[0]
+
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
+    for name in ("loss", "lr", "grad_norm"):
+        assert [row[name] for row in resumed] == [row[name] for row in straight], name
+    ours, theirs = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert len({row["loss"] for row in straight}) == 6
+
+
+# ---- worlds that live on
+
+
+def what_is_left() -> tuple[int, int]:
+    """Engines and process groups in this process."""
+    import gc
+
+    import torch.distributed as dist
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    gc.collect()
+    engines = [one for one in gc.get_objects() if isinstance(one, DeepSpeedEngine)]
+    return len(engines), len(dist.distributed_c10d._world.pg_map)
+
+
+def test_nothing_is_left_from_case_to_case(worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path):
+    # ZeRO-3 only traces the first bin of a model; what it keeps of one comes with the next.
+    overrides = (*CLIPS, "parallel.ring_degree=2", "train.bins_per_step=2")
+    left = []
+    for ds in (zero(2), DS_CONFIGS["zero3_offload"], zero(3)):
+        worlds[2].run(optimizer_step, tiny_pipeline, tmp_path, overrides, ds)
+        left += worlds[2].run(what_is_left)
+    assert len(set(left)) == 1
+
+
+def fail_on_rank_1(exception: str) -> int:
+    import os
+    import time
+
+    if os.environ["RANK"] == "1":
+        if exception == "dies":
+            os._exit(3)
+        raise ValueError(exception)
+    time.sleep(0 if exception == "says so" else 60)
+    return os.getpid()
+
+
+@pytest.mark.parametrize("exception", ["says so", "dies"])
+def test_a_world_begins_anew_after_a_failure(exception: str):
+    import os
+
+    from tests.support.world import World
+
+    world = World(2)
+    before = world.run(os.getpid)
+    assert world.run(os.getpid) == before
+    with pytest.raises(AssertionError, match="rank 1 died" if exception == "dies" else "ValueError: says so"):
+        world.run(fail_on_rank_1, exception, timeout=2.0)
+    assert not set(world.run(os.getpid)) & set(before)
+    world.close()

@@ -1,0 +1,502 @@
+"""Whose key is whose between the DeepSpeed JSON and the recipe; schedules; nothing silently ignored."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.runs import groups_of, make_job
+from tests.support.steps import zero
+from tests.support.world import WorldPool
+from wands.config.recipe import load_recipe
+from wands.errors import CacheError, ConfigError
+from wands.train import engine
+from wands.train.ds_config import _KNOWN, _NOT_HERE, build_ds_config, learning_rate, load_ds_config
+from wands.train.engine import (
+    build_model,
+    build_schedule,
+    check_gpus,
+    check_offload,
+    init_process_group,
+    ranks_per_node,
+    start_together,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = ("zero.json", "recipe.yaml")
+
+
+def build(
+    user: dict[str, Any], *overrides: str, world_size: int = 2, device_type: str = "cuda"
+) -> dict[str, Any]:
+    return build_ds_config(
+        user, load_recipe(None, overrides), world_size=world_size, device_type=device_type, names=NAMES
+    )
+
+
+def refusal(user: dict[str, Any], *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(user, *overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
+def test_shipped_jsons_are_complete_with_any_recipe(path: Path):
+    config = build(load_ds_config(path), "train.bins_per_step=8")
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["train_micro_batch_size_per_gpu"] == 1
+    assert "train_batch_size" not in config
+    assert config["zero_optimization"] == json.loads(path.read_text())["zero_optimization"]
+
+
+def test_batch_arithmetic_must_agree():
+    assert build(
+        {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3, "train_batch_size": 6},
+        "train.bins_per_step=6",
+    )
+    text = refusal({"train_micro_batch_size_per_gpu": 4}, "train.bins_per_step=2")
+    assert "zero.json: train_micro_batch_size_per_gpu=4 contradicts recipe.yaml, which makes it 1" in text
+    assert "gradient_accumulation_steps=5 contradicts" in refusal(
+        {"gradient_accumulation_steps": 5}, "train.bins_per_step=2"
+    )
+    assert build(
+        {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}, "train.bins_per_step=2"
+    )
+
+
+def timeout_of_the_world(minutes: str | None) -> float:
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    if minutes is not None:
+        os.environ["DEEPSPEED_TIMEOUT"] = minutes
+    init_process_group()
+    return _get_default_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_ranks_wait_for_one_that_writes(new_world):
+    assert new_world(2, timeout_of_the_world, None) == [3600.0] * 2
+    assert new_world(2, timeout_of_the_world, "3") == [180.0] * 2
+
+
+def test_keys_without_effect_are_refused_with_their_cure():
+    text = refusal({"activation_checkpointing": {}, "communication_data_type": "fp32", "mesh_param": [1, 2]})
+    assert (
+        "zero.json: activation_checkpointing would do nothing here; use model.checkpointing of the recipe."
+        in text
+    )
+    assert "precision.reduce" in text
+    assert "mesh_param" in text
+
+
+@pytest.mark.parametrize(
+    ("user", "said"),
+    [
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "offload_param would do nothing at stage 2",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "offload_optimizer would do nothing at stage 0",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "round_robin_gradients": True}},
+            "round_robin_gradients=true stores",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+            "warmup_num_steps=auto is filled in by",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lrr": 1e-4}}},
+            "optimizer.params.lrr is no key of AdamW; did you mean lr?",
+        ),
+    ],
+)
+def test_what_deepspeed_would_pass_over_or_trip_on(user: dict[str, Any], said: str):
+    assert said in refusal(user)
+
+
+def test_offload_that_does_nothing_may_be_spelt_out():
+    none = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}
+    assert build({"zero_optimization": {"stage": 0, **none}})
+    assert build({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}})
+
+
+def test_the_json_owns_what_the_recipe_does_not_set():
+    user = {
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.2}},
+    }
+    config = build(user)
+    assert config["gradient_clipping"] == 0.5
+    assert config["optimizer"]["params"]["lr"] == 3e-4
+    assert config["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    text = refusal(user, "optim.lr=1e-4", "optim.grad_clip=2.0")
+    assert "zero.json: optimizer.params.lr=0.0003 contradicts recipe.yaml: optim.lr=0.0001" in text
+    assert "gradient_clipping=0.5 contradicts recipe.yaml: optim.grad_clip=2.0" in text
+
+
+def test_other_optimizers_get_only_what_was_asked_for():
+    params = build({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, "optim.lr=0.1")["optimizer"][
+        "params"
+    ]
+    assert params == {"momentum": 0.9, "lr": 0.1}
+
+
+def test_scheduler_of_the_json_against_the_recipe():
+    user = {"scheduler": {"type": "WarmupLR", "params": {}}}
+    assert build(user)["scheduler"] == user["scheduler"]
+    for key in ("warmup=5", "lr=1e-4", "scale_lr=linear", "scale_lr_base=4"):
+        said = f"scheduler and recipe.yaml: optim.{key.partition('=')[0]} are both set"
+        assert said in refusal(user, f"optim.{key}")
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 2e-4}}, **user}
+    recipe = load_recipe(None, ["optim.scale_lr=linear", "train.bins_per_step=8"])
+    assert learning_rate(config, recipe) == 2e-4
+
+
+def test_precision_belongs_to_the_recipe():
+    assert "bf16.enabled would cast the fp32 parts" in refusal({"bf16": {"enabled": True}})
+    assert build({"bf16": {"enabled": False}})["torch_autocast"]["lower_precision_safe_modules"] == []
+    assert build({}, "precision.reduce=bf16")["torch_autocast"]["lower_precision_safe_modules"] == [
+        "torch.nn.Linear"
+    ]
+    assert "torch_autocast" not in build({}, "precision.compute=fp32")
+    assert "contradicts" in refusal(
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "precision.compute=fp32"
+    )
+
+
+OFFLOAD = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+
+
+def test_nothing_is_compiled_for_adam():
+    def params(user: dict[str, Any], device_type: str) -> dict[str, Any]:
+        return build(user, device_type=device_type)["optimizer"]["params"]
+
+    assert params(OFFLOAD, "cpu")["torch_adam"] is True
+    assert "fused" not in params(OFFLOAD, "cpu")
+    assert build(OFFLOAD, device_type="cpu")["zero_force_ds_cpu_optimizer"] is False
+    gpu = params({}, "cuda")
+    assert (gpu.pop("torch_adam"), gpu["fused"]) == (True, True)
+    # DeepSpeed hands the rest to torch together with foreach=None.
+    assert torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], **gpu, foreach=None).defaults["fused"]
+    host = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}}}
+    assert params(host, "cuda")["torch_adam"] is True
+    assert "torch_adam" not in params(OFFLOAD, "cuda")
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"torch_adam": False}, {"torch_adam": True, "fused": False}, {"torch_adam": True, "foreach": True}],
+)
+def test_the_users_choice_of_adam_stands(own: dict[str, Any]):
+    params = build({"optimizer": {"type": "Adam", "params": own}})["optimizer"]["params"]
+    assert {key: params[key] for key in ("torch_adam", "fused", "foreach") if key in params} == own
+
+
+def test_bias_correction_is_a_switch_of_deepspeeds_adam():
+    params = build({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}})["optimizer"][
+        "params"
+    ]
+    assert "torch_adam" not in params
+
+
+def test_an_adam_that_does_not_build_is_refused_early(monkeypatch: pytest.MonkeyPatch):
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    def load(self: Any, verbose: bool = True) -> None:
+        raise RuntimeError("no\n  nvcc")
+
+    monkeypatch.setattr(CPUAdamBuilder, "load", load)
+    with pytest.raises(ConfigError, match=r"does not build here \(no nvcc\); install ninja"):
+        check_offload(build(OFFLOAD))
+    check_offload(build({}))
+    check_offload(build(OFFLOAD, device_type="cpu"))
+    torch_adam = {**OFFLOAD, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    check_offload(build(torch_adam))
+    assert build(torch_adam)["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_misspelt_keys_are_refused():
+    text = refusal({"zero_optimisation": {"stage": 3}, "gradient_cliping": 1.0, "quux": 1})
+    assert (
+        "zero.json: zero_optimisation is no key of a DeepSpeed config; did you mean zero_optimization?"
+        in text
+    )
+    assert "gradient_cliping is no key of a DeepSpeed config; did you mean gradient_clipping?" in text
+    assert "quux is no key of a DeepSpeed config; remove it." in text
+
+
+@pytest.mark.parametrize("key", sorted(_NOT_HERE))
+def test_each_idle_key_is_refused(key: str):
+    assert f"zero.json: {key} would do nothing here; {_NOT_HERE[key]}." in refusal({key: {}})
+
+
+def test_deepspeed_reads_every_key_that_is_let_through():
+    import inspect
+
+    import deepspeed.monitor.config
+    from deepspeed.comm import constants as comm
+    from deepspeed.profiling import constants as profiling
+    from deepspeed.runtime import constants
+    from deepspeed.runtime.swap_tensor import constants as swap
+    from deepspeed.runtime.zero import config as zero
+    from deepspeed.utils import config as timers
+
+    modules = (constants, comm, profiling, swap, zero, timers, deepspeed.monitor.config)
+    source = "".join(map(inspect.getsource, modules)).replace("'", '"')
+    assert [key for key in _KNOWN if f'"{key}"' not in source] == []
+
+
+@pytest.mark.parametrize(
+    ("user", "said"),
+    [
+        ({"optimizer": {"params": {}}}, "optimizer.type must name one, for example AdamW"),
+        ({"optimizer": {"type": "AdamW", "params": 3}}, "optimizer.params=3 must be an object"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}},
+            'optimizer.params.lr="fast" must be a number',
+        ),
+        ({"optimizer": None}, "optimizer=null must be an object"),
+        ({"scheduler": {"params": {}}}, "scheduler.type must name one"),
+        ({"bf16": True}, "bf16=true must be an object"),
+        ({"gradient_clipping": True}, "gradient_clipping=true must be a number"),
+        ({"train_batch_size": "2"}, 'train_batch_size="2" must be a whole number'),
+        ({"wall_clock_breakdown": 1}, "wall_clock_breakdown=1 must be true or false"),
+        ({"zero_optimization": 3}, "zero_optimization=3 must be an object"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: Input should be 0, 1, 2"),
+        ({"zero_optimization": {"stag": 2}}, "zero_optimization.stag: is no key of a DeepSpeed config"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "disk"}}},
+            "zero_optimization.offload_optimizer.device: Input should be 'none', 'cpu' or 'nvme'",
+        ),
+    ],
+)
+def test_wrong_types_join_the_one_report(user: dict[str, Any], said: str):
+    text = refusal({**user, "amp": {}, "gradient_accumulation_steps": 7})
+    assert f"zero.json: {said}" in text
+    assert "amp would do nothing here" in text
+    assert "gradient_accumulation_steps=7 contradicts" in text
+    assert len(text.splitlines()) == 3
+
+
+def test_zero_3s_weights_are_their_own_masters_where_they_are_the_same():
+    here, there, narrow = torch.ones(4), torch.ones(4), torch.ones(4, dtype=torch.bfloat16)
+    swapped = torch.empty(0)  # what DeepSpeed keeps of masters on NVMe
+    masters = [torch.ones(4) for _ in range(3)] + [swapped]
+    optimizer = SimpleNamespace(
+        fp16_partitioned_groups_flat=[here, None, narrow, there], fp32_partitioned_groups_flat=masters
+    )
+    engine._share_masters(optimizer)
+    masters[0].add_(1)
+    assert here.tolist() == [2.0] * 4
+    assert masters[1].tolist() == masters[2].tolist() == [1.0] * 4
+    assert masters[2].dtype == torch.float32
+    assert len(swapped) == 0
+    assert there.tolist() == [1.0] * 4
+
+
+def shards_of_two_experts(*args: Any) -> list[int]:
+    job = make_job(*args)
+    rank, _, device = init_process_group()
+    groups = groups_of(job.grid(rank), device)
+    models = [build_model(job, groups, device, expert) for expert in job.experts]
+    weights = [next(p for p in model.parameters() if not p.requires_grad) for model in models]
+    torch.nn.functional.linear = _LINEAR  # ZeRO-3 puts its own in the place of torch's
+    return [weight.ds_zero_param_process_group.size() for weight in weights]
+
+
+_LINEAR = torch.nn.functional.linear
+
+
+def test_two_experts_have_shards_inside_a_node(
+    tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
+):
+    """Of zero_hpz_partition_size, whose groups DeepSpeed makes once."""
+    args = tiny_variant("wan2.2-t2v-a14b"), tmp_path, ("lora.rank=2",), zero(3, zero_hpz_partition_size=2)
+    assert worlds[2].run(shards_of_two_experts, *args) == [[2, 2], [2, 2]]
+
+
+def test_auto_is_as_good_as_no_key():
+    user = {
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "scheduler": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    config = build(user)
+    assert config["zero_optimization"] == {"stage": 3}
+    assert config["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    assert "scheduler" not in config
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("precision.compute=fp32", "precision.reduce=bf16", "optim.lr=3e-4")]
+)
+def test_a_run_repeats_from_its_own_files(tmp_path: Path, overrides: tuple[str, ...]):
+    user = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.9]}},
+        "gradient_clipping": 0.5,
+    }
+    recipe = load_recipe(None, ("train.bins_per_step=8", *overrides))
+    first = build_ds_config(user, recipe, world_size=2, device_type="cuda", names=NAMES)
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    (tmp_path / "deepspeed.json").write_text(json.dumps(first))
+    again = load_recipe(str(tmp_path / "recipe.yaml"), [])
+    loaded = load_ds_config(tmp_path / "deepspeed.json")
+    for theirs in (user, loaded):
+        assert build_ds_config(theirs, again, world_size=2, device_type="cuda", names=NAMES) == first
+
+
+def test_accumulation_without_packing():
+    recipe = ("packing.enabled=false", "train.bins_per_step=8")
+    for legal in (
+        {"gradient_accumulation_steps": 4},
+        {"train_batch_size": 8},
+        {"gradient_accumulation_steps": 1},
+    ):
+        assert build(legal, *recipe)["gradient_accumulation_steps"] == 1
+    text = refusal({"gradient_accumulation_steps": 3}, *recipe)
+    assert "=3 contradicts recipe.yaml, which makes it 4 (train.bins_per_step=8 / dp_size=2)" in text
+
+
+def test_unreadable_json(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_ds_config(tmp_path / "no.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        load_ds_config(tmp_path / "bad.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ConfigError, match="JSON object"):
+        load_ds_config(tmp_path / "list.json")
+
+
+def test_schedules():
+    optim = load_recipe(None, ["optim.schedule=cosine", "optim.warmup=10", "optim.min_lr_ratio=0.1"]).optim
+    lr = build_schedule(optim, 110)
+    assert lr(0) == pytest.approx(0.1)
+    assert lr(9) == 1.0
+    assert lr(60) == pytest.approx(0.55)
+    assert lr(110) == lr(500) == pytest.approx(0.1)
+    linear = build_schedule(load_recipe(None, ["optim.schedule=linear", "optim.warmup=0.1"]).optim, 100)
+    assert linear(4) == pytest.approx(0.5)  # a tenth of 100 steps of warm-up
+    assert linear(55) == pytest.approx(0.5)
+    assert build_schedule(load_recipe(None, []).optim, 10)(3) == 1.0
+
+
+def test_learning_rate_scaling_with_the_batch():
+    def scaled(*overrides: str) -> float:
+        recipe = load_recipe(
+            None, ["optim.lr=1e-4", "train.bins_per_step=8", "optim.scale_lr_base=2", *overrides]
+        )
+        config = build_ds_config({}, recipe, world_size=1, device_type="cpu", names=NAMES)
+        return learning_rate(config, recipe)
+
+    assert scaled() == pytest.approx(1e-4)
+    assert scaled("optim.scale_lr=linear") == pytest.approx(4e-4)
+    assert scaled("optim.scale_lr=sqrt") == pytest.approx(2e-4)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 1),
+        # torchrun on four nodes, DeepSpeed's launcher on two, a launcher of one's own, one that says nothing of nodes
+        ({"WORLD_SIZE": "32", "GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"WORLD_SIZE": "16", "CROSS_SIZE": "2", "LOCAL_SIZE": "8"}, 8),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"WORLD_SIZE": "4"}, 4),
+    ],
+)
+def test_ranks_per_node_under_each_launcher(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: int
+):
+    set_launcher(monkeypatch, environment)
+    assert ranks_per_node() == expected
+
+
+@pytest.mark.parametrize("slots", [(8, 4), (2, 4, 3), (1, 1, 7)])
+def test_ranks_on_uneven_nodes_agree_about_their_number(
+    monkeypatch: pytest.MonkeyPatch, slots: tuple[int, ...]
+):
+    """Each rank chooses the degrees for itself: with the number of its own node they would differ."""
+    names = (("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("CROSS_SIZE", "LOCAL_SIZE"))
+    for nodes, local in names:
+        seen = set()
+        for here in slots:
+            set_launcher(
+                monkeypatch, {"WORLD_SIZE": str(sum(slots)), nodes: str(len(slots)), local: str(here)}
+            )
+            seen.add(ranks_per_node())
+        assert seen == {sum(slots) // len(slots)}
+
+
+def set_launcher(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE", "CROSS_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def _start_with_mistakes_on(ranks: tuple[int, ...]) -> tuple[str, bool] | None:
+    try:
+        with start_together():
+            if int(os.environ["RANK"]) in ranks:
+                raise CacheError(f"cache={os.environ['RANK']} is not there")
+    except CacheError as error:
+        return str(error), error.agreed
+    assert torch.distributed.is_initialized()
+    return None
+
+
+def _start_with_a_crash_on_rank_1() -> str:
+    try:
+        with start_together():
+            if os.environ["RANK"] == "1":
+                raise PermissionError("secret.yaml")
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+    return "started"
+
+
+def _start_four_times() -> tuple[list[tuple[str, bool] | None], str]:
+    return [_start_with_mistakes_on(ranks) for ranks in ((1,), (0, 1), ())], _start_with_a_crash_on_rank_1()
+
+
+def test_a_mistake_of_one_rank_ends_all_with_its_sentence(new_world):
+    """What is no mistake of the user's is named on the others, and kept on its own rank."""
+    (mistakes, other), (same_mistakes, own) = new_world(2, _start_four_times)
+    assert mistakes == same_mistakes
+    assert mistakes == [("[rank 1] cache=1 is not there", True), ("cache=0 is not there", True), None]
+    assert (other, own) == ("WandsError [rank 1] PermissionError: secret.yaml", "PermissionError secret.yaml")
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ConfigError, match="4 processes were started on a node with 2 GPUs"), start_together():
+        raise AssertionError("not reached")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_gpus()
+
+
+def test_without_a_launcher_a_mistake_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(CacheError, match=r"^no cache$") as caught, start_together():
+        raise CacheError("no cache")
+    assert not caught.value.agreed
+    with start_together():
+        pass
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,164 @@
+"""The loop: the same loss series at every ZeRO stage and world size, with and without packing, and exactly resumable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.runs import losses, run_job, weights
+from wands.train.metrics import read_metrics
+
+# ZeRO changes the order in which fp32 gradients are added; five AdamW steps amplify it to a few units in the last place.
+SERIES_TOLERANCE = 2e-5
+
+
+def zero(stage: int) -> dict[str, Any]:
+    # threshold 0: even the smallest parameter is sharded and gathered
+    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run_world) -> list[float]:
+    """Five steps in one process at stage 0: what every other setting must repeat."""
+    out = tmp_path_factory.mktemp("reference")
+    return losses(run_world(1, run_job, tiny_pipeline, out, ("train.max_steps=5",), zero(0))[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_loss_series_is_the_same_at_every_stage_and_world(
+    stage: int, world_size: int, reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    rows = run_world(world_size, run_job, tiny_pipeline, tmp_path, ("train.max_steps=5",), zero(stage))[0]
+    assert len(reference) == 5
+    assert losses(rows) == pytest.approx(reference, rel=SERIES_TOLERANCE)
+    assert len(set(reference)) == 5  # a model that does not move would agree with anything
+
+
+def test_accumulation_is_the_same_step(
+    reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    """bins_per_step=4 on 2 ranks is two micro steps; on 4 ranks one. Both are the step of one process."""
+    overrides = ("train.max_steps=3", "train.bins_per_step=4")
+    series = [
+        losses(run_world(n, run_job, tiny_pipeline, tmp_path / str(n), overrides, zero(2))[0])
+        for n in (1, 2, 4)
+    ]
+    assert series[1] == pytest.approx(series[0], rel=SERIES_TOLERANCE)
+    assert series[2] == pytest.approx(series[0], rel=SERIES_TOLERANCE)
+
+
+def sample_losses(out: Path) -> dict[tuple[Any, ...], float]:
+    rows = [
+        json.loads(line)
+        for path in sorted(out.glob("samples-rank*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    return {(row["step"], row["sample_id"], row["epoch"], row["sigma"]): row["loss"] for row in rows}
+
+
+@pytest.mark.parametrize("reduction", ["sample", "token"])
+def test_packing_off_gives_the_same_loss_per_sample(
+    reduction: str, tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    """Ranks hold unequal numbers of samples here, so the ones with fewer run forwards of weight zero."""
+    common = ("train.max_steps=4", "train.log_samples=true", f"loss.reduction={reduction}")
+    runs = {}
+    for enabled in ("true", "false"):
+        out = tmp_path / enabled
+        runs[enabled] = losses(
+            run_world(2, run_job, tiny_pipeline, out, (*common, f"packing.enabled={enabled}"), zero(3))[0]
+        )
+    packed, single = sample_losses(tmp_path / "true"), sample_losses(tmp_path / "false")
+    assert packed.keys() == single.keys()
+    assert len(packed) >= 8
+    for key, value in packed.items():
+        assert single[key] == pytest.approx(value, rel=1e-5), key
+    assert runs["false"] == pytest.approx(runs["true"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 1), (3, 2)])
+def test_k_plus_k_is_2k_bitwise(stage: int, world_size: int, tiny_pipeline: Path, tmp_path: Path, run_world):
+    """Stopping and resuming in the middle of an epoch changes no bit of losses, gradient norms or weights."""
+    schedule = ("optim.schedule=cosine", "optim.warmup=2", "flow.cfg_dropout=0.3")
+    straight = run_world(
+        world_size, run_job, tiny_pipeline, tmp_path / "a", ("train.max_steps=6", *schedule), zero(stage)
+    )[0]
+    every = ("train.max_steps=6", "checkpoint.every=3", "checkpoint.keep=5", *schedule)
+    run_world(world_size, run_job, tiny_pipeline, tmp_path / "b", every, zero(stage))
+    for path in (tmp_path / "b" / "checkpoints").glob("step_00000006"):
+        path.rename(tmp_path / "gone")  # as if the run had died after step 6 was logged, before it was saved
+    (tmp_path / "b" / "checkpoints" / "latest").write_text("step_00000003")
+    resumed = run_world(world_size, run_job, tiny_pipeline, tmp_path / "b", every, zero(stage), True)[0]
+
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
+    for name in ("loss", "lr", "grad_norm"):
+        assert [row[name] for row in resumed] == [row[name] for row in straight], name
+    ours, theirs = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert len({row["loss"] for row in straight}) == 6
+
+
+def test_the_gradient_norm_is_the_same_with_and_without_zero(tiny_pipeline: Path, tmp_path: Path, run_world):
+    norms = []
+    for stage in (0, 1, 2, 3):
+        rows = run_world(
+            2, run_job, tiny_pipeline, tmp_path / str(stage), ("train.max_steps=2",), zero(stage)
+        )[0]
+        norms.append([row["grad_norm"] for row in rows])
+    for other in norms[1:]:
+        assert other == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_every_parameter_learns(tiny_pipeline: Path, tmp_path: Path, run_world):
+    """No parameter is left out of the optimizer, and the weights in a checkpoint are the trained ones."""
+    from wands.model.files.loading import load_transformer
+
+    run_world(2, run_job, tiny_pipeline, tmp_path, ("train.max_steps=2",), zero(3))
+    before = dict(load_transformer(str(tiny_pipeline)).named_parameters())
+    after = weights(tmp_path)
+    assert before.keys() == after.keys()
+    unmoved = [name for name, old in before.items() if torch.equal(old.detach(), after[name])]
+    assert unmoved == []
+
+
+def test_bf16_follows_fp32(reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world):
+    """bf16 matmuls with fp32 reduction, and with bf16 reduction, stay within bf16's rounding of the fp32 run."""
+    for reduce in ("fp32", "bf16"):
+        overrides = ("train.max_steps=5", "precision.compute=bf16", f"precision.reduce={reduce}")
+        series = losses(run_world(2, run_job, tiny_pipeline, tmp_path / reduce, overrides, zero(3))[0])
+        assert series == pytest.approx(reference, rel=2e-2)
+        assert series != reference
+
+
+def test_checkpointed_activations_change_nothing(
+    reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    overrides = ("train.max_steps=5", "model.checkpointing=full")
+    series = losses(run_world(2, run_job, tiny_pipeline, tmp_path, overrides, zero(3))[0])
+    assert series == pytest.approx(reference, rel=SERIES_TOLERANCE)
+
+
+def test_prefetching_changes_nothing(reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world):
+    series = losses(
+        run_world(1, run_job, tiny_pipeline, tmp_path, ("train.max_steps=5", "data.prefetch=0"), zero(0))[0]
+    )
+    assert series == reference
+
+
+def test_rows_of_a_step(tiny_pipeline: Path, tmp_path: Path, run_world):
+    rows = run_world(2, run_job, tiny_pipeline, tmp_path, ("train.max_steps=3",), zero(2))[0]
+    for row in rows:
+        assert 0 < row["fill"] <= 1
+        assert row["imbalance"] >= 1
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
+        assert row["tflops"] > 0
+        assert row["grad_norm"] > 0
+        assert row["mfu"] is None  # a CPU's peak is not known
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]

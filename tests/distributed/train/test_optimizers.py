@@ -1,0 +1,481 @@
+"""Optimizers by name: each is its library's own on the same gradients, resumes bitwise, or is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.runs import groups_of, losses, make_job, release, run_job, weights
+from tests.support.steps import zero
+from tests.support.world import WorldPool
+from wands.config.recipe import OptimConfig
+from wands.errors import CheckpointError, ConfigError
+from wands.model.files.loading import build_empty
+from wands.train.batches import rank_shards
+from wands.train.checkpoint import find_checkpoint
+from wands.train.engine import build_engine, build_model, build_schedule, init_process_group
+from wands.train.optimizers import build_optimizer, is_hidden_matrix, muon_ratio, state_bytes_per_param
+from wands.train.step import train_step
+from wands.train.summary import start_block
+
+STEPS = 4
+LR, BETAS, EPS, DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 0.5
+SETTINGS = (
+    f"train.max_steps={STEPS}",
+    "optim.warmup=2",
+    f"optim.weight_decay={DECAY}",
+    "precision.compute=fp32",
+)
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A short run as its ranks saw it.
+
+    Attributes:
+        start: weights before the first step.
+        gradients: of every step, as they go into the update (before clipping); of Muon's matrices only without ZeRO.
+        end: weights after the last.
+        state_bytes: of the optimizer's states on this rank.
+    """
+
+    start: Tensors
+    gradients: list[Tensors]
+    end: Tensors
+    state_bytes: int
+
+
+def record(model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any]) -> Recorded:
+    """A few steps of the trainer on an engine whose gradients and states are looked at."""
+    from deepspeed.utils import safe_get_full_grad
+
+    job = make_job(model, out, (*SETTINGS, *overrides), ds)
+    rank, _, device = init_process_group()
+    groups = groups_of(job.grid(rank), device)
+    engine = build_engine(
+        build_model(job, groups, device), job.ds_config, job.recipe, job.sampler.total_steps
+    )
+    start, gradients, update = _full(engine.module), [], engine.step
+
+    def capture() -> None:
+        named = engine.module.named_parameters()
+        gradients.append(
+            {name: (p.grad if job.zero_stage == 0 else safe_get_full_grad(p)).clone() for name, p in named}
+        )
+        update()
+
+    engine.step = capture
+    for step in range(STEPS):
+        plan = job.sampler.step_plan(step)
+        train_step(engine, rank_shards(job, plan, groups.grid), job, groups, device, job.denominator(plan))
+    states = [
+        value
+        for state in engine.basic_optimizer.state.values()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and key not in ("qmap1", "qmap2")  # tables that all share
+    ]
+    states += [entry[0] for entry in getattr(engine.optimizer, "_muon_pending_momentum", {}).values()]
+    size = sum(value.nbytes for value in states)
+    found = Recorded(start, gradients, _full(engine.module), size)
+    release(engine)
+    torch.compiler.set_stance("default")
+    return found
+
+
+def _full(module: torch.nn.Module) -> Tensors:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def rates() -> list[float]:
+    """The learning rate of every step."""
+    schedule = build_schedule(OptimConfig(lr=LR, warmup=2), STEPS)
+    return [LR * schedule(step) for step in range(STEPS)]
+
+
+def clipped(gradients: Tensors, clip: float) -> Tensors:
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+    return {name: g * scale for name, g in gradients.items()}
+
+
+def far(found: Tensors, wanted: Tensors, start: Tensors) -> float:
+    """Largest error of a parameter's way, over the largest way of that parameter."""
+    assert found.keys() == wanted.keys() == start.keys()
+    return max(
+        float((found[n] - wanted[n]).abs().max()) / float((wanted[n] - start[n]).abs().max()) for n in wanted
+    )
+
+
+# ---- the dumb way: the library's own optimizer in this process, on the gradients that DeepSpeed had
+
+
+def alone(run: Recorded, build: Any, clip: float) -> Tensors:
+    """One tensor after the other, without DeepSpeed; `build` takes them by name."""
+    params = {name: torch.nn.Parameter(value.clone()) for name, value in run.start.items()}
+    optimizers = build(params)
+    base = [[group["lr"] for group in one.param_groups] for one in optimizers]
+    for gradients, rate in zip(run.gradients, rates(), strict=True):
+        for name, gradient in clipped(gradients, clip).items():
+            params[name].grad = gradient.clone()
+        for one, lrs in zip(optimizers, base, strict=True):
+            for group, lr in zip(one.param_groups, lrs, strict=True):
+                group["lr"] = lr * rate / LR
+            one.step()
+    return {name: parameter.detach() for name, parameter in params.items()}
+
+
+def shards_of(values: Tensors, stage: int, world_size: int) -> list[torch.Tensor]:
+    """What each rank's flat shard holds: ZeRO-2 cuts all parameters in a row, ZeRO-3 each of them."""
+    flat = [value.flatten() for value in values.values()]
+    if stage == 3:
+        cut = [torch.nn.functional.pad(f, (0, -len(f) % world_size)).chunk(world_size) for f in flat]
+        return [torch.cat([one[rank] for one in cut]) for rank in range(world_size)]
+    row = torch.cat(flat)
+    return list(torch.nn.functional.pad(row, (0, -len(row) % (2 * world_size))).chunk(world_size))
+
+
+def test_adamw8bit_is_bitsandbytes_on_the_shards(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    import bitsandbytes
+
+    for stage in (2, 3):
+        overrides = ("optim.name=adamw8bit", f"optim.grad_clip={CLIP}")
+        ranks = worlds[2].run(record, tiny_pipeline, tmp_path, overrides, zero(stage))
+        run, names = ranks[0], list(ranks[0].start)
+        start = dict(enumerate(shards_of(run.start, stage, 2)))
+        gradients = [dict(enumerate(shards_of(clipped(one, CLIP), stage, 2))) for one in run.gradients]
+        cut = Recorded(start, gradients, {}, 0)
+        wanted = alone(
+            cut,
+            lambda params: [
+                bitsandbytes.optim.AdamW8bit(params.values(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+            ],
+            0,
+        )
+        end = dict(enumerate(shards_of(run.end, stage, 2)))
+        assert far(end, wanted, start) <= 1e-2  # a rounding more in the last bit moves a code
+        assert _bytes(run, names, ranks, "adamw8bit", stage) == pytest.approx(1, rel=0.01)
+
+
+def _bytes(run: Recorded, names: list[str], ranks: list[Recorded], name: str, stage: int) -> float:
+    """Bytes that the states take over those foretold."""
+    shapes = [(key, tuple(run.start[key].shape)) for key in names]
+    foretold = state_bytes_per_param(name, shapes, stage) * sum(math.prod(shape) for _, shape in shapes)
+    held = sum(one.state_bytes for one in ranks) if stage else run.state_bytes
+    return held / foretold
+
+
+def test_adafactor_is_that_of_transformers(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    from transformers.optimization import Adafactor
+
+    overrides = ("optim.name=adafactor", f"optim.grad_clip={CLIP}")
+    ranks = worlds[2].run(record, tiny_pipeline, tmp_path, overrides, zero(0))
+    wanted = alone(
+        ranks[0],
+        lambda params: [
+            Adafactor(params.values(), lr=LR, weight_decay=DECAY, relative_step=False, scale_parameter=False)
+        ],
+        CLIP,
+    )
+    assert far(ranks[0].end, wanted, ranks[0].start) <= 1e-3
+    assert _bytes(ranks[0], list(ranks[0].start), ranks, "adafactor", 0) == pytest.approx(1, rel=0.01)
+
+
+def _torch_muon(params: dict[str, torch.nn.Parameter]) -> list[Any]:
+    matrices = [p for name, p in params.items() if is_hidden_matrix(name, p.shape)]
+    others = [p for name, p in params.items() if not is_hidden_matrix(name, p.shape)]
+    return [
+        torch.optim.Muon(matrices, lr=LR, weight_decay=DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY),
+    ]
+
+
+def test_muon_is_that_of_torch_at_every_stage(
+    tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool, monkeypatch: pytest.MonkeyPatch
+):
+    runs = {
+        stage: worlds[2].run(
+            record, tiny_pipeline, tmp_path, ("optim.name=muon", "optim.grad_clip=0"), zero(stage)
+        )
+        for stage in (0, 1, 2, 3)
+    }
+    run = runs[0][0]
+    with monkeypatch.context() as patch:  # torch orthogonalises in bf16, DeepSpeed on a CPU in fp32
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+        wanted = alone(run, _torch_muon, 0)
+    matrices = [name for name, value in run.start.items() if is_hidden_matrix(name, value.shape)]
+    assert len(matrices) == 2 * 10  # per block: two attentions of four, and the feed-forward
+
+    def part(values: Tensors, of: bool) -> Tensors:
+        return {name: value for name, value in values.items() if (name in matrices) == of}
+
+    assert far(part(run.end, False), part(wanted, False), part(run.start, False)) <= 1e-3
+    assert far(part(run.end, True), part(wanted, True), part(run.start, True)) <= 5e-3
+    for stage in (1, 2, 3):
+        assert far(runs[stage][0].end, run.end, run.start) <= 1e-3, stage
+    for stage, ranks in runs.items():
+        assert _bytes(run, list(run.start), ranks, "muon", stage) == pytest.approx(1, rel=0.05), stage
+
+
+def test_muons_update_is_of_adamws_size():
+    from deepspeed.runtime.zero.muon.original_muon import muon_update
+
+    with torch.compiler.set_stance("force_eager"):
+        for rows, columns in ((64, 64), (160, 32), (32, 160)):
+            gradient = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+            update = muon_update(gradient, torch.zeros(rows, columns)) * muon_ratio(rows, columns)
+            assert float(update.square().mean().sqrt()) == pytest.approx(0.2, rel=0.2)
+
+
+# ---- whole runs
+
+
+def run_eagerly(*args: Any) -> list[dict[str, Any]]:
+    """As `run_job`, in a process that compiles again afterwards."""
+    try:
+        return run_job(*args)
+    finally:
+        torch.compiler.set_stance("default")
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "more"),
+    [
+        ("adamw8bit", 3, ()),
+        ("adamw8bit", 2, ("precision.weights=bf16", "precision.compute=bf16")),
+        ("adafactor", 0, ()),
+        ("muon", 1, ("optim.grad_clip=0",)),
+        ("muon", 3, ("optim.grad_clip=0",)),
+    ],
+)
+def test_resume_is_bitwise(
+    name: str, stage: int, more: tuple[str, ...], tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    settings = (
+        f"optim.name={name}",
+        "train.max_steps=4",
+        "optim.schedule=cosine",
+        "checkpoint.every=2",
+        *more,
+    )
+    offload = {"offload_optimizer": {"device": "cpu"}} if (name, stage) == ("adamw8bit", 3) else {}
+    ds = zero(stage, **offload)
+    straight = worlds[2].run(run_eagerly, tiny_pipeline, tmp_path / "run", settings, ds)[0]
+    last = weights(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step_00000004").rename(tmp_path / "set aside")
+    resumed = worlds[2].run(run_eagerly, tiny_pipeline, tmp_path / "run", settings, ds, True)[0]
+    assert losses(resumed) == losses(straight)
+    again = weights(tmp_path / "run")
+    assert all(torch.equal(again[key], value) for key, value in last.items())
+    if (
+        "precision.weights=bf16" in more
+    ):  # the optimizer's groups were parted by dtype, or all weights would be fp32 by now
+        file = find_checkpoint(tmp_path / "run")[0] / "transformer" / "mp_rank_00_model_states.pt"
+        module = torch.load(file, weights_only=False)["module"]
+        assert {value.dtype for value in module.values()} == {torch.float32, torch.bfloat16}
+    if stage == 1:
+        with pytest.raises(CheckpointError, match=r"optim\.name=adamw must equal the checkpoint's muon"):
+            _check_resume(find_checkpoint(tmp_path / "run")[1], tiny_pipeline, tmp_path)
+
+
+def _check_resume(state: Any, model: Path, out: Path) -> None:
+    job = make_job(model, out, ("train.max_steps=4",), zero(1), world_size=2)
+    state.check_resumable(
+        where="run",
+        world_size=2,
+        zero_stage=1,
+        recipe=job.recipe.model_dump(mode="json"),
+        parts=["transformer"],
+        transformer_config=job.transformer_config,
+        data_fingerprint=job.data_fingerprint(),
+    )
+
+
+@pytest.mark.parametrize("steps", [40, pytest.param(100, marks=pytest.mark.full)])
+def test_the_losses_of_8_bits_stay_in_their_band(
+    steps: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    """A loss is within 2 % of that of 32 bits, 0.2 % on average, and their mean within 0.1 %."""
+    series = {
+        name: losses(
+            worlds[1].run(
+                run_job,
+                tiny_pipeline,
+                tmp_path / name,
+                (f"optim.name={name}", f"train.max_steps={steps}", "train.bins_per_step=1", "optim.lr=3e-3"),
+                zero(2),
+            )[0]
+        )
+        for name in ("adamw", "adamw8bit")
+    }
+    full, eight = torch.tensor(series["adamw"]), torch.tensor(series["adamw8bit"])
+    assert full.shape == eight.shape == (steps,)
+    assert float(full[-10:].mean()) < 0.95 * float(full[:10].mean())  # it learns
+    assert not torch.equal(full, eight)
+    off = (eight / full - 1).abs()
+    assert float(off.max()) <= 0.02
+    assert float(off.mean()) <= 0.002
+    assert abs(float(eight.mean() / full.mean()) - 1) <= 0.001
+
+
+def test_the_start_block_names_it(tiny_pipeline: Path, tmp_path: Path):
+    job = make_job(tiny_pipeline, tmp_path, ("optim.name=adamw8bit",), zero(2), world_size=1)
+    assert "AdamW8bit lr 1.00e-03" in start_block(job, 0)
+    written = make_job(tiny_pipeline, tmp_path, ("optim.name=adamw8bit",), job.ds_config, world_size=1)
+    assert written.ds_config == job.ds_config  # a run's own deepspeed.json is a legal one
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "ds", "said"),
+    [
+        (("optim.name=adafactor",), zero(2), "optim.name=adafactor keeps the rows and columns"),
+        (("optim.name=adafactor", "optim.betas=[0.8,0.9]"), zero(0), "optim.betas would do nothing"),
+        (("optim.name=adafactor", "optim.eps=1e-6"), zero(0), "optim.eps would do nothing"),
+        (("optim.name=muon",), zero(2), "optim.grad_clip=1.0 would clip Muon's update at ZeRO-2"),
+        (("optim.name=muon", "lora.rank=4"), zero(0), "a LoRA trains their factors"),
+        (("optim.name=muon",), zero(0, offload_optimizer={"device": "cpu"}), "belongs on the device"),
+        (
+            ("optim.name=muon", "optim.grad_clip=0"),
+            zero(3, reduce_scatter=True),
+            "reduce_scatter=false at ZeRO-3",
+        ),
+        (
+            ("optim.name=muon", "optim.grad_clip=0"),
+            {**zero(2), "scheduler": {"type": "WarmupLR", "params": {}}},
+            "a learning rate for each shape",
+        ),
+        (
+            ("optim.name=muon", "optim.grad_clip=0", "precision.reduce=bf16"),
+            zero(3),
+            "would keep Muon's momentum in bf16",
+        ),
+        (("optim.name=adamw8bit",), zero(3, offload_optimizer={"device": "nvme"}), "cannot swap to NVMe"),
+        (
+            ("optim.name=adamw8bit",),
+            {**zero(2), "optimizer": {"type": "SGD"}},
+            "optimizer.type=SGD contradicts recipe.yaml: optim.name=adamw8bit; leave optimizer out of the JSON",
+        ),
+        ((), {**zero(2), "optimizer": {"type": "Muon"}}, "set optim.name=muon"),
+        (
+            ("optim.name=adamw8bit",),
+            {**zero(2), "optimizer": {"type": "AdamW8bit", "params": {"fused": True}}},
+            "optimizer.params.fused is no setting of optim.name=adamw8bit",
+        ),
+    ],
+)
+def test_refusals(
+    settings: tuple[str, ...], ds: dict[str, Any], said: str, tiny_pipeline: Path, tmp_path: Path
+):
+    with pytest.raises(ConfigError) as refused:
+        make_job(tiny_pipeline, tmp_path, settings, ds, world_size=1)
+    assert said in str(refused.value)
+
+
+def test_a_missing_library_is_named(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name, *rest)
+    )
+    with pytest.raises(
+        ConfigError, match=r"bitsandbytes, which is not installed; pip install 'wands\[8bit\]'"
+    ):
+        make_job(tiny_pipeline, tmp_path, ("optim.name=adamw8bit",), zero(2), world_size=1)
+
+
+def test_a_broken_library_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match="bitsandbytes cannot be loaded here"):
+        build_optimizer([], {"type": "AdamW8bit", "params": {}}, fused=False)
+
+
+FUSED = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}}
+ON_HOST = {
+    "optimizer": {"type": "AdamW", "params": {"torch_adam": False}},
+    "zero_force_ds_cpu_optimizer": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        *(("fused", stage) for stage in range(4)),
+        pytest.param(
+            "on host", 2, marks=pytest.mark.full
+        ),  # compiled for a minute where it is for the first time
+        pytest.param("on host", 3, marks=pytest.mark.full),
+    ],
+)
+def test_the_adam_that_a_gpu_takes(
+    kind: str, stage: int, worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
+):
+    """torch's fused kernel, and DeepSpeed's where states are offloaded; both are there for CPUs too.
+
+    The same steps, and what was stopped goes on to the bit.
+    """
+    ds = {**zero(stage), **FUSED}
+    if kind == "on host":
+        ds = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}, **ON_HOST}
+    short = tuple(one.replace(f"max_steps={STEPS}", "max_steps=2") for one in SETTINGS)
+    assert short != SETTINGS
+
+    def series(name: str, settings: tuple[str, ...], ds: dict[str, Any], resume: bool = False) -> list[float]:
+        return losses(worlds[2].run(run_job, tiny_pipeline, tmp_path / name, settings, ds, resume)[0])
+
+    whole = series("whole", SETTINGS, ds)
+    assert whole == pytest.approx(series("plain", SETTINGS, zero(stage)), rel=1e-6)
+    series("twice", short, ds)
+    assert series("twice", SETTINGS, ds, resume=True) == whole
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_8_bits_step_as_32_do(device: str):
+    """Ten steps of one tensor: the way is AdamW's within a few percent, on the device that it is on."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(10_001, generator=generator)
+    gradients = [torch.randn(10_001, generator=generator) for _ in range(10)]
+    params = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+    ends = []
+    for build in (
+        lambda p: build_optimizer([("p", p)], {"type": "AdamW8bit", "params": params}, fused=False),
+        lambda p: torch.optim.AdamW([p], **params),
+    ):
+        parameter = torch.nn.Parameter(start.clone().to(device))
+        optimizer = build(parameter)
+        for gradient in gradients:
+            parameter.grad = gradient.to(device)
+            optimizer.step()
+        ends.append(parameter.detach().cpu() - start)
+    eight, full = ends
+    assert 0 < float((eight - full).norm()) <= 0.05 * float(full.norm())
+
+
+def test_muon_without_a_matrix():
+    bias = torch.nn.Parameter(torch.zeros(3))
+    section = {"type": "Muon", "params": {"lr": 1.0, "weight_decay": 0.0}}
+    with pytest.raises(ConfigError, match="finds no matrix of a block"):
+        build_optimizer([("blocks.0.norm2.bias", bias)], section, fused=False)
+
+
+def test_bytes_of_a_wan(tiny_pipeline: Path):
+    """What the README says of the real ones: their matrices are nearly all of them."""
+    config = json.loads((tiny_pipeline / "transformer" / "config.json").read_text())
+    config |= {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 2}
+    shapes = [(name, tuple(p.shape)) for name, p in build_empty(config).named_parameters()]
+    assert state_bytes_per_param("adamw", shapes, 2) == 8
+    assert state_bytes_per_param("adamw8bit", shapes, 2) == pytest.approx(2.03, abs=0.01)
+    assert state_bytes_per_param("adafactor", shapes, 0) < 0.1
+    assert 4 < state_bytes_per_param("muon", shapes, 3) < 4.8

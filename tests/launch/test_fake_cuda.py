@@ -1,0 +1,88 @@
+"""The training step of every variant in its published width on CUDA tensors without numbers: no tensor is on the wrong device,
+no kernel gets what it does not take, and the host never waits for the GPU inside a step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fake_cuda import build
+from wands.variants import VARIANTS
+
+ROOT = Path(__file__).resolve().parents[2]
+BF16, FP32 = "precision.compute=bf16", "precision.compute=fp32"
+T2V, I2V, TI2V = "wan2.1-t2v-14b", "wan2.1-i2v-14b", "wan2.2-ti2v-5b"
+SMALL = [[3, 4, 4], [2, 6, 4], [1, 4, 4]]
+LARGE = [[21, 45, 80], [13, 30, 52], [1, 30, 52]]  # 81 frames of 720p, 49 and one of 480p
+
+SETTINGS = {
+    "bf16": (BF16, "model.checkpointing=none"),
+    "fp32": (FP32, "model.checkpointing=none"),
+    "recomputed": (BF16, "model.checkpointing=full"),
+    "attention kept": (BF16, "model.checkpointing=selective", "loss.reduction=token"),
+    "offloaded": (
+        BF16,
+        "model.checkpointing=offload",
+        "model.offloaded_tensors=[block_input, attn_output, value_proj, ffn_activation]",
+    ),
+    "dropout": (BF16, "model.dropout=0.1", "flow.weighting=bell"),
+    "lora": (BF16, "lora={rank: 4, targets: attention+ffn, dropout: 0.1}"),
+}
+INSIDE = {"one rank in bf16": (1, 1), "one rank in fp32": (1, 1), "ring 2 x ulysses 2 in bf16": (2, 2)}
+PLAIN = "attention kept"
+CASES = {
+    **{f"{name}, {I2V}": (I2V, SETTINGS[name], SMALL) for name in SETTINGS},
+    **{f"{PLAIN}, {variant}": (variant, SETTINGS[PLAIN], SMALL) for variant in VARIANTS},
+    **{f"{name}, {TI2V}": (TI2V, SETTINGS[name], SMALL) for name in ("fp32", "dropout")},
+    **{f"large, {variant}": (variant, SETTINGS[PLAIN], LARGE) for variant in (T2V, TI2V)},
+}
+MISTAKES = {
+    "a tensor of the host": "FakeTensorDeviceMismatchError",
+    "a number asked for": "_local_scalar_dense",
+    "a choice by value": "DynamicOutputShapeException",
+    "a copy to the host": "copies to the CPU",
+    "a copy that waits": "copies to the GPU when",
+}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    library = build(tmp_path_factory.mktemp("fake_cuda"))
+    cases = {
+        name: {"variant": variant, "settings": settings, "grids": grids}
+        for name, (variant, settings, grids) in CASES.items()
+    }
+    cases |= {
+        name: {"variant": T2V, "settings": SETTINGS["bf16"], "grids": SMALL, "mistake": name}
+        for name in MISTAKES
+    }
+    cases |= {
+        name: {"variant": T2V, "settings": SETTINGS[name.split()[-1]], "grids": SMALL, "cp": cp}
+        for name, cp in INSIDE.items()
+    }
+    command = [sys.executable, "-m", "tests.support.fake_cuda_steps", str(library)]
+    done = subprocess.run(command, cwd=ROOT, input=json.dumps(cases), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", [*CASES, *INSIDE])
+def test_a_step_stays_on_the_gpu(name: str, steps: dict[str, Any]):
+    found = steps[name]
+    assert "error" not in found, found["error"]
+    assert found["gradients"] > 20
+    assert found["without gradient"] == []
+    assert found["devices"] == ["cuda"]
+    assert found["dtypes"] == ["torch.float32"]
+    assert found["given to attention"] == ["torch.float32" if "fp32" in name else "torch.bfloat16"]
+    assert found["steps"] == 1
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_step_that_leaves_it_is_found_out(name: str, steps: dict[str, Any]):
+    assert MISTAKES[name] in steps[name]["error"]

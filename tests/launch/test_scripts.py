@@ -1,0 +1,124 @@
+"""The scripts that people run: loss_compare judges, setup takes an environment that is there, gpu sums up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import loss_compare
+import pytest
+from click.testing import CliRunner
+
+from wands.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+MOCK = "data.mock={num_samples: 5, shapes: [[2,4,4],[1,4,6],[2,2,2]], text_lens: [5, 9]}"
+
+
+def train(recipe: str, settings: list[str]) -> None:
+    done = CliRunner().invoke(main, ["train", recipe, *(part for one in settings for part in ("--set", one))])
+    assert done.exit_code == 0, done.output
+
+
+def test_loss_compare_accepts_packing_and_refuses_another_seed(
+    tiny_pipeline: Path,
+    tmp_path: Path,
+    new_world,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """The first run is started by the script; the others, in the same way otherwise, by us: torchrun takes its time."""
+    as_it_is, runs = loss_compare.run, []
+
+    def run(name: str, args: Namespace, settings: list[str]) -> Path:
+        if not runs:
+            folder = as_it_is(name, args, settings)
+        elif settings == ["train.seed=0"]:
+            folder = runs[0]  # that is the default
+        else:
+            folder = args.out / name
+            more = [*settings, "train.log_samples=true", f"output_dir={folder}"]
+            new_world(1, train, args.recipe, [*args.both, *more])
+        runs.append(folder)
+        return folder
+
+    def compare(a: str, b: str, out: Path) -> int:
+        both = (
+            MOCK,
+            f"model.path={tiny_pipeline}",
+            "train.max_steps=3",
+            "packing.max_tokens=24",
+            "precision.compute=fp32",
+            "optim.lr=1e-3",
+        )
+        settings = [part for value in both for part in ("--both", value)]
+        command = ["loss_compare.py", "tiny", *settings, "--a", a, "--b", b, "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", command)
+        return loss_compare.main()
+
+    monkeypatch.setattr(loss_compare, "run", run)
+    assert compare("packing.enabled=true", "packing.enabled=false", tmp_path / "same") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.split()[:1] in (["1"], ["2"], ["3"])]) == 3
+    assert (tmp_path / "same" / "compare.png").stat().st_size > 1000
+    assert compare("train.seed=0", "train.seed=1", tmp_path / "other") == 1
+    assert "largest relative difference" in capsys.readouterr().out
+    assert len(set(runs)) == 3
+
+
+# A Python that finds so many GPUs and fails at some scripts.
+PYTHON = """#!/bin/sh
+case "$*" in
+  *device_count*) echo {gpus} ;;
+  *get_device_name*) echo "NVIDIA Test" ;;
+  *"{failing}"*) echo no; exit 3 ;;
+  *) echo ran "$@" ;;
+esac
+"""
+
+
+def run_gpu(folder: Path, gpus: int, failing: str = "nothing") -> subprocess.CompletedProcess[str]:
+    for name in ("python", "wands", "deepspeed", "nvidia-smi"):
+        (folder / name).write_text(PYTHON.format(gpus=gpus, failing=failing))
+        (folder / name).chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
+    environment |= {"PATH": f"{folder}:/usr/bin:/bin", "WANDS_VENV": "none"}
+    command = ["bash", str(ROOT / "scripts" / "gpu.sh"), "--out", str(folder / "out")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_gpu_runs_everything_and_sums_up(tmp_path: Path):
+    done = run_gpu(tmp_path, 1)
+    assert done.returncode == 0, done.stderr
+    assert "results on 1 x NVIDIA Test" in done.stdout
+    assert done.stdout.splitlines()[-3:] == [
+        f"{name:18} passed" for name in ("tests", "bench_step", "bench_memory")
+    ]
+    assert (tmp_path / "out" / "tests.log").read_text() == "ran -m pytest -m gpu\n"
+
+
+def test_gpu_goes_on_after_a_failure_and_says_so(tmp_path: Path):
+    done = run_gpu(tmp_path, 4, failing="bench_step.py")
+    assert done.returncode == 1
+    ends = ["passed", "failed (3)", "passed", "passed"]
+    names = ("tests", "bench_step", "bench_memory", "bench_attention")
+    assert done.stdout.splitlines()[-4:] == [
+        f"{name:18} {end}" for name, end in zip(names, ends, strict=True)
+    ]
+
+
+def test_gpu_needs_one(tmp_path: Path):
+    done = run_gpu(tmp_path, 0)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "finds no GPU here" in done.stderr
+
+
+def test_setup_takes_only_a_whole_environment(tmp_path: Path):
+    environment = {**os.environ, "PATH": "/usr/bin:/bin", "WANDS_VENV": "none"}
+    command = ["bash", str(ROOT / "scripts" / "gpu.sh"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "on the PATH; pip install -e" in done.stderr

@@ -1,0 +1,86 @@
+"""Work that `bench_step.py --device cuda` gives a GPU, counted without one: `python -m tests.support.bench_step_traffic LIBRARY`.
+
+Of each way, how many operators a forward and backward are, and how many bytes those read and write that are neither matrix
+products nor attention, which are the same work in every way that does not pad.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.fake_cuda import fake_cuda, load, move
+
+PRODUCTS = ("mm", "addmm", "bmm", "convolution", "flash_attention", "ring")
+FREE = ("prim", "sym_", "is_contiguous", "detach", "empty")  # no work, or no more than a pointer
+
+
+def main() -> None:
+    load(Path(sys.argv[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+    import bench_step
+    import torch
+    from diffusers import WanTransformer3DModel
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from wands.attention.kernels.registry import backend_named
+    from wands.model.transformer import PackedWanTransformer
+
+    found: dict[str, dict[str, int]] = {}
+
+    class Count(TorchDispatchMode):
+        operators = traffic = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            result = func(*args, **kwargs or {})
+            tensors = [one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)]
+            on_gpu = [one for one in tensors if one.device.type == "cuda"]
+            if on_gpu and not func.is_view and not any(name in str(func) for name in FREE):
+                self.operators += 1
+                if not any(name in str(func) for name in PRODUCTS):
+                    self.traffic += sum(one.nbytes for one in on_gpu)
+            return result
+
+    def build_models(device: str) -> tuple[Any, Any]:
+        models = []
+        for kind in (WanTransformer3DModel, PackedWanTransformer):
+            with torch.device("meta"):
+                model = kind(attention_head_dim=128, **bench_step.WIDTHS[device])
+            model.enable_gradient_checkpointing()
+            models.append(move(model).train())
+        backend = backend_named("torch")
+        models[1].set_attention(bench_step.ContextAttention(backend), backend)
+        return models[0], models[1]
+
+    def seconds(step: Callable[[], None], model: Any, device: str, clock: Any) -> float:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.bfloat16), Count() as count:
+            step()
+        name = step.__qualname__.partition("_step")[0]
+        found[name] = {"operators": count.operators, "traffic": count.traffic}
+        return 1.0
+
+    def flash(query: Any, key: Any, value: Any, attn_mask: None = None, **options: Any) -> Any:
+        """What `sdpa_kernel` and autocast make of it on a GPU; without one torch would write whole matrices."""
+        q, k, v = (one.to(torch.bfloat16) for one in (query, key, value))
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
+
+    bench_step.GRIDS["cuda"] = [(5, 30, 52), (8, 35, 46), (3, 40, 40)]
+    bench_step.WIDTHS["cuda"]["num_layers"] = 2
+    bench_step.build_models, bench_step.seconds = build_models, seconds
+    bench_step.report = lambda *_: None
+    torch.nn.functional.scaled_dot_product_attention = flash
+    stdout, sys.stdout = sys.stdout, sys.stderr
+    with fake_cuda(may_wait=True):
+        bench_step.measure("cuda", 1, None, bench_step.CLOCKS["wall"])
+    json.dump(found, stdout)
+
+
+if __name__ == "__main__":
+    main()

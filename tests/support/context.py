@@ -1,0 +1,90 @@
+"""Context-parallel attention in a test world: shard, attend, and put the pieces together again."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wands.attention.ulysses import ContextAttention
+from wands.attention.varlen import Segments, choose_backend, varlen_attention
+from wands.distributed.dims import ParallelDims, ProcessGroups
+from wands.distributed.layout import ContextLayout, PackedMeta
+
+HEADS, DIM = 4, 8
+
+
+def make_inputs(seq_lens: tuple[int, ...], dtype: torch.dtype, heads: int = HEADS) -> list[Tensor]:
+    """q, k, v and the gradient of the output, for the whole pack, the same on every rank."""
+    generator = torch.Generator().manual_seed(len(seq_lens) + sum(seq_lens))
+    return [
+        torch.randn(sum(seq_lens), heads, DIM, generator=generator, dtype=torch.float64).to(dtype)
+        for _ in range(4)
+    ]
+
+
+def whole(inputs: list[Tensor], seq_lens: tuple[int, ...], backend: str = "reference") -> list[Tensor]:
+    """The dumb way: one process, the whole pack; out, dq, dk, dv."""
+    *leaves, dout = [x.clone().requires_grad_() for x in inputs]
+    kernel = choose_backend(backend, "cpu", leaves[0].dtype)
+    out = varlen_attention(*leaves, Segments.build(seq_lens), kernel)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.detach())]
+
+
+@cache
+def groups_of(ring: int, ulysses: int) -> ProcessGroups:
+    """The groups of a world of dp x ring x ulysses ranks, made once in each world."""
+    if not dist.is_initialized():
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return ProcessGroups.build(ParallelDims(world, rank, ulysses, ring))
+
+
+def meta_of(layout: ContextLayout) -> PackedMeta:
+    positions = torch.zeros(layout.num_tokens, 3, dtype=torch.int64)
+    ones = (1,) * len(layout.seq_lens)
+    return PackedMeta(positions, layout.segment_ids, layout.plan.chunk_lens, layout.local_lens, ones)
+
+
+def shard_rows(x: Tensor, layout: ContextLayout) -> Tensor:
+    pads = (layout.token_index < 0).view(-1, 1, 1)
+    return x[layout.token_index.clamp(min=0)].masked_fill(pads, 3.0)  # pads are not zero: nobody may look
+
+
+def join(piece: Tensor, layout: ContextLayout, group: dist.ProcessGroup | None) -> Tensor:
+    """All ranks' rows at their places in the pack; pads, which stay behind, must be finite."""
+    assert torch.isfinite(piece).all()
+    total = piece.new_zeros(sum(layout.seq_lens), *piece.shape[1:], dtype=torch.float64)
+    total[layout.token_index[: layout.num_valid]] = piece[: layout.num_valid].double()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def attend(
+    inputs: list[Tensor],
+    seq_lens: tuple[int, ...],
+    ring: int,
+    ulysses: int,
+    *,
+    fused: bool = True,
+    backend: str = "cpu",
+) -> list[Tensor]:
+    """Shard the pack, attend and differentiate on this rank, and join: out, dq, dk, dv in float64."""
+    groups = groups_of(ring, ulysses)
+    layout = ContextLayout.build(
+        seq_lens, ulysses_degree=ulysses, ring_degree=ring, cp_rank=groups.grid.cp_rank
+    )
+    kernel = choose_backend(backend, "cpu", inputs[0].dtype)
+    attention = ContextAttention(kernel, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
+    *leaves, dout = [shard_rows(x, layout).requires_grad_() for x in inputs]
+    out = attention(*leaves, meta_of(layout))
+    dout = dout.detach().clone()
+    dout[layout.num_valid :] = 0  # a loss never counts pads
+    grads = torch.autograd.grad(out, leaves, dout)
+    return [join(x, layout, groups.cp) for x in (out.detach(), *grads)]

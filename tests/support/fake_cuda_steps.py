@@ -1,0 +1,276 @@
+"""Training steps on a fake GPU, one for each case: `python -m tests.support.fake_cuda_steps LIBRARY`, JSON in and out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.support.fake_cuda import fake_cuda, load, move
+
+TEXT_DIM, IMAGE_DIM = 64, 32
+
+
+def main() -> None:
+    load(Path(sys.argv[1]))
+    found = {}
+    for name, case in json.load(sys.stdin).items():
+        try:
+            found[name] = run_step(**case)
+        except Exception:
+            found[name] = {"error": traceback.format_exc()}
+    json.dump(found, sys.stdout)
+
+
+def run_step(
+    variant: str,
+    settings: list[str],
+    grids: list[list[int]],
+    cp: tuple[int, int] | None = None,
+    mistake: str | None = None,
+) -> dict[str, Any]:
+    """One `train_step` of a model of two layers in the variant's own width.
+
+    Args:
+        variant: a name in `VARIANTS`.
+        settings: of the recipe, ``section.key=value`` each.
+        grids: tokens of each clip.
+        cp: degrees of ring and Ulysses, once in a process; of the operators of both the functions are run then, which they
+            otherwise only ask for shapes.
+        mistake: what the step does to its noise levels besides, see `MISTAKES`.
+
+    Returns:
+        Devices and dtypes of gradients, and dtypes of what the attention kernels were given.
+    """
+    import torch
+
+    from wands.attention.kernels.registry import BACKENDS
+    from wands.attention.ulysses import OPERATORS, ContextAttention
+    from wands.config.recipe import load_recipe
+    from wands.data.collate import PackingCollator
+    from wands.distributed.layout import ContextLayout
+    from wands.flow.sigmas import sigma_weight
+    from wands.model.files.loading import build_empty
+    from wands.model.lora import add_lora
+    from wands.model.offload import ActivationOffloader, _AtOnce
+    from wands.train import step
+    from wands.variants import VARIANTS, DiTShape
+
+    row, recipe = VARIANTS[variant], load_recipe(None, settings)
+    config = {key: value for key, value in row.dit.to_config().items() if key[0] != "_"}
+    config |= {"num_layers": 2, "text_dim": TEXT_DIM}
+    if config.get("image_dim"):
+        config["image_dim"] = IMAGE_DIM
+    shape = DiTShape.from_config(config)
+    collate = PackingCollator(shape, recipe.flow, 0, torch.zeros(1, TEXT_DIM), row.conditions, recipe.drops)
+    batch = collate(make_samples(shape, row.conditions, grids), [0] * len(grids), 0)
+    ring_degree, ulysses_degree = cp or (1, 1)
+    groups = join_groups(*cp) if cp and ring_degree * ulysses_degree > 1 else {}
+    layout = ContextLayout.build(
+        batch.seq_lens, ring_degree=ring_degree, ulysses_degree=ulysses_degree, cp_rank=0
+    )
+    shard = batch.shard(layout)
+
+    model = build_empty(config)
+    if recipe.lora:
+        add_lora(model, recipe.lora, 0, None)
+    with fake_cuda():
+        move(model)
+        given: set[str] = set()
+        kernel = "torch" if recipe.precision.compute == "bf16" else "reference"
+        backend = BACKENDS[kernel] = watched(BACKENDS[kernel], given)
+        model.set_attention(ContextAttention(backend, **groups), backend)
+        if recipe.drops:
+            model.set_dropout(recipe.model.dropout, 0.0)
+        # Pages in place of pinned memory, copies without a stream.
+        store = ActivationOffloader(torch.device("cuda"), lane=_AtOnce())
+        store._new_page = lambda: torch.empty(store.page_bytes, dtype=torch.uint8, device="cuda")
+        kept = recipe.model.kept_on_device, recipe.model.kept_on_host
+        model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS, store=store)
+        engine = Engine(model.train(), recipe.precision.compute)
+        job = SimpleNamespace(recipe=recipe, world_size=1, zero_stage=2)
+        if mistake is not None:
+            step.sigma_weight = lambda sigmas, flow: MISTAKES[mistake](sigma_weight(sigmas, flow))
+        step._name_losses = lambda forwarded, groups: forwarded  # it reads the numbers, when the step is over
+        try:
+            with look_inside(torch.ops.wands) if cp else nullcontext():
+                result = step.train_step(engine, [shard, shard], job, None, torch.device("cuda"), 1.0)
+        finally:
+            step.sigma_weight = sigma_weight
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    tensors = [result.loss, *(errors for _, _, errors in result.samples), *grads.values()]
+    return {
+        "without gradient": [name for name, grad in grads.items() if grad is None],
+        "gradients": len(grads),
+        "devices": sorted({one.device.type for one in tensors if one is not None}),
+        "dtypes": sorted({str(grad.dtype) for grad in grads.values()}),
+        "given to attention": sorted(given),
+        "steps": engine.steps,
+    }
+
+
+MISTAKES: dict[str, Any] = {
+    "a tensor of the host": lambda weights: weights + on_host(weights),
+    "a number asked for": lambda weights: weights * weights.sum().item(),
+    "a choice by value": lambda weights: weights[weights > 0],
+    "a copy to the host": lambda weights: weights + weights.cpu().sum(),
+    "a copy that waits": lambda weights: weights + on_host(weights).to("cuda"),
+}
+
+
+def on_host(weights: Any) -> Any:
+    import torch
+
+    return torch.zeros(len(weights))
+
+
+def watched(backend: Any, given: set[str]) -> Any:
+    """The same kernel; the dtypes of its tensors are noted."""
+    real = type(backend)
+
+    class Watched(real):
+        def forward(self, q: Any, *others: Any) -> Any:
+            out, lse = real.forward(self, q, *others)
+            given.update(str(one.dtype) for one in (q, *others[:2], out))
+            return out, lse
+
+        def backward(self, dout: Any, *others: Any) -> Any:
+            given.update(str(one.dtype) for one in (dout, *others[:4]))
+            return real.backward(self, dout, *others)
+
+    same = object.__new__(Watched)
+    same.__dict__.update(backend.__dict__)
+    return same
+
+
+@contextmanager
+def look_inside(ops: Any) -> Iterator[None]:
+    """Run the functions of the ring's and the exchanges' operators; they must return what the operators promise."""
+    import torch
+
+    from wands.attention.ring import ring_backward, ring_forward
+    from wands.attention.ulysses import to_heads, to_tokens
+
+    functions = (ring_forward, ring_backward, to_heads, to_tokens)
+    promised = {one._name: getattr(ops, one._name) for one in functions}
+
+    def call(function: Any, *args: Any) -> Any:
+        made = function._init_fn(*args)
+        promise = promised[function._name](*args)
+        pairs = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (made, promise)), strict=True)
+        for ours, theirs in pairs:
+            one, other = ((x.shape, x.dtype, x.is_contiguous()) for x in (ours, theirs))
+            assert one == other, f"{function._name} returns {one}, not {other}"
+        return made
+
+    class Ring(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            out, lse = call(ring_forward, *args)
+            ctx.save_for_backward(*args[:3], out, lse)
+            ctx.plan = args[3:]
+            ctx.mark_non_differentiable(lse)
+            return out, lse
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any, _: Any) -> Any:
+            grads = call(ring_backward, dout.contiguous(), *ctx.saved_tensors, *ctx.plan)
+            return *grads, *(None for _ in ctx.plan)
+
+    def exchange(there: Any, back: Any) -> Any:
+        class Exchange(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Any, *peers: Any) -> Any:
+                ctx.peers = peers
+                return call(there, x, *peers)
+
+            @staticmethod
+            def backward(ctx: Any, grad: Any) -> Any:
+                return call(back, grad, *ctx.peers), None, None
+
+        return Exchange.apply
+
+    inside = {
+        "ring_forward": Ring.apply,
+        "to_heads": exchange(to_heads, to_tokens),
+        "to_tokens": exchange(to_tokens, to_heads),
+    }
+    for name, function in inside.items():
+        called = partial(function)  # which can have an attribute: torch looks for the operator under its name
+        called.default = promised[name].default
+        setattr(ops, name, called)
+    yield
+    for name, operator in promised.items():
+        setattr(ops, name, operator)
+
+
+def join_groups(ring: int, ulysses: int) -> dict[str, Any]:
+    """What rank 0 of a world of `ring * ulysses` is in, its peers silent: what arrives has a shape and no values."""
+    import deepspeed
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ring * ulysses)
+    deepspeed.init_distributed(dist_backend="fake", dist_init_required=False, verbose=False)
+    row = range(0, ring * ulysses, ulysses)
+    return {
+        "ulysses": dist.new_group(range(ulysses)),
+        "ring": dist.new_group(row),
+        "ring_grad": dist.new_group(row),
+    }
+
+
+class Engine:
+    """What `train_step` asks of DeepSpeed's."""
+
+    def __init__(self, module: Any, compute: str) -> None:
+        self.module, self.compute, self.steps = module, compute, 0
+
+    def __call__(self, *args: Any) -> Any:
+        import torch
+
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.compute == "bf16"):
+            return self.module(*args)
+
+    def set_gradient_accumulation_boundary(self, _: bool) -> None:
+        pass
+
+    def backward(self, loss: Any, scale_wrt_gas: bool) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def get_global_grad_norm(self) -> float:
+        return 1.0
+
+
+def make_samples(shape: Any, conditions: tuple[str, ...], grids: list[list[int]]) -> list[Any]:
+    """Zeros of these token grids, on the CPU, with what the variant is conditioned on."""
+    import torch
+
+    from wands.data.collate import Sample
+
+    samples = []
+    for number, (f, h, w) in enumerate(grids):
+        latents = torch.zeros(shape.out_channels, f, 2 * h, 2 * w)
+        samples.append(
+            Sample(
+                str(number),
+                latents,
+                torch.zeros(7 + number, TEXT_DIM),
+                image_latents=latents if "image" in conditions else None,
+                image_embeds=torch.zeros(shape.image_len, IMAGE_DIM) if shape.image_dim else None,
+            )
+        )
+    return samples
+
+
+if __name__ == "__main__":
+    main()

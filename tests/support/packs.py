@@ -1,0 +1,185 @@
+"""A stock model and a packed one with the same weights, and packs of unequal samples for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import diffusers
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor
+
+from wands.attention.varlen import Segments, choose_backend, varlen_attention
+from wands.data.patchify import patchify
+from wands.distributed.layout import ContextLayout, PackedMeta
+from wands.model.transformer import PackedWanTransformer
+from wands.variants import TEXT_LEN
+
+CONFIG = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 24,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 32,
+    "freq_dim": 32,
+    "ffn_dim": 96,
+    "num_layers": 3,
+}
+# What each kind of Wan model has beside that: channels of conditions behind the 4 of the latents, a picture that is attended to
+# (with positions where there are two), timesteps of tokens instead of samples.
+IMAGE_ROWS = 6
+KINDS = {
+    "t2v": {},
+    "i2v with clip": {"in_channels": 12, "image_dim": 20, "added_kv_proj_dim": 48},
+    "flf2v": {"in_channels": 12, "image_dim": 20, "added_kv_proj_dim": 48, "pos_embed_seq_len": IMAGE_ROWS},
+    "i2v": {"in_channels": 12},
+    "ti2v": {},
+}
+PATCH = (1, 2, 2)
+GRIDS = [(3, 2, 2), (1, 2, 3), (2, 4, 3), (1, 1, 1), (4, 3, 2), (2, 2, 5), (1, 5, 2)]
+TEXT_LENS = [5, 17, 1, 9, 512, 30, 3]
+TIMESTEPS = [997.3, 301.7, 0.4, 650.1, 998.9, 42.0, 777.7]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Unequal samples, sample by sample and packed.
+
+    `images` are [I, D] of each sample, or none; `num_cond_tokens` says how many tokens at the start of each are at timestep 0.
+    """
+
+    latents: list[Tensor]
+    texts: list[Tensor]
+    timesteps: Tensor
+    meta: PackedMeta
+    images: list[Tensor] = field(default_factory=list)
+    num_cond_tokens: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.cat([patchify(x, PATCH) for x in self.latents])
+
+    @property
+    def text_embeds(self) -> Tensor:
+        return torch.cat(self.texts)
+
+    @property
+    def image_embeds(self) -> Tensor | None:
+        return torch.stack(self.images) if self.images else None
+
+    @property
+    def row_timesteps(self) -> Tensor:
+        """One for each entry of `meta.timestep_lens`."""
+        num_cond_tokens = self.num_cond_tokens or (0,) * len(self.timesteps)
+        pairs = zip(self.timesteps, num_cond_tokens, strict=True)
+        return torch.stack([t for step, clean in pairs for t in ([0 * step] if clean else []) + [step]])
+
+    def replaced(self, index: int, **parts: Tensor) -> Pack:
+        """The pack with another `latents`, `texts`, `images` or `timesteps` for one sample."""
+        changed = {}
+        for name, value in parts.items():
+            rows = list(getattr(self, name))
+            rows[index] = value
+            changed[name] = torch.stack(rows) if name == "timesteps" else rows
+        return replace(self, **changed)
+
+
+def make_pack(num_samples: int, dtype: torch.dtype = torch.float32, seed: int = 1, kind: str = "t2v") -> Pack:
+    generator = torch.Generator().manual_seed(seed)
+    config = CONFIG | KINDS[kind]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    grids, text_lens = GRIDS[:num_samples], TEXT_LENS[:num_samples]
+    latents = [normal(config["in_channels"], f, 2 * h, 2 * w) for f, h, w in grids]
+    texts = [normal(length, config["text_dim"]) for length in text_lens]
+    with_images = "image_dim" in config
+    images = [normal(IMAGE_ROWS, config["image_dim"]) for _ in grids] if with_images else []
+    num_cond_tokens = ()
+    if kind == "ti2v":  # every second sample that has a second frame starts from a picture
+        num_cond_tokens = tuple(h * w if f > 1 and i % 2 == 0 else 0 for i, (f, h, w) in enumerate(grids))
+    meta = make_meta(grids, text_lens, num_cond_tokens)
+    return Pack(latents, texts, torch.tensor(TIMESTEPS[:num_samples]), meta, images, num_cond_tokens)
+
+
+def make_meta(
+    grids: list[tuple[int, int, int]], text_lens: list[int], num_cond_tokens: tuple[int, ...] = ()
+) -> PackedMeta:
+    layout = ContextLayout.build([f * h * w for f, h, w in grids])
+    positions = [torch.cartesian_prod(*map(torch.arange, grid)).reshape(-1, 3) for grid in grids]
+    parted = [
+        (clean, length - clean) if clean else (length,)
+        for clean, length in zip(num_cond_tokens, layout.seq_lens, strict=False)
+    ]
+    return PackedMeta(
+        torch.cat(positions),
+        layout.segment_ids,
+        layout.plan.chunk_lens,
+        layout.local_lens,
+        tuple(text_lens),
+        tuple(length for lens in parted for length in lens),
+    )
+
+
+def randomize(model: torch.nn.Module, seed: int = 0) -> None:
+    """Give every parameter, also those that start at zero or one, a value that matters."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in model.named_parameters():
+        noise = torch.randn(param.shape, generator=generator)
+        if "scale_shift_table" in name:
+            value = 0.5 * noise
+        elif param.dim() == 1:
+            value = 0.1 * noise + (1 if "norm" in name and name.endswith("weight") else 0)
+        else:
+            value = noise / param[0].numel() ** 0.5
+        param.data.copy_(value)
+
+
+def build_pair(
+    dtype: torch.dtype = torch.float32, kind: str = "t2v"
+) -> tuple[WanTransformer3DModel, PackedWanTransformer]:
+    """The stock model and ours, with the same non-trivial weights."""
+    diffusers.logging.set_verbosity_error()  # a notice at every `.to(dtype)`
+    config = CONFIG | KINDS[kind]
+    stock, packed = WanTransformer3DModel(**config), PackedWanTransformer(**config)
+    randomize(stock)
+    packed.load_state_dict(stock.state_dict())
+    set_attention(packed, dtype)
+    return stock.to(dtype), packed.to(dtype)
+
+
+def set_attention(
+    model: PackedWanTransformer,
+    dtype: torch.dtype,
+    segments_of: Callable = lambda meta: Segments.build(meta.chunk_lens[0]),
+) -> None:
+    backend = choose_backend("cpu", "cpu", dtype)
+    model.set_attention(lambda q, k, v, m: varlen_attention(q, k, v, segments_of(m), backend), backend)
+
+
+def run_packed(model: PackedWanTransformer, pack: Pack) -> Tensor:
+    return model(pack.tokens, pack.meta, pack.row_timesteps, pack.text_embeds, pack.image_embeds)
+
+
+def run_stock(stock: WanTransformer3DModel, pack: Pack, per_token: bool = False) -> Tensor:
+    """One sample at a time through diffusers, as its own pipelines call it; returned as packed tokens.
+
+    Args:
+        per_token: give a timestep for each token, as for TI2V.
+    """
+    outputs = []
+    for i, (latents, text, timestep) in enumerate(zip(pack.latents, pack.texts, pack.timesteps, strict=True)):
+        padded = torch.cat([text, text.new_zeros(TEXT_LEN - len(text), text.shape[1])])
+        timesteps, image = timestep[None], None
+        if pack.num_cond_tokens or per_token:
+            timesteps = timestep.repeat(pack.meta.seq_lens[i])[None]
+            timesteps[:, : (pack.num_cond_tokens or (0,) * len(pack.latents))[i]] = 0
+        if pack.images:
+            image = pack.images[i][None]
+            if stock.config.pos_embed_seq_len:  # the first and the last picture, each on its own
+                image = torch.stack(pack.images[i].chunk(2))
+        output = stock(latents[None], timesteps, padded[None], image, return_dict=False)[0]
+        outputs.append(patchify(output[0], PATCH))
+    return torch.cat(outputs)

@@ -1,0 +1,54 @@
+"""Plain PyTorch attention, random packed rows, and which back ends there are to test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from wands.attention.kernels.flash import FlashBackend
+from wands.attention.kernels.registry import Backend, backend_named, choose_backend
+from wands.attention.packed import Segments
+
+HEADS, DIM = 3, 16
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+CPU_DTYPES = [("reference", dtype) for dtype in TOLERANCE] + [("cpu", dtype) for dtype in TOLERANCE]
+CUDA_BACKENDS = {
+    "torch": "torch",
+    "flash2": "flash_attn.flash_attn_interface",
+    "flash3": "flash_attn_interface",
+    "flash4": "flash_attn.cute.interface",
+}
+
+
+def make_inputs(lens_q, lens_k, dtype, device="cpu", dim=DIM) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    generator = torch.Generator().manual_seed(3)
+    rows = (sum(lens_q), sum(lens_k), sum(lens_k), sum(lens_q))
+    return [torch.randn(n, HEADS, dim, generator=generator).to(device, dtype) for n in rows]
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Dense float64 attention with a block mask; rows without a key are 0 and -inf."""
+    q, k, v = (x.double() for x in (q, k, v))
+    id_q = torch.repeat_interleave(torch.arange(len(segments.lens_q)), torch.tensor(segments.lens_q)).to(
+        q.device
+    )
+    id_k = torch.repeat_interleave(torch.arange(len(segments.lens_k)), torch.tensor(segments.lens_k)).to(
+        q.device
+    )
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    scores = scores.masked_fill(id_q[:, None] != id_k, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(), v), scores.logsumexp(-1)
+
+
+def cuda_backend(name: str) -> Backend:
+    """The kernel, behind its check, where its package is installed and the GPU is one of its own."""
+    pytest.importorskip(CUDA_BACKENDS[name])
+    backend = backend_named(name)
+    assert isinstance(backend, FlashBackend)
+    if not backend.runs_on(torch.cuda.get_device_capability()):
+        pytest.skip(f"needs compute capability {backend.capability}")
+    return choose_backend(name, "cuda", torch.bfloat16)

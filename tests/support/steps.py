@@ -1,0 +1,271 @@
+"""One optimizer step three ways: stock diffusers clip by clip, one process, and every way of spreading it over ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from tests.support.runs import groups_of, make_job, release
+from wands.data.patchify import unpatchify
+from wands.distributed.dims import ProcessGroups
+from wands.distributed.layout import ContextLayout
+from wands.flow.noise import add_noise
+from wands.flow.sigmas import sigma_weight
+from wands.model.files.loading import build_empty
+from wands.model.files.lora_files import LORA_FILE
+from wands.model.files.lora_keys import LoraPair, lora_to_diffusers
+from wands.model.lora import find_targets
+from wands.train.batches import rank_shards
+from wands.train.engine import build_engine, build_model, init_process_group
+from wands.train.run import Job
+from wands.train.step import train_step
+from wands.variants import TEXT_LEN
+
+ROOT = Path(__file__).resolve().parents[2]
+DS_CONFIGS = {
+    path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "ds_configs").glob("*.json"))
+}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    """A DeepSpeed JSON under whose ZeRO-3 even the smallest parameter is sharded and gathered."""
+    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **more}}
+
+
+# ---- the cells of the matrix
+
+
+class Grid(NamedTuple):
+    """A way of spreading a step over ranks."""
+
+    dp: int
+    ring: int
+    ulysses: int
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.ring * self.ulysses
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        return f"parallel.ring_degree={self.ring}", f"parallel.ulysses_degree={self.ulysses}"
+
+
+class Case(NamedTuple):
+    """Where, with which file of ds_configs/, in how many micro steps, and what backward computes again."""
+
+    grid: Grid
+    ds_name: str
+    accumulation: int
+    checkpointing: str
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+    @property
+    def bins_per_step(self) -> int:
+        return self.grid.dp * self.accumulation
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        step = (f"train.bins_per_step={self.bins_per_step}", f"model.checkpointing={self.checkpointing}")
+        return *self.grid.overrides, *step
+
+
+GRIDS = tuple(
+    itertools.starmap(Grid, [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2), (2, 2, 1), (1, 2, 2)])
+)
+ACCUMULATIONS = (1, 3)
+CHECKPOINTING = ("none", "selective", "full")
+MATRIX = tuple(itertools.starmap(Case, itertools.product(GRIDS, DS_CONFIGS, ACCUMULATIONS, CHECKPOINTING)))
+# Any two values of any two axes meet in it.
+PAIRWISE = tuple(
+    Case(grid, name, ACCUMULATIONS[(g + d) % 2], CHECKPOINTING[(g + d) % 3])
+    for (g, grid), (d, name) in itertools.product(enumerate(GRIDS), enumerate(DS_CONFIGS))
+)
+
+
+# ---- the step through the trainer
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step as one rank saw it.
+
+    Attributes:
+        loss: of the whole step.
+        grad_norm: as the trainer reports it.
+        gradients: of every trained parameter as DeepSpeed holds them just before its update; on rank 0 only.
+        digest: of all parameters after the update.
+        clips: error of each clip of this rank's bins.
+    """
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, torch.Tensor]
+    digest: str
+    clips: dict[str, float]
+
+
+def optimizer_step(
+    model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> Step:
+    """The first step of a run through the trainer's own `train_step`, on an engine that is gone afterwards."""
+    from deepspeed.utils import safe_get_full_grad
+
+    job = make_job(model, out, overrides, ds)
+    rank, _, device = init_process_group()
+    groups = groups_of(job.grid(rank), device)
+    gradients: dict[str, torch.Tensor] = {}
+    with _engine(job, groups, device, dtype) as engine:
+        update = engine.step
+
+        def capture() -> None:
+            for name, parameter in engine.module.named_parameters():
+                if parameter.requires_grad:
+                    gradients[name] = safe_get_full_grad(parameter).clone()
+            update()
+
+        engine.step = capture
+        plan = job.sampler.step_plan(0)
+        denominator = job.denominator(plan)
+        [expert] = job.experts
+        shards = rank_shards(job, plan, groups.grid)
+        result = train_step(engine, shards, job, groups, device, denominator, expert.sigma_range)
+        loss = result.loss.double()
+        dist.all_reduce(loss)
+        return Step(
+            float(loss) / denominator,
+            result.grad_norm,
+            gradients if rank == 0 else {},
+            _digest(engine.module),
+            {one.sample_id: one.loss for one in result.samples},
+        )
+
+
+@contextmanager
+def _engine(job: Job, groups: ProcessGroups, device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+    if (
+        dtype == torch.float64
+    ):  # a model that is made under ZeRO-3 is float32; this one is sharded by the engine
+        whole = replace(job, ds_config={**job.ds_config, "zero_optimization": {"stage": 2}})
+        module = build_model(whole, groups, device).double()
+    else:
+        module = build_model(job, groups, device)
+    engine = build_engine(module, job.ds_config, job.recipe, job.sampler.total_steps)
+    del module
+    yield engine
+    release(engine)
+
+
+def _digest(module: torch.nn.Module) -> str:
+    """A hash of the bits of all parameters, gathered where ZeRO-3 has partitioned them."""
+    import deepspeed
+
+    digest = hashlib.sha256()
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        for name, parameter in module.named_parameters():
+            digest.update(name.encode() + parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ---- the dumb way
+
+
+def stock_gradients(model: Path, job: Job, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Stock diffusers, one sample at a time as its pipelines call it, one process, plain autograd."""
+    from diffusers import WanTransformer3DModel
+
+    [expert] = job.experts
+    stock = WanTransformer3DModel.from_pretrained(model / expert.part).to(dtype)
+    plan, channels = job.sampler.step_plan(0), job.shape.out_channels
+    for one in (i for bin_ in plan.bins for i in bin_):
+        sample = job.data.read(one)
+        batch = job.collator([sample], plan.repeat_indices((one,)), plan.epoch)
+        layout = ContextLayout.build(batch.seq_lens)
+        noisy = add_noise(
+            batch.tokens,
+            layout,
+            batch.keys,
+            job.recipe.flow,
+            job.recipe.train.seed,
+            sigma_range=expert.sigma_range,
+        )
+        grid, patch = tuple(batch.grid_sizes[0].tolist()), job.shape.patch_size
+        clean, x, target = (
+            unpatchify(tokens, grid, channels, patch).to(dtype)
+            for tokens in (batch.tokens, noisy.tokens, noisy.target)
+        )
+        timesteps, given = noisy.timesteps, batch.num_cond_tokens[0]
+        if "first_frame" in job.variant.conditions:  # Wan 2.2 takes a timestep for each token
+            timesteps = timesteps.repeat(layout.num_tokens)
+            timesteps[:given] = 0
+            x = torch.cat([(clean if given else x)[:, :1], x[:, 1:]], dim=1)
+            timesteps = timesteps[None]
+        if sample.image_latents is not None:
+            mask = torch.zeros(4, *clean.shape[1:], dtype=dtype)
+            mask[:, 0] = 1
+            if job.variant.num_images == 2:
+                mask[3, -1] = 1
+            x = torch.cat([x, mask, sample.image_latents.to(dtype)])
+        image = None
+        if sample.image_embeds is not None:
+            image = torch.stack(sample.image_embeds.to(dtype).chunk(job.variant.num_images))
+        text = torch.nn.functional.pad(
+            batch.text_embeds.to(dtype), (0, 0, 0, TEXT_LEN - len(batch.text_embeds))
+        )[None]
+        pred = stock(x[None], timesteps, text, image, return_dict=False)[0][0]
+        weight = sigma_weight(noisy.sigmas, job.recipe.flow)[0]
+        first = 1 if given else 0  # a frame that was given is not trained
+        error = (pred - target)[:, first:].square().mean()  # over the sample's own tokens and channels
+        if job.recipe.loss.reduction == "token":
+            error = error * (len(batch.tokens) - given)
+        (weight * error / job.denominator(plan)).backward()
+    return {name: parameter.grad for name, parameter in stock.named_parameters()}
+
+
+def save_random_lora(model: Path, folder: Path) -> Path:
+    """A LoRA of rank 4 for all linear layers whose B is not zero: at zero A would get no gradient."""
+    config = json.loads((model / "transformer" / "config.json").read_text())
+    generator = torch.Generator().manual_seed(5)
+    pairs = {
+        name: LoraPair(
+            torch.randn(4, linear.in_features, generator=generator) / linear.in_features**0.5,
+            torch.randn(linear.out_features, 4, generator=generator) / 4,
+        )
+        for name, linear in find_targets(build_empty(config), "all-linear").items()
+    }
+    save_file(lora_to_diffusers({"transformer": pairs}), folder / LORA_FILE)
+    return folder
+
+
+# ---- comparing
+
+
+def errors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Error of every parameter's gradient, relative to the parameter's own largest, or to a thousandth of the largest of all
+    where a parameter has hardly any."""
+    assert ours.keys() == theirs.keys()
+    largest = max(float(grad.abs().max()) for grad in theirs.values())
+    return {
+        name: float((ours[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-3 * largest)
+        for name, grad in theirs.items()
+    }
+
+
+def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Largest of `errors`."""
+    return max(errors(ours, theirs).values())

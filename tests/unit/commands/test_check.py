@@ -1,0 +1,389 @@
+"""`wands check`: it says what `wands preprocess` then does, clip for clip; its files; its exit code."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import ExifTags, Image
+
+from tests.support import deadly
+from tests.support.corpus import build_corpus
+from tests.unit.data.clips.test_video import numbered, write_clip
+from wands.cli import main
+from wands.commands.check import check as module
+from wands.commands.check.check import check, save_report
+from wands.commands.check.check_report import CheckReport
+from wands.commands.check.html_page import render_page
+from wands.commands.preprocess.preprocess import preprocess
+from wands.data.cache.reader import LatentCache
+from wands.data.clips.captions import estimate_tokens
+from wands.data.packing import plan_epoch
+from wands.errors import ConfigError, DataError
+from wands.variants import VARIANTS
+
+SMALL: dict[str, Any] = {"max_pixels": 64 * 96, "max_frames": 9}
+
+
+def folder_of(path: Path, names: dict[str, str], clips_dir: Path) -> Path:
+    """Real clips under other names: stem -> file name in clips_dir, with a caption each."""
+    path.mkdir()
+    for stem, name in names.items():
+        shutil.copy(clips_dir / name, path / f"{stem}{Path(name).suffix}")
+        (path / f"{stem}.txt").write_text(f"a caption of {stem}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def clips(clips_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three good clips, one of them twice, and a text that is none."""
+    names = {"a": "bikes.mp4", "b": "bikes.mp4", "city": "cityCC0.mpg", "man": "carphone_pristine.mp4"}
+    folder = folder_of(tmp_path_factory.mktemp("check") / "clips", names, clips_dir)
+    (folder / "text.mp4").write_text("no <video>")
+    (folder / "text.txt").write_text("<script>alert('a caption')</script>")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(clips: Path) -> CheckReport:
+    return check(str(clips), **SMALL)
+
+
+# ---- the same as preprocess
+
+
+@pytest.mark.parametrize("mode", ["head", "slide"])
+def test_it_says_what_preprocess_does(
+    clips_dir: Path, tiny_pipeline: Path, tmp_path: Path, mode: str
+) -> None:
+    folder = tmp_path / "clips"
+    build_corpus(folder, clips_dir)
+    shutil.copy(clips_dir / "cityCC0.mpg", folder / "city.mpg")
+    (folder / "city.txt").write_text("a city at night")
+    options = SMALL | {"clip_mode": mode}
+    told = check(str(folder), model=tiny_pipeline, **options)
+    done = preprocess(str(folder), tmp_path / "cache", tiny_pipeline, device="cpu", **options)
+    assert done is not None
+    cache = LatentCache(tmp_path / "cache")
+    metas = {key: cache.meta(i) for i, key in enumerate(cache.keys)}
+    assert {s.key: (s.num_frames, s.height, s.width, s.start_seconds) for s in told.samples} == {
+        key: tuple(meta[name] for name in ("num_frames", "height", "width", "start_seconds"))
+        for key, meta in metas.items()
+    }
+    tokens = dict(zip(cache.keys, done.tokens.tolist(), strict=True))
+    assert {s.key: s.num_tokens for s in told.samples} == tokens
+    assert {(clip.key, clip.path, clip.reason) for clip in told.clips if clip.reason} == {
+        (item.key, item.path, item.reason) for item in done.rejected
+    }
+    text = {clip.key: min(512, clip.text_tokens) for clip in told.clips if clip.samples}
+    lengths = dict(zip(cache.keys, cache.index.text_lens.tolist(), strict=True))
+    assert {key: lengths[key] for key in text if key in lengths} == {
+        k: v for k, v in text.items() if k in lengths
+    }
+    assert told.cache_bytes == pytest.approx(done.num_bytes, rel=0.1)  # small samples: a fifth is HDF5
+
+
+def test_options_shared_with_preprocess_are_the_same() -> None:
+    ours, theirs = (
+        {option.name: option for option in main.commands[name].params} for name in ("check", "preprocess")
+    )
+    shared = ours.keys() & theirs.keys() - {"model"}
+    assert shared >= {
+        "height",
+        "width",
+        "center_crop",
+        "max_pixels",
+        "max_frames",
+        "clip_mode",
+        "fps",
+        "split",
+    }
+    for name in shared:
+        mine, other = ours[name], theirs[name]
+        assert (mine.opts, mine.default) == (other.opts, other.default), name
+        assert mine.type.to_info_dict() == other.type.to_info_dict(), name
+        if isinstance(mine, click.Option) and isinstance(other, click.Option):
+            assert mine.is_flag == other.is_flag
+
+
+def test_defaults_shared_with_preprocess_are_the_same() -> None:
+    ours, theirs = (inspect.signature(function).parameters for function in (check, preprocess))
+    shared = ours.keys() & theirs.keys() - {"model"}
+    assert len(shared) >= 10
+    assert {name: ours[name].default for name in shared} == {name: theirs[name].default for name in shared}
+
+
+# ---- what it tells
+
+
+def test_the_report(report: CheckReport, clips: Path) -> None:
+    by_key = {clip.key: clip for clip in report.clips}
+    assert [clip.key for clip in report.clips] == ["text", "b", "man", "a", "city"]  # the worst first
+    assert [clip.verdict for clip in report.clips] == ["rejected", "warned", "warned", "fine", "fine"]
+    assert by_key["b"].warnings == ("duplicate: the same pictures as a; keep one of them",)
+    assert by_key["man"].warnings == ("pixel aspect: 128:117, taken as 193x144",)
+    city = by_key["city"]
+    assert city.source is not None
+    assert (city.source.fps, city.source.width, city.source.height) == (25, 720, 405)
+    (sample,) = city.samples
+    assert (sample.num_frames, sample.height, sample.width) == (9, 48, 96)
+    assert sample.num_tokens == 3 * 3 * 6
+    assert city.thumbnail[:3] == b"\xff\xd8\xff"
+    assert check(str(clips), **SMALL, thumbnails=False).clips[-1].thumbnail == b""
+    totals = report.totals()
+    assert (totals["clips"], totals["samples"], totals["rejected"]) == (5, 4, 1)
+    assert totals["tokens"] == sum(sample.num_tokens for sample in report.samples)
+    assert dict(report.problems()) == {"cannot be read as a video": 1, "duplicate": 1, "pixel aspect": 1}
+    text = report.render(width=150)
+    for words in (
+        "REJECTED",
+        "duplicate:",
+        "5 clips: 2 fine, 2 with warnings, 1 rejected",
+        "54 tokens",
+    ):
+        assert words in text
+    assert "text tokens estimated" in text
+
+
+TURNS = {
+    6: "rotation flag: turned upright by 270 degrees",
+    2: "mirror flag: mirrored left to right",
+    4: "mirror flag: mirrored top to bottom",
+    5: "rotation flag: turned upright by 270 degrees, then mirrored left to right",
+}
+
+
+def test_it_says_how_clips_are_turned(tmp_path: Path) -> None:
+    for exif in (1, *TURNS):
+        picture = np.full((64, 96, 3), 20 * exif, np.uint8)
+        (tmp_path / f"{exif}.txt").write_text("a caption")
+        tags = Image.Exif()
+        tags[ExifTags.Base.Orientation] = exif
+        Image.fromarray(picture).save(tmp_path / f"{exif}.png", exif=tags.tobytes())
+    told = {clip.key: clip.warnings for clip in check(str(tmp_path), **SMALL).clips}
+    assert told == {"1": (), **{str(exif): (warning,) for exif, warning in TURNS.items()}}
+
+
+def test_it_warns_of_pictures_that_need_a_filter_first(tmp_path: Path) -> None:
+    hdr = "colorprim=bt2020:colormatrix=bt2020nc:transfer="
+    options = {
+        "plain": "",
+        "fields": "interlaced=1:tff=1",
+        "pq": f"{hdr}smpte2084",
+        "hlg": f"{hdr}arib-std-b67",
+        "wide": "colorprim=bt2020:colormatrix=bt2020nc:transfer=bt2020-10",  # but not HDR
+    }
+    for number, (name, parameters) in enumerate(options.items()):
+        pictures = [numbered(16 * number + i) for i in range(9)]
+        write_clip(tmp_path / f"{name}.mp4", pictures, options={"crf": "10", "x264-params": parameters})
+        (tmp_path / f"{name}.txt").write_text("a caption")
+    told = {clip.key: clip for clip in check(str(tmp_path), **SMALL).clips}
+    assert {key: clip.verdict for key, clip in told.items()} == {
+        "plain": "fine",
+        "fields": "warned",
+        "pq": "warned",
+        "hlg": "warned",
+        "wide": "fine",
+    }
+    assert all(len(clip.samples) == 1 and len(clip.warnings) <= 1 for clip in told.values())
+    assert re.match(r"interlaced: .* -vf bwdif ", told["fields"].warnings[0])
+    for name in ("pq", "hlg"):
+        assert re.match(rf"HDR: {name.upper()} .* -vf zscale=.*tonemap=", told[name].warnings[0])
+
+
+def test_the_same_pictures_in_another_container_are_a_duplicate(clips_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    for name, title in (("a.mp4", ""), ("b.mkv", "another file"), ("c.mp4", "third")):
+        write_clip(folder / name, num_frames=15 if name == "c.mp4" else 25, title=title)
+        (folder / name).with_suffix(".txt").write_text("numbers")
+    found = {clip.key: clip.warnings for clip in check(str(folder), max_pixels=64 * 128).clips}
+    assert "the same pictures as a;" in found["b"][0]
+    assert found["a"] == ()
+    assert found["c"] == ()  # fewer frames
+
+
+def test_several_captions_of_one_clip_are_no_duplicates(
+    clips_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(clips_dir / "carphone_pristine.mp4", tmp_path / "man.mp4")
+    lines = [{"file_name": "man.mp4", "text": ["a man", "a man in a car"]}]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    tasks: list[Any] = []
+    whole = module.map_isolated
+
+    def counted(function: Any, items: Any, **options: Any) -> Any:
+        tasks.extend(items)
+        return whole(function, items, **options)
+
+    monkeypatch.setattr(module, "map_isolated", counted)
+    found = check(str(tmp_path), **SMALL)
+    assert [clip.caption for clip in found.clips] == ["a man", "a man in a car"]
+    assert not any("duplicate" in warning for clip in found.clips for warning in clip.warnings)
+    assert len(tasks) == 1  # decoded once
+
+
+def test_packing_is_that_of_training(report: CheckReport, clips: Path) -> None:
+    told = check(str(clips), **SMALL, max_tokens=110, bins_per_step=2).packing
+    plan = plan_epoch(
+        np.array([sample.num_tokens for sample in report.samples]),
+        max_tokens=110,
+        bins_per_step=2,
+        seed=3,
+        epoch=5,
+        cost=VARIANTS["wan2.1-t2v-1.3b"].dit.forward_flops,
+    )
+    assert told is not None
+    assert told.steps_per_epoch == plan.num_steps
+    assert 0.3 < told.fill <= 1
+    short = check(str(clips), **SMALL, max_tokens=50)
+    assert short.packing is not None
+    assert "max_tokens=50 is less than sample" in short.packing.problem
+    assert short.packing.problem in short.render()
+    assert short.packing.problem.replace("'", "&#x27;") in render_page(short)
+
+
+def test_captions_beyond_512_tokens(clips_dir: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "clips", {"long": "carphone_pristine.mp4"}, clips_dir)
+    (folder / "long.txt").write_text("a man rides a bicycle " * 400)
+    guess, count = (check(str(folder), **SMALL, model=model).clips[0] for model in (None, tiny_pipeline))
+    assert any(
+        "caption too long: about 2,201 tokens, all beyond 512 is cut" in warning for warning in guess.warnings
+    )
+    assert any(f"caption too long: {count.text_tokens:,} tokens" in warning for warning in count.warnings)
+    assert count.text_tokens > 512
+
+
+def test_estimates_of_tokens() -> None:
+    assert estimate_tokens("") == 1  # the end token
+    assert estimate_tokens("a man   rides &amp; rests") == estimate_tokens("a man rides & rests")
+    assert estimate_tokens("一只猫在草地上奔跑") == 7
+    assert 15 <= estimate_tokens("Street scenes of cyclists and parked bicycles, seen from a car.") <= 18
+
+
+# ---- a file that takes its decoder down
+
+
+def test_a_decoder_that_crashes_costs_one_clip(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = module.map_isolated
+    monkeypatch.setattr(
+        module, "map_isolated", lambda _, items, **options: whole(deadly.look_at, items, **options)
+    )
+    found = {clip.key: clip for clip in check(str(clips), **SMALL).clips}
+    assert found["a"].reason.endswith(
+        "a.mp4 cannot be decoded: the process ended by SIGABRT; replace or re-encode the file"
+    )
+    assert [found[key].verdict for key in ("b", "city")] == ["fine", "fine"]
+
+
+# ---- files
+
+
+class Page(HTMLParser):
+    """Tags with what they point to, and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+        self.links: list[str] = []
+        self.words = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.opened.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def test_the_page_needs_nothing_else(report: CheckReport, tmp_path: Path) -> None:
+    save_report(report, html_path=tmp_path / "new" / "page.html")
+    page = Page(text := (tmp_path / "new" / "page.html").read_text())
+    assert len(page.links) == 4  # a thumbnail for each sample
+    assert all(link.startswith("data:image/jpeg;base64,") for link in page.links)
+    assert "http" not in text
+    assert page.opened.count("script") == 1  # the caption's is text
+    assert page.opened.count("tr") == 1 + len(report.clips)
+    assert "<script>alert('a caption')</script>" in page.words
+    for clip in report.clips:
+        assert clip.key in page.words
+        assert clip.reason in page.words
+        assert all(warning in page.words for warning in clip.warnings)
+
+
+def test_a_large_page_says_what_it_leaves_out(report: CheckReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wands.commands.check.html_page.MAX_ROWS", 2)
+    monkeypatch.setattr("wands.commands.check.check_report.SHOWN_CLIPS", 2)
+    page = Page(render_page(report))
+    assert page.opened.count("tr") == 1 + 2
+    assert "3 more clips" in page.words
+    assert "... and 3 more clips" in report.render()
+
+
+def test_json_has_everything(report: CheckReport, tmp_path: Path) -> None:
+    save_report(report, json_path=tmp_path / "report.json")
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert told["totals"] == report.totals()
+    assert told["settings"]["max_frames"] == 9
+    assert told["packing"]["fill"] == report.packing.fill
+    rows = {row["key"]: row for row in told["clips"]}
+    assert len(rows) == len(report.clips)
+    assert rows["text"]["verdict"] == "rejected"
+    assert rows["text"]["reason"] == report.clips[0].reason
+    assert rows["man"]["source"]["sar"] == "128/117"
+    assert rows["city"]["samples"][0]["num_tokens"] == 54
+    assert "thumbnail" not in rows["city"]
+
+
+# ---- the command line
+
+
+def test_exit_codes(clips: Path, clips_dir: Path, tmp_path: Path) -> None:
+    options = ["--max-pixels", "6144", "--max-frames", "9"]
+    bad = CliRunner().invoke(main, ["check", str(clips), *options, "--json", str(tmp_path / "a.json")])
+    assert bad.exit_code == 1
+    assert (tmp_path / "a.json").is_file()
+    good = folder_of(tmp_path / "good", {"a": "carphone_pristine.mp4"}, clips_dir)
+    fine = CliRunner().invoke(main, ["check", str(good), *options])
+    assert fine.exit_code == 0  # with a warning
+    assert "pixel aspect" in fine.output
+    for wrong in (
+        [str(tmp_path / "nowhere")],
+        [str(good), "--height", "480"],
+        [str(good), "--max-tokens", "0"],
+    ):
+        assert CliRunner().invoke(main, ["check", *wrong]).exit_code == 2
+    assert "Exit code 0" in CliRunner().invoke(main, ["check", "--help"]).output
+
+
+def test_wrong_options_are_refused(clips: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="bins_per_step=0 must be at least 1"):
+        check(str(clips), bins_per_step=0)
+    with pytest.raises(ConfigError, match="neither a folder nor a Hub id"):
+        check(str(clips), model=tmp_path / "nowhere")
+    with pytest.raises(DataError, match="holds no clip"):
+        check(str(tmp_path))
+
+
+def test_no_model_and_no_torch(clips: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom wands.commands.check.check import check, save_report\nfrom pathlib import Path\n"
+        f"report = check({str(clips)!r}, max_pixels=6144, max_frames=9)\n"
+        f"save_report(report, html_path=Path({str(tmp_path / 'a.html')!r}))\n"
+        "print(report.render())\n"
+        "print([name for name in ('torch', 'transformers', 'diffusers', 'datasets') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr

@@ -1,0 +1,269 @@
+"""`wands plan` and the refusal of `wands train`: what they say follows from the estimates, and what they write is legal."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.support.runs import MOCK
+from wands.cli import main
+from wands.commands import train as commands_train
+from wands.commands.plan import plan, what_fits
+from wands.commands.train import run_train
+from wands.config.recipe import load_recipe
+from wands.errors import ConfigError
+from wands.planning.hardware import MACHINES, Machine, machine_named
+from wands.train.ds_config import build_ds_config, load_ds_config
+
+ROOT = Path(__file__).resolve().parents[3]
+OPTIONS = {
+    "overrides": (),
+    "variant": None,
+    "deepspeed": None,
+    "gpus": 8,
+    "size": "480p",
+    "frames": 81,
+    "clips": 1000,
+    "out": None,
+}
+OWN = ("gpu_memory", "host_memory", "node_bandwidth", "network_bandwidth", "gpus_per_node")
+
+
+def run(recipe: str | None = "wan2.1-t2v-14b-finetune", hardware: str = "h100", **options) -> str:
+    machine = machine_named(hardware, **{key: options.pop(key, None) for key in OWN})
+    return plan(recipe, machine=machine, **{**OPTIONS, **options})
+
+
+def rows_of(report: str) -> list[list[str]]:
+    """Cells of the table's rows."""
+    lines = report.split("\n\n")[1].splitlines()[1:]
+    return [re.split(r"\s{2,}", line.strip()) for line in lines]
+
+
+def test_the_line_that_starts_it_can_be_pasted():
+    line = run(overrides=("lora={rank: 8, alpha: 16}",)).splitlines()[-1]
+    assert "lora={rank: 8, alpha: 16}" in shlex.split(line)
+
+
+def test_report_of_a_shipped_recipe():
+    report = run()
+    assert "32,760" in report
+    for words in (
+        "weights",
+        "optimizer",
+        "gradients",
+        "activations",
+        "fragmentation",
+        "MFU",
+    ):
+        assert words in report
+    rows = rows_of(report)
+    assert len(rows) == 10
+    gib = [float(row[4]) for row in rows]
+    assert max(gib) <= (MACHINES["h100"].memory - 1.5 * 2**30) / 2**30
+    speeds = [int(row[6].replace(",", "")) for row in rows if "offload" not in row[0]]
+    assert speeds[0] > 0.97 * max(speeds)
+    # 12 bytes a parameter in a checkpoint at ZeRO-3: masters, which are the weights, and moments
+    assert "a checkpoint 171.5 GB" in report
+
+
+def test_more_memory_needs_less_sharing_and_more_gpus_are_faster():
+    small, large = run(hardware="l40s"), run(hardware="h200")
+    assert float(rows_of(small)[0][4]) < 48e9 / 2**30 < float(rows_of(large)[0][4])
+    seconds = [seconds_of(run(gpus=n)) for n in (8, 16, 32)]
+    assert seconds[0] > 1.8 * seconds[1] > 3.2 * seconds[2]
+
+
+def seconds_of(report: str) -> float:
+    return float(re.search(r"time +([\d.]+) s a step", report)[1])
+
+
+def test_a_machines_own_numbers_count():
+    assert seconds_of(run(gpus=64, network_bandwidth=0.5)) > 1.2 * seconds_of(run(gpus=64))
+    assert seconds_of(run(node_bandwidth=1.0)) > 1.2 * seconds_of(run())
+    rows = rows_of(run(gpus=16, gpus_per_node=2))
+    assert all(int(row[1].split(" x ")[1]) <= 2 for row in rows)
+    with_host, without = (run(hardware="l40s", gpus=1, host_memory=memory) for memory in (1000.0, 1001.0))
+    assert rows_of(with_host) == rows_of(without)
+    with pytest.raises(ConfigError, match="nothing fits 1 x L40S 48 GB"):
+        run(hardware="l40s", gpus=1, host_memory=100.0)
+    assert "on 8 x H100 96 GB" in run(gpu_memory=96.0)
+
+
+def test_written_recipe_and_json_are_legal(tmp_path):
+    report = run(out=tmp_path / "start")
+    recipe = load_recipe(tmp_path / "start" / "recipe.yaml")
+    user = json.loads((tmp_path / "start" / "deepspeed.json").read_text())
+    build_ds_config(user, recipe, world_size=8, device_type="cuda")
+    assert recipe.train.bins_per_step == 32
+    assert str(tmp_path / "start" / "recipe.yaml") in report
+
+
+def test_command_line_starts_what_was_planned():
+    line = run(overrides=("optim.lr=1e-6",)).splitlines()[-1]
+    name, asked = re.search(r"--deepspeed (\S+)", line)[1], re.findall(r"--set (\S+)", line)
+    assert load_ds_config(name)["zero_optimization"]["stage"] == 3
+    assert "optim.lr=1e-6" in asked
+    recipe = load_recipe("wan2.1-t2v-14b-finetune", asked)
+    row = rows_of(run(overrides=("optim.lr=1e-6",)))[0]
+    assert row[2] == recipe.model.checkpointing
+    assert recipe.parallel.group_size == int(row[1].split(" x ")[0]) * int(row[1].split(" x ")[1])
+
+
+def test_many_nodes_are_started_by_their_script():
+    line = run(gpus=32).splitlines()[-1].strip()
+    start = "bash scripts/launch_multinode.sh --nnodes 4 --node-rank R --master-addr HOST -- wan2.1-t2v-14b-finetune "
+    assert line.startswith(start + "--deepspeed zero3")
+
+
+def test_lengths_are_the_datas_where_the_recipe_has_some(tiny_pipeline):
+    report = run(None, overrides=(f"model.path={tiny_pipeline}", MOCK, "train.bins_per_step=8"))
+    assert "an epoch of 77 tokens" in report  # 8 + 12 + 2 + 24 + 6 + 16 + 9
+    assert "7 clips" in report
+
+
+def test_a_loras_frozen_base_has_no_states():
+    parts = []
+    for name in ("wan2.1-t2v-14b-lora", "wan2.1-t2v-14b-finetune"):
+        report = run(name, deepspeed="zero3")
+        parts.append(
+            {key: float(re.search(rf"{key} ([\d.]+) GiB", report)[1]) for key in ("weights", "optimizer")}
+        )
+    lora, full = parts
+    assert lora["weights"] == pytest.approx(full["weights"] / 2, rel=0.05)  # bf16
+    assert lora["optimizer"] < 0.02 * full["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hardware": "rtx4090", "gpus": 1}, "nothing fits 1 x RTX 4090 24 GB: the least is"),
+        ({"hardware": "abacus"}, "--hardware abacus is no machine that wands knows; use one of h100"),
+        ({"gpus": 12}, "--gpus 12 must be a multiple of 8"),
+        ({"size": "big"}, "--size big is neither 480p, 720p nor HEIGHTxWIDTH"),
+        ({"size": "8x8"}, "--size 8x8 is smaller than a token"),
+        ({"overrides": ("model.experts=high",)}, "model.experts=high is for models of two experts"),
+        ({"variant": "wan9"}, "--variant wan9 is no published model; use one of wan2.1-t2v-1.3b"),
+        ({"deepspeed": "zero9"}, "--deepspeed zero9 cannot be read"),
+    ],
+)
+def test_what_cannot_be_planned(options, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        run(**options)
+
+
+def test_without_a_model():
+    with pytest.raises(ConfigError, match=r"model\.path is not set; give a pipeline folder, or --variant"):
+        run(None)
+    report = run(None, variant="wan2.2-ti2v-5b")
+    assert report.startswith("wan2.2-ti2v-5b, full finetune, on 8 x H100")
+    assert "--set model.path=DIR_OR_HUB_ID" in report.splitlines()[-1]
+
+
+def test_the_command():
+    result = CliRunner().invoke(
+        main, ["plan", "wan2.1-t2v-1.3b-lora", "--gpus", "1", "--hardware", "rtx4090"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "1 x RTX 4090 24 GB" in result.output
+    refused = CliRunner().invoke(
+        main, ["plan", "wan2.1-t2v-14b-finetune", "--gpus", "1", "--hardware", "rtx3090"]
+    )
+    assert refused.exit_code == 2
+    assert "nothing fits" in refused.output
+
+
+def test_table_says_more_of_larger_machines():
+    lines = what_fits(("rtx4090", "h100"), (8,)).splitlines()
+    assert lines[0] == "| 8 GPUs of | 24 GB | 80 GB |"
+    cells = {
+        cell[0]: cell[1:] for cell in ([x.strip() for x in line.strip("|").split("|")] for line in lines[2:])
+    }
+    assert len(cells) == 8
+    assert cells["A14B full"][0] == "–"
+    assert all(cell[1] != "–" for cell in cells.values())
+
+
+class Started(Exception):
+    """Stands where the process group would be formed."""
+
+
+@pytest.fixture
+def train(tiny_pipeline, tmp_path, monkeypatch):
+    """`wands train` on a host with so much memory, up to where it would begin; what it says."""
+
+    def start(memory: float, *overrides: str, **flags: bool) -> str:
+        def begin() -> None:
+            raise Started
+
+        host = Machine("a small host", memory=memory, host_memory=memory)
+        monkeypatch.setattr(commands_train, "machine_here", lambda *_: host)
+        monkeypatch.setattr(commands_train, "init_process_group", begin)
+        data = "data.mock={num_samples: 4, shapes: [[8, 44, 96]]}"  # 8,448 tokens: the memory is activations
+        keys = [
+            f"model.path={tiny_pipeline}",
+            data,
+            f"output_dir={tmp_path / 'run'}",
+            "packing.max_tokens=8448",
+        ]
+        keys += ["model.checkpointing=none", "train.max_steps=1", "precision.compute=fp32", *overrides]
+        said: list[str] = []
+        options = {
+            "deepspeed": None,
+            "overrides": keys,
+            "resume": None,
+            "show_timesteps": False,
+            "say": said.append,
+        }
+        run_train(None, **options, **{"dry_run": False, "force": False, **flags})
+        return "\n".join(said)
+
+    return start
+
+
+def test_train_refuses_what_does_not_fit_and_names_a_cure_that_does(train):
+    enough = train(1e9, dry_run=True)
+    assert "memory may not" not in enough
+    needed = float(re.search(r"memory +about ([\d.]+) MiB per rank", enough)[1]) * 2**20
+    with pytest.raises(ConfigError, match="that a small host has for tensors of a rank") as refused:
+        train(0.9 * needed)
+    cure = re.search(r"; set (.*?)\. --force starts all the same", str(refused.value))[1]
+    with pytest.raises(Started):
+        train(0.9 * needed, *cure.split(" and "))
+
+
+def test_a_cure_leaves_degrees_that_were_asked_for(train, monkeypatch):
+    """Another cp_size beside them would be refused: the next thing that helps is named instead."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    own = (
+        "train.bins_per_step=4",
+        "model.checkpointing=full",
+        "data.mock={num_samples: 16, shapes: [[8, 44, 96]]}",
+    )
+    for degrees, names_cp in (((), True), (("parallel.ulysses_degree=1", "parallel.ring_degree=1"), False)):
+        said = train(40e6, *own, *degrees, dry_run=True)
+        assert "memory may not be enough" in said
+        assert ("parallel.cp_size=" in said.split("memory may not be enough")[1]) is names_cp, said
+
+
+def test_dry_run_and_force_only_say_so(train):
+    assert "memory may not be enough: this run needs about" in train(1e6, dry_run=True)
+    with pytest.raises(ConfigError, match="no setting fits; take more or larger GPUs"):
+        train(1e6)
+    with pytest.raises(Started):
+        train(1e6, force=True)
+
+
+def test_the_readmes_table_is_what_is_printed():
+    """One column of it: the whole takes half a minute."""
+    printed = what_fits(("h100",), (8,)).splitlines()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    start = readme.index("| 8 GPUs of | 24 GB | 48 GB | 80 GB | 141 GB |")
+    rows = [[x.strip() for x in row.split("|")] for row in readme[start : start + len(printed)]]
+    column = [(row[1], row[4]) for row in rows]
+    assert column[2:] == [tuple(x.strip() for x in row.split("|")[1:3]) for row in printed[2:]]

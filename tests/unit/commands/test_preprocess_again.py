@@ -1,0 +1,144 @@
+"""A second run does what has changed and no more: a new clip, another caption, another name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launch.test_preprocess import CAPTIONS, SMALL, Counter, contents
+from wands.commands.preprocess import decoding
+from wands.commands.preprocess.preprocess import preprocess
+from wands.commands.preprocess.preprocess_report import PreprocessReport
+from wands.data.cache.reader import LatentCache
+from wands.encoders.text import TextEncoder
+from wands.encoders.vae import WanVideoEncoder
+from wands.errors import CacheError
+
+WINDOWS = SMALL | {"clip_mode": "slide"}
+
+
+@pytest.fixture
+def source(clips_dir: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name, stem in (("carphone_pristine.mp4", "man"), ("bikes.mp4", "bikes")):
+        shutil.copy(clips_dir / name, folder / f"{stem}.mp4")
+    (folder / "man.txt").write_text(CAPTIONS["nested/carphone"])
+    (folder / "bikes.txt").write_text(CAPTIONS["bikes"])
+    return folder
+
+
+def run(source: Path, out: Path, model: Path, options: dict[str, Any]) -> PreprocessReport:
+    report = preprocess(str(source), out, model, **options)
+    assert report is not None
+    return report
+
+
+def forbid_video(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clip is decoded and no VAE loaded."""
+    monkeypatch.setattr(WanVideoEncoder, "load", None)
+    monkeypatch.setattr(decoding, "decode_clip", None)
+
+
+@pytest.mark.parametrize("options", [SMALL, WINDOWS], ids=["head", "slide"])
+def test_another_caption_encodes_the_caption_alone(
+    source: Path,
+    tiny_pipeline: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+) -> None:
+    run(source, tmp_path / "cache", tiny_pipeline, options)
+    (source / "bikes.txt").write_text("Something else.")
+    captions = Counter(monkeypatch, TextEncoder, "encode")
+    with monkeypatch.context() as patch:
+        forbid_video(patch)
+        report = run(source, tmp_path / "cache", tiny_pipeline, options)
+    assert captions.calls == [("Something else.",)]
+    assert report.num_relabelled >= 1
+    assert report.num_relabelled + report.num_reused == report.num_accepted
+    assert f"{report.num_relabelled} samples keep their latents" in report.render()
+    run(source, tmp_path / "whole", tiny_pipeline, options)
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+    caches = [LatentCache(tmp_path / name) for name in ("cache", "whole")]
+    metas = [[cache.meta(i) for i in range(len(cache))] for cache in caches]
+    assert metas[0] == metas[1]
+
+
+@pytest.mark.parametrize("options", [SMALL, WINDOWS], ids=["head", "slide"])
+def test_another_name_encodes_nothing(
+    source: Path,
+    tiny_pipeline: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+) -> None:
+    run(source, tmp_path / "cache", tiny_pipeline, options)
+    for path in source.glob("bikes.*"):
+        path.rename(path.with_stem("cyclists"))
+    with monkeypatch.context() as patch:
+        forbid_video(patch)
+        run(source, tmp_path / "cache", tiny_pipeline, options)
+    run(source, tmp_path / "whole", tiny_pipeline, options)
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+    assert any(key.startswith("cyclists") for key in contents(tmp_path / "cache"))
+
+
+def test_windows_of_a_finished_clip_are_not_decoded_again(
+    source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(source, tmp_path / "cache", tiny_pipeline, WINDOWS)
+    before = contents(tmp_path / "cache")
+    forbid_video(monkeypatch)
+    monkeypatch.setattr(TextEncoder, "load", None)
+    report = run(source, tmp_path / "cache", tiny_pipeline, WINDOWS)
+    assert report.num_reused == first.num_accepted
+    assert report.waited is None
+    assert contents(tmp_path / "cache") == before
+
+
+def test_a_new_clip_is_the_only_one_decoded(
+    source: Path, clips_dir: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(source, tmp_path / "cache", tiny_pipeline, WINDOWS)
+    shutil.copy(clips_dir / "carphone_distorted.mp4", source / "new.mp4")
+    (source / "new.txt").write_text("A new one.")
+    decoded: list[Path] = []
+    decode = decoding.decode_clip
+
+    def counted(path: Path, *args: Any) -> Any:
+        decoded.append(path)
+        return decode(path, *args)
+
+    monkeypatch.setattr(decoding, "decode_clip", counted)
+    run(source, tmp_path / "cache", tiny_pipeline, WINDOWS)
+    assert decoded == [source / "new.mp4"]
+    run(source, tmp_path / "whole", tiny_pipeline, WINDOWS)
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def test_a_wrong_sum_in_the_shard_is_not_taken_for_latents(
+    source: Path, tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    """Keeping the latents of a damaged sample would give the damage a right checksum."""
+    run(source, tmp_path / "cache", tiny_pipeline, SMALL)
+    cache = LatentCache(tmp_path / "cache")
+    bits = cache.read(cache.find("bikes")).latents.view(-1)[:16]
+    needle = bits.view(torch.uint16).numpy().tobytes()
+    shard = tmp_path / "cache" / "shard-00000.h5"
+    content = bytearray(shard.read_bytes())
+    content[content.index(needle)] ^= 1
+    shard.write_bytes(content)
+    (source / "bikes.txt").write_text("Something else.")
+    with pytest.raises(
+        CacheError, match=r"damaged shard-00000\.h5 \(wrong checksum of bikes\); delete that file"
+    ):
+        run(source, tmp_path / "cache", tiny_pipeline, SMALL)
+    shard.unlink()
+    run(source, tmp_path / "cache", tiny_pipeline, SMALL)
+    run(source, tmp_path / "whole", tiny_pipeline, SMALL)
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")

@@ -1,0 +1,592 @@
+"""`wands push` end to end over HTTP against the hub of `fake_hub.py`, and the ways it can go wrong."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import constants, snapshot_download
+from PIL import Image
+
+from tests.support.fake_hub import FakeHub, File, Repo
+from wands.commands import push as push_module
+from wands.commands.push import push
+from wands.errors import WandsError
+from wands.export import model_card
+from wands.export import upload as hub_repo
+from wands.train.state import TrainState
+
+TOKEN = "hf_SecretOfAlice0123456789"
+NAME = "alice/wan-tiny"
+RECORD: dict[str, Any] = {
+    "base": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    "step": 1200,
+    "checkpoint": "step_00001200",
+    "variant": "wan2.1-t2v-1.3b",
+    "recipe": {
+        "output_dir": "/home/alice/runs/x",
+        "data": {"cache": "/mnt/secret/cache"},
+        "optim": {"lr": 1e-5},
+    },
+    "data": {"num_samples": 1234, "num_tokens": 5678901, "num_frames_total": 98765, "fingerprint": "ab12cd"},
+    "loss": [[step, 1.0 / (1 + step)] for step in range(60)],
+    "dtype": "bf16",
+    "wands_version": "0.1.0",
+}
+JUNK = {
+    "transformer/model.safetensors.tmp": "half a file",
+    "transformer/__pycache__/x.py": "text",
+    ".idea/workspace.xml": "",
+    "step_00000003.tmp/anything.bin": "state",
+    "global_step2/anything.bin": "state",
+    ".DS_Store": "",
+    "latest": "step_2",
+    "zero_to_fp32.py": "import torch",
+    "metrics.jsonl": "{}",
+    "global_step2/mp_rank_00_model_states.pt": "weights",
+    "global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": "moments",
+    "checkpoints/step_00000002/wands_state.json": "{}",
+    "checkpoints/step_00000002/anything.bin": "state",
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No token, no offline mode, plain LFS: the Hub library reads these from its constants at each call."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(constants, "HF_STORED_TOKENS_PATH", str(tmp_path / "no-tokens"))
+    monkeypatch.setattr(push_module, "RETRY_WAITS", (0.01, 0.01))
+    monkeypatch.setattr(hub_repo, "FIRST_CONTACT_WAITS", (0.01, 0.01))
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with FakeHub({TOKEN: "alice", "hf_bob": "bob"}) as server:
+        yield server
+
+
+@pytest.fixture
+def folder(tiny_pipeline: Path, tmp_path: Path) -> Path:
+    """What `wands export` leaves: a pipeline, its record, samples; one part is a linked folder."""
+    directory = tmp_path / "export"
+    shutil.copytree(tiny_pipeline, directory)
+    shutil.move(directory / "text_encoder", tmp_path / "base_text_encoder")
+    (directory / "text_encoder").symlink_to(tmp_path / "base_text_encoder", target_is_directory=True)
+    (directory / "samples").mkdir()
+    (directory / "samples" / "000_a cat.mp4").write_bytes(b"\0\0\0\x18ftypmp42" * 100)
+    Image.new("RGB", (8, 8), "red").save(directory / "samples" / "contact.png")
+    row = {"prompt": "a cat [walks] / runs", "file": "000_a cat.mp4", "model": "/home/alice/model"}
+    (directory / "samples" / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    write_record(directory, RECORD)
+    return directory
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """The least that is a pipeline, for what does not look at weights."""
+    directory = tmp_path / "small"
+    (directory / "vae").mkdir(parents=True)
+    index = {
+        "_class_name": "WanPipeline",
+        "vae": ["diffusers", "AutoencoderKLWan"],
+        "tokenizer": [None, None],
+    }
+    (directory / "model_index.json").write_text(json.dumps(index))
+    (directory / "vae" / "weights.safetensors").write_bytes(os.urandom(30_000))
+    (directory / "vae" / "more.safetensors").write_bytes(os.urandom(25_000))
+    return directory
+
+
+def write_record(directory: Path, record: dict[str, Any]) -> None:
+    (directory / "wands_export.json").write_text(json.dumps(record))
+
+
+def read_card(text: str) -> tuple[dict[str, Any], str]:
+    _, head, body = text.split("---\n", 2)
+    return yaml.safe_load(head), body
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    """Files below a folder, links followed."""
+    found = {}
+    for place, _, names in os.walk(directory, followlinks=True):
+        for name in names:
+            path = Path(place, name)
+            found[path.relative_to(directory).as_posix()] = path.read_bytes()
+    return found
+
+
+def send(directory: Path, hub: FakeHub, repo_id: str = NAME, **options: Any) -> str:
+    return push(directory, repo_id, **{"token": TOKEN, "endpoint": hub.url, **options})
+
+
+# ---- the whole way
+
+
+def test_push_then_download_gives_the_same_files(folder: Path, hub: FakeHub, tmp_path: Path) -> None:
+    wanted = set(tree(folder)) | {"README.md", "loss.png"}
+    for name, text in JUNK.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+    assert send(folder, hub) == f"{hub.url}/{NAME}"
+
+    assert hub.repos[NAME].private
+    assert hub.repos[NAME].messages == ["Upload the pipeline of step 1200 with wands 0.1.0"]
+    there = hub.files(NAME)
+    assert set(there) == wanted
+    assert hub.count()["put"] == sum(file.lfs for file in hub.repos[NAME].branches["main"].values()) > 2
+    local = tree(folder)
+    cleaned = {"wands_export.json", "samples/samples.jsonl"}
+    assert [name for name in sorted(wanted - cleaned) if there[name] != local[name]] == []
+
+    got = Path(snapshot_download(NAME, token=TOKEN, endpoint=hub.url, cache_dir=tmp_path / "cache"))
+    assert tree(got) == there
+    from diffusers import WanPipeline
+
+    assert WanPipeline.from_pretrained(got).transformer.config.num_layers == 2
+
+    hub.requests.clear()
+    send(folder, hub)  # nothing has changed
+    assert {"commit", "put"} & set(hub.count()) == set()
+    assert len(hub.repos[NAME].messages) == 1
+
+    weights = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    hub.requests.clear()
+    send(folder, hub, message="another VAE")
+    assert hub.count()["put"] == 1
+    assert hub.repos[NAME].messages[1:] == ["another VAE"]
+    assert hub.files(NAME)["vae/diffusion_pytorch_model.safetensors"] == weights.read_bytes()
+
+
+def test_no_place_on_this_machine_is_uploaded(folder: Path, hub: FakeHub) -> None:
+    config = json.loads((folder / "vae" / "config.json").read_text())
+    origin = {"_name_or_path": "/home/alice/base/vae"}
+    (folder / "vae" / "config.json").write_text(json.dumps(config | origin))
+    write_record(folder, RECORD | {"base": "/home/alice/base", "checkpoint": "/home/alice/runs/step_3"})
+    send(folder, hub)
+    there = hub.files(NAME)
+    told = [name for name, data in there.items() if b"/home/" in data or b"/mnt/" in data or b"/tmp/" in data]
+    assert told == []
+    assert json.loads(there["vae/config.json"]) == config
+    assert json.loads(there["wands_export.json"])["recipe"]["data"]["cache"] == "cache"
+    assert json.loads(there["samples/samples.jsonl"])["prompt"] == "a cat [walks] / runs"
+    head, body = read_card(there["README.md"].decode())
+    assert "base_model" not in head
+    assert "| Base | `base` |" in body
+
+
+def test_the_card(folder: Path, hub: FakeHub) -> None:
+    send(folder, hub)
+    head, body = read_card(hub.files(NAME)["README.md"].decode())
+    assert head["license"] == "apache-2.0"
+    assert head["base_model"] == RECORD["base"]
+    assert (head["pipeline_tag"], head["library_name"]) == ("text-to-video", "diffusers")
+    assert {"wan", "wan2.1-t2v-1.3b"} <= set(head["tags"])
+    assert head["widget"] == [
+        {"text": "a cat (walks) / runs", "output": {"url": "samples/000_a%20cat.mp4"}},
+        {"text": "contact", "output": {"url": "samples/contact.png"}},
+    ]
+    assert "<Gallery />" in body
+    for told in ("1,200", "1,234", "98,765", "5,678,901", "`ab12cd`", "bf16", "![loss curve](loss.png)"):
+        assert told in body
+    recipe = yaml.safe_load(body.split("```yaml\n")[1].split("```")[0])
+    assert recipe == {"output_dir": "x", "data": {"cache": "cache"}, "optim": {"lr": 1e-5}}
+    with Image.open(folder / "loss.png") as image:
+        assert image.format == "PNG"
+        assert len(image.convert("RGB").getcolors(1 << 20)) > 10  # something is drawn
+    code = body.split("```python\n")[1].split("```")[0]
+    import diffusers
+
+    imported = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    assert all(hasattr(diffusers, alias.name) for alias in imported[0].names)
+    assert f'repo = "{NAME}"' in code
+
+
+@pytest.mark.parametrize(
+    ("missing", "trace"),
+    [
+        ("recipe", "## Recipe"),
+        ("data", "## Training data"),
+        ("loss", "## Loss"),
+        ("base", "| Base |"),
+        ("step", "steps |"),
+    ],
+)
+def test_the_card_leaves_out_what_is_not_known(small: Path, hub: FakeHub, missing: str, trace: str) -> None:
+    write_record(small, RECORD)
+    send(small, hub)
+    assert trace in hub.files(NAME)["README.md"].decode()
+    write_record(small, {key: value for key, value in RECORD.items() if key != missing})
+    send(small, hub)
+    text = hub.files(NAME)["README.md"].decode()
+    assert trace not in text
+    assert all(other in text for other in {"## Recipe", "## Training data", "## Loss"} - {trace})
+
+
+def test_what_the_record_lacks_comes_from_a_checkpoint(small: Path, hub: FakeHub, tmp_path: Path) -> None:
+    state = TrainState(
+        step=7,
+        epoch=0,
+        world_size=1,
+        zero_stage=3,
+        variant="wan2.1-t2v-tiny",
+        parts=["transformer"],
+        transformer_config={},
+        data_fingerprint="fe01",
+        data_summary={"num_samples": 3, "num_tokens": 99},
+        recipe={"train": {"seed": 5}},
+        base="/somewhere/base",
+        loss=[(1, 2.0), (2, 1.0)],
+        files={},
+    )
+    step = tmp_path / "run" / "checkpoints" / "step_00000007"
+    step.mkdir(parents=True)
+    (step / "wands_state.json").write_text(json.dumps(state.to_json()))
+    write_record(small, {"step": 6})
+    send(small, hub, training=tmp_path / "run")
+    text = hub.files(NAME)["README.md"].decode()
+    for told in (
+        "seed: 5",
+        "`fe01`",
+        "![loss curve](loss.png)",
+        "`step_00000007`",
+        "| Optimizer steps | 6 |",
+    ):
+        assert told in text
+    assert "loss.png" in hub.files(NAME)
+
+
+def test_a_prompt_may_hold_any_line_separator(small: Path, hub: FakeHub) -> None:
+    prompt = "one\u2028two\x85three\x0cfour"
+    (small / "samples").mkdir()
+    (small / "samples" / "a.mp4").write_bytes(b"video")
+    row = {"prompt": prompt, "file": "a.mp4"}
+    text = json.dumps(row, ensure_ascii=False) + "\n"  # as `wands infer` writes it
+    (small / "samples" / "samples.jsonl").write_text(text, encoding="utf-8")
+    send(small, hub)
+    files = hub.files(NAME)
+    assert json.loads(files["samples/samples.jsonl"]) == row
+    assert read_card(files["README.md"].decode())[0]["widget"][0]["text"] == "one two three four"
+
+
+@pytest.mark.parametrize(
+    ("settings", "linked"),
+    [({}, False), ({"base_on_hub": True}, True), ({"base": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"}, True)],
+)
+def test_a_folder_is_not_credited_as_a_repository(
+    small: Path, hub: FakeHub, tmp_path: Path, settings: dict[str, Any], linked: bool
+) -> None:
+    """Older checkpoints have a relative `model.path` as it was typed, which looks like a Hub id."""
+    step = tmp_path / "run" / "checkpoints" / "step_00000007"
+    step.mkdir(parents=True)
+    values = dict.fromkeys(inspect.signature(TrainState).parameters, 0) | {"variant": "", "files": {}}
+    values |= {"parts": [], "recipe": {}, "data_summary": {}, "loss": [], "base": "models/wan"}
+    values = {key: value for key, value in values.items() if key != "base_on_hub"} | settings
+    (step / "wands_state.json").write_text(json.dumps(values))
+    send(small, hub, training=tmp_path / "run")
+    head, body = read_card(hub.files(NAME)["README.md"].decode())
+    assert ("base_model" in head, "https://huggingface.co/" in body) == (linked, linked)
+    assert linked or "| Base | `wan` |" in body
+
+
+def test_a_card_of_ones_own_is_kept(small: Path, hub: FakeHub) -> None:
+    (small / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
+    write_record(small, RECORD)
+    send(small, hub)
+    assert hub.files(NAME)["README.md"] == b"---\nlicense: mit\n---\nMine.\n"
+    assert "loss.png" not in hub.files(NAME)
+
+
+def test_the_licence_is_the_bases(small: Path, hub: FakeHub, tmp_path: Path) -> None:
+    card = b"---\nlicense: cc-by-nc-4.0\n---\n"
+    hub.repos["org/base"] = Repo(private=False, branches={"main": {"README.md": File(card, lfs=False)}})
+    write_record(small, {"base": "org/base"})
+    send(small, hub)
+    assert read_card(hub.files(NAME)["README.md"].decode())[0]["license"] == "cc-by-nc-4.0"
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: mit\n---\n")
+    write_record(small, {"base": str(tmp_path / "base")})
+    send(small, hub)
+    assert read_card(hub.files(NAME)["README.md"].decode())[0]["license"] == "mit"
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("/home/a/b c/model", "model"),
+        ("~/runs/x/", "x"),
+        ("../up/x", "x"),
+        (r"C:\Users\a\model", "model"),
+        ("file:///srv/data/x.csv", "x.csv"),
+        ("read from /srv/data/x.csv at noon", "read from x.csv at noon"),
+        ("Wan-AI/Wan2.1-T2V-14B", "Wan-AI/Wan2.1-T2V-14B"),
+        ("runs/default", "runs/default"),
+        ("https://host/a/b", "https://host/a/b"),
+        ("1/2 and/or 3", "1/2 and/or 3"),
+    ],
+)
+def test_paths_are_cut(text: str, kept: str) -> None:
+    assert model_card.without_paths({"a": [text, 1, None]}) == {"a": [kept, 1, None]}
+
+
+# ---- repositories
+
+
+def test_visibility(small: Path, hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
+    send(small, hub, "alice/open", public=True)
+    assert not hub.repos["alice/open"].private
+    assert "is public already" not in caplog.text
+    send(small, hub, "alice/open")
+    assert not hub.repos["alice/open"].private
+    assert "alice/open is public already, not private" in caplog.text
+    send(small, hub, "alice/closed")
+    send(small, hub, "alice/closed", public=True)
+    assert hub.repos["alice/closed"].private
+    assert "alice/closed is private already, not public" in caplog.text
+
+
+def test_a_bare_name_goes_to_the_tokens_account(
+    small: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert push(small, "mine", endpoint=hub.url) == f"{hub.url}/alice/mine"
+    assert "vae/weights.safetensors" in hub.files("alice/mine")
+
+
+def test_another_branch(small: Path, hub: FakeHub) -> None:
+    send(small, hub)
+    (small / "vae" / "weights.safetensors").write_bytes(b"x" * 40_000)
+    send(small, hub, revision="step-2")
+    send(small, hub, revision="step-2")
+    assert hub.files(NAME)["vae/weights.safetensors"] != b"x" * 40_000
+    assert hub.files(NAME, "step-2")["vae/weights.safetensors"] == b"x" * 40_000
+
+
+# ---- trouble on the way
+
+
+@pytest.mark.parametrize("status", [503, 500, 429, None])
+def test_a_commit_is_tried_again(
+    small: Path, hub: FakeHub, status: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.fail("commit", status, times=2)
+    send(small, hub)
+    assert hub.count()["commit"] == 3
+    assert hub.count()["put"] == 2  # each large file once
+    assert caplog.text.count("the upload failed") == 2
+    assert hub.files(NAME)["vae/weights.safetensors"] == (small / "vae" / "weights.safetensors").read_bytes()
+
+
+def test_a_commit_whose_answer_is_lost_is_not_made_twice(small: Path, hub: FakeHub) -> None:
+    hub.fail("commit", None, after=True)
+    send(small, hub)
+    assert len(hub.repos[NAME].messages) == 1
+
+
+def test_a_second_push_goes_on_where_the_first_gave_up(small: Path, hub: FakeHub) -> None:
+    hub.fail("commit", 503, times=3)
+    with pytest.raises(
+        WandsError, match=r"repo_id=alice/wan-tiny the upload was refused \(HTTP 503.*sent twice"
+    ):
+        send(small, hub)
+    assert hub.files(NAME) == {}
+    assert hub.count()["put"] == 2
+    hub.requests.clear()
+    send(small, hub)
+    assert hub.count()["put"] == 0
+    assert len(hub.files(NAME)) == 4
+
+
+def test_a_dropped_file_is_sent_again_the_others_are_not(small: Path, hub: FakeHub) -> None:
+    hub.fail("put", None)
+    send(small, hub)
+    assert hub.count()["put"] == 3
+    hub.fail("put", 403, text="signature expired")
+    (small / "vae" / "weights.safetensors").write_bytes(b"y" * 50_000)
+    with pytest.raises(WandsError, match="HTTP 403: signature expired"):
+        send(small, hub)
+
+
+def test_the_way_of_the_library_with_xet(small: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product leaves Xet on: another path in the library. The server asks for no large storage here."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    hub.lfs_from = None
+    send(small, hub)
+    assert hub.files(NAME)["vae/weights.safetensors"] == (small / "vae" / "weights.safetensors").read_bytes()
+    hub.requests.clear()
+    send(small, hub)
+    assert hub.count()["commit"] == 0
+    hub.lfs_from = 20_000
+    (small / "vae" / "weights.safetensors").write_bytes(b"z" * 50_000)
+    with pytest.raises(WandsError, match=r"has no Xet storage .* set HF_HUB_DISABLE_XET=1"):
+        send(small, hub)
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"token": None}, "No Hub token was found for repo_id=alice/wan-tiny; make a token"),
+        ({"token": "  "}, "No Hub token was found"),
+        ({"token": "hf_wrong"}, r"refuses the token \(HTTP 401: .*\); make a token with write access"),
+        ({"token": "hf_two\nlines"}, "The Hub token holds characters that no token has"),
+        ({"repo_id": "bob/free"}, r"repo_id=bob/free cannot be written with this token \(HTTP 403"),
+        ({"repo_id": "bob/hidden"}, r"repo_id=bob/hidden cannot be written with this token \(HTTP 403"),
+        ({"repo_id": "bob/open"}, r"repo_id=bob/open cannot be written with this token \(HTTP 403"),
+        ({"repo_id": "a/b/c"}, "repo_id=a/b/c is no name for a repository; use owner/name"),
+        ({"repo_id": "alice/a--b"}, "is no name for a repository"),
+        ({"endpoint": "hub.example"}, "endpoint=hub.example is no web address; write https://host"),
+        ({"endpoint": "http://127.0.0.1:9"}, r"endpoint=http://127.0.0.1:9 cannot be reached \(ConnectError"),
+    ],
+)
+def test_mistakes_of_name_token_and_address(
+    small: Path, hub: FakeHub, options: dict[str, Any], message: str
+) -> None:
+    hub.repos |= {"bob/hidden": Repo(private=True), "bob/open": Repo(private=False)}
+    with pytest.raises(WandsError, match=message):
+        send(small, hub, **options)
+    assert all(not files for repo in hub.repos.values() for files in repo.branches.values())
+
+
+def test_offline_mode(small: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(WandsError, match=r"HF_HUB_OFFLINE forbids every request .* unset it"):
+        send(small, hub)
+    assert hub.requests == []
+
+
+def test_somebody_else_commits_at_the_same_time(small: Path, hub: FakeHub) -> None:
+    hub.fail("commit", 409, text="A commit has happened since")
+    with pytest.raises(
+        WandsError, match=r"was changed by somebody else meanwhile \(HTTP 409.*run the same command"
+    ):
+        send(small, hub)
+
+
+def test_the_server_refuses_a_card_of_ones_own(small: Path, hub: FakeHub) -> None:
+    (small / "README.md").write_text("---\nlicense: [\n---\n")
+    with pytest.raises(WandsError, match=r"the upload failed \(ValueError: Invalid metadata in README.md"):
+        send(small, hub)
+
+
+def _no_index(folder: Path) -> None:
+    (folder / "model_index.json").unlink()
+
+
+def _damaged_index(folder: Path) -> None:
+    (folder / "model_index.json").write_text("{")
+
+
+def _index_is_list(folder: Path) -> None:
+    (folder / "model_index.json").write_text("[]")
+
+
+def _no_part(folder: Path) -> None:
+    shutil.rmtree(folder / "vae")
+
+
+def _damaged_record(folder: Path) -> None:
+    (folder / "wands_export.json").write_text("{")
+
+
+def _broken_link(folder: Path) -> None:
+    (folder / "vae" / "gone.safetensors").symlink_to(folder / "nowhere")
+
+
+def _loop(folder: Path) -> None:
+    (folder / "vae" / "again").symlink_to(folder, target_is_directory=True)
+
+
+def _card_is_folder(folder: Path) -> None:
+    (folder / "README.md").mkdir()
+
+
+def _plot_is_folder(folder: Path) -> None:
+    write_record(folder, RECORD)
+    (folder / "loss.png" / "x").mkdir(parents=True)
+
+
+def _damaged_samples(folder: Path) -> None:
+    (folder / "samples").mkdir()
+    (folder / "samples" / "samples.jsonl").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            _no_index,
+            r"is no diffusers pipeline \(no model_index.json\) and no LoRA; give what `wands export` wrote",
+        ),
+        (_damaged_index, "model_index.json cannot be read .* run `wands export` again"),
+        (_index_is_list, "model_index.json must hold a JSON object, not a list"),
+        (_no_part, "lacks the parts vae; run `wands export` again"),
+        (_damaged_record, "wands_export.json cannot be read"),
+        (_broken_link, "gone.safetensors is a broken link"),
+        (_loop, "again links to a folder that holds it"),
+        (_card_is_folder, "README.md cannot be read"),
+        (_plot_is_folder, "loss.png cannot be written"),
+        (_damaged_samples, "samples.jsonl cannot be read"),
+    ],
+)
+def test_mistakes_of_the_folder(small: Path, hub: FakeHub, spoil: Any, message: str) -> None:
+    spoil(small)
+    with pytest.raises(WandsError, match=message):
+        send(small, hub)
+    assert hub.count()["commit"] == 0
+
+
+# ---- the token
+
+
+@pytest.mark.parametrize("kind", ["info", "create", "preupload", "batch", "put", "commit"])
+def test_a_server_that_repeats_the_token_cannot_make_us_show_it(
+    small: Path, hub: FakeHub, kind: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="wands")  # the rest at its warnings, as `wands -v` has it
+    hub.fail(kind, 400, text=f"what is Bearer {TOKEN}?")
+    with pytest.raises(WandsError, match=r"what is Bearer \*\*\*\?") as caught:
+        send(small, hub)
+    shown = "".join(traceback.format_exception(caught.value)) + caplog.text + "".join(capfd.readouterr())
+    assert TOKEN not in shown
+
+
+def test_the_token_is_on_no_output_of_a_process(small: Path, hub: FakeHub, tmp_path: Path) -> None:
+    code = (
+        "import logging, sys; logging.basicConfig(level=logging.DEBUG)\n"
+        "from pathlib import Path; from wands.commands.push import push\n"
+        f"for name in ({NAME!r}, 'bob/x'): print(push(Path(sys.argv[1]), name))"
+    )
+    names = {"HF_TOKEN": TOKEN, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_DEBUG": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(small)],
+        env=os.environ | names | {"HF_HUB_DISABLE_XET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == f"{hub.url}/{NAME}"
+    assert "WandsError: repo_id=bob/x cannot be written with this token (HTTP 403" in done.stderr
+    assert TOKEN not in done.stdout + done.stderr
+    assert len(hub.files(NAME)) == 4
+    assert TOKEN not in repr(hub_repo.connect(NAME, TOKEN, hub.url))

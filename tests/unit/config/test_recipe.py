@@ -1,0 +1,205 @@
+"""The recipe: every mistake is named with its cure, all at once, and nothing is edited."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wands.config.recipe import Recipe, list_recipes, load_recipe
+from wands.errors import ConfigError
+from wands.variants import VARIANTS, Variant
+
+
+def problems(*overrides: str, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value)
+
+
+def test_defaults_file_and_set_in_that_order(tmp_path: Path):
+    path = tmp_path / "r.yaml"
+    path.write_text("optim: {lr: 3e-4}\ntrain: {max_steps: 7, seed: 3}\n")
+    recipe = load_recipe(path, ["train.max_steps=9", "optim.betas=[0.8, 0.9]"])
+    assert (recipe.optim.lr, recipe.train.max_steps, recipe.train.seed) == (3e-4, 9, 3)
+    assert recipe.optim.betas == (0.8, 0.9)
+    assert recipe.train.epochs == Recipe().train.epochs
+
+
+def test_scientific_notation_without_a_dot_is_a_number():
+    assert load_recipe(None, ["optim.lr=1e-4"]).optim.lr == 1e-4
+
+
+def test_unknown_key_names_the_nearest():
+    assert "train.max_step is not a key of the recipe; did you mean train.max_steps?" in problems(
+        "train.max_step=3"
+    )
+    assert "did you mean optim?" in problems("optm.lr=3")
+
+
+def test_all_problems_at_once():
+    text = problems("train.max_step=3", "flow.flow_shift=-1", "packing.max_tokens=many", "nonsense")
+    assert text.startswith("4 problems:")
+    for part in ("train.max_step ", "flow.flow_shift=-1", "packing.max_tokens='many'", "--set nonsense"):
+        assert part in text
+
+
+def test_not_yaml_and_not_a_mapping(tmp_path: Path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("a: [1, 2\n")
+    assert "is not YAML" in problems(path=path)
+    path.write_text("- 1\n- 2\n")
+    assert "must be a mapping" in problems(path=path)
+
+
+def test_missing_recipe_lists_the_shipped_ones():
+    with pytest.raises(
+        ConfigError, match=r"neither a file nor a recipe of wands; use a path or one of .*tiny"
+    ):
+        load_recipe("no-such-recipe")
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda row: row.name)
+def test_every_variant_has_a_full_and_a_lora_recipe(variant: Variant):
+    full, lora = load_recipe(f"{variant.name}-finetune"), load_recipe(f"{variant.name}-lora")
+    assert (full.lora, lora.lora is not None) == (None, True)
+    assert full.model.path == lora.model.path
+    assert full.flow.flow_shift == lora.flow.flow_shift
+    assert variant.name.split("-")[1] in full.model.path.lower()
+    for recipe in (full, lora):
+        assert recipe.model.experts == ("both" if variant.boundary_ratio else None)
+    # Shifts of official inference, but for T2V of Wan 2.1, whose authors advise lower ones in training.
+    if not variant.name.startswith("wan2.1-t2v"):
+        assert full.flow.flow_shift == (3.0 if variant.name == "wan2.1-i2v-14b" else variant.default_shift)
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_shipped_recipes_load_and_round_trip(name: str, tmp_path: Path):
+    recipe = load_recipe(name)
+    path = tmp_path / "again.yaml"
+    path.write_text(recipe.to_yaml())
+    assert load_recipe(path) == recipe
+
+
+def test_presets_fill_only_what_is_not_set():
+    assert load_recipe(None, ["flow.preset=pretrain"]).flow.flow_shift == 2.5
+    recipe = load_recipe(None, ["flow.preset=pretrain", "flow.flow_shift=8"])
+    assert (recipe.flow.flow_shift, recipe.flow.timestep_sampling, recipe.flow.mix_uniform) == (
+        8,
+        "logit_normal",
+        0.2,
+    )
+    recipe = load_recipe(None, [])
+    assert (recipe.flow.timestep_sampling, recipe.flow.flow_shift) == ("uniform", 3.0)
+
+
+def test_contradictions_inside_the_recipe():
+    both = problems("data.cache=x", "data.mock={num_samples: 2, shapes: [[1, 2, 2]]}")
+    assert "data.cache=x and data.mock are both set" in both
+    assert "data.mock.text_lens=[600] must be between 1 and 512" in problems(
+        "data.mock={num_samples: 2, shapes: [[1, 2, 2]], text_lens: [5, 600]}"
+    )
+
+
+def test_recipe_is_immutable():
+    with pytest.raises(Exception, match="frozen"):
+        load_recipe(None).train.seed = 3
+
+
+def test_levelled_bins_must_divide_a_step():
+    with pytest.raises(
+        ConfigError, match=r"packing.level_bins=3 must divide train.bins_per_step=8; use the dp_size"
+    ):
+        load_recipe(None, ["packing.level_bins=3", "train.bins_per_step=8"])
+    assert load_recipe(None, ["packing.level_bins=4", "train.bins_per_step=8"]).packing.level_bins == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["checkpointing=full", "saved_tensors=[attn_output]"],
+            "model.saved_tensors=[attn_output] does nothing with model.checkpointing=full; leave it out, or set that to "
+            "selective or offload.",
+        ),
+        (
+            ["checkpointing=selective", "offloaded_tensors=[block_input]"],
+            "model.offloaded_tensors=[block_input] does nothing with model.checkpointing=selective; leave it out, or set that "
+            "to offload.",
+        ),
+        (
+            ["checkpointing=selective", "saved_tensors=[]"],
+            "leaves model.checkpointing=selective nothing to do; name some, or set that to full.",
+        ),
+        (["checkpointing=offload", "offloaded_tensors=[]"], "name some, or set that to selective or full."),
+        (
+            [
+                "checkpointing=offload",
+                "saved_tensors=[key_proj]",
+                "offloaded_tensors=[block_input, key_proj]",
+            ],
+            "model.saved_tensors and model.offloaded_tensors both have key_proj, which is kept once; drop one.",
+        ),
+        (
+            ["checkpointing=selective", "saved_tensors=[key_proj, key_proj]"],
+            "model.saved_tensors=[key_proj, key_proj] has a name twice; drop one.",
+        ),
+        (["checkpointing=selective", "saved_tensors=[block_input]"], "input should be 'attn_output', "),
+        (["checkpointing=offload", "offloaded_tensors=[hidden]"], "input should be 'block_input', "),
+    ],
+)
+def test_names_of_checkpointing_that_do_nothing(overrides: list[str], said: str):
+    text = problems(*(f"model.{one}" for one in overrides))
+    assert said in text
+    assert len(text.splitlines()) == 1
+
+
+def test_an_exchange_of_deepspeeds_own_cannot_be_kept():
+    overrides = ["model.checkpointing=selective", "model.saved_tensors=[attn_output, attn_input]"]
+    load_recipe(None, overrides)
+    assert "attn_input cannot be kept with parallel.fused_all_to_all=false" in problems(
+        *overrides, "parallel.fused_all_to_all=false"
+    )
+
+
+def test_what_checkpointing_keeps_by_default():
+    kept = {
+        mode: (model.kept_on_device, model.kept_on_host)
+        for mode in ("none", "full", "selective", "offload")
+        if (model := load_recipe(None, [f"model.checkpointing={mode}"]).model)
+    }
+    assert kept == {
+        "none": ((), ()),
+        "full": ((), ()),
+        "selective": (("attn_output",), ()),
+        "offload": ((), ("block_input",)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/data/my clips #2/cache", "/data/my clips #2/cache"),
+        (" /data/clips ", "/data/clips"),
+        ("'/data/clips '", "/data/clips "),
+        ('"a # b"', "a # b"),
+        ("a=b", "a=b"),
+        ("null", None),
+    ],
+)
+def test_a_path_is_taken_as_it_is(text: str, expected: str | None):
+    assert load_recipe(None, [f"data.cache={text}"]).data.cache == expected
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optim.lr=inf",
+        "optim.lr=.nan",
+        "flow.flow_shift=inf",
+        "optim.betas=[.nan, 0.9]",
+        "optim.betas=[0.9, 1.0]",
+    ],
+)
+def test_numbers_that_train_nothing_are_refused(override: str):
+    assert override.partition("=")[0] in problems(override)

@@ -1,0 +1,227 @@
+"""Several caches in one run: names, visits, places, held-out clips, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from wands.config.recipe import DataConfig, load_recipe
+from wands.data import datasets as sources_module
+from wands.data.cache.reader import CacheWriter, LatentCache
+from wands.data.datasets import Dataset, Sources, describe_data, list_sources, open_data
+from wands.errors import CacheError, ConfigError, WandsError
+from wands.variants import VARIANTS
+
+VARIANT = VARIANTS["wan2.1-t2v-1.3b"]
+ENCODERS = {"vae": {"weights": "aa"}}
+
+
+def write(path: Path, clips: Iterable[tuple[str, int]], max_samples: int = 3, **fingerprint: Any) -> Path:
+    """Clips of a name and a number, which decides what they look like."""
+    with CacheWriter(path, VARIANT, ENCODERS | {"settings": str(path)} | fingerprint, max_samples) as writer:
+        for key, number in clips:
+            draw = torch.Generator().manual_seed(number)
+            latents = torch.randn(16, 1 + number % 3, 4, 4, generator=draw).bfloat16()
+            text = torch.randn(2, 8, generator=draw).bfloat16()
+            writer.add(key, latents, text, {"num_frames": 1, "fps": 16.0, "content": "c"})
+        writer.commit(torch.zeros(1, 8, dtype=torch.bfloat16))
+    return path
+
+
+def open_section(fingerprint: dict[str, Any] = ENCODERS, **values: Any) -> Dataset:
+    return open_data(
+        DataConfig(**values), shape=VARIANT.dit, variant=VARIANT, seed=0, fingerprint=lambda: fingerprint
+    )
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """a has seven clips; b shares one name with other content and one clip that is the same."""
+    folder = tmp_path_factory.mktemp("caches")
+    write(folder / "a", [(f"clip{i}", i) for i in range(7)])
+    write(folder / "b", [("clip0", 100), ("clip6", 6), ("other", 101), ("clip9", 102)])
+    write(folder / "c", [("clip0", 100)])
+    write(folder / "empty", [])
+    write(folder / "alien", [("x", 1)], vae={"weights": "bb"})
+    write(folder / "text", [("x", 1)], text_encoder={"weights": "cc"})
+    write(folder / "seen", [("x", 1)], image_encoder={"weights": "dd"})
+    return lambda name: str(folder / name)
+
+
+def test_one_source_is_the_cache_itself(caches):
+    for values in (
+        {"cache": caches("a")},
+        {"sources": [{"path": caches("a")}]},
+        {"sources": [{"path": caches("a"), "repeat": 1.0}]},
+        {"sources": [{"path": caches("a"), "weight": 0.3}]},
+        {"cache": caches("a"), "holdout": 0.5, "split": "all"},
+    ):
+        data = open_section(**values)
+        assert isinstance(data, LatentCache)
+        assert data.keys == [f"clip{i}" for i in range(7)]
+
+
+def test_a_name_is_one_clip(caches):
+    """The same content under the same name is the same clip; other content gets another name, whatever the paths."""
+    sources = [{"path": caches("a")}, {"path": caches("b")}, {"path": caches("c")}]
+    data = open_section(sources=sources)
+    crc = LatentCache(caches("c")).index.crc32[0]
+    renamed = f"clip0#{crc:08x}"
+    assert data.keys == [f"clip{i}" for i in range(7)] + [renamed, "clip6", "clip9", "other", renamed]
+    assert (
+        open_section(sources=sources[:2]).keys == data.keys[:-1]
+    )  # a source at the end renames nothing before it
+    wanted = [(name, i) for name, num in (("a", 7), ("b", 4), ("c", 1)) for i in range(num)]
+    opened = {name: LatentCache(caches(name)) for name in "abc"}
+    lens = data.num_tokens((1, 2, 2))
+    for row, (name, i) in enumerate(wanted):
+        mine, theirs = data.read(row), opened[name].read(i)
+        assert mine.sample_id == data.keys[row]
+        assert torch.equal(mine.latents.view(torch.int16), theirs.latents.view(torch.int16))
+        assert torch.equal(mine.text_embeds.view(torch.int16), theirs.text_embeds.view(torch.int16))
+        assert data.latent_shape(row) == opened[name].latent_shape(i)
+        assert lens[row] == opened[name].num_tokens((1, 2, 2))[i]
+    part = data.read(1, (0, 1)).latents
+    assert torch.equal(part[:, :1], opened["a"].read(1).latents[:, :1])
+    assert not part[:, 1:].any()
+    assert torch.equal(data.null_text_embeds, opened["a"].null_text_embeds)
+
+
+def test_clip_states_that_the_model_does_not_look_at_do_not_part_caches(caches):
+    sources = [{"path": caches("c")}, {"path": caches("seen")}]
+    assert open_section(sources=sources).keys == ["clip0", "x"]
+    looking = replace(VARIANT, conditions=("text", "image", "clip"))
+    assert "image_encoder" in sources_module._encoders(LatentCache(caches("seen")), looking)
+
+
+def test_visits_are_rows_and_rows_know_where_they_lie(caches):
+    data = open_section(sources=[{"path": caches("a"), "repeat": 1.5}, {"path": caches("b"), "repeat": 2}])
+    assert isinstance(data, Sources)
+    assert len(data.keys) == 2 * 7 + 2 * 4
+    assert [len(data.visits.rows(epoch)) for epoch in (0, 1)] == [7 + 3 + 8, 7 + 4 + 8]
+    over_two = Counter(data.keys[row] for epoch in (0, 1) for row in data.visits.rows(epoch))
+    assert over_two["clip1"] == 3
+    assert over_two["other"] == 4
+    assert over_two["clip6"] == 7  # in both
+    # Shards of three samples, each a shard of its own in every copy and source.
+    shards = data.places[:, 0].tolist()
+    assert Counter(Counter(shards).values()) == Counter({3: 2 * 2 + 2, 1: 2 + 2})
+    assert [sorted(set(shards[i:j])) for i, j in ((0, 7), (7, 14), (14, 18), (18, 22))] == [
+        *([0, 1, 2], [3, 4, 5], [6, 7], [8, 9])
+    ]
+
+
+def test_weights_are_shares(caches):
+    data = open_section(sources=[{"path": caches("a"), "weight": 1}, {"path": caches("b"), "weight": 3}])
+    found = np.zeros(2)
+    for epoch in range(40):
+        rows = data.visits.rows(epoch)
+        assert abs(len(rows) - 11) <= 1
+        found += np.bincount(data._part_of[rows], minlength=2)
+    assert found / found.sum() == pytest.approx([0.25, 0.75], abs=0.005)
+
+
+def test_held_out_clips_are_one_side_of_all(caches):
+    sources = [{"path": caches("a"), "repeat": 2}, {"path": caches("b")}]
+    by_split = {
+        split: open_section(sources=sources, holdout=0.4, split=split)
+        for split in ("train", "holdout", "all")
+    }
+    of_name = {split: {key.partition("#")[0] for key in data.keys} for split, data in by_split.items()}
+    assert of_name["train"] | of_name["holdout"] == of_name["all"]
+    assert not of_name["train"] & of_name["holdout"]
+    assert sum(len(data.keys) for name, data in by_split.items() if name != "all") == len(
+        by_split["all"].keys
+    )
+    alone = open_section(cache=caches("a"), holdout=0.4)
+    assert set(alone.keys) == of_name["train"] & set(LatentCache(caches("a")).keys)
+    assert alone.read(0).sample_id == alone.keys[0]
+
+
+def test_what_is_said_of_the_data(caches):
+    section = DataConfig(sources=[{"path": caches("a"), "repeat": 1.5}, {"path": caches("b")}], holdout=0.4)
+    data = open_data(section, shape=VARIANT.dit, variant=VARIANT, seed=0, fingerprint=dict)
+    listed = list_sources(section, data)
+    assert [one["num_samples"] + one["num_other_side"] for one in listed] == [7, 4]
+    first, second, split = describe_data(section, data)
+    assert first == f"{caches('a')}: {listed[0]['num_samples']} clips x 1.5"
+    assert second == f"{caches('b')}: {listed[1]['num_samples']} clips"
+    here, there = (sum(one[name] for one in listed) for name in ("num_samples", "num_other_side"))
+    assert split == f"split train (data.holdout=0.4): {here} clips to train on, {there} held out"
+    assert describe_data(DataConfig(cache="a"), LatentCache(caches("a"))) == ["a: 7 clips"]
+
+
+@pytest.mark.parametrize(
+    ("sources", "kind", "said"),
+    [
+        ([("a", {}), ("nowhere", {})], CacheError, r"data\.sources\.1\.path: cache=.*nowhere is not a folder; give"),
+        ([("a", {}), ("empty", {})], CacheError, r"data\.sources\.1\.path=.*empty holds no sample; run"),
+        ([("alien", {})], CacheError, r"data\.sources\.0\.path: cache=.*alien was .* vae\.weights=bb but the model"),
+        ([("a", {}), ("text", {})], CacheError, r"sources\.1\.path=.*text was .* text_encoder={'w.*} but .*a with None; encode"),
+        ([("c", {"repeat": 0.5})], ConfigError, r"less than one sample an epoch \(1 x 0\.5\); raise"),
+    ],
+)  # fmt: skip
+def test_sources_that_cannot_be_are_refused(caches, sources, kind: type[WandsError], said: str):
+    with pytest.raises(kind, match=said) as caught:
+        open_section(sources=[{"path": caches(name)} | more for name, more in sources])
+    assert "\n" not in str(caught.value)
+
+
+def test_another_variant_is_refused_by_name(caches):
+    section = DataConfig(sources=[{"path": write_wide(caches)}, {"path": caches("b")}])
+    wide, said = (
+        VARIANTS["wan2.2-ti2v-5b"],
+        r"data\.sources\.1\.path: cache=.*b was made for wan2\.1-t2v-1\.3b \(",
+    )
+    with pytest.raises(CacheError, match=said):
+        open_data(section, shape=wide.dit, variant=wide, seed=0, fingerprint=dict)
+
+
+def write_wide(caches: Callable[[str], str]) -> str:
+    path = Path(caches("wide"))
+    with CacheWriter(path, VARIANTS["wan2.2-ti2v-5b"], {}) as writer:
+        latents, text = torch.zeros(48, 1, 4, 4).bfloat16(), torch.zeros(1, 8).bfloat16()
+        writer.add("x", latents, text, {"num_frames": 1, "fps": 24.0, "content": "c"})
+        writer.commit(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("holdout", "said"), [(1e-9, "holds out 0 of 7 samples"), (1 - 1e-9, "holds out 7 of 7")]
+)
+@pytest.mark.parametrize("split", ["train", "holdout"])
+def test_a_side_without_clips_is_refused(caches, holdout: float, said: str, split: str):
+    with pytest.raises(ConfigError, match=f"{said}.*; (raise|lower) it"):
+        open_section(cache=caches("a"), holdout=holdout, split=split)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.sources=[{path: a, weight: 1}, {path: b}]"], "data.sources.1 has no weight, but 1 of 2 sources have one; give"),
+        (["data.sources=[{path: a, weight: 1, repeat: 2}]"], "data.sources.0 has weight=1.0 and repeat=2.0, which exclude"),
+        (["data.sources=[{path: a, weight: 0}]"], "data.sources.0.weight=0 is refused: input should be greater than 0"),
+        (["data.sources=[{path: a, repeat: -1}]"], "data.sources.0.repeat=-1 is refused: input should be greater than 0"),
+        (["data.sources=[{path: a, weight: .inf}]"], "data.sources.0.weight=inf is refused"),
+        (["data.sources=[{weight: 1}]"], "data.sources.0.path"),
+        (["data.sources=[]"], "data.sources=[] is refused"),
+        (["data.sources=[{path: a, weights: 1}]"], "did you mean data.sources.0.weight?"),
+        (["data.mock={num_samples: 1, shapes: [[1,2,2]], text_len: [1]}"], "did you mean data.mock.text_lens?"),
+        (["data.sources=[{path: a}]", "data.cache=b"], "data.sources and data.cache=b are both set; keep one"),
+        (["data.split=holdout"], "data.split=holdout needs clips that are held out (data.holdout=0); set"),
+        (["data.holdout=1"], "data.holdout=1 is refused"),
+        (["packing.buffer_size=0"], "packing.buffer_size=0 is refused"),
+    ],
+)  # fmt: skip
+def test_recipes_that_cannot_be_are_refused(overrides: list[str], said: str):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(None, overrides)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)

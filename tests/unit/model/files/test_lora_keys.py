@@ -1,0 +1,228 @@
+"""LoRA files of every trainer's keys, against diffusers' own readers; `lora` is one of every linear layer of a model."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.loaders.lora_conversion_utils import (
+    _convert_musubi_wan_lora_to_diffusers,
+    _convert_non_diffusers_wan_lora_to_diffusers,
+)
+from torch import Tensor
+
+from tests.support.packs import CONFIG, KINDS
+from wands.errors import CheckpointError
+from wands.model.files.lora_keys import (
+    LoraPair,
+    alphas_of,
+    is_lora,
+    lora_to_comfyui,
+    lora_to_diffusers,
+    read_lora,
+)
+
+RANK = 4
+
+
+def make_lora(kind: str = "i2v with clip", only: str = "") -> dict[str, LoraPair]:
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        model = WanTransformer3DModel(**(CONFIG | KINDS[kind]))
+    return {
+        name: LoraPair(
+            torch.randn(RANK, module.in_features, generator=generator),
+            torch.randn(module.out_features, RANK, generator=generator),
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and re.search(only, name)
+    }
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("kind", ["t2v", "i2v with clip"])
+def test_comfyui_keys_are_read_by_diffusers(kind: str):
+    lora = make_lora(kind)
+    keys = lora_to_comfyui(lora)
+    assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in keys
+    assert "diffusion_model.head.head.lora_B.weight" in keys
+    assert is_lora(keys)
+    expected = lora_to_diffusers({"transformer": lora})
+    assert_same(_convert_non_diffusers_wan_lora_to_diffusers(dict(keys)), expected)
+    assert_same(lora_to_diffusers(read_lora(keys)), expected)
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda key: key,  # ComfyUI's
+        lambda key: key.removeprefix("diffusion_model."),  # official Wan's
+        lambda key: key.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),  # kohya's halves
+        lambda key: (
+            key.removeprefix("diffusion_model.")
+            .replace("lora_A.", "lora_A.default.")
+            .replace("lora_B.", "lora_B.default.")
+        ),
+        lambda key: f"model.{key}",
+    ],
+)
+def test_official_modules_under_any_prefix(rename):
+    lora = make_lora()
+    found = read_lora({rename(key): value for key, value in lora_to_comfyui(lora).items()})
+    assert_same(lora_to_diffusers(found), lora_to_diffusers({"transformer": lora}))
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", "base_model.model.", ""])
+@pytest.mark.parametrize("adapter", ["", ".default", ".my-style"])
+def test_diffusers_modules_under_any_prefix(prefix: str, adapter: str):
+    lora = make_lora()
+    keys = {
+        f"{prefix}{module}.lora_{half}{adapter}.weight": value
+        for module, pair in lora.items()
+        for half, value in (("A", pair.down), ("B", pair.up))
+    }
+    assert_same(lora_to_diffusers(read_lora(keys)), lora_to_diffusers({"transformer": lora}))
+
+
+def with_alpha(keys: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:
+    return keys | {
+        key.replace(".lora_A.weight", ".alpha"): torch.tensor(alpha) for key in keys if "lora_A" in key
+    }
+
+
+def deltas(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        key: state[key.replace("lora_A", "lora_B")].double() @ value.double()
+        for key, value in state.items()
+        if "lora_A" in key
+    }
+
+
+def test_alpha_of_a_file_is_the_scale_that_diffusers_reads():
+    """diffusers spreads alpha / rank over both halves, wands puts it into lora_B: the product is the same."""
+    keys = with_alpha(lora_to_comfyui(make_lora(only="blocks")), 6.0)
+    ours, theirs = (
+        deltas(lora_to_diffusers(read_lora(keys))),
+        deltas(_convert_non_diffusers_wan_lora_to_diffusers(dict(keys))),
+    )
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-6)
+    ignored = deltas(lora_to_diffusers(read_lora({k: v for k, v in keys.items() if "alpha" not in k})))
+    assert not torch.allclose(next(iter(ignored.values())), next(iter(theirs.values())), rtol=1e-2)
+
+
+def test_musubi_keys():
+    lora = make_lora("i2v with clip", only="blocks")
+    keys = {
+        re.sub(
+            r"^diffusion_model\.(.*)\.(lora_\w+\.weight|alpha)$",
+            lambda m: f"lora_unet_{m[1].replace('.', '_')}.{m[2]}",
+            key,
+        )
+        .replace("lora_A", "lora_down")
+        .replace("lora_B", "lora_up"): value
+        for key, value in with_alpha(lora_to_comfyui(lora), 2.0).items()
+    }
+    assert "lora_unet_blocks_0_cross_attn_k_img.lora_down.weight" in keys
+    ours = deltas(lora_to_diffusers(read_lora(keys)))
+    theirs = deltas(_convert_musubi_wan_lora_to_diffusers(copy.copy(keys)))
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert torch.equal(ours[key], value)  # alpha / rank is a power of two
+
+
+def test_two_experts_in_one_file():
+    high, low = make_lora(only=r"to_q"), make_lora(only=r"to_k")
+    keys = lora_to_diffusers({"transformer": high, "transformer_2": low})
+    found = read_lora(keys)
+    assert found["transformer"].keys() == high.keys()
+    assert found["transformer_2"].keys() == low.keys()
+    assert_same(lora_to_diffusers(found), keys)
+
+
+def test_folding_is_exact_for_powers_of_two_and_close_otherwise():
+    pair = next(iter(make_lora().values()))
+    for scale, exact in ((0.5, True), (1.0, True), (1.7, False)):
+        scaled = LoraPair(pair.down, pair.up, scale)
+        folded = scaled.folded()
+        assert folded.scale == 1.0
+        assert torch.equal(folded.delta(), scaled.delta()) or not exact
+        torch.testing.assert_close(folded.delta(), scaled.delta(), rtol=1e-6, atol=1e-6)
+
+
+def test_alpha_in_the_metadata():
+    found = alphas_of({"lora_adapter_metadata": '{"transformer.lora_alpha": 8, "transformer.r": 4}'}, "x")
+    assert found == {"transformer": 8.0}
+    assert alphas_of(None, "x") == alphas_of({"format": "pt"}, "x") == {}
+    lora = make_lora(only="to_q")
+    scales = {
+        p.scale
+        for p in read_lora(lora_to_diffusers({"transformer": lora}), alphas=found)["transformer"].values()
+    }
+    assert scales == {8.0 / RANK}
+    with pytest.raises(CheckpointError, match=r"trained with use_dora"):
+        alphas_of({"lora_adapter_metadata": '{"transformer.use_dora": true}'}, "x")
+    with pytest.raises(CheckpointError, match="is no JSON"):
+        alphas_of({"lora_adapter_metadata": "{"}, "x")
+
+
+def test_alpha_beside_peft_s_file(tmp_path: Path):
+    """PEFT says alpha in another file; who does not look there loads every LoRA at the wrong strength."""
+    file, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    config.write_text('{"lora_alpha": 16, "r": 4, "use_dora": false, "alpha_pattern": {}}')
+    assert alphas_of({"format": "pt"}, file) == {"transformer": 16.0}
+    assert alphas_of({"format": "pt"}, tmp_path / "other.safetensors") == {}
+    config.write_text('{"lora_alpha": 16, "use_rslora": true}')
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors was trained with use_rslora"):
+        alphas_of(None, file)
+    config.write_text("[]")
+    with pytest.raises(CheckpointError, match=r"its adapter_config\.json is no JSON object"):
+        alphas_of(None, file)
+
+
+def broken(change) -> dict[str, Tensor]:
+    keys = lora_to_comfyui(make_lora(only="to_q"))
+    change(keys)
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda keys: keys.update({"diffusion_model.blocks.0.norm3.diff": torch.zeros(3)}),
+            r"holds 1 keys .*norm3\.diff",
+        ),
+        (
+            lambda keys: keys.update({"text.layers.0.q.lora_A.weight": torch.zeros(3, 3)}),
+            r"holds 1 keys .*text\.layers",
+        ),
+        (
+            lambda keys: keys.pop("diffusion_model.blocks.0.self_attn.q.lora_A.weight"),
+            r"lacks one half of 1 modules",
+        ),
+        (
+            lambda keys: keys.update(
+                {"diffusion_model.blocks.0.self_attn.q.lora_A.weight": torch.zeros(3, 48)}
+            ),
+            r"lora_A \[3, 48\] and lora_B \[48, 4\], which do not fit",
+        ),
+        (
+            lambda keys: keys.update({"blocks.0.self_attn.q.lora_A.b.weight": torch.zeros(4, 48)}),
+            r"several adapters",
+        ),
+    ],
+)
+def test_what_is_no_lora_of_wan_is_named(change, says: str):
+    with pytest.raises(CheckpointError, match=says):
+        read_lora(broken(change), where="a.safetensors")

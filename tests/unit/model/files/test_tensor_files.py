@@ -1,0 +1,81 @@
+"""Files of tensors: written as safetensors reads them, read without running what a pickle holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from wands.errors import CheckpointError
+from wands.model.files.tensor_files import Entry, TensorFiles, as_bytes, find_weights, write_sharded
+
+
+def test_written_files_are_what_safetensors_reads(tmp_path: Path):
+    values = {
+        "wide": torch.randn(3, 5, dtype=torch.float64),
+        "narrow": torch.randn(7).bfloat16(),
+        "byte": torch.arange(5, dtype=torch.uint8),
+        "none": torch.tensor(float("nan")),
+        "empty": torch.zeros(0, 3),
+    }
+    entries = [Entry(n, tuple(v.shape), v.dtype, lambda value=v: value) for n, v in values.items()]
+    (path,) = write_sharded(tmp_path, "model", entries)
+    for name, value in load_file(path).items():
+        assert value.dtype == values[name].dtype
+        assert value.shape == values[name].shape
+        assert torch.equal(as_bytes(value), as_bytes(values[name]))
+    with TensorFiles([path], "here") as files:
+        assert files.shapes == {name: tuple(value.shape) for name, value in values.items()}
+        assert {name: files.dtype(name) for name in values} == {name: v.dtype for name, v in values.items()}
+
+
+def test_shards_hold_no_more_than_they_may(tmp_path: Path):
+    values = {f"w{i}": torch.full((10,), float(i)) for i in range(7)}
+    entries = [Entry(n, (10,), torch.float32, lambda value=v: value) for n, v in values.items()]
+    paths = write_sharded(tmp_path, "model", entries, max_shard_bytes=100)
+    assert [len(load_file(path)) for path in paths] == [2, 2, 2, 1]
+    assert find_weights(tmp_path, "model") == paths
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 280
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is no index of weights"):
+        find_weights(tmp_path, "model")
+
+
+class Bomb:
+    def __reduce__(self):
+        return (Path.touch, (Path("exploded"),))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickles_of_tensors(zipped: bool, tmp_path: Path):
+    path = tmp_path / "w.pth"
+    torch.save({"a": torch.arange(3)}, path, _use_new_zipfile_serialization=zipped)
+    with TensorFiles([path], "here") as files:
+        assert torch.equal(files.read("a"), torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"a": Bomb()}, "is a pickle of more than tensors"),
+        ({"a": 3}, "holds a, which is no tensor"),
+        ([torch.zeros(1)], "holds a list"),
+    ],
+)
+def test_pickles_of_more(content: object, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(content, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match=says), TensorFiles([tmp_path / "w.pth"], "here"):
+        pass
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])
+def test_damaged_files(name: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(b"PK\x03\x04 nothing")
+    with pytest.raises(CheckpointError, match=r"here: .*cannot be read .*; fetch it again"):
+        TensorFiles([tmp_path / name], "here").__enter__()

@@ -1,0 +1,156 @@
+"""The scaling prediction: its arithmetic against formulas and wands' own counts, and one run of the script."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import bench_scaling
+import pytest
+from bench_scaling import MODELS, SIZES
+
+from wands.data.packing import LEVEL
+from wands.distributed.layout import ContextPlan
+from wands.planning.hardware import Machine
+from wands.planning.step_time import ATTENTION_BACKWARD, BF16, Setting, Traffic, predict, ring_traffic
+
+SHAPE = MODELS["1.3B"][0]
+FAR = Machine(ranks_per_node=1)  # every rank on its own node: no Ulysses, all ring, over the network
+INSTANT = Machine(node_bandwidth=1e30, network_bandwidth=1e30)
+LENS = (32760, 32760)
+
+
+def test_tokens_of_a_clip():
+    tokens = {
+        (model, size): bench_scaling.clip_tokens(shape, stride, sides, 81)
+        for model, (shape, stride) in MODELS.items()
+        for size, sides in SIZES.items()
+    }
+    assert tokens["14B", "480p"] == 21 * 30 * 52 == 32_760
+    assert tokens["14B", "720p"] == 21 * 45 * 80 == 75_600
+    assert tokens["TI2V-5B", "480p"] == 21 * 15 * 26
+    assert tokens["TI2V-5B", "720p"] == 21 * 22 * 40  # its sides are multiples of 32: 704 rows
+
+
+def test_the_5b_has_five_billion_parameters():
+    assert MODELS["TI2V-5B"][0].num_params == pytest.approx(5.0e9, rel=0.01)
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+@pytest.mark.parametrize(("rounds", "factor"), [("forward", 1.0), ("backward", 1.2)])
+def test_the_ring_hides_where_l_eff_says(degree: int, rounds: str, factor: float):
+    """R * F / B, and 1.2 times that where blocks and gradients share a round; two ranks never do."""
+    if rounds == "backward" and degree == 2:
+        factor = 0.4
+    one = predict(SHAPE, [8000, 24000], 8, degree, Setting(FAR))
+    assert one.plan.ring_degree == degree
+    attention = SHAPE.attention_flops_per_squared_token() * sum(n * n for n in one.plan.seq_lens)
+    seconds = attention / SHAPE.num_layers / degree / (FAR.peak * FAR.attention_efficiency)
+    enough = factor * FAR.network_bandwidth * one.l_needed / one.l_eff
+    for bandwidth, hides in ((1.01 * enough, True), (0.99 * enough, False)):
+        forward, backward = ring_traffic(one.plan, SHAPE.dim, seconds, bandwidth)
+        grads = ContextPlan.comm_bytes(one.plan, SHAPE.dim, BF16)
+        home = (grads.ring_backward - grads.ring_forward) / (degree - 1) / bandwidth  # never hidden
+        late = forward.exposed if rounds == "forward" else backward.exposed - home
+        assert (late < 1e-12) is hides, late
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("cp", [1, 4, 8])
+def test_traffic_is_the_bytes_of_the_plan(checkpointing: str, cp: int):
+    machine = Machine(network_bandwidth=1e9, node_bandwidth=1e9)
+    one = predict(SHAPE, LENS, 16, cp, Setting(machine, checkpointing))
+    comm = one.plan.comm_bytes(SHAPE.dim, BF16)
+    forwards = {"none": (1, 1), "selective": (1.75, 1), "full": (2, 2)}[checkpointing]
+    exchanged = SHAPE.num_layers * (forwards[0] * comm.ulysses_forward + comm.ulysses_backward)
+    passed_on = SHAPE.num_layers * (forwards[1] * comm.ring_forward + comm.ring_backward)
+    assert one.all_to_all.total == pytest.approx(exchanged / 1e9)
+    assert one.ring_traffic.total == pytest.approx(passed_on / 1e9)
+    assert one.zero.total == pytest.approx(3 * 4 * SHAPE.num_params * 15 / 16 / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "linear_passes", "attention_passes"),
+    [("none", 3, 1 + ATTENTION_BACKWARD), ("selective", 4, 3.5), ("full", 4, 4.5)],
+)
+def test_compute_is_the_planners_cost(checkpointing: str, linear_passes: float, attention_passes: float):
+    ideal = dataclasses.replace(INSTANT, linear_efficiency=1.0, attention_efficiency=1.0)
+    one = predict(SHAPE, LENS, 8, 1, Setting(ideal, checkpointing))
+    attention = SHAPE.attention_flops_per_squared_token() * sum(n * n for n in LENS)
+    linear = SHAPE.forward_flops(LENS) - attention
+    work = linear_passes * linear + attention_passes * attention
+    assert one.compute == pytest.approx(work / ideal.peak)
+    assert one.seconds == pytest.approx(one.compute / LEVEL * 64 / 8)  # 64 bins on 8 dp ranks
+    assert one.mfu == pytest.approx(LEVEL * 3 * SHAPE.forward_flops(LENS) / work)
+
+
+def test_more_ranks_per_bin_keep_the_work_and_add_traffic():
+    slower = [predict(SHAPE, LENS, 64, cp, Setting()) for cp in (1, 2, 4, 8, 16, 32)]
+    assert [one.cp * one.dp for one in slower] == [64] * 6
+    assert [one.plan.ulysses_degree for one in slower] == [1, 2, 4, 4, 4, 4]  # 12 heads, 8 ranks in a node
+    assert sorted(one.seconds for one in slower) == [one.seconds for one in slower]
+    held = [bench_scaling.memory(SHAPE, one) for one in slower]
+    assert sorted(held, reverse=True) == held
+    for traffic in (traffic for one in slower for traffic in (one.ring_traffic, one.zero)):
+        assert 0 <= traffic.exposed <= traffic.total + 1e-9
+
+
+def test_memory_is_that_of_ds_configs_zero3():
+    """Weights, gradients and two moments, over all ranks; activations over those of a bin."""
+    held = {cp: bench_scaling.memory(SHAPE, predict(SHAPE, LENS, 64, cp, Setting())) for cp in (1, 2, 64)}
+    assert 0.5 * held[1] < held[2] < 0.75 * held[1]  # Ulysses keeps the result of attention twice
+    assert 16 * SHAPE.num_params / 64 < held[64] < 0.2 * held[1]
+
+
+def test_frozen_weights_cost_no_gradients_of_their_own():
+    full, lora = (
+        predict(SHAPE, [1000] * 32, 8, 1, Setting(num_trained=n, zero_stage=2)) for n in (None, 10_000_000)
+    )
+    assert lora.compute < 0.85 * full.compute
+    assert lora.zero.total < 0.01 * full.zero.total
+    assert lora.once < 0.01 * full.once
+
+
+def test_what_is_offloaded_goes_over_the_hosts_link():
+    near, far = Setting(bins=8), Setting(bins=8, offload_optimizer=True, offload_weights=True)
+    plain, offloaded = (predict(SHAPE, LENS, 8, 1, setting) for setting in (near, far))
+    assert offloaded.once == pytest.approx(36 * SHAPE.num_params / 8 / near.machine.host_bandwidth)
+    more = 2 * 4 * SHAPE.num_params / 8 / near.machine.host_bandwidth
+    assert offloaded.zero.total - plain.zero.total == pytest.approx(more)
+    assert offloaded.seconds > plain.seconds
+
+
+def test_traffic_that_is_instant_hides():
+    one = predict(SHAPE, LENS, 64, 16, Setting(INSTANT))
+    assert one.seconds == pytest.approx(one.compute / LEVEL * 16)
+    assert Traffic().hidden == 1.0
+
+
+@pytest.mark.parametrize("gpus", [8, 64, 1024])
+def test_the_smallest_cp_that_fits(gpus: int):
+    shape, setting = MODELS["14B"][0], Setting()
+    one = bench_scaling.smallest_fit(shape, [75600], gpus, setting)
+    assert one is not None
+    assert bench_scaling.fits(shape, one)
+    assert one.dp <= setting.bins
+    half = one.cp // 2
+    assert gpus // half > setting.bins or not bench_scaling.fits(
+        shape, predict(shape, [75600], gpus, half, setting)
+    )
+    nothing = Setting(Machine(memory=1e9))
+    assert bench_scaling.smallest_fit(shape, [75600], gpus, nothing) is None
+
+
+def test_the_script_prints_every_size_and_draws(tmp_path: Path):
+    plot = tmp_path / "scaling.png"
+    script = Path(bench_scaling.__file__)
+    command = [sys.executable, str(script), "--plot", str(plot), "--memory", "40", "--every-cp-at", "16"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()]
+    for gpus in bench_scaling.GPUS:
+        assert len([row for row in rows if row[:1] == [str(gpus)]]) >= len(MODELS) * len(SIZES)
+    assert "no cp fits" in result.stdout  # 14B on 8 GPUs of 40 GB
+    assert plot.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,252 @@
+"""The demo's own arithmetic: which clips, which prompts, how many steps, and a verdict that can fail."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import demo_report
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from wands.data.cache.reader import CacheWriter, LatentCache
+from wands.errors import CacheError, DataError
+from wands.sampling.requests import SampleRequest, check_conditions, read_prompts
+from wands.variants import VARIANTS
+
+ROOT = Path(__file__).resolve().parents[3]
+SHAPE = (3, 6, 8)  # latent frames, height, width: 3 * 3 * 4 = 36 tokens
+LARGE = (6, 12, 16)  # 6 * 6 * 8 = 288 tokens: the largest that the demo's settings allow; one fits a bin
+
+
+def make_cache(
+    path: Path, shapes: Sequence[tuple[int, int, int]], variant: str = "wan2.1-t2v-1.3b", **more: object
+) -> Path:
+    row = VARIANTS[variant]
+    with CacheWriter(path, row, {"vae": "aa"}) as writer:
+        for i, shape in enumerate(shapes):
+            meta = {
+                "num_frames": 4 * shape[0] - 3,
+                "fps": 16.0,
+                "content": "c",
+                "caption": f"clip, number {i}",
+                **more,
+            }
+            latents = torch.zeros(row.dit.out_channels, *shape).bfloat16()
+            writer.add(f"clip{i:03d}", latents, torch.zeros(2, 8).bfloat16(), meta)
+        writer.commit(torch.zeros(1, 8).bfloat16())
+    return path
+
+
+def test_clips_are_those_that_are_there(clips_dir: Path, tmp_path: Path):
+    demo_report.write_clips(clips_dir, tmp_path / "clips")
+    with (tmp_path / "clips" / "metadata.csv").open(newline="", encoding="utf-8") as handle:
+        rows = list(csv.DictReader(handle))
+    assert [Path(row["file_name"]).stem for row in rows] == list(demo_report.WINDOWS)
+    assert len({row["caption"] for row in rows}) == len(rows)
+    for row in rows:
+        assert (tmp_path / "clips" / row["file_name"]).read_bytes() == (
+            clips_dir / row["file_name"]
+        ).read_bytes()
+        assert 0 <= float(row["start"]) < float(row["end"])
+
+
+def test_prompts_have_the_size_of_their_sample(tmp_path: Path):
+    cache = make_cache(tmp_path / "cache", [SHAPE, LARGE])
+    demo_report.write_prompts(cache, tmp_path / "prompts.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"prompt": "clip, number 0", "height": 48, "width": 64, "num_frames": 9, "seed": 0},
+        {"prompt": "clip, number 1", "height": 96, "width": 128, "num_frames": 21, "seed": 1},
+    ]
+
+
+def test_prompts_have_the_strides_and_pictures_of_their_variant(clips_dir: Path, tmp_path: Path):
+    source = {"source": str(clips_dir / "carphone_pristine.mp4"), "start_seconds": 0.5}
+    cache = make_cache(tmp_path / "cache", [(2, 6, 8)], "wan2.2-ti2v-5b", **source)
+    demo_report.write_prompts(cache, tmp_path / "prompts.jsonl")
+    (request,) = read_prompts(tmp_path / "prompts.jsonl")
+    assert (request.height, request.width, request.num_frames, request.last_image) == (96, 128, 5, None)
+    frames = demo_report.source_frames(LatentCache(cache), 0)
+    assert frames.shape == (5, 96, 128, 3)
+    assert request.image is not None
+    picture = np.asarray(Image.open(request.image))
+    errors = [np.abs(picture.astype(int) - frame).mean() for frame in frames]
+    assert errors[0] == 0 < min(errors[1:])
+
+
+def test_frames_taken_are_those_that_the_variant_needs():
+    taken = {name: demo_report.frames_taken(row.conditions) for name, row in VARIANTS.items()}
+    both = [name for name, frames in taken.items() if frames == {"image": 0, "last_image": -1}]
+    assert both == ["wan2.1-flf2v-14b"]
+    first = [name for name, frames in taken.items() if frames == {"image": 0}]
+    assert first == ["wan2.1-i2v-14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b"]
+    for name, frames in taken.items():
+        problems = check_conditions(
+            [SampleRequest(prompt="a", **dict.fromkeys(frames, "f.png"))], VARIANTS[name]
+        )
+        assert not problems, problems
+
+
+def test_given_frames_say_nothing_about_a_sample():
+    video = torch.arange(4.0).view(1, 4, 1, 1)
+    assert demo_report.made(video, {}).flatten().tolist() == [0, 1, 2, 3]
+    assert demo_report.made(video, {"image": 0}).flatten().tolist() == [1, 2, 3]
+    assert demo_report.made(video, {"image": 0, "last_image": -1}).flatten().tolist() == [1, 2]
+    assert demo_report.made(video[:, :1], {"image": 0}).flatten().tolist() == [0]
+
+
+def test_losses_of_two_experts_are_told_apart():
+    one, two = {"loss": 3.0}, {"loss": 3.0, "loss_high": 2.0, "loss_low": 4.0}
+    assert demo_report.loss_columns([one, one]) == {"training loss": [3.0, 3.0]}
+    assert demo_report.loss_columns([two]) == {"high-noise expert": [2.0], "low-noise expert": [4.0]}
+
+
+def test_correlation_is_pearsons():
+    a, b = torch.randn(2, 16, *SHAPE)
+    assert demo_report.correlation(a, a) == pytest.approx(1, abs=1e-5)
+    assert demo_report.correlation(a, 3 - 2 * a) == pytest.approx(-1, abs=1e-5)
+    assert abs(demo_report.correlation(a, b)) < 0.1
+    expected = np.corrcoef(a.flatten().numpy(), b.flatten().numpy())[0, 1]
+    assert demo_report.correlation(a, b) == pytest.approx(expected, abs=1e-5)
+
+
+def test_correlation_resizes_the_clip():
+    ramp = torch.linspace(0, 1, 8).expand(16, 3, 6, 8)
+    wide = torch.linspace(0, 1, 16).expand(16, 5, 12, 16)
+    assert demo_report.correlation(ramp, wide) > 0.99
+
+
+def table_of(samples: torch.Tensor, clips: torch.Tensor) -> np.ndarray:
+    return np.array([[demo_report.correlation(mine, clip) for clip in clips] for mine in samples])
+
+
+def test_the_verdict_on_noisy_copies_and_on_exchanged_samples():
+    clips = torch.randn(3, 16, *SHAPE)
+    samples = clips + torch.randn_like(clips)
+    right, verdict = demo_report.judge(table_of(samples, clips), "abc")
+    assert right.tolist() == [True, True, True]
+    assert verdict == "each sample is closest to its own clip"
+    right, verdict = demo_report.judge(table_of(samples[[1, 0, 2]], clips), "abc")
+    assert right.tolist() == [False, False, True]
+    assert verdict == "2 samples are closer to another clip"
+
+
+def test_a_flat_or_broken_sample_is_wrong():
+    clips = torch.randn(2, 16, *SHAPE)
+    samples = torch.stack([torch.zeros_like(clips[0]), clips[1]])
+    assert demo_report.judge(table_of(samples, clips), "ab")[0].tolist() == [False, True]
+    assert demo_report.judge(np.full((2, 2), np.nan), "aa")[0].tolist() == [False, False]
+
+
+def test_clips_of_one_caption_cannot_be_told_apart():
+    clips = torch.randn(3, 16, *SHAPE)
+    right, verdict = demo_report.judge(table_of(clips[[1, 0, 2]], clips), "aab")
+    assert right.all()
+    assert verdict.endswith("(2 clips share a caption and cannot be told apart)")
+    right, verdict = demo_report.judge(table_of(clips[[2, 0, 1]], clips), "aab")
+    assert right.tolist() == [False, True, False]
+    assert verdict.startswith("2 samples are closer to another clip")
+    right, verdict = demo_report.judge(table_of(clips[[1, 2, 0]], clips), "aaa")
+    assert right.all()
+    assert "one and the same caption" in verdict
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([LARGE] * 4, 1500),  # two steps for each pass, but few clips
+        ([SHAPE] * 8, 1500),  # all in one step
+        ([LARGE] * 5, 4500),
+        ([LARGE] * 3 + [SHAPE] * 3, 3000),
+        ([LARGE] * 40, 4500),
+    ],
+)
+def test_steps_grow_with_the_passes(tmp_path: Path, shapes: list[tuple[int, int, int]], expected: int):
+    cache = make_cache(tmp_path / "cache", shapes)
+    steps, why = demo_report.choose_steps(cache, None)
+    assert steps == expected
+    assert why.startswith(f"{expected} steps")
+    assert ("set DEMO_STEPS" in why) == (len(shapes) == 40)
+    assert demo_report.choose_steps(cache, 7)[0] == 7
+    assert demo_report.choose_steps(cache, None, heavy=True)[0] == expected * 0.6
+
+
+def test_steps_need_two_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    one = make_cache(tmp_path / "one", [SHAPE])
+    with pytest.raises(DataError, match="needs two usable clips, not 1"):
+        demo_report.choose_steps(one, None)
+    with pytest.raises(CacheError):
+        demo_report.choose_steps(tmp_path / "none", None)
+    monkeypatch.setattr("sys.argv", ["demo_report.py", "steps", str(one)])
+    assert demo_report.main() == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setattr(
+        "sys.argv", ["demo_report.py", "steps", str(make_cache(tmp_path / "two", [SHAPE] * 2))]
+    )
+    assert demo_report.main() == 0
+    assert capsys.readouterr().out == "1500\n"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "gpus", "expected"), [("cpu", 0, 2), ("cpu", 1, 2), ("cuda", 1, 1), ("cuda", 8, 2)]
+)
+def test_no_process_shares_a_gpu(
+    accelerator: str, gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setattr("wands.train.engine.accelerator_type", lambda: accelerator)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("sys.argv", ["demo_report.py", "processes"])
+    assert demo_report.main() == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def demo(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Only for calls that are refused: set-up and everything after it does not run."""
+    shutil.copytree(ROOT / "scripts", cwd / "checkout" / "scripts", ignore=shutil.ignore_patterns("setup.sh"))
+    (cwd / "checkout" / "scripts" / "setup.sh").write_text('echo "out=$out clips=$clips"; exit 9\n')
+    command = ["bash", "checkout/scripts/demo.sh", *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--out", "demo", "--clips", "demo/clips"), "lies inside --out"),
+        (("--out", "demo", "--clips", "demo"), "lies inside --out"),
+        (("--out", "demo", "--clips", "link"), "lies inside --out"),
+        (("--out", "demo", "--clips", "demo/clips/metadata.csv"), "lies inside --out"),
+        (("--out", "mine"), "holds files that are not a demo's"),
+        (("--out",), "--out needs a folder"),
+        (("--variant",), "--variant needs a name"),
+        (("--variant", "wan3"), f"unknown variant wan3; one of {' '.join(VARIANTS)}"),
+        (("--lora", "high"), "--lora high is no rank"),
+        (("--what",), "unknown option --what"),
+    ],
+)
+def test_folders_that_would_be_lost_are_refused(tmp_path: Path, args: tuple[str, ...], says: str):
+    for name in ("demo/clips/metadata.csv", "demo/.wands-demo", "mine/precious.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to("demo/clips")
+    found = demo(tmp_path, *args)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert says in found.stderr
+    assert found.stderr.count("\n") == 1
+    assert (tmp_path / "demo" / "clips" / "metadata.csv").exists()
+
+
+def test_paths_are_the_callers(tmp_path: Path):
+    (tmp_path / "my clips").mkdir()
+    found = demo(tmp_path, "--clips", "my clips", "--out", "new")
+    assert found.stdout == f"out={tmp_path}/new clips={tmp_path}/my clips\n", found.stderr
+
+
+def test_the_name_of_a_dataset_stays(tmp_path: Path):
+    assert demo(tmp_path, "--clips", "owner/name").stdout == "out=demo_out clips=owner/name\n"

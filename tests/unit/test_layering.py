@@ -1,0 +1,151 @@
+"""The architecture as a test: imports go down, siblings do not know each other, one optional package has one importing file."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "wands").rglob("*.py"))
+
+# The longest matching prefix decides. The same layer may import itself only inside one folder.
+LAYERS = {
+    "wands": 0,
+    "wands.errors": 0,
+    "wands.config": 0,
+    "wands.files": 0,
+    "wands.variants": 0,
+    "wands.recipes": 0,
+    "wands.attention": 1,
+    "wands.flow": 1,
+    "wands.data.bins": 1,
+    "wands.data.packing": 1,
+    "wands.data.patchify": 1,
+    "wands.distributed.layout": 1,
+    "wands.attention.ring": 2,
+    "wands.attention.ulysses": 2,
+    "wands.model": 2,
+    "wands.distributed": 2,
+    "wands.data": 2,
+    "wands.encoders": 3,
+    "wands.sampling": 4,
+    "wands.export": 4,
+    "wands.planning": 4,
+    "wands.train": 5,
+    "wands.commands": 6,
+    "wands.cli": 7,
+    "wands.__main__": 8,
+}
+# Arrows that still run up; this list may only get shorter.
+EXCEPTIONS = {
+    ("wands.export.lora_weights", "wands.train.checkpoint_weights"),
+    ("wands.export.lora_weights", "wands.train.state"),
+    ("wands.planning.memory", "wands.train.optimizers"),
+    ("wands.planning.search", "wands.train.ds_config"),
+    ("wands.sampling.pipeline", "wands.train.checkpoint"),
+    ("wands.sampling.pipeline", "wands.train.checkpoint_weights"),
+    ("wands.sampling.sharing", "wands.train.consistency"),
+    ("wands.sampling.sharing", "wands.train.engine"),
+}
+# package -> the only files of wands that may import it
+ONE_IMPORTER = {
+    "flash_attn": {"wands.attention.kernels.flash"},
+    "flash_attn_interface": {"wands.attention.kernels.flash"},
+    "bitsandbytes": {"wands.model.quantize", "wands.train.optimizers"},
+    "h5py": {"wands.data.cache.reader", "wands.data.cache.format", "wands.data.cache.writer"},
+    "av": {"wands.data.clips.video_file", "wands.data.clips.video"},
+    "click": {"wands.cli"},
+    "datasets": {"wands.data.clips.hf_dataset"},
+}
+HEAVY = {"torch", "deepspeed", "diffusers", "transformers", "numpy", "h5py", "av"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer(module: str) -> int:
+    prefix = module
+    while prefix not in LAYERS:
+        prefix = prefix.rpartition(".")[0]
+    return LAYERS[prefix]
+
+
+def imports(source: str) -> list[tuple[str, bool]]:
+    """(module, at module level) of every import; `from wands.x import y` counts as wands.x."""
+    tree = ast.parse(source)
+    top = {id(node) for node in tree.body}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.module, id(node) in top))
+    return found
+
+
+def violations(module: str, source: str) -> list[str]:
+    problems = []
+    for target, _ in imports(source):
+        if not target.startswith("wands") or (module, target) in EXCEPTIONS:
+            continue
+        mine, theirs = layer(module), layer(target)
+        siblings = module.split(".")[1:2] == target.split(".")[1:2]
+        if theirs > mine or (theirs == mine and mine not in (0, 1) and not siblings):
+            problems.append(f"{module} (layer {mine}) imports {target} (layer {theirs})")
+    return problems
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_go_down(path: Path):
+    assert violations(module_name(path), path.read_text()) == []
+
+
+def test_the_check_sees_a_violation():
+    assert violations("wands.model.rope", "from wands.data.cache.reader import LatentCache")
+    assert violations("wands.flow.loss", "import wands.train.loop")
+    assert not violations("wands.train.loop", "from wands.data.cache.reader import LatentCache")
+
+
+@pytest.mark.parametrize("package", ONE_IMPORTER)
+def test_one_importer(package: str):
+    importers = {
+        module_name(p) for p in FILES if any(t.split(".")[0] == package for t, _ in imports(p.read_text()))
+    }
+    assert importers <= ONE_IMPORTER[package]
+
+
+def test_layer_zero_and_cli_are_light():
+    for name in ("errors.py", "config/recipe.py", "variants.py", "cli.py"):
+        heavy = {
+            t for t, top in imports((ROOT / "wands" / name).read_text()) if top and t.split(".")[0] in HEAVY
+        }
+        assert heavy == set(), name
+
+
+def test_print_only_where_people_look():
+    for path in FILES:
+        calls = [
+            n
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "print"
+        ]
+        assert not calls or path.name == "cli.py", path
+
+
+def test_every_public_function_is_documented():
+    missing = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.FunctionDef | ast.ClassDef)
+                and not node.name.startswith("_")
+                and not ast.get_docstring(node)
+            ):
+                nested = isinstance(node, ast.FunctionDef) and node.col_offset > 0
+                if not nested:
+                    missing.append(f"{module_name(path)}.{node.name}")
+    assert missing == []

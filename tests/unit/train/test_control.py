@@ -1,0 +1,43 @@
+"""Files and signals that ask a running job for something."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from wands.train.control import ControlRequest, ControlRequests
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ((), ControlRequest()),
+        (("save",), ControlRequest(save=True)),
+        (("save_quit",), ControlRequest(save=True, quit=True)),
+        (("check",), ControlRequest(check=True)),
+        (("check", "save"), ControlRequest(save=True, check=True)),
+        (("check", "save", "save_quit"), ControlRequest(True, True, True)),
+    ],
+)
+def test_files(files: tuple[str, ...], wanted: ControlRequest, tmp_path: Path):
+    requests = ControlRequests(tmp_path)
+    for name in files:
+        (tmp_path / name).touch()
+    assert requests.poll(rank=1) == ControlRequest()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)  # only rank 0 takes them
+    assert requests.poll(rank=0) == wanted
+    assert list(tmp_path.iterdir()) == []
+    assert requests.poll(rank=0) == ControlRequest()
+
+
+def test_a_signal_saves_and_quits_on_any_rank(tmp_path: Path):
+    before = signal.getsignal(signal.SIGTERM)
+    with ControlRequests(tmp_path) as requests:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert requests.poll(rank=3) == ControlRequest(save=True, quit=True)
+        (tmp_path / "check").touch()
+        assert requests.poll(rank=0) == ControlRequest(True, True, True)
+    assert signal.getsignal(signal.SIGTERM) == before

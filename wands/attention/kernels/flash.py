@@ -1,0 +1,296 @@
+"""Flash attention kernels behind the contract: PyTorch's for CPUs and for CUDA, and the flash-attn packages 2, 3 and 4.
+
+Letters: T rows, H heads, D head dim. The signatures are those of torch 2.11 to 2.13, flash-attn 2.8.3, the
+``flash_attn_interface.py`` of flash-attn 3 since September 2025 (earlier ones have no defaults and fail the
+check), and flash-attn-4 4.0.0b36. All of them return lse as natural logarithms, fp32 [H, T], for packed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wands.attention.kernels.contract import Triple
+from wands.attention.packed import Segments
+
+
+class CpuBackend:
+    """PyTorch's flash attention for CPUs, once per segment: a loop costs less than padding or masking."""
+
+    name = "cpu"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See Backend."""
+        out = torch.empty_like(q)
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
+        for rows_q, rows_k in segments.pairs():  # an empty operand would kill the process
+            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _batched(q[rows_q]), _batched(k[rows_k]), _batched(v[rows_k]), 0.0, False, scale=scale
+            )
+            out[rows_q] = part[0].transpose(0, 1)
+            lse[:, rows_q] = part_lse[0]
+        _clear_idle_rows(out, lse, segments)
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        scale: float,
+    ) -> Triple:
+        """See Backend."""
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for rows_q, rows_k in segments.pairs():
+            tensors = [_batched(x) for x in (dout[rows_q], q[rows_q], k[rows_k], v[rows_k], out[rows_q])]
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *tensors, lse[None, :, rows_q], 0.0, False, scale=scale
+            )
+            for grad, rows, part in zip((dq, dk, dv), (rows_q, rows_k, rows_k), parts, strict=True):
+                grad[rows] = part[0].transpose(0, 1)
+        _clear_idle_grads(dq, dk, dv, segments)
+        return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class FlashBackend:
+    """A flash attention kernel for CUDA in bf16 or fp16: what each of them needs round its two calls.
+
+    Attributes:
+        name: as in `attention.backend`.
+        run_forward: the kernel's own forward; rows that attend to nothing may hold anything.
+        run_backward: the kernel's own backward, likewise.
+        oldest: major compute capability from which both directions run.
+        newest: the last such one; None where newer ones run too.
+        package: the distribution that brings the kernel; None for PyTorch itself.
+        install: how a user gets the package.
+    """
+
+    name: str
+    run_forward: Callable[..., tuple[Tensor, Tensor]]
+    run_backward: Callable[..., Triple]
+    oldest: int
+    newest: int | None = None
+    package: str | None = None
+    install: str = ""
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of this compute capability runs the kernel in both directions."""
+        return self.oldest <= capability[0] <= (self.newest or capability[0])
+
+    @property
+    def capability(self) -> str:
+        """What `runs_on` asks for, in words."""
+        return f"{self.oldest}.0 or newer" if self.newest is None else f"{self.oldest}.0 to {self.newest}.x"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See Backend."""
+        if _nothing_to_do(segments):
+            lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
+            return torch.zeros_like(q), lse
+        out, lse = self.run_forward(q, k, v, segments, scale)
+        _clear_idle_rows(out, lse, segments)
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        scale: float,
+    ) -> Triple:
+        """See Backend."""
+        if _nothing_to_do(segments):
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = self.run_backward(dout, q, k, v, out, lse.contiguous(), segments, scale)
+        _clear_idle_grads(dq, dk, dv, segments)
+        return dq, dk, dv
+
+
+def _torch_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(x.contiguous() for x in (q, k, v)),
+        *(s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k, 0.0, False, False),
+        scale=scale,
+    )
+    return out, lse
+
+
+def _torch_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
+) -> Triple:
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
+    return torch.ops.aten._flash_attention_backward(
+        *(x.contiguous() for x in (dout, q, k, v, out, lse)),
+        *(s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k, 0.0, False),
+        *(rng_state, torch.empty(0, device=q.device)),
+        scale=scale,
+    )
+
+
+def _flash2_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    from flash_attn import flash_attn_interface as flash2
+
+    out, lse, *_ = flash2._flash_attn_varlen_forward(
+        *(q, k, v, s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k),
+        dropout_p=0.0,
+        softmax_scale=scale,
+        causal=False,
+    )
+    return out, lse
+
+
+def _flash2_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
+) -> Triple:
+    from flash_attn import flash_attn_interface as flash2
+
+    dq, dk, dv = _empty_grads(q, k, v)
+    flash2._flash_attn_varlen_backward(
+        *(dout, q, k, v, out, lse, dq, dk, dv),
+        *(s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k),
+        dropout_p=0.0,
+        softmax_scale=scale,
+        causal=False,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return dq, dk, dv
+
+
+def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    import flash_attn_interface as flash3
+
+    out, lse, *_ = flash3._flash_attn_forward(q, k, v, **_lengths(s), softmax_scale=scale)
+    return out, lse
+
+
+def _flash3_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
+) -> Triple:
+    import flash_attn_interface as flash3
+
+    dq, dk, dv = _empty_grads(q, k, v)
+    flash3._flash_attn_backward(
+        *(dout, q, k, v, out, lse),
+        **_lengths(s),
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        softmax_scale=scale,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return dq, dk, dv
+
+
+def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute import interface as flash4
+
+    out, lse, *_ = flash4._flash_attn_fwd(q, k, v, **_lengths(s), softmax_scale=scale, return_lse=True)
+    return out, lse
+
+
+def _flash4_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
+) -> Triple:
+    from flash_attn.cute import interface as flash4
+
+    dq, dk, dv, *_ = flash4._flash_attn_bwd(
+        *(q, k, v, out, dout, lse),  # unlike the others: dout behind out
+        softmax_scale=scale,
+        **_lengths(s),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return dq, dk, dv
+
+
+def _lengths(s: Segments) -> dict[str, Tensor | int]:
+    return {
+        "cu_seqlens_q": s.cu_seqlens_q,
+        "cu_seqlens_k": s.cu_seqlens_k,
+        "max_seqlen_q": s.max_seqlen_q,
+        "max_seqlen_k": s.max_seqlen_k,
+    }
+
+
+def _empty_grads(q: Tensor, k: Tensor, v: Tensor) -> Triple:
+    return (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        torch.empty_like(k, memory_format=torch.contiguous_format),
+        torch.empty_like(v, memory_format=torch.contiguous_format),
+    )
+
+
+def _batched(x: Tensor) -> Tensor:
+    """[T, H, D] -> [1, H, T, D], a view."""
+    return x.transpose(0, 1)[None]
+
+
+def _nothing_to_do(segments: Segments) -> bool:
+    """No pair of rows at all: some kernels would be launched with an empty grid, which CUDA refuses."""
+    return next(segments.pairs(), None) is None
+
+
+def _clear_idle_rows(out: Tensor, lse: Tensor, segments: Segments) -> None:
+    """Kernels leave such rows undefined, or with lse +inf (flash-attn 2) or 0."""
+    for rows in segments.idle_q(out.shape[0]):
+        out[rows] = 0
+        lse[:, rows] = -torch.inf
+
+
+def _clear_idle_grads(dq: Tensor, dk: Tensor, dv: Tensor, segments: Segments) -> None:
+    for rows in segments.idle_q(dq.shape[0]):
+        dq[rows] = 0
+    for rows in segments.idle_k(dk.shape[0]):
+        dk[rows] = 0
+        dv[rows] = 0
+
+
+FLASH_BACKENDS = (
+    FlashBackend(
+        "flash4",
+        _flash4_forward,
+        _flash4_backward,
+        oldest=9,  # its forward knows 8.x, its backward does not
+        newest=12,
+        package="flash-attn-4",
+        install="pip install 'wands[flash4]'",
+    ),
+    FlashBackend(
+        "flash3",
+        _flash3_forward,
+        _flash3_backward,
+        oldest=9,  # it would start on others and run kernels made for Hopper
+        newest=9,
+        package="flash-attn-3",
+        install="build the hopper folder of flash-attention's repository",
+    ),
+    FlashBackend(
+        "flash2",
+        _flash2_forward,
+        _flash2_backward,
+        oldest=8,
+        package="flash-attn",
+        install="pip install 'wands[flash2]'",
+    ),
+    FlashBackend("torch", _torch_forward, _torch_backward, oldest=8),
+)
+"""The kernels for CUDA, the one that `auto` takes first in front."""

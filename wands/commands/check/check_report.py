@@ -1,0 +1,250 @@
+"""What `wands check` saw, and how a terminal and a program are told; `check_page` tells a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from wands.commands.length_histogram import token_histogram
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.video_file import VideoInfo
+
+SHOWN_CLIPS = 200
+SHOWN_PROBLEMS = 12
+LOG_WIDTH = 130  # columns where there is no terminal to ask
+
+
+@dataclass(frozen=True)
+class CheckedSample:
+    """One sample that `wands preprocess` will write.
+
+    Attributes:
+        key: its name in the cache.
+        start_seconds: time of its first frame in the clip.
+        num_frames: 1 + k * the VAE's stride.
+        height: pixels.
+        width: pixels.
+        num_tokens: video tokens.
+    """
+
+    key: str
+    start_seconds: float
+    num_frames: int
+    height: int
+    width: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class CheckedClip:
+    """One row of the source.
+
+    Attributes:
+        key: of the row.
+        path: the file.
+        caption: cleaned, "" where there is none.
+        text_tokens: of the caption, end token included, uncut; estimated where no tokenizer was given.
+        source: what the file says of itself; None where it cannot be read or was not looked at.
+        samples: what it becomes; may be some in spite of a `reason`: windows before the damage.
+        warnings: what is unusual, and what happens because of it.
+        reason: why it is rejected, with the cure; "" where it is not.
+        thumbnail: JPEG of the middle of the first sample, b"" where there is none.
+    """
+
+    key: str
+    path: str
+    caption: str = ""
+    text_tokens: int = 0
+    source: VideoInfo | None = None
+    samples: tuple[CheckedSample, ...] = ()
+    warnings: tuple[str, ...] = ()
+    reason: str = ""
+    thumbnail: bytes = b""
+
+    @property
+    def verdict(self) -> Literal["rejected", "warned", "fine"]:
+        """The worst that is to be said."""
+        return "rejected" if self.reason else "warned" if self.warnings else "fine"
+
+
+@dataclass(frozen=True)
+class PackingForecast:
+    """How the samples will fill bins of `max_tokens`; `problem` says why they cannot, else it is ""."""
+
+    max_tokens: int
+    bins_per_step: int
+    fill: float
+    steps_per_epoch: int
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `wands check` saw.
+
+    Attributes:
+        source: as given.
+        variant: whose strides and frame rate were used.
+        spec: what clips are turned into.
+        clips: every row of the source, rejected ones first, then those with warnings, each sorted by key.
+        exact_text: token counts of captions come from the model's own tokenizer.
+        cache_bytes: expected size of the cache's shards.
+        packing: None where there is no sample.
+        seconds: wall time.
+        more_pixels: further bounds of a frame's area.
+    """
+
+    source: str
+    variant: str
+    spec: ClipSpec
+    clips: tuple[CheckedClip, ...]
+    exact_text: bool
+    cache_bytes: int
+    packing: PackingForecast | None
+    seconds: float
+    more_pixels: tuple[int, ...] = ()
+
+    @property
+    def samples(self) -> list[CheckedSample]:
+        """All samples, in the order of the clips."""
+        return [sample for clip in self.clips for sample in clip.samples]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Video tokens of each sample, int64."""
+        return np.array([sample.num_tokens for sample in self.samples], np.int64)
+
+    def count(self, verdict: str) -> int:
+        """Clips with this verdict."""
+        return sum(clip.verdict == verdict for clip in self.clips)
+
+    def problems(self) -> list[tuple[str, int]]:
+        """What is said of clips, without its numbers and names, and of how many; the most frequent first."""
+        said = ((clip, text) for clip in self.clips for text in (clip.reason, *clip.warnings) if text)
+        return Counter(_kind(clip, text) for clip, text in said).most_common()
+
+    def totals(self) -> dict[str, Any]:
+        """The numbers of the whole source."""
+        frames = sum(sample.num_frames for sample in self.samples)
+        return {
+            "clips": len(self.clips),
+            **{verdict: self.count(verdict) for verdict in ("fine", "warned", "rejected")},
+            "samples": len(self.samples),
+            "frames": frames,
+            "seconds_of_video": round(frames / self.spec.fps, 3),
+            "tokens": int(self.tokens.sum()),
+            "cache_bytes": self.cache_bytes,
+        }
+
+    def to_json(self) -> str:
+        """Everything but the thumbnails."""
+        clips = []
+        for clip in self.clips:
+            row = {"verdict": clip.verdict} | asdict(replace(clip, thumbnail=b""))
+            del row["thumbnail"]
+            if clip.source:
+                row["source"]["sar"] = str(clip.source.sar)
+            clips.append(row)
+        head = {"source": self.source, "variant": self.variant, "exact_text": self.exact_text}
+        packing = asdict(self.packing) if self.packing else None
+        settings = asdict(self.spec) | {"more_pixels": self.more_pixels}
+        return json.dumps(
+            head | {"settings": settings, "totals": self.totals(), "packing": packing, "clips": clips},
+            indent=1,
+        )
+
+    def render(self, width: int | None = None) -> str:
+        """The report as the terminal shows it.
+
+        Args:
+            width: columns; default: the terminal's.
+        """
+        lines = [_table(self.clips[:SHOWN_CLIPS], width)]
+        if len(self.clips) > SHOWN_CLIPS:
+            lines.append(f"... and {len(self.clips) - SHOWN_CLIPS:,} more clips: --json and --html have all")
+        totals = self.totals()
+        lines.append(
+            f"{totals['clips']:,} clips: {totals['fine']:,} fine, {totals['warned']:,} with warnings, "
+            f"{totals['rejected']:,} rejected; looked at in {self.seconds:.1f} s"
+        )
+        lines += [f"  {count:7,}  {kind}" for kind, count in self.problems()[:SHOWN_PROBLEMS]]
+        if not self.samples:
+            return "\n".join([*lines, "no sample: wands preprocess would refuse this source"])
+        lines.append(
+            f"{totals['samples']:,} samples for {self.variant}, {totals['seconds_of_video']:,.1f} s of video"
+        )
+        lines.append(token_histogram(self.tokens))
+        text = "" if self.exact_text else " (text tokens estimated: give --model for exact ones)"
+        lines.append(f"cache: about {self.cache_bytes:,} bytes{text}")
+        lines.append(self.packing_line())
+        return "\n".join(lines)
+
+    def packing_line(self) -> str:
+        """Fill and steps in one sentence."""
+        if self.packing is None:
+            return "packing: no sample"
+        if self.packing.problem:
+            return f"packing: {self.packing.problem}"
+        plan = self.packing
+        return (
+            f"packing: bins of {plan.max_tokens:,} tokens are {plan.fill:.1%} full, "
+            f"{plan.steps_per_epoch:,} steps of {plan.bins_per_step:,} bins an epoch"
+        )
+
+
+def describe_source(clip: CheckedClip) -> str:
+    """What the file is, in a few words; "" where that is not known."""
+    info = clip.source
+    if info is None:
+        return ""
+    if info.container.endswith("_pipe"):  # FFmpeg gives an image a rate too
+        return f"{info.width}x{info.height}, {info.codec} image"
+    frames = f", {info.num_frames:,} frames" if info.num_frames else ""
+    return f"{info.width}x{info.height} {info.fps:.5g} fps, {info.duration:.2f} s{frames}, {info.codec}"
+
+
+def describe_samples(clip: CheckedClip) -> str:
+    """What it becomes, in a few words; "" for nothing."""
+    if not clip.samples:
+        return ""
+    first, many = clip.samples[0], len(clip.samples)
+    frames = sum(sample.num_frames for sample in clip.samples)
+    tokens = sum(sample.num_tokens for sample in clip.samples)
+    heading = f"{many} samples, " if many > 1 else ""
+    return f"{heading}{frames:,} frame{'s' * (frames > 1)} {first.width}x{first.height}, {tokens:,} tokens"
+
+
+def _kind(clip: CheckedClip, text: str) -> str:
+    """A reason or warning up to its first number, colon or bracket."""
+    text = re.sub(r"=\S+", "", text.removeprefix(f"video={clip.path} "))
+    return re.split(r"[;:(]|\s(?=\S*\d)", text)[0].strip()
+
+
+def _table(clips: Sequence[CheckedClip], width: int | None) -> str:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=width or (None if sys.stdout.isatty() else LOG_WIDTH))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name, share in (("clip", 3), ("is", 3), ("becomes", 3), ("verdict", 5)):
+        table.add_column(name, overflow="fold", ratio=share)
+    table.expand = True
+    for clip in clips:
+        verdict = (
+            "; ".join((*([f"REJECTED: {clip.reason}"] if clip.reason else []), *clip.warnings)) or "fine"
+        )
+        style = {"rejected": "red", "warned": "yellow", "fine": "green"}[clip.verdict]
+        cells = (clip.key, describe_source(clip), describe_samples(clip))
+        table.add_row(*(Text(cell) for cell in cells), Text(verdict, style=style))
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")

@@ -1,0 +1,56 @@
+"""What the flow section of a recipe means, drawn: the share of training spent at each noise level."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from wands.config.recipe import FlowConfig
+from wands.flow.rng import philox
+from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS, sample_sigma
+
+BAR_WIDTH = 50
+
+
+def timestep_histogram(
+    flow: FlowConfig,
+    seed: int = 0,
+    *,
+    num_samples: int = 20_000,
+    num_bins: int = 20,
+    sigma_range: tuple[float, float] = (0.0, 1.0),
+) -> str:
+    """Draw timesteps as training does, after the shift, and count them.
+
+    Args:
+        flow: the recipe's section.
+        seed: of the draws.
+        num_samples: draws; 20,000 place each bar within 0.3 % of all samples.
+        num_bins: bars between 0 and 1000.
+        sigma_range: noise levels of the expert that is trained.
+
+    Returns:
+        A heading, one line a bar from high noise to low, and a line of quantiles; ASCII only.
+    """
+    generator = philox(seed, "histogram")
+    sigmas = [sample_sigma(generator, flow, *sigma_range) for _ in range(num_samples)]
+    timesteps = np.array(sigmas) * NUM_TRAIN_TIMESTEPS
+    counts, edges = np.histogram(timesteps, bins=num_bins, range=(0, NUM_TRAIN_TIMESTEPS))
+    bars = [
+        f"{edges[i]:6.0f} - {edges[i + 1]:4.0f}  {counts[i] / num_samples:6.1%}  "
+        + "#" * round(BAR_WIDTH * counts[i] / counts.max())
+        for i in reversed(range(num_bins))
+    ]
+    quantiles = ", ".join(f"{q}% {np.percentile(timesteps, q):.0f}" for q in (5, 25, 50, 75, 95))
+    return "\n".join(
+        [_heading(flow), "  timestep     share", *bars, f"mean {timesteps.mean():.0f}; {quantiles}"]
+    )
+
+
+def _heading(flow: FlowConfig) -> str:
+    details = {
+        "uniform": "",
+        "logit_normal": f"({flow.logit_mean:g}, {flow.logit_std:g})",
+        "mode": f"({flow.mode_scale:g})",
+    }[flow.timestep_sampling]
+    mixture = f", {flow.mix_uniform:.0%} uniform unshifted" if flow.mix_uniform else ""
+    return f"{flow.preset}: {flow.timestep_sampling}{details}, flow_shift {flow.flow_shift:g}{mixture}"

@@ -1,0 +1,165 @@
+"""Samples and embeddings on their way into a cache: a file that loses nothing but its torn end when a process is killed.
+
+An HDF5 file of a killed process is lost, so a sample is first appended here, and shards are made of whole journals.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wands.data.cache.format import disk_error
+from wands.errors import CacheError
+
+_HEAD = struct.Struct("<4sIQII")  # magic, bytes of header and arrays, CRC-32 of header and arrays
+_MAGIC = b"wjr1"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where one record lies.
+
+    Attributes:
+        name: key of a sample, or what else it is found by.
+        meta: JSON values.
+        path: the journal.
+        offset: of the arrays in the file.
+        shapes: of the arrays, all uint16.
+        crc32: of the arrays' bytes.
+    """
+
+    name: str
+    meta: dict[str, Any]
+    path: Path
+    offset: int
+    shapes: tuple[tuple[int, ...], ...]
+    crc32: int
+
+    def read(self) -> list[np.ndarray]:
+        """The arrays, uint16, writable.
+
+        Raises:
+            CacheError: their checksum is wrong, as after a power cut.
+        """
+        sizes = [2 * int(np.prod(shape)) for shape in self.shapes]
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            content = bytearray(file.read(sum(sizes)))
+        if zlib.crc32(content) != self.crc32:
+            raise CacheError(
+                f"cache={self.path.parent.parent} has a damaged {self.path.name} ({self.name}); delete "
+                f"{self.path} and run the same wands preprocess again."
+            )
+        bits = np.frombuffer(content, np.uint16)
+        cuts = np.cumsum([size // 2 for size in sizes])[:-1]
+        return [part.reshape(shape) for part, shape in zip(np.split(bits, cuts), self.shapes, strict=True)]
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Every whole record of a journal, without its arrays; a torn end is left out, and all behind a damaged header.
+
+    Args:
+        path: the file; it may be written to at the same time.
+    """
+    with path.open("rb") as file:
+        size, position = file.seek(0, os.SEEK_END), 0
+        while position + _HEAD.size <= size:
+            file.seek(position)
+            magic, header_bytes, num_bytes, header_crc32, crc32 = _HEAD.unpack(file.read(_HEAD.size))
+            offset = position + _HEAD.size + header_bytes
+            if magic != _MAGIC or offset + num_bytes > size:
+                return
+            content = file.read(header_bytes)
+            if zlib.crc32(content) != header_crc32:
+                return
+            header = json.loads(content)
+            shapes = tuple(tuple(shape) for shape in header["shapes"])
+            if num_bytes != 2 * sum(int(np.prod(shape)) for shape in shapes):
+                return
+            yield Record(header["name"], header["meta"], path, offset, shapes, crc32)
+            position = offset + num_bytes
+
+
+class Journal:
+    """Appends records to a file, new or begun by a process that was killed. One process at a time.
+
+    Attributes:
+        path: the file.
+        num_records: in the file.
+        num_bytes: of the file.
+    """
+
+    def __init__(self, path: Path, durable: bool = True) -> None:
+        """Open the file, which must exist, and cut off a torn end.
+
+        Args:
+            path: the file.
+            durable: survive a power cut too, not the end of the process alone.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+        """
+        self.path, self._durable = path, durable
+        self._file = path.open("r+b", buffering=0)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # held until the process ends, however it ends
+            records = list(read_records(path))
+            self.num_records = len(records)
+            self.num_bytes = (
+                records[-1].offset + 2 * sum(int(np.prod(shape)) for shape in records[-1].shapes)
+                if records
+                else 0
+            )
+            self._file.truncate(self.num_bytes)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def add(self, name: str, arrays: Sequence[np.ndarray], meta: Mapping[str, Any]) -> None:
+        """Append one record; once this returns, killing the process does not lose it.
+
+        Args:
+            name: what it is found by.
+            arrays: uint16, contiguous.
+            meta: JSON values.
+
+        Raises:
+            CacheError: the disk is full; the journal is as it was.
+        """
+        assert all(array.dtype == np.uint16 for array in arrays), [array.dtype for array in arrays]
+        content = b"".join(array.tobytes() for array in arrays)
+        header = json.dumps(
+            {"name": name, "shapes": [array.shape for array in arrays], "meta": meta}
+        ).encode()
+        head = _HEAD.pack(_MAGIC, len(header), len(content), zlib.crc32(header), zlib.crc32(content))
+        left = memoryview(head + header + content)
+        size = len(left)
+        try:
+            self._file.seek(self.num_bytes)
+            while left:
+                left = left[self._file.write(left) :]
+            if self._durable:
+                os.fdatasync(self._file.fileno())
+        except OSError as error:
+            self._file.truncate(self.num_bytes)
+            raise disk_error(self.path, size, error, cache=self.path.parent.parent) from None
+        self.num_bytes += size
+        self.num_records += 1
+
+    def clear(self) -> None:
+        """Forget all records: they have come to lie elsewhere."""
+        self._file.truncate(0)
+        self.num_bytes = self.num_records = 0
+
+    def close(self) -> None:
+        """Let another process have the file."""
+        self._file.close()

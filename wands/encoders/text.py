@@ -1,0 +1,80 @@
+"""Captions to text embeddings, as official Wan makes them. Letters: L text tokens, D width of the encoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, UMT5EncoderModel
+
+from wands.data.clips.captions import CLEANING_VERSION as CLEANING_VERSION
+from wands.data.clips.captions import clean_caption
+from wands.encoders.components import find_part, quiet_without_terminal
+from wands.errors import ConfigError
+from wands.variants import TEXT_LEN
+
+
+class TextEncoder:
+    """UMT5 and its tokenizer; one caption at a time, no padding.
+
+    UMT5 masks its pads, so they change nothing but cost and rounding; without them a caption's embedding
+    depends on that caption alone, bit for bit, whatever else is encoded in the same run. The pads that Wan's
+    DiT attends to are zeros, which training appends.
+    """
+
+    def __init__(self, tokenizer: Any, model: UMT5EncoderModel) -> None:
+        """Take a loaded tokenizer and encoder.
+
+        Raises:
+            ConfigError: a faulty transformers release left the token embedding random.
+        """
+        if model.encoder.embed_tokens.weight.data_ptr() != model.shared.weight.data_ptr():
+            # Seen in releases of late 2025: every caption becomes noise, and nothing fails.
+            raise ConfigError(
+                "text_encoder: UMT5's encoder.embed_tokens is not its shared embedding; upgrade "
+                "transformers, this release loads the encoder wrongly."
+            )
+        self.tokenizer = tokenizer
+        self.model = model.eval().requires_grad_(False)
+
+    @classmethod
+    def load(
+        cls, model: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+    ) -> TextEncoder:
+        """Load from a pipeline folder or Hub id.
+
+        Raises:
+            ConfigError: there is no such model, or its files are damaged.
+        """
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer"))
+            folder = find_part(model, "text_encoder")
+            with quiet_without_terminal():
+                encoder = UMT5EncoderModel.from_pretrained(folder, dtype=dtype)
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(f"model={model}: its text encoder cannot be loaded ({reason}).") from None
+        return cls(tokenizer, encoder.to(device))
+
+    @torch.no_grad()
+    def encode(self, caption: str) -> Tensor:
+        """Clean, tokenise (at most 512 tokens, end token included) and encode one caption.
+
+        Args:
+            caption: any text; "" gives the unconditional embedding.
+
+        Returns:
+            bf16 [L, D] on the CPU, L the caption's real length, at least 1.
+        """
+        tokens = self.tokenizer(
+            clean_caption(caption),
+            max_length=TEXT_LEN,
+            truncation=True,
+            add_special_tokens=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        ).to(self.model.device)
+        states = self.model(tokens.input_ids, tokens.attention_mask).last_hidden_state
+        return states[0].to("cpu", torch.bfloat16)

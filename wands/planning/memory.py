@@ -1,0 +1,274 @@
+"""What a run takes of each rank's memory, worked out before it starts.
+
+Two moments can be the highest of a step: the backward of some block, when activations are there and gradients are coming, or the
+optimizer's update, when activations are gone and all gradients are there. Both are added up from the tensors that DeepSpeed and
+the model keep; the estimate is the higher. tests/distributed/planning/test_memory.py holds it against peaks that were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from wands.config.recipe import Recipe
+from wands.planning.activations import FP32, Activations
+from wands.train.optimizers import kind_of, state_bytes_per_param
+from wands.variants import TEXT_LEN, DiTShape
+
+MARGIN = 1.06
+"""What the allocator takes beyond the tensors: rounding and holes (fragmentation)."""
+CUDA_CONTEXT = 1.5 * 2**30
+"""What CUDA, its libraries and NCCL's buffers take of a GPU before the first tensor."""
+# DeepSpeed's own defaults, for JSONs that leave them out.
+_ZERO_DEFAULTS = {
+    "reduce_bucket_size": 5e8,
+    "stage3_prefetch_bucket_size": 5e7,
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_param_persistence_threshold": 1e5,
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank.
+
+    Attributes:
+        device: at the highest moment of a step, by component.
+        host: what is offloaded, by component.
+    """
+
+    device: dict[str, float]
+    host: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        """Bytes of all tensors on the device at the highest moment."""
+        return sum(self.device.values())
+
+    @property
+    def needed(self) -> float:
+        """`peak` with the allocator's margin."""
+        return self.peak * MARGIN
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a DiT as it is stored.
+
+    Attributes:
+        name: as the model calls it.
+        shape: of the whole.
+        element_size: bytes.
+        trained: whether it has a gradient.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    element_size: int
+    trained: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the memory of a run depends on besides its recipe and its DeepSpeed config.
+
+    Attributes:
+        shape: the DiT.
+        weights: its parameters, a LoRA's included.
+        num_models: DiTs that are trained one after the other: all states are there, activations of one.
+        world_size: ranks that share the states.
+        ulysses_degree: ranks that share heads.
+        ring_degree: ranks that share each sample's tokens.
+        micro_steps: forwards of a rank in an optimizer step.
+        max_tokens: of the fullest bin.
+        max_samples: clips in a bin.
+        device_type: "cuda" or "cpu".
+        text_len: tokens of the longest caption.
+    """
+
+    shape: DiTShape
+    weights: Sequence[Weight]
+    num_models: int
+    world_size: int
+    ulysses_degree: int
+    ring_degree: int
+    micro_steps: int
+    max_tokens: int
+    max_samples: int
+    device_type: str
+    text_len: int = TEXT_LEN
+
+    @property
+    def tokens(self) -> float:
+        """Of one rank."""
+        return self.max_tokens / (self.ulysses_degree * self.ring_degree)
+
+    @cached_property
+    def stored(self) -> int:
+        """Bytes of one DiT's parameters."""
+        return sum(weight.numel * weight.element_size for weight in self.weights)
+
+    @cached_property
+    def trained(self) -> int:
+        """Parameters of one DiT that are trained."""
+        return sum(weight.numel for weight in self.weights if weight.trained)
+
+
+def to_gib(size: float) -> str:
+    """Bytes in words."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+
+
+def estimate_memory(load: Load, recipe: Recipe, ds_config: Mapping[str, Any]) -> Memory:
+    """Bytes that one rank holds at the highest moment of a step.
+
+    Args:
+        load: sizes.
+        recipe: precision, checkpointing, LoRA.
+        ds_config: what `build_ds_config` returned.
+    """
+    states = _States(load, recipe, ds_config)
+    activations = Activations(
+        load.shape,
+        recipe,
+        states.stage,
+        tokens=load.tokens,
+        text_rows=load.max_samples * (load.text_len + load.shape.image_len),
+        exchanged=load.ulysses_degree > 1,
+    )
+    moments = [states.during_update()]
+    for blocks_left, held in activations.moments():
+        moments.append(states.during_backward(blocks_left) | {"activations": held})
+    highest = max(moments, key=lambda parts: sum(parts.values()))
+    host = states.on_host() | activations.on_host()
+    return Memory({name: size for name, size in highest.items() if size}, host)
+
+
+class _States:
+    """Weights, gradients and the optimizer's states."""
+
+    def __init__(self, load: Load, recipe: Recipe, ds_config: Mapping[str, Any]) -> None:
+        self.load, self.recipe = load, recipe
+        self.zero = {**_ZERO_DEFAULTS, **ds_config["zero_optimization"]}
+        self.stage = int(self.zero.get("stage", 0))
+        self._optimizer = str(ds_config["optimizer"]["type"])
+        offload = [
+            (self.zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")
+        ]
+        self._optimizer_away = offload[0] != "none" or bool(self.zero.get("cpu_offload"))
+        self._weights_away = offload[1] != "none"
+        self._share = [load.world_size if self.stage >= stage else 1 for stage in range(4)]
+
+    def during_backward(self, blocks_left: int) -> dict[str, float]:
+        """Beside the activations, when so many blocks have not been left yet."""
+        load, held = self.load, dict(self._held)
+        done = 1.0 if load.micro_steps > 1 or self.stage == 3 else 1 - blocks_left / load.shape.num_layers
+        if self.stage == 2 and done:
+            done = 1.0  # DeepSpeed allocates the rank's share with the first bucket
+        held["gradients"] = held.get("gradients", 0.0) + done * self._gradients
+        held["buffers"] = held.get("buffers", 0.0) + (self._bucket() if self.stage in (1, 2) else 0.0)
+        if self.stage == 3:
+            held["gathered weights"] = self._gathered
+            held["buffers"] += self._bucket() if load.world_size > 1 else 0.0  # cut into shards on its way
+        return held
+
+    def during_update(self) -> dict[str, float]:
+        """When the optimizer works: no activations."""
+        load, held = self.load, dict(self._held)
+        share = FP32 * load.trained / load.world_size
+        held["gradients"] = held.get("gradients", 0.0) + self._gradients
+        if self.stage and not self._optimizer_away:
+            held["gradients"] += share  # flattened once more
+        if self.stage == 3:
+            held["gathered weights"] = self._persistent
+        if load.device_type == "cpu" and self.stage and kind_of(self._optimizer) == "adamw":
+            held["update"] = 2 * share  # torch's AdamW on one flat tensor: a root and a quotient of its size
+        return held
+
+    def on_host(self) -> dict[str, float]:
+        """What is offloaded or averaged there."""
+        load, host = self.load, {}
+        if self._optimizer_away:
+            host["optimizer"] = load.num_models * (self._masters(apart=True) + self._moments())
+            host["gradients"] = load.num_models * FP32 * load.trained / load.world_size
+        if self._weights_away:
+            host["weights"] = load.num_models * load.stored / self._share[3]
+        if self.recipe.ema and self.recipe.ema.device == "cpu":
+            host["ema"] = self._average()
+        return host
+
+    @cached_property
+    def _held(self) -> dict[str, float]:
+        """Always there."""
+        load, held = self.load, {}
+        models = load.num_models
+        held["weights"] = 0.0 if self._weights_away else models * load.stored / self._share[3]
+        if not self._optimizer_away:
+            held["optimizer"] = models * (self._masters() + self._moments())
+        if self.recipe.ema and self.recipe.ema.device == "gpu":
+            held["ema"] = self._average()
+        if self.stage == 3:
+            # Of every DiT; what it shares out otherwise is there for one at a time.
+            held["gradients"] = (models - 1) * self._gradients
+            held["buffers"] = models * self._bucket()
+        return held
+
+    def _masters(self, apart: bool = False) -> float:
+        """Stage 0 updates the weights themselves, and stage 3 its share of them where that is fp32."""
+        trained = self.load.trained
+        if self.stage == 3 and not apart:
+            trained = sum(w.numel for w in self.load.weights if w.trained and w.element_size != FP32)
+        return FP32 * trained / self.load.world_size if self.stage else 0.0
+
+    def _moments(self) -> float:
+        kind, trained = kind_of(self._optimizer), self.load.trained
+        named = [(weight.name, weight.shape) for weight in self.load.weights if weight.trained]
+        each = state_bytes_per_param(kind, named, self.stage) if kind else 2 * FP32
+        return each * trained / self._share[1]
+
+    @cached_property
+    def _gradients(self) -> float:
+        if self.stage >= 2 and self._optimizer_away:
+            return 0.0
+        if self.stage >= 2:
+            return FP32 * self.load.trained / self.load.world_size
+        made = [w for w in self.load.weights if w.trained]
+        # What micro batches add up to is fp32, apart from gradients that are made in bf16.
+        sums = self.stage == 1 and self.load.micro_steps > 1
+        return float(sum(w.numel * (w.element_size + FP32 * (sums and w.element_size < FP32)) for w in made))
+
+    def _bucket(self) -> float:
+        # build_engine keeps a bucket from being larger than all that goes through it.
+        size = FP32 * min(float(self.zero["reduce_bucket_size"]), self.load.trained)
+        return size * (2 if self.stage < 3 and self.zero.get("overlap_comm") else 1)
+
+    def _average(self) -> float:
+        return self.load.num_models * FP32 * self.load.trained / self.load.world_size
+
+    @cached_property
+    def _persistent(self) -> float:
+        """Whole parameters that are too small for ZeRO-3 to gather each time."""
+        if self.load.world_size == 1:
+            return 0.0
+        threshold = float(self.zero["stage3_param_persistence_threshold"])
+        return float(sum(w.numel * w.element_size for w in self.load.weights if w.numel < threshold))
+
+    @cached_property
+    def _gathered(self) -> float:
+        """Whole weights that ZeRO-3 holds on every rank while a block works."""
+        if self.load.world_size == 1:
+            return 0.0
+        live = float(self.zero["stage3_max_live_parameters"])
+        size = self.load.stored / max(sum(w.numel for w in self.load.weights), 1)
+        return min(float(self.load.stored), self._persistent + size * live)

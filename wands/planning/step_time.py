@@ -1,0 +1,251 @@
+"""How long an optimizer step takes, worked out before it is made: arithmetic on FLOPs, bytes and links, nothing is measured.
+
+It asks the functions that wands itself plans and reports with: DiTShape for FLOPs, ContextPlan for the cut of a bin, its balance
+and its bytes, choose_degrees for the degrees, and the packer's LEVEL for the wait for the slowest rank.
+
+work      Kernels reach the machine's shares of its peak. Backward is 2 forwards of the linear layers (1 where their weights are
+          frozen) and 2.5 of attention, whose scores are computed again. Recomputation adds a forward, without attention where
+          its output is kept.
+ulysses   All-to-alls inside the node, hidden by nothing; recomputation runs those of the forward again that are not kept.
+ring      The message of a round runs beside that round's kernel: hidden as far as the kernel lasts, but for the last hop, which
+          takes the gradients home.
+ZeRO      Stage 3 gathers the weights twice and reduces the gradients once in every micro step; stages 1 and 2 reduce, and
+          gather once in a step. Hidden in compute that the ring has left over.
+offload   Weights, gradients and block inputs go over the link to the host; the host's update reads and writes 28 bytes a
+          parameter at that link's speed.
+left out  Latency, congestion, stragglers, the optimizer's own time on the device, input, padding, losses of small kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wands.config.recipe import ParallelConfig
+from wands.data.packing import LEVEL
+from wands.distributed.dims import choose_degrees
+from wands.distributed.layout import ContextPlan
+from wands.planning.hardware import MACHINES, Machine
+from wands.variants import DiTShape
+
+BF16, FP32 = 2, 4
+LINEAR_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # in forwards
+_ADAM_ON_HOST = 28  # bytes a parameter: gradient, weight and two moments, three of them written too
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step's time depends on besides the model and its bins.
+
+    Attributes:
+        machine: GPUs and links.
+        checkpointing: `model.checkpointing`, with its default tensors.
+        reduce: `precision.reduce`.
+        bins: of an optimizer step.
+        zero_stage: of the DeepSpeed config.
+        num_trained: parameters with gradients; None is all.
+        offload_optimizer: the optimizer's states are on the host.
+        offload_weights: so are the weights.
+    """
+
+    machine: Machine = MACHINES["h100"]
+    checkpointing: str = "selective"
+    reduce: str = "fp32"
+    bins: int = 64
+    zero_stage: int = 3
+    num_trained: int | None = None
+    offload_optimizer: bool = False
+    offload_weights: bool = False
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds of transfer, and those of them that compute does not hide."""
+
+    total: float = 0.0
+    exposed: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.total + other.total, self.exposed + other.exposed)
+
+    def __mul__(self, count: int) -> Traffic:
+        return Traffic(self.total * count, self.exposed * count)
+
+    @property
+    def hidden(self) -> float:
+        """Share."""
+        return 1 - self.exposed / self.total if self.total else 1.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One optimizer step of one DiT.
+
+    Attributes:
+        setting: what was asked.
+        gpus: all ranks.
+        plan: the cut of a bin.
+        flops: of one micro step on one rank, without what is computed twice.
+        compute: seconds of a micro step on one rank.
+        all_to_all: Ulysses' traffic of a micro step.
+        ring_traffic: the ring's.
+        zero: DeepSpeed's.
+        once: seconds that a step takes beside its micro steps.
+    """
+
+    setting: Setting
+    gpus: int
+    plan: ContextPlan
+    flops: float
+    compute: float
+    all_to_all: Traffic
+    ring_traffic: Traffic
+    zero: Traffic
+    once: float
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share a bin."""
+        return self.plan.ulysses_degree * self.plan.ring_degree
+
+    @property
+    def dp(self) -> int:
+        """Groups of ranks that hold different bins."""
+        return self.gpus // self.cp
+
+    @property
+    def micro_steps(self) -> int:
+        """Of an optimizer step."""
+        return self.setting.bins // self.dp
+
+    @property
+    def seconds(self) -> float:
+        """Of an optimizer step."""
+        slowest = self.compute / (LEVEL if self.dp > 1 else 1.0)
+        micro_step = slowest + self.all_to_all.exposed + self.ring_traffic.exposed + self.zero.exposed
+        return micro_step * self.micro_steps + self.once
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak that the model's own FLOPs make; what is computed twice does not count."""
+        return self.flops * self.micro_steps / self.seconds / self.setting.machine.peak
+
+    @property
+    def l_eff(self) -> float:
+        """sum(L^2) / sum(L): the length by which the attention of a bin is as much work."""
+        lens = self.plan.seq_lens
+        return sum(length * length for length in lens) / sum(lens)
+
+    @property
+    def l_needed(self) -> float:
+        """`l_eff` from which on the ring's forward hides."""
+        machine = self.setting.machine
+        flops = machine.peak * machine.attention_efficiency
+        return self.plan.ring_degree * flops / machine.ring_bandwidth(self.cp)
+
+
+def predict(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: Setting) -> Prediction:
+    """Steps in which every group of ranks forwards bins alike.
+
+    Args:
+        shape: the DiT.
+        lens: tokens of each clip of a bin.
+        gpus: all ranks.
+        cp: ranks that share a bin.
+        setting: the rest.
+
+    Raises:
+        ConfigError: so many ranks cannot share a bin of this model.
+    """
+    machine, layers = setting.machine, shape.num_layers
+    in_node = min(gpus, machine.ranks_per_node)
+    degrees = choose_degrees(
+        ParallelConfig(cp_size=cp), num_heads=shape.num_heads, ranks_per_node=in_node, model=""
+    )
+    plan = ContextPlan.build(lens, ulysses_degree=degrees.ulysses, ring_degree=degrees.ring)
+    trained = shape.num_params if setting.num_trained is None else min(setting.num_trained, shape.num_params)
+    share = trained / shape.num_params
+
+    pairs = shape.attention_flops_per_squared_token() * sum(length * length for length in lens)
+    # Text and time embeddings are computed by every rank of the group.
+    whole = len(lens) * shape.linear_flops_per_sample()
+    matmuls = (shape.forward_flops(lens) - pairs - whole) / cp + whole
+    linear = matmuls / (machine.peak * machine.linear_efficiency)
+    attention = pairs / cp * plan.cost_balance() / (machine.peak * machine.attention_efficiency)
+    again = setting.checkpointing != "none"
+    attend_again = setting.checkpointing in ("full", "offload")
+    linear_backward = 1.0 + (LINEAR_BACKWARD - 1.0) * share
+    forward = linear + attention
+    backward = (linear_backward + again) * linear + (ATTENTION_BACKWARD + attend_again) * attention
+
+    comm = plan.comm_bytes(shape.dim, BF16)
+    # `selective` keeps what the last quarter of a forward's exchange brings.
+    exchanges = 1.0 + (1.0 if attend_again else 0.75 * again)
+    exchanged = layers * (exchanges * comm.ulysses_forward + comm.ulysses_backward) / machine.node_bandwidth
+    one_way, back = ring_traffic(plan, shape.dim, attention / layers, machine.ring_bandwidth(cp))
+    ring_forward, ring_backward = one_way * layers, (back + one_way * attend_again) * layers
+
+    zero, once = _zero_traffic(
+        shape, gpus, trained, setting, (forward, backward), (ring_forward, ring_backward)
+    )
+    if setting.checkpointing == "offload":  # every block's input out and back, beside the computation
+        moved = 2 * FP32 * shape.dim * layers * sum(lens) / cp / machine.host_bandwidth
+        zero += Traffic(moved, max(0.0, moved - forward - backward))
+    flops = (2 + share) * (shape.forward_flops(lens) - pairs) / cp + 3 * pairs / cp
+    return Prediction(
+        setting,
+        gpus,
+        plan,
+        flops,
+        forward + backward,
+        Traffic(exchanged, exchanged),
+        ring_forward + ring_backward,
+        zero,
+        once,
+    )
+
+
+def _zero_traffic(
+    shape: DiTShape,
+    gpus: int,
+    trained: int,
+    setting: Setting,
+    compute: tuple[float, float],
+    rings: tuple[Traffic, Traffic],
+) -> tuple[Traffic, float]:
+    """Traffic of a micro step, hidden in what the ring leaves of forward and backward; and seconds once in a step."""
+    machine, size = setting.machine, FP32 if setting.reduce == "fp32" else BF16
+    wire = (gpus - 1) / gpus / machine.world_bandwidth(gpus)
+    weights, gradients = shape.num_params * size * wire, trained * size * wire
+    once = 0.0
+    if setting.zero_stage == 3:
+        fetched = FP32 * shape.num_params / gpus / machine.host_bandwidth if setting.offload_weights else 0.0
+        messages = (weights + fetched, weights + gradients + fetched)
+    else:
+        messages = (0.0, gradients if setting.zero_stage == 2 else 0.0)
+        # The others reduce once in a step, which is two of stage 0's all-reduces; updated shards are gathered.
+        once = (gradients if setting.zero_stage < 2 else 0.0) + trained * FP32 * wire
+    if setting.offload_optimizer:
+        once += (2 * FP32 + _ADAM_ON_HOST) * trained / gpus / machine.host_bandwidth
+    exposed = 0.0
+    for message, seconds, ring in zip(messages, compute, rings, strict=True):
+        exposed += max(0.0, message - (seconds - (ring.total - ring.exposed)))
+    return Traffic(sum(messages), exposed), once
+
+
+def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float) -> list[Traffic]:
+    """Forward and backward of one layer, round by round, as wands/attention/ring.py sends and waits.
+
+    `attention` is the seconds of the layer's forward on one rank, `bandwidth` that of the slowest link.
+    """
+    degree, comm = plan.ring_degree, plan.comm_bytes(dim, BF16)
+    if degree == 1:
+        return [Traffic(), Traffic()]
+    block = comm.ring_forward / (degree - 1) / bandwidth
+    grads = (comm.ring_backward - comm.ring_forward) / (degree - 1) / bandwidth
+    kernel = attention / degree
+    # The gradients of a block begin at the next row, travel beside the round after, and come home beside nothing.
+    backward = [block * (step < degree - 1) + grads * (step > 1) for step in range(degree)]
+    late = sum(max(0.0, message - ATTENTION_BACKWARD * kernel) for message in backward)
+    forward = Traffic(block, max(0.0, block - kernel)) * (degree - 1)
+    return [forward, Traffic(sum(backward) + grads, late + grads)]

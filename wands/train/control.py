@@ -1,0 +1,60 @@
+"""Ways to ask a running job to save, to stop, or to compare its ranks."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class ControlRequest(NamedTuple):
+    """What a running job was asked for since the last step.
+
+    Attributes:
+        save: write a checkpoint now.
+        quit: stop after it.
+        check: compare plan and weights between the ranks.
+    """
+
+    save: bool = False
+    quit: bool = False
+    check: bool = False
+
+
+_FILES = {
+    "save": ControlRequest(save=True),
+    "save_quit": ControlRequest(save=True, quit=True),
+    "check": ControlRequest(check=True),
+}
+
+
+class ControlRequests:
+    """Listens for SIGTERM to a worker, and for a file `save`, `save_quit` or `check` in the run folder."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._dir = output_dir
+        self._terminated = False
+        self._previous: Any = None
+
+    def __enter__(self) -> ControlRequests:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._on_term)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def _on_term(self, signum: int, frame: object) -> None:
+        self._terminated = True
+
+    def poll(self, rank: int) -> ControlRequest:
+        """What this rank was asked for; only rank 0 looks at the files and takes them away."""
+        asked = [ControlRequest(save=True, quit=True)] if self._terminated else []
+        if rank == 0:
+            for name, wishes in _FILES.items():
+                if (self._dir / name).exists():
+                    (self._dir / name).unlink(missing_ok=True)
+                    asked.append(wishes)
+        return ControlRequest(*(any(values) for values in zip(*asked, strict=True)))
