@@ -1,15 +1,21 @@
-"""Every mistake a user can make ends as a :class:`WandsError`; `wands.cli` alone turns one into exit code 2.
+"""Errors that a user can fix, and the text functions that their messages share.
 
-A message names the key, the value, the rule that is broken and the cure:
-``parallel.ulysses_degree=8 must divide num_heads=12 of wan2.1-t2v-1.3b; use 1, 2, 3, 4, 6 or 12.``
+A message has three parts in this order: what is wrong (key and value), the rule or the numbers, the fix:
+``parallel.ulysses_degree=8 does not divide num_heads=12 (wan2.1-t2v-1.3b). Use 1, 2, 3, 4, 6 or 12.``
+`wands.cli` alone turns a WandsError into exit code 2.
 """
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class WandsError(Exception):
-    """A mistake that the user can mend; its text is the whole message.
+    """An error the user can fix; its text is the whole message.
 
     Attributes:
-        agreed: every rank of the process group raises the same text, so one of them is enough to print it.
+        agreed: every rank of the process group raises the same text, so one rank is enough to print it.
     """
 
     def __init__(self, message: str, *, agreed: bool = False) -> None:
@@ -18,16 +24,42 @@ class WandsError(Exception):
 
 
 class ConfigError(WandsError):
-    """A recipe, a ``--set`` or a DeepSpeed JSON asks for something that cannot be."""
+    """Invalid recipe, option or DeepSpeed JSON."""
 
 
 class DataError(WandsError):
-    """A source of clips, a caption or a clip cannot be used."""
+    """Unusable clip, caption or source of clips."""
 
 
 class CacheError(WandsError):
-    """A latent cache is missing, damaged, or made for another model."""
+    """Latent cache that is missing, damaged, or made for another model."""
 
 
 class CheckpointError(WandsError):
-    """A checkpoint is missing, incomplete, or was made by another world."""
+    """Checkpoint that is missing, incomplete, or saved by an incompatible run."""
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """Return an exception's message on one line, for use inside another message.
+
+    The text of an OSError is its reason without number and file name. An empty message becomes the exception's class name.
+
+    Args:
+        error: any exception.
+        limit: largest number of characters.
+    """
+    text = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return text[:limit].rstrip(". ") or type(error).__name__
+
+
+def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return the fix for a misspelled name: the nearest known name, or all of them.
+
+    Args:
+        name: what the user typed.
+        known: valid names.
+        prefix: text to put in front of the nearest name, such as the recipe section with its dot.
+    """
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {prefix}{near[0]}?" if near else f"use one of {', '.join(names)}."

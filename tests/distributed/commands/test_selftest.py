@@ -24,8 +24,8 @@ from wands.commands.selftest import dit_parity as selftest_dit
 from wands.commands.selftest import encoder_parity as selftest_encoders
 from wands.commands.selftest import expert_ranges as selftest_experts
 from wands.commands.selftest import parity_setup as selftest_setup
-from wands.commands.selftest.selftest import selftest
 from wands.commands.selftest import selftest as selftest_command
+from wands.commands.selftest.selftest import selftest
 from wands.data.clips.video import save_video
 from wands.data.collate import PackingCollator
 from wands.distributed.layout import ContextLayout

@@ -1,4 +1,4 @@
-"""A model by name: a folder that is there, or a repository of the Hub of which only what is needed is fetched."""
+"""Resolve a model given as a folder or a Hugging Face Hub id."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from wands.errors import ConfigError
+from wands.errors import ConfigError, one_line
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether `name` has the form owner/name of a Hub repository and is not an existing path."""
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(name).exists()
 
 
 def fetch_model(
@@ -19,27 +24,26 @@ def fetch_model(
     allow: Sequence[str] | None = None,
     ignore: Sequence[str] | None = None,
 ) -> Path:
-    """Turn a folder or a Hub id into a folder.
+    """Return the local folder of a model, downloading from the Hub the files that are needed.
 
     Args:
         path: diffusers pipeline folder or Hub id (owner/name).
-        key: what the user calls it, for errors.
-        allow: patterns of the files to fetch; None is all.
-        ignore: patterns of files to leave on the Hub.
+        key: option or recipe key that the user typed, for errors.
+        allow: patterns of the files to download; None downloads all.
+        ignore: patterns of files not to download.
 
     Raises:
-        ConfigError: neither a folder nor a Hub id, or the Hub does not give it.
+        ConfigError: if `path` is neither a folder nor a Hub id, or the download fails.
     """
     name = str(path)
     if name and Path(name).is_dir():  # "" is a folder too, for pathlib: the one that we are in
         return Path(name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).exists():
+    if not is_hub_id(name):
         raise ConfigError(f"{key}={name} is neither a folder nor a Hub id; give one of them.")
     try:
         return Path(snapshot_download(name, allow_patterns=allow, ignore_patterns=ignore))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"{key}={name} is no folder here and could not be fetched from the Hub ({reason}); check the name, the network "
-            "and your access."
+            f"{key}={name} is not a folder and cannot be downloaded from the Hub ({one_line(error)}); check the name, the "
+            "network and your access."
         ) from None
