@@ -21,7 +21,7 @@ from wands.commands.preprocess.work_folder import BEGUN, IN_ENCODER, Marks
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.isolated import Crashed
 
-SITE = {"PYTHONPATH": str(Path(__file__).parent / "deadly_site")}
+SITE = {"PYTHONPATH": str(Path(__file__).resolve().parents[1] / "support" / "deadly_site")}
 OPTIONS = SMALL | {"clip_mode": "slide", "max_samples": 3}
 
 

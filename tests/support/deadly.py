@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from wands.commands.check.check import check
+from wands.commands.check import check
 
 
 def look_at(task: Any) -> Any:
