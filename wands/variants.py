@@ -160,16 +160,16 @@ class DiTShape:
 
 @dataclass(frozen=True)
 class Expert:
-    """One DiT of a model and the noise levels that are its own.
+    """One DiT of a model and the noise levels that it is trained at.
 
     Attributes:
         name: "high" or "low", "" for a model of one DiT.
-        part: its name in a diffusers pipeline, and its sub-folder there.
+        subfolder: "transformer" or "transformer_2": subfolder of a diffusers pipeline, and name of the module there.
         sigma_range: [low, high), the end included when it is 1.
     """
 
     name: str
-    part: str
+    subfolder: str
     sigma_range: tuple[float, float]
 
 

@@ -190,7 +190,7 @@ def stock_gradients(model: Path, job: Job, dtype: torch.dtype = torch.float64) -
     from diffusers import WanTransformer3DModel
 
     [expert] = job.experts
-    stock = WanTransformer3DModel.from_pretrained(model / expert.part).to(dtype)
+    stock = WanTransformer3DModel.from_pretrained(model / expert.subfolder).to(dtype)
     plan, channels = job.sampler.step_plan(0), job.shape.out_channels
     for one in (i for bin_ in plan.bins for i in bin_):
         sample = job.data.read(one)

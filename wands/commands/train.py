@@ -121,7 +121,7 @@ def _show_timesteps(recipe: Recipe, tell: Report) -> None:
     experts = read_model(recipe)[2] if recipe.model.path else ()
     for expert in experts or (None,):
         if expert and expert.name:
-            tell(f"{expert.name}-noise expert ({expert.part})")
+            tell(f"{expert.name}-noise expert ({expert.subfolder})")
         sigma_range = expert.sigma_range if expert else (0.0, 1.0)
         tell(timestep_histogram(recipe.flow, recipe.train.seed, sigma_range=sigma_range))
 
@@ -161,7 +161,7 @@ def _resume_from(job: Job, resume: str | None) -> tuple[Path, TrainState] | None
         world_size=job.world_size,
         zero_stage=job.zero_stage,
         recipe=job.recipe.model_dump(mode="json"),
-        parts=[expert.part for expert in job.experts],
+        parts=[expert.subfolder for expert in job.experts],
         transformer_config=job.transformer_config,
         data_fingerprint=job.data_fingerprint(),
     )

@@ -198,8 +198,8 @@ def _trained_experts(record: Mapping[str, Any], variant: Variant | None) -> str:
     """Which experts of two were trained."""
     if variant is None or len(variant.experts) == 1:
         return ""
-    trained = [expert for expert in variant.experts if expert.part in (record.get("parts") or ())]
-    return " and ".join(f"{expert.name}-noise expert (`{expert.part}`)" for expert in trained)
+    trained = [expert for expert in variant.experts if expert.subfolder in (record.get("parts") or ())]
+    return " and ".join(f"{expert.name}-noise expert (`{expert.subfolder}`)" for expert in trained)
 
 
 def _average(record: Mapping[str, Any]) -> str:

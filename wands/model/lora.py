@@ -135,7 +135,7 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]
         ConfigError: there is no such file, or it holds another expert's.
         CheckpointError: it is damaged, or no LoRA of Wan.
     """
-    file = find_lora_file(Path(path), key, expert.part if expert.name else None)
+    file = find_lora_file(Path(path), key, expert.subfolder if expert.name else None)
     try:
         with safe_open(file, framework="pt") as opened:
             state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a dict
@@ -143,12 +143,12 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{key}={file} cannot be read ({error}); fetch it again.") from None
     loras = read_lora(state, alphas=alphas, where=f"{key}={file}")
-    if expert.part in loras:
-        return loras[expert.part]
+    if expert.subfolder in loras:
+        return loras[expert.subfolder]
     if list(loras) == ["transformer"] and expert.name:  # most files of one expert do not say which
         return loras["transformer"]
     raise ConfigError(
-        f"{key}={file} holds a LoRA of {', '.join(loras)}, not of {expert.part}; give that one's, or set model.experts."
+        f"{key}={file} holds a LoRA of {', '.join(loras)}, not of {expert.subfolder}; give that one's, or set model.experts."
     )
 
 

@@ -216,7 +216,7 @@ def build_model(
     sharded = deepspeed.zero.Init(config_dict_or_path=job.ds_config) if job.zero_stage == 3 else None
     model = load_transformer(
         recipe.model.path,
-        subfolder=expert.part,
+        subfolder=expert.subfolder,
         init=recipe.model.init,
         seed=recipe.train.seed,
         zero_init_context=sharded,

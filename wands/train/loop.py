@@ -70,11 +70,13 @@ def train(
         waiting_since = asked = time.perf_counter()
         for plan, mine in batches:
             started = time.perf_counter()
-            first = engines[job.experts[0].part]
+            first = engines[job.experts[0].subfolder]
             lr = float(first.optimizer.param_groups[0]["lr"])  # before the scheduler moves on
             denominator = job.denominator(plan)
             results = [
-                train_step(engines[expert.part], mine, job, groups, device, denominator, expert.sigma_range)
+                train_step(
+                    engines[expert.subfolder], mine, job, groups, device, denominator, expert.sigma_range
+                )
                 for expert in job.experts
             ]
             step = plan.step + 1
@@ -127,7 +129,7 @@ def _build_engines(job: Job, groups: ProcessGroups, device: torch.device, *, fre
     """An engine for each expert, by its folder in a pipeline."""
     store = ActivationOffloader(device)  # experts take turns, and so do their activations in host memory
     return {
-        expert.part: build_engine(
+        expert.subfolder: build_engine(
             build_model(job, groups, device, expert, fresh=fresh, store=store),
             job.ds_config,
             job.recipe,
@@ -227,7 +229,7 @@ def build_state(job: Job, step: int, epoch: int, history: list[tuple[int, float]
         world_size=job.world_size,
         zero_stage=job.zero_stage,
         variant=job.variant.name,
-        parts=[expert.part for expert in job.experts],
+        parts=[expert.subfolder for expert in job.experts],
         transformer_config=job.transformer_config,
         data_fingerprint=job.data_fingerprint(),
         data_summary=_summarize_data(job),

@@ -251,7 +251,7 @@ def prepare_run(
         )
     if recipe.model.init == "pretrained":
         for expert in experts:
-            check_weights(recipe.model.path, expert.part)
+            check_weights(recipe.model.path, expert.subfolder)
     check_enough_samples(data.visits.at_least if isinstance(data, Sources) else len(data.keys), dp_size)
     collator = PackingCollator(
         shape, recipe.flow, recipe.train.seed, data.null_text_embeds, variant.conditions, recipe.drops
@@ -303,7 +303,7 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
         raise ConfigError(f"model.path={path}: {error}; give a pipeline of Wan 2.1 or 2.2.") from None
     experts = choose_experts(variant, wanted)
     for expert in experts:
-        found = load_config(path, expert.part)
+        found = load_config(path, expert.subfolder)
         differing = [key for key in config if key[0] != "_" and found.get(key) != config[key]]
         if differing:
             raise ConfigError(

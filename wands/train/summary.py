@@ -120,7 +120,7 @@ def _experts(job: Job) -> list[str]:
     if len(job.variant.experts) == 1:
         return []
     ranges = {
-        expert.name: f"{expert.name}-noise expert ({expert.part}), t from {1000 * expert.sigma_range[0]:g} to "
+        expert.name: f"{expert.name}-noise expert ({expert.subfolder}), t from {1000 * expert.sigma_range[0]:g} to "
         f"{1000 * expert.sigma_range[1]:g}"
         for expert in job.experts
     }

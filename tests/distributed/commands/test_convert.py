@@ -406,7 +406,10 @@ def test_an_official_repository_of_two_experts_is_one_to_training(pipelines: dic
     official = convert(str(source), tmp_path / "official", to="official", forward=False).out
     ours, stock = (make_job(model, tmp_path / "run", ("model.experts=both",)) for model in (official, source))
     assert ours.variant == stock.variant
-    assert [(e.name, e.part) for e in ours.experts] == [("high", "transformer"), ("low", "transformer_2")]
+    assert [(e.name, e.subfolder) for e in ours.experts] == [
+        ("high", "transformer"),
+        ("low", "transformer_2"),
+    ]
 
 
 # ---- LoRA ----

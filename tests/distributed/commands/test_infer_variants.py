@@ -204,7 +204,7 @@ def experts_called(pipeline: DiffusionPipeline, variant: str) -> list[tuple[floa
 def check_experts(pipeline: DiffusionPipeline, variant: str) -> None:
     """Sampling asks the expert that was trained at that timestep."""
     trained = {
-        timestep: expert.part
+        timestep: expert.subfolder
         for timestep in TIMESTEPS[variant]
         for expert in VARIANTS[variant].experts
         if expert.sigma_range[0] <= timestep / 1000 < expert.sigma_range[1]

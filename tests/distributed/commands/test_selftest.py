@@ -179,7 +179,7 @@ def experts_swapped(patch: Patch) -> None:
 
     def experts(self: Variant) -> Any:
         high, low = right(self)
-        return replace(high, part=low.part), replace(low, part=high.part)
+        return replace(high, subfolder=low.subfolder), replace(low, subfolder=high.subfolder)
 
     patch.setattr(Variant, "experts", property(experts))
 

@@ -57,7 +57,7 @@ def share_on_the_wrong_side(model: Path, out: Path, experts: str) -> float:
                 ).timesteps
             # diffusers' rule: the first DiT whenever t >= boundary_ratio * 1000
             is_first = timesteps >= job.variant.boundary_ratio * 1000
-            wrong += (is_first != (expert.part == "transformer")).tolist()
+            wrong += (is_first != (expert.subfolder == "transformer")).tolist()
     return sum(wrong) / len(wrong)
 
 

@@ -155,7 +155,7 @@ def test_an_expert_sees_only_its_own_timesteps(
 
     job = make_job(pipelines["wan2.2-i2v-a14b"], tmp_path, (f"model.experts={experts}", flow), world_size=1)
     [expert] = job.experts
-    assert expert.part == {"high": "transformer", "low": "transformer_2"}[experts]
+    assert expert.subfolder == {"high": "transformer", "low": "transformer_2"}[experts]
     batch = job.collator([job.data.read(0)], [0], 0)
     layout = ContextLayout.build(batch.seq_lens)
     timesteps = torch.cat(

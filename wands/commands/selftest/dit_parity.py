@@ -141,7 +141,7 @@ class DiTChecks:
         self._tried.add(what)
 
     def _load_stock(self) -> WanTransformer3DModel:
-        part = self.expert.part
+        part = self.expert.subfolder
         with quiet_without_terminal():
             try:
                 model, info = WanTransformer3DModel.from_pretrained(
@@ -163,7 +163,7 @@ class DiTChecks:
 
     def _load_packed(self, dtype: torch.dtype) -> PackedWanTransformer:
         """fp32 weights, as a training run has them, and the kernel that it would choose here for `dtype`."""
-        model = load_transformer(self.setup.folder, subfolder=self.expert.part).to(self.setup.device)
+        model = load_transformer(self.setup.folder, subfolder=self.expert.subfolder).to(self.setup.device)
         _choose_trained(model)
         self._attend(model, dtype)
         return model

@@ -46,7 +46,7 @@ class ExpertChecks:
         stock = ask_pipeline(self.class_name, self.boundary_ratio, self.num_timesteps, timesteps)
         above, _, below = (timesteps / self.num_timesteps).tolist()
         sigmas = (above, self.boundary_ratio, below)
-        ours = [next((e.part for e in self.experts if _holds(e, sigma)), "none") for sigma in sigmas]
+        ours = [next((e.subfolder for e in self.experts if _holds(e, sigma)), "none") for sigma in sigmas]
         pairs = zip(timesteps.tolist(), stock, ours, strict=True)
         number = ", ".join(
             f"t={t:g} {theirs}" + ("" if theirs == mine else f" (here {mine})") for t, theirs, mine in pairs
@@ -70,7 +70,7 @@ class ExpertChecks:
                 ]
                 timesteps = torch.tensor(drawn, dtype=torch.float32) * self.num_timesteps
                 is_high = timesteps.double() >= self.boundary
-                wrong += int((is_high != (expert.part == "transformer")).sum())
+                wrong += int((is_high != (expert.subfolder == "transformer")).sum())
                 count += len(drawn)
         shifts = ", ".join(f"{shift:g}" for shift in SHIFTS)
         return Outcome(wrong == 0, f"{wrong} of {count} draws on the wrong side, shifts {shifts}", "0")

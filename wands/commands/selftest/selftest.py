@@ -82,7 +82,7 @@ def selftest(
 
 def _run_dit(setup: Setup, expert: Expert, only: Sequence[str]) -> Iterator[Result]:
     for result in _run(setup, DiTChecks.CHECKS, lambda: DiTChecks(setup, expert), only):
-        yield replace(result, name=f"{result.name} {expert.part}") if expert.name else result
+        yield replace(result, name=f"{result.name} {expert.subfolder}") if expert.name else result
 
 
 def _run(setup: Setup, checks: Checks, load: Callable[[], Any], only: Sequence[str]) -> Iterator[Result]:
