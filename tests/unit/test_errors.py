@@ -18,7 +18,7 @@ def test_one_line():
 
 
 def test_suggest():
-    assert suggest("heigt", ["height", "width"], "data.") == "did you mean data.height?"
+    assert suggest("heigth", ["height", "width"], "data.") == "did you mean data.height?"
     assert suggest("zzz", ["height", "width"]) == "use one of height, width."
 
 
