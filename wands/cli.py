@@ -307,7 +307,7 @@ def train(
         resume=resume,
         dry_run=dry_run,
         show_timesteps=show_timesteps,
-        say=_say,
+        log=_say,
         force=force,
     )
     _leave()

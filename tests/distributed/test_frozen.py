@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from tests.support.runs import losses, run_job
+from tests.support.runs import losses, run_training
 from tests.support.world import WorldPool
 from wands.cli import main
 from wands.data.cache.reader import LatentCache
@@ -36,7 +36,7 @@ def test_losses_are_the_stored_ones(
 ):
     variant, settings = CASES[case]
     stage = {"zero_optimization": {"stage": 2 if world_size == 1 else 3}}
-    rows = worlds[world_size].run(run_job, tiny_variant(variant), tmp_path, (STEPS, *settings), stage)[0]
+    rows = worlds[world_size].run(run_training, tiny_variant(variant), tmp_path, (STEPS, *settings), stage)[0]
     assert losses(rows) == pytest.approx(STORED[f"{case} {world_size}"], rel=TOLERANCE)
 
 
@@ -45,7 +45,7 @@ def test_a_stored_checkpoint_resumes(tiny_variant: Callable[[str], Path], tmp_pa
     shutil.copytree(FIXTURES / "checkpoint", tmp_path / "run")
     model = tiny_variant("wan2.1-t2v-1.3b")
     stage = {"zero_optimization": {"stage": 2}}
-    rows = worlds[1].run(run_job, model, tmp_path / "run", (STEPS, *LORA), stage, True)[0]
+    rows = worlds[1].run(run_training, model, tmp_path / "run", (STEPS, *LORA), stage, True)[0]
     assert losses(rows)[-3:] == pytest.approx(STORED["lora 1"][-3:], rel=TOLERANCE)
 
 

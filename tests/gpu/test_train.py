@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runs import losses, run_job, weights
+from tests.support.runs import losses, run_training, weights
 from tests.support.steps import zero
 from tests.support.world import World
 from wands.train.engine import accelerator_type
@@ -80,7 +80,7 @@ def test_a_gpu_trains_as_a_cpu_does(name: str, worlds_of: dict[str, World], pipe
     series, ends = {}, {}
     for device, world in worlds_of.items():
         out = tmp_path / device
-        series[device] = losses(world.run(run_job, pipeline, out, (*STEPS, *settings), ds)[0])
+        series[device] = losses(world.run(run_training, pipeline, out, (*STEPS, *settings), ds)[0])
         ends[device] = weights(out)
     assert len(set(series["cpu"])) == 5
     assert series["cuda"] == pytest.approx(series["cpu"], rel=bound)
@@ -96,15 +96,15 @@ def test_a_gpu_goes_on_where_it_stopped(
 ):
     """Not bit for bit as on a CPU: atomic additions come in any order."""
     run, gpu = (pipeline, tmp_path / "twice"), worlds_of["cuda"]
-    whole = losses(gpu.run(run_job, pipeline, tmp_path / "whole", STEPS, zero(stage))[0])
-    gpu.run(run_job, *run, ("train.max_steps=3", "optim.warmup=2"), zero(stage))
-    assert losses(gpu.run(run_job, *run, STEPS, zero(stage), True)[0]) == pytest.approx(whole, rel=1e-5)
+    whole = losses(gpu.run(run_training, pipeline, tmp_path / "whole", STEPS, zero(stage))[0])
+    gpu.run(run_training, *run, ("train.max_steps=3", "optim.warmup=2"), zero(stage))
+    assert losses(gpu.run(run_training, *run, STEPS, zero(stage), True)[0]) == pytest.approx(whole, rel=1e-5)
 
 
 def test_a_gpu_can_go_on_from_a_cpu(worlds_of: dict[str, World], pipeline: Path, tmp_path: Path):
     run, settings = (pipeline, tmp_path / "twice"), ("train.max_steps=3", "optim.warmup=2")
-    whole = losses(worlds_of["cpu"].run(run_job, pipeline, tmp_path / "whole", STEPS, zero(2))[0])
-    worlds_of["cpu"].run(run_job, *run, settings, zero(2))
-    gone_on = losses(worlds_of["cuda"].run(run_job, *run, STEPS, zero(2), True)[0])
+    whole = losses(worlds_of["cpu"].run(run_training, pipeline, tmp_path / "whole", STEPS, zero(2))[0])
+    worlds_of["cpu"].run(run_training, *run, settings, zero(2))
+    gone_on = losses(worlds_of["cuda"].run(run_training, *run, STEPS, zero(2), True)[0])
     assert gone_on == pytest.approx(whole, rel=FP32)
     assert all(torch.isfinite(one).all() for one in weights(tmp_path / "twice").values())

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.fake_hub import FakeHub
-from tests.support.runs import losses, run_job
+from tests.support.runs import losses, run_training
 from tests.support.steps import DS_CONFIGS
 from tests.support.world import WorldPool
 from wands.cli import main
@@ -130,7 +130,7 @@ def test_clips_to_samples(job: dict[str, Path], worlds: WorldPool):
 
     # both launchers started what neither started here, and nobody stopped
     overrides = ("data.mock=null", f"data.cache={job['cache']}", *RECIPE, "train.max_steps=6")
-    straight = worlds[2].run(run_job, job["model"], root / "straight", overrides, DS_CONFIGS["zero3"])[0]
+    straight = worlds[2].run(run_training, job["model"], root / "straight", overrides, DS_CONFIGS["zero3"])[0]
     assert losses(straight) == losses(rows_of(job, "run"))
 
     # another world size is refused in one sentence, before anything is loaded

@@ -373,9 +373,9 @@ def test_two_nodes_share_a_bin_stop_resume_and_equal_one_process(
         assert text not in second
     assert find_checkpoint(run)[1].step == steps + 2
 
-    alone = run_world(1, runs.run_job, tiny_pipeline, tmp_path / "alone", (f"train.max_steps={steps + 2}",))[
-        0
-    ]
+    alone = run_world(
+        1, runs.run_training, tiny_pipeline, tmp_path / "alone", (f"train.max_steps={steps + 2}",)
+    )[0]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, steps + 3))
     assert runs.losses(rows) == pytest.approx(runs.losses(alone), rel=1e-5)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.runs import losses, run_job
+from tests.support.runs import losses, run_training
 from tests.support.steps import zero
 from tests.support.world import WorldPool
 from wands.commands.infer import infer
@@ -86,7 +86,7 @@ def test_a_variant_learns_a_clip(
         return load_file(result.latents)["latents"]
 
     settings = (*SETTINGS, f"data.cache={tmp_path / 'cache'}")
-    series = losses(worlds[1].run(run_job, model, tmp_path / "run", settings, zero(2), timeout=600)[0])
+    series = losses(worlds[1].run(run_training, model, tmp_path / "run", settings, zero(2), timeout=600)[0])
     first, last = sum(series[:20]) / 20, sum(series[-20:]) / 20
     assert last < 0.7 * first, (first, last)
     assert len(find_checkpoint(tmp_path / "run")[1].parts) == len(variant.experts)

@@ -94,13 +94,13 @@ def run_step(
         kept = recipe.model.kept_on_device, recipe.model.kept_on_host
         model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS, store=store)
         engine = Engine(model.train(), recipe.precision.compute)
-        job = SimpleNamespace(recipe=recipe, world_size=1, zero_stage=2)
+        run = SimpleNamespace(recipe=recipe, world_size=1, zero_stage=2)
         if mistake is not None:
             step.sigma_weight = lambda sigmas, flow: MISTAKES[mistake](sigma_weight(sigmas, flow))
         step._name_losses = lambda forwarded, groups: forwarded  # it reads the numbers, when the step is over
         try:
             with look_inside(torch.ops.wands) if cp else nullcontext():
-                result = step.train_step(engine, [shard, shard], job, None, torch.device("cuda"), 1.0)
+                result = step.train_step(engine, [shard, shard], run, None, torch.device("cuda"), 1.0)
         finally:
             step.sigma_weight = sigma_weight
     grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}

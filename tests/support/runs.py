@@ -19,7 +19,7 @@ from wands.train.checkpoint import find_checkpoint
 from wands.train.engine import accelerator_type, build_engine, init_process_group
 from wands.train.loop import train
 from wands.train.metrics import read_metrics
-from wands.train.run import Job, prepare_run
+from wands.train.run import TrainingRun, prepare_run
 
 # Seven clips of unequal length: 8, 12, 2, 24, 6, 16 and 9 tokens.
 MOCK = "data.mock={num_samples: 7, shapes: [[2,4,4],[3,4,4],[2,2,2],[4,4,6],[1,4,6],[2,4,8],[1,6,6]], text_lens: [5,9,3]}"
@@ -33,15 +33,15 @@ BASE = (
 )
 
 
-def make_job(
+def make_run(
     model: Path,
     output_dir: Path,
     overrides: tuple[str, ...] = (),
     ds: dict[str, Any] | None = None,
     world_size: int | None = None,
     fresh: bool = True,
-) -> Job:
-    """A job on mock data for the world that the environment describes."""
+) -> TrainingRun:
+    """A checked run on mock data for the world that the environment describes."""
     recipe = load_recipe(None, [*BASE, f"model.path={model}", f"output_dir={output_dir}", *overrides])
     return prepare_run(
         recipe,
@@ -54,20 +54,20 @@ def make_job(
     )
 
 
-def run_job(
+def run_training(
     model: Path,
     output_dir: Path,
     overrides: tuple[str, ...] = (),
     ds: dict[str, Any] | None = None,
     resume: bool | Path = False,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
     """Train, or go on from a run's newest checkpoint or the one at `resume`.
 
     Returns:
         The rows of metrics.jsonl on rank 0; other ranks return nothing.
     """
-    job = make_job(model, output_dir, overrides, ds, fresh=not resume)
+    run = make_run(model, output_dir, overrides, ds, fresh=not resume)
     found = find_checkpoint(output_dir if resume is True else resume) if resume else None
     rank, _, device = init_process_group()
     engines = []
@@ -78,7 +78,7 @@ def run_job(
 
     with mock.patch.object(loop, "build_engine", build), mock.patch.object(ProcessGroups, "build", groups_of):
         try:
-            train(job, found, rank, device, say=say)
+            train(run, found, rank, device, log=log)
         finally:
             for _ in engines[:]:  # none where the ranks did not agree
                 release(engines.pop())

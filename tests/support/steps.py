@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.support.runs import groups_of, make_job, release
+from tests.support.runs import groups_of, make_run, release
 from wands.data.patchify import unpatchify
 from wands.distributed.dims import ProcessGroups
 from wands.distributed.layout import ContextLayout
@@ -27,7 +27,7 @@ from wands.model.files.lora_keys import LoraPair, lora_to_diffusers
 from wands.model.lora import find_targets
 from wands.train.batches import rank_shards
 from wands.train.engine import build_engine, build_model, init_process_group
-from wands.train.run import Job
+from wands.train.run import TrainingRun
 from wands.train.step import train_step
 from wands.variants import TEXT_LEN
 
@@ -126,11 +126,11 @@ def optimizer_step(
     """The first step of a run through the trainer's own `train_step`, on an engine that is gone afterwards."""
     from deepspeed.utils import safe_get_full_grad
 
-    job = make_job(model, out, overrides, ds)
+    run = make_run(model, out, overrides, ds)
     rank, _, device = init_process_group()
-    groups = groups_of(job.grid(rank), device)
+    groups = groups_of(run.grid(rank), device)
     gradients: dict[str, torch.Tensor] = {}
-    with _engine(job, groups, device, dtype) as engine:
+    with _engine(run, groups, device, dtype) as engine:
         update = engine.step
 
         def capture() -> None:
@@ -140,11 +140,11 @@ def optimizer_step(
             update()
 
         engine.step = capture
-        plan = job.sampler.step_plan(0)
-        denominator = job.denominator(plan)
-        [expert] = job.experts
-        shards = rank_shards(job, plan, groups.grid)
-        result = train_step(engine, shards, job, groups, device, denominator, expert.sigma_range)
+        plan = run.sampler.step_plan(0)
+        denominator = run.denominator(plan)
+        [expert] = run.experts
+        shards = rank_shards(run, plan, groups.grid)
+        result = train_step(engine, shards, run, groups, device, denominator, expert.sigma_range)
         loss = result.loss.double()
         dist.all_reduce(loss)
         return Step(
@@ -157,15 +157,17 @@ def optimizer_step(
 
 
 @contextmanager
-def _engine(job: Job, groups: ProcessGroups, device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+def _engine(
+    run: TrainingRun, groups: ProcessGroups, device: torch.device, dtype: torch.dtype
+) -> Iterator[Any]:
     if (
         dtype == torch.float64
     ):  # a model that is made under ZeRO-3 is float32; this one is sharded by the engine
-        whole = replace(job, ds_config={**job.ds_config, "zero_optimization": {"stage": 2}})
+        whole = replace(run, ds_config={**run.ds_config, "zero_optimization": {"stage": 2}})
         module = build_model(whole, groups, device).double()
     else:
-        module = build_model(job, groups, device)
-    engine = build_engine(module, job.ds_config, job.recipe, job.sampler.total_steps)
+        module = build_model(run, groups, device)
+    engine = build_engine(module, run.ds_config, run.recipe, run.sampler.total_steps)
     del module
     yield engine
     release(engine)
@@ -185,32 +187,34 @@ def _digest(module: torch.nn.Module) -> str:
 # ---- the dumb way
 
 
-def stock_gradients(model: Path, job: Job, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+def stock_gradients(
+    model: Path, run: TrainingRun, dtype: torch.dtype = torch.float64
+) -> dict[str, torch.Tensor]:
     """Stock diffusers, one sample at a time as its pipelines call it, one process, plain autograd."""
     from diffusers import WanTransformer3DModel
 
-    [expert] = job.experts
+    [expert] = run.experts
     stock = WanTransformer3DModel.from_pretrained(model / expert.subfolder).to(dtype)
-    plan, channels = job.sampler.step_plan(0), job.shape.out_channels
+    plan, channels = run.sampler.step_plan(0), run.shape.out_channels
     for one in (i for bin_ in plan.bins for i in bin_):
-        sample = job.data.read(one)
-        batch = job.collator([sample], plan.repeat_indices((one,)), plan.epoch)
+        sample = run.data.read(one)
+        batch = run.collator([sample], plan.repeat_indices((one,)), plan.epoch)
         layout = ContextLayout.build(batch.seq_lens)
         noisy = add_noise(
             batch.tokens,
             layout,
             batch.keys,
-            job.recipe.flow,
-            job.recipe.train.seed,
+            run.recipe.flow,
+            run.recipe.train.seed,
             sigma_range=expert.sigma_range,
         )
-        grid, patch = tuple(batch.grid_sizes[0].tolist()), job.shape.patch_size
+        grid, patch = tuple(batch.grid_sizes[0].tolist()), run.shape.patch_size
         clean, x, target = (
             unpatchify(tokens, grid, channels, patch).to(dtype)
             for tokens in (batch.tokens, noisy.tokens, noisy.target)
         )
         timesteps, given = noisy.timesteps, batch.num_cond_tokens[0]
-        if "first_frame" in job.variant.conditions:  # Wan 2.2 takes a timestep for each token
+        if "first_frame" in run.variant.conditions:  # Wan 2.2 takes a timestep for each token
             timesteps = timesteps.repeat(layout.num_tokens)
             timesteps[:given] = 0
             x = torch.cat([(clean if given else x)[:, :1], x[:, 1:]], dim=1)
@@ -218,22 +222,22 @@ def stock_gradients(model: Path, job: Job, dtype: torch.dtype = torch.float64) -
         if sample.image_latents is not None:
             mask = torch.zeros(4, *clean.shape[1:], dtype=dtype)
             mask[:, 0] = 1
-            if job.variant.num_images == 2:
+            if run.variant.num_images == 2:
                 mask[3, -1] = 1
             x = torch.cat([x, mask, sample.image_latents.to(dtype)])
         image = None
         if sample.image_embeds is not None:
-            image = torch.stack(sample.image_embeds.to(dtype).chunk(job.variant.num_images))
+            image = torch.stack(sample.image_embeds.to(dtype).chunk(run.variant.num_images))
         text = torch.nn.functional.pad(
             batch.text_embeds.to(dtype), (0, 0, 0, TEXT_LEN - len(batch.text_embeds))
         )[None]
         pred = stock(x[None], timesteps, text, image, return_dict=False)[0][0]
-        weight = sigma_weight(noisy.sigmas, job.recipe.flow)[0]
+        weight = sigma_weight(noisy.sigmas, run.recipe.flow)[0]
         first = 1 if given else 0  # a frame that was given is not trained
         error = (pred - target)[:, first:].square().mean()  # over the sample's own tokens and channels
-        if job.recipe.loss.reduction == "token":
+        if run.recipe.loss.reduction == "token":
             error = error * (len(batch.tokens) - given)
-        (weight * error / job.denominator(plan)).backward()
+        (weight * error / run.denominator(plan)).backward()
     return {name: parameter.grad for name, parameter in stock.named_parameters()}
 
 

@@ -12,7 +12,7 @@ from wands.config.recipe import load_recipe
 from wands.data.datasets import describe_data, list_sources
 from wands.files import atomic_path
 from wands.train.ds_config import load_ds_config
-from wands.train.run import Job, prepare_run
+from wands.train.run import TrainingRun, prepare_run
 
 FORMAT = "wands-plan-1"
 """First words of a plan file; another number means other keys."""
@@ -71,7 +71,7 @@ def pack(recipe_path: str | None, *, overrides: Sequence[str], out: Path, epoch:
         WandsError: what `wands train` would refuse before it starts, or `out` cannot be written.
     """
     recipe = load_recipe(recipe_path, overrides)
-    job = prepare_run(
+    run = prepare_run(
         recipe,
         load_ds_config(None),
         world_size=recipe.parallel.group_size,  # the plan is the same at any dp_size
@@ -79,17 +79,17 @@ def pack(recipe_path: str | None, *, overrides: Sequence[str], out: Path, epoch:
         names=("the built-in DeepSpeed config", str(recipe_path or "the recipe")),
         encoders=lambda path: {},  # hashing them takes longer than planning; wands train does it
     )
-    header = _header(job, epoch)
+    header = _header(run, epoch)
     first, mean_cost = header["first_step"], header.pop("mean_cost")
     with atomic_path(out) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(json.dumps(header) + "\n")
         for step in range(first, first + header["num_steps"]):
-            file.write(json.dumps(_step_line(job, step, mean_cost), ensure_ascii=False) + "\n")
-    return PackResult(out, header, tuple(describe_data(recipe.data, job.data)))
+            file.write(json.dumps(_step_line(run, step, mean_cost), ensure_ascii=False) + "\n")
+    return PackResult(out, header, tuple(describe_data(recipe.data, run.data)))
 
 
-def _header(job: Job, epoch: int) -> dict[str, Any]:
-    sampler, shape = job.sampler, job.shape
+def _header(run: TrainingRun, epoch: int) -> dict[str, Any]:
+    sampler, shape = run.sampler, run.shape
     plan = sampler.epoch_plan(epoch)
     bins = [bin for step in plan.steps for bin in step if bin]
     visited = [i for bin in bins for i in bin]
@@ -99,16 +99,16 @@ def _header(job: Job, epoch: int) -> dict[str, Any]:
         "seed": sampler.seed,
         "epoch": epoch,
         "first_step": sampler.first_step(epoch),
-        "sources": list_sources(job.recipe.data, job.data),
-        "split": job.recipe.data.split,
-        "holdout": job.recipe.data.holdout,
+        "sources": list_sources(run.recipe.data, run.data),
+        "split": run.recipe.data.split,
+        "holdout": run.recipe.data.holdout,
         "num_samples": len(visited),
         "num_tokens": int(sampler.seq_lens[visited].sum()),
         "num_bins": len(bins),
         "num_steps": plan.num_steps,
         "bins_per_step": sampler.bins_per_step,
         "max_tokens": sampler.max_tokens,
-        "buffer_size": job.recipe.packing.buffer_size,
+        "buffer_size": run.recipe.packing.buffer_size,
         "fill": plan.fill,
         "efficiency": {
             str(dp): 1.0 / plan.imbalance(dp, sampler.cost)
@@ -118,13 +118,13 @@ def _header(job: Job, epoch: int) -> dict[str, Any]:
         "length_bias": bias,
         "length_bias_of_chance": of_chance,
         "cost": [shape.linear_flops_per_token(), shape.attention_flops_per_squared_token()],
-        "data_fingerprint": job.data_fingerprint(),
+        "data_fingerprint": run.data_fingerprint(),
         "mean_cost": sum(map(sampler.bin_cost, bins)) / len(bins),
     }
 
 
-def _step_line(job: Job, step: int, mean_cost: float) -> dict[str, Any]:
-    sampler = job.sampler
+def _step_line(run: TrainingRun, step: int, mean_cost: float) -> dict[str, Any]:
+    sampler = run.sampler
     plan = sampler.step_plan(step)
     costs = [sampler.bin_cost(bin) / mean_cost for bin in plan.bins]
     return {

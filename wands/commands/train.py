@@ -1,4 +1,4 @@
-"""`wands train`: check everything, say what will happen, then run it."""
+"""`wands train`: check everything, print what will happen, then run it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wands.train.engine import (
     ranks_per_node,
     start_together,
 )
-from wands.train.run import Job, Report, prepare_run, read_model
+from wands.train.run import Log, TrainingRun, prepare_run, read_model
 from wands.train.state import TrainState
 from wands.train.summary import start_block
 
@@ -35,7 +35,7 @@ def run_train(
     resume: str | None,
     dry_run: bool,
     show_timesteps: bool,
-    say: Report,
+    log: Log,
     force: bool = False,
 ) -> None:
     """Train as the recipe says.
@@ -47,21 +47,21 @@ def run_train(
         resume: "auto" for the newest checkpoint of the run folder (a new run when there is none), or a path.
         dry_run: print the start block and stop.
         show_timesteps: print the histogram of sampled timesteps and stop.
-        say: takes what the person at the terminal reads; called on rank 0 only.
+        log: prints a text for the user; called on rank 0 only.
         force: start although the memory is not expected to be enough.
 
     Raises:
         WandsError: before the process group forms wherever that is possible.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    tell: Report = say if rank == 0 else lambda text: None
+    log = log if rank == 0 else lambda text: None
     if show_timesteps:
-        _show_timesteps(load_recipe(recipe_path, overrides), tell)
+        _show_timesteps(load_recipe(recipe_path, overrides), log)
         return
     names = (str(deepspeed or "the built-in DeepSpeed config"), str(recipe_path or "the recipe"))
     with start_together():
         recipe, ds_user = load_recipe(recipe_path, overrides), load_ds_config(deepspeed)
-        job = prepare_run(
+        run = prepare_run(
             recipe,
             ds_user,
             world_size=world_size,
@@ -72,76 +72,78 @@ def run_train(
             ranks_per_node=ranks_per_node(),
             fresh=resume is None or (resume == "auto" and not _has_checkpoints(Path(recipe.output_dir))),
         )
-        found = _resume_from(job, resume)
+        found = _resume_from(run, resume)
         if rank == 0:  # it asks what the accelerator can do: only rank 0 sits on the one that it asks
-            say(start_block(job, found[1].step if found else 0))
-        _check_memory(job, str(deepspeed or "zero2"), ds_user, tell, force=force or dry_run)
+            log(start_block(run, found[1].step if found else 0))
+        _check_memory(run, str(deepspeed or "zero2"), ds_user, log, force=force or dry_run)
         if not dry_run:
-            check_offload(job.ds_config)
+            check_offload(run.ds_config)
             if rank == 0:
-                _write_run_files(job)
+                _write_run_files(run)
     if dry_run:
         return
 
     from wands.train.loop import train
 
     rank, _, device = init_process_group()
-    last = train(job, found, rank, device, tell)
-    tell(f"done: {last}")
+    last = train(run, found, rank, device, log)
+    log(f"done: {last}")
 
 
-def _check_memory(job: Job, ds_name: str, ds_user: Mapping[str, Any], tell: Report, *, force: bool) -> None:
+def _check_memory(
+    run: TrainingRun, ds_name: str, ds_user: Mapping[str, Any], log: Log, *, force: bool
+) -> None:
     """Refuse a run for which this rank's machine has no room; with `force` only say so."""
     device_type = accelerator_type()
-    load = job.load(device_type)
+    load = run.load(device_type)
     task = Task(
-        job.shape,
-        job.weights,
-        len(job.experts),
-        job.recipe,
-        job.seq_lens,
+        run.shape,
+        run.weights,
+        len(run.experts),
+        run.recipe,
+        run.seq_lens,
         machine_here(device_type, ranks_per_node()),
-        job.world_size,
+        run.world_size,
         {ds_name: ds_user, **{name: load_ds_config(name) for name in SHIPPED if name != ds_name}},
         device_type,
         load.text_len,
     )
-    problem = check_memory(task, load, ds_name, job.ds_config)
+    problem = check_memory(task, load, ds_name, run.ds_config)
     if problem is None:
         return
     if not force:
         raise ConfigError(f"{problem}. --force starts all the same; wands plan shows what fits.")
-    tell(f"memory may not be enough: {problem}")
+    log(f"memory may not be enough: {problem}")
 
 
-def _show_timesteps(recipe: Recipe, tell: Report) -> None:
+def _show_timesteps(recipe: Recipe, log: Log) -> None:
     """One histogram, or one for each expert of a model that has two."""
     from wands.commands.timestep_histogram import timestep_histogram
 
     experts = read_model(recipe)[2] if recipe.model.path else ()
     for expert in experts or (None,):
         if expert and expert.name:
-            tell(f"{expert.name}-noise expert ({expert.subfolder})")
+            log(f"{expert.name}-noise expert ({expert.subfolder})")
         sigma_range = expert.sigma_range if expert else (0.0, 1.0)
-        tell(timestep_histogram(recipe.flow, recipe.train.seed, sigma_range=sigma_range))
+        log(timestep_histogram(recipe.flow, recipe.train.seed, sigma_range=sigma_range))
 
 
 def _has_checkpoints(output_dir: Path) -> bool:
     return bool(list_steps(output_dir / "checkpoints"))
 
 
-def _resume_from(job: Job, resume: str | None) -> tuple[Path, TrainState] | None:
-    folder, exists = job.output_dir / "checkpoints", _has_checkpoints(job.output_dir)
+def _resume_from(run: TrainingRun, resume: str | None) -> tuple[Path, TrainState] | None:
+    folder, exists = run.output_dir / "checkpoints", _has_checkpoints(run.output_dir)
     if resume is None:
         if exists:
             raise ConfigError(
-                f"output_dir={job.output_dir} holds checkpoints of an earlier run; add --resume to go on with it, or choose "
+                f"output_dir={run.output_dir} holds checkpoints of an earlier run; add --resume to go on with it, or choose "
                 "another output_dir."
             )
         return None
     if resume == "auto" and not exists:
         return None
-    where = job.output_dir if resume == "auto" else Path(resume)
+    where = run.output_dir if resume == "auto" else Path(resume)
     if not where.exists():
         raise ConfigError(
             f"--resume {resume} does not exist; put --resume behind the recipe, or give a run or step folder."
@@ -154,25 +156,25 @@ def _resume_from(job: Job, resume: str | None) -> tuple[Path, TrainState] | None
         )
     if exists and checkpoint.parent.resolve() != folder.resolve():
         raise ConfigError(
-            f"output_dir={job.output_dir} holds checkpoints of another run than --resume {checkpoint}; choose another output_dir."
+            f"output_dir={run.output_dir} holds checkpoints of another run than --resume {checkpoint}; choose another output_dir."
         )
     state.check_resumable(
         where=str(checkpoint),
-        world_size=job.world_size,
-        zero_stage=job.zero_stage,
-        recipe=job.recipe.model_dump(mode="json"),
-        parts=[expert.subfolder for expert in job.experts],
-        transformer_config=job.transformer_config,
-        data_fingerprint=job.data_fingerprint(),
+        world_size=run.world_size,
+        zero_stage=run.zero_stage,
+        recipe=run.recipe.model_dump(mode="json"),
+        parts=[expert.subfolder for expert in run.experts],
+        transformer_config=run.transformer_config,
+        data_fingerprint=run.data_fingerprint(),
     )
-    if state.step >= job.sampler.total_steps:
+    if state.step >= run.sampler.total_steps:
         raise ConfigError(
             f"--resume {checkpoint}: step {state.step} is the end of this run (train.max_steps or train.epochs gives "
-            f"{job.sampler.total_steps} steps); raise train.max_steps to train on."
+            f"{run.sampler.total_steps} steps); raise train.max_steps to train on."
         )
     return checkpoint, state
 
 
-def _write_run_files(job: Job) -> None:
-    write_text(job.output_dir / "recipe.yaml", job.recipe.to_yaml())
-    write_text(job.output_dir / "deepspeed.json", json.dumps(job.ds_config, indent=2))
+def _write_run_files(run: TrainingRun) -> None:
+    write_text(run.output_dir / "recipe.yaml", run.recipe.to_yaml())
+    write_text(run.output_dir / "deepspeed.json", json.dumps(run.ds_config, indent=2))

@@ -14,48 +14,48 @@ from wands.data.patchify import frames_of_tokens, grid_size
 from wands.data.sampler import StepPlan
 from wands.distributed.dims import ParallelDims
 from wands.distributed.layout import ContextLayout
-from wands.train.run import Job
+from wands.train.run import TrainingRun
 
 
-def rank_shards(job: Job, plan: StepPlan, grid: ParallelDims) -> list[Shard]:
+def rank_shards(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Shard]:
     """Read, pack and cut what one rank forwards in one step: every rank derives it alone.
 
     With packing off the same bins go through one sample at a time; ranks with fewer samples add forwards of weight zero, because
     under ZeRO-3 every rank must run the same number.
     """
-    micro_steps = assign_bins(plan.bins, job.dp_size, job.sampler.bin_cost)
+    micro_steps = assign_bins(plan.bins, run.dp_size, run.sampler.bin_cost)
     ranks = list(zip(*micro_steps, strict=True))  # dp rank -> its bins, in order
     packs = list(ranks[grid.dp_rank])
-    _check_step(job, plan, ranks)
-    if not job.recipe.packing.enabled:
+    _check_step(run, plan, ranks)
+    if not run.recipe.packing.enabled:
         most = max(sum(len(one) for one in bins) for bins in ranks)
         packs = [(i,) for one in packs for i in one]
         packs += [()] * (most - len(packs))
-    return [read_shard(job, pack, plan, grid) for pack in packs]
+    return [read_shard(run, pack, plan, grid) for pack in packs]
 
 
-def read_shard(job: Job, pack: Bin, plan: StepPlan, grid: ParallelDims) -> Shard:
+def read_shard(run: TrainingRun, pack: Bin, plan: StepPlan, grid: ParallelDims) -> Shard:
     """One rank's share of one pack; of the data it reads only the frames that its tokens come from."""
-    lens = [int(job.seq_lens[i]) for i in pack] or [1]  # the collator's one token of padding
+    lens = [int(run.seq_lens[i]) for i in pack] or [1]  # the collator's one token of padding
     layout = ContextLayout.build(
         lens, ulysses_degree=grid.ulysses_degree, ring_degree=grid.ring_degree, cp_rank=grid.cp_rank
     )
-    patch = job.shape.patch_size
+    patch = run.shape.patch_size
     samples = []
     for i, length, tokens in zip(pack, lens, layout.token_ranges, strict=False):
-        frames = frames_of_tokens(tokens, grid_size(job.data.latent_shape(i), patch), patch)
-        samples.append(job.data.read(i, None if tokens == (0, length) else frames))
-    names = [(sample.sample_id, job.data.keys[i]) for sample, i in zip(samples, pack, strict=True)]
+        frames = frames_of_tokens(tokens, grid_size(run.data.latent_shape(i), patch), patch)
+        samples.append(run.data.read(i, None if tokens == (0, length) else frames))
+    names = [(sample.sample_id, run.data.keys[i]) for sample, i in zip(samples, pack, strict=True)]
     assert all(found == wanted for found, wanted in names), f"read {names}, not what was planned"
-    return job.collator(samples, plan.repeat_indices(pack), plan.epoch).shard(layout)
+    return run.collator(samples, plan.repeat_indices(pack), plan.epoch).shard(layout)
 
 
-def _check_step(job: Job, plan: StepPlan, ranks: Sequence[Sequence[Bin]]) -> None:
+def _check_step(run: TrainingRun, plan: StepPlan, ranks: Sequence[Sequence[Bin]]) -> None:
     """The ranks together forward the bins of the plan, and no visit to a sample twice."""
     dealt = sorted(one for bins in ranks for one in bins)
     assert dealt == sorted(plan.bins), f"step {plan.step} has bins {sorted(plan.bins)} but {dealt} were dealt"
     visits = [
-        (job.data.keys[i], repeat_index)
+        (run.data.keys[i], repeat_index)
         for one in dealt
         for i, repeat_index in zip(one, plan.repeat_indices(one), strict=True)
     ]
@@ -65,15 +65,15 @@ def _check_step(job: Job, plan: StepPlan, ranks: Sequence[Sequence[Bin]]) -> Non
 
 
 def prefetched(
-    job: Job, grid: ParallelDims, start_step: int
+    run: TrainingRun, grid: ParallelDims, start_step: int
 ) -> Generator[tuple[StepPlan, list[Shard]], None, None]:
     """Shards of the coming steps, read ahead in a thread so that the device does not wait for the disk."""
-    plans = job.sampler.iterate(start_step)
-    if job.recipe.data.prefetch == 0:
+    plans = run.sampler.iterate(start_step)
+    if run.recipe.data.prefetch == 0:
         for plan in plans:
-            yield plan, rank_shards(job, plan, grid)
+            yield plan, rank_shards(run, plan, grid)
         return
-    ready: queue.Queue[Any] = queue.Queue(maxsize=job.recipe.data.prefetch)
+    ready: queue.Queue[Any] = queue.Queue(maxsize=run.recipe.data.prefetch)
     stop = threading.Event()
 
     def put(item: Any) -> None:
@@ -85,7 +85,7 @@ def prefetched(
     def read_ahead() -> None:
         try:
             for plan in plans:
-                put((plan, rank_shards(job, plan, grid)))
+                put((plan, rank_shards(run, plan, grid)))
                 if stop.is_set():
                     return
             put(None)

@@ -24,7 +24,7 @@ from wands.data.datasets import Sources
 from wands.data.packing import Step
 from wands.data.sampler import StepPlan
 from wands.errors import ConfigError, DataError, WandsError
-from wands.train.run import Job
+from wands.train.run import TrainingRun
 
 _OTHER_CURE = (ConfigError, "start every rank with the same")
 _CURES: dict[str, tuple[type[WandsError], str]] = {
@@ -51,30 +51,30 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 # ---- what the ranks were given
 
 
-def plan_digests(job: Job, step: int = 0) -> dict[str, str]:
+def plan_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
     """What must be the same on all ranks before any of them builds the engine; for `check_agreement`.
 
     Small things are JSON objects, so that a message can name the key; what grows with the data is hashed. No key of the recipe
     may differ: paths are compared as text, so a node-local copy must have the same path everywhere.
 
     Args:
-        job: from `prepare_run`.
+        run: from `prepare_run`.
         step: optimizer steps already made, when the run resumes. Asks the sampler for its epoch, so call it before
             another thread reads ahead.
     """
-    epoch = job.sampler.epoch_of(step)
+    epoch = run.sampler.epoch_of(step)
     plan = {
         "start_step": step,
-        "total_steps": job.sampler.total_steps,
-        "bins": bins_digest(job.sampler.epoch_plan(epoch).steps),
+        "total_steps": run.sampler.total_steps,
+        "bins": bins_digest(run.sampler.epoch_plan(epoch).steps),
     }
     parts: dict[str, Any] = {
-        "recipe": job.recipe.model_dump(mode="json"),
-        "DeepSpeed config": job.ds_config,
+        "recipe": run.recipe.model_dump(mode="json"),
+        "DeepSpeed config": run.ds_config,
         "software": _versions(),
-        "model config": job.transformer_config,
-        "context parallelism": dict(zip(("ulysses_degree", "ring_degree"), job.degrees, strict=True)),
-        "data": _describe_data(job),
+        "model config": run.transformer_config,
+        "context parallelism": dict(zip(("ulysses_degree", "ring_degree"), run.degrees, strict=True)),
+        "data": _describe_data(run),
         "plan": plan,
     }
     return {name: json.dumps(part, sort_keys=True) for name, part in parts.items()}
@@ -92,16 +92,16 @@ def bins_digest(steps: Sequence[Step]) -> str:
     return _digest(per_step, per_bin, np.fromiter(chain.from_iterable(bins), np.int64, int(per_bin.sum())))
 
 
-def _describe_data(job: Job) -> dict[str, Any]:
-    lengths = np.asarray(job.seq_lens, np.int64)
-    names = np.frombuffer("\0".join(job.data.keys).encode("utf-8", "surrogateescape"), np.uint8)
+def _describe_data(run: TrainingRun) -> dict[str, Any]:
+    lengths = np.asarray(run.seq_lens, np.int64)
+    names = np.frombuffer("\0".join(run.data.keys).encode("utf-8", "surrogateescape"), np.uint8)
     found = {
-        "num_samples": len(job.data.keys),
+        "num_samples": len(run.data.keys),
         "num_tokens": int(lengths.sum()),
         "names": _digest(names),
         "lengths": _digest(lengths),
     }
-    caches = [part.data for part in job.data.parts] if isinstance(job.data, Sources) else [job.data]
+    caches = [part.data for part in run.data.parts] if isinstance(run.data, Sources) else [run.data]
     for number, cache in enumerate(caches):
         if isinstance(cache, LatentCache):
             # Another encoding of the same clips has the same names and lengths; its bits have other checksums.

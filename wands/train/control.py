@@ -1,4 +1,4 @@
-"""Ways to ask a running job to save, to stop, or to compare its ranks."""
+"""Ways to ask a running process to save, to stop, or to compare its ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class ControlRequest(NamedTuple):
-    """What a running job was asked for since the last step.
+    """What a running process was asked for since the last step.
 
     Attributes:
         save: write a checkpoint now.

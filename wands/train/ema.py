@@ -171,7 +171,7 @@ def build_averages(
     engines: Mapping[str, Any],
     section: EmaConfig | None,
     resume: tuple[Path, TrainState] | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, WeightAverage]:
     """The average of each DiT: that of the checkpoint where it holds one, otherwise starting as the weights are.
 
@@ -179,7 +179,7 @@ def build_averages(
         engines: the DeepSpeed engine of each DiT, with the checkpoint's weights already.
         section: None for no average.
         resume: checkpoint that the run goes on from.
-        say: takes a line where something is to be known.
+        log: takes a line where something is to be known.
 
     Raises:
         CheckpointError: the checkpoint's average does not fit.
@@ -187,7 +187,7 @@ def build_averages(
     found = resume is not None and any(has_average(resume[1], part) for part in engines)
     if section is None:
         if found:
-            say("ema is not in the recipe: the checkpoint's average is left behind")
+            log("ema is not in the recipe: the checkpoint's average is left behind")
         return {}
     step = resume[1].step if resume else 0
     averages = {part: WeightAverage(engine, section, step) for part, engine in engines.items()}
@@ -195,7 +195,7 @@ def build_averages(
         for part, average in averages.items():
             average.load(resume[0] / part)
     elif resume:
-        say(f"the checkpoint holds no average: ema starts as the weights are at step {step}")
+        log(f"the checkpoint holds no average: ema starts as the weights are at step {step}")
     return averages
 
 

@@ -24,7 +24,7 @@ from wands.model.offload import ActivationOffloader
 from wands.train.ds_config import REDUCE_BUCKET_SIZE, learning_rate, offloads_optimizer, uses_adam
 from wands.train.optimizers import build_optimizer
 from wands.train.precision import split_by_dtype, weight_dtype_policy
-from wands.train.run import Job
+from wands.train.run import TrainingRun
 from wands.variants import Expert
 
 
@@ -188,7 +188,7 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
 
 
 def build_model(
-    job: Job,
+    run: TrainingRun,
     groups: ProcessGroups,
     device: torch.device,
     expert: Expert | None = None,
@@ -198,7 +198,7 @@ def build_model(
     """Load a DiT, sharded from the first tensor on under ZeRO-3, with its attention chosen for `groups` and `device`.
 
     Args:
-        job: the checked run.
+        run: the checked run.
         groups: the ranks that share a bin.
         device: of this rank.
         expert: which DiT of the pipeline, by default the first that is trained.
@@ -208,12 +208,12 @@ def build_model(
     import deepspeed
     from deepspeed.utils import groups as ds_groups
 
-    recipe, expert = job.recipe, expert or job.experts[0]
+    recipe, expert = run.recipe, expert or run.experts[0]
     dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
-    backend = choose_backend(recipe.attention.backend, device, dtype, job.shape.head_dim)
+    backend = choose_backend(recipe.attention.backend, device, dtype, run.shape.head_dim)
     # With zero_hpz_partition_size it makes groups for each model, and refuses to where those of another expert are noted.
     ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    sharded = deepspeed.zero.Init(config_dict_or_path=job.ds_config) if job.zero_stage == 3 else None
+    sharded = deepspeed.zero.Init(config_dict_or_path=run.ds_config) if run.zero_stage == 3 else None
     model = load_transformer(
         recipe.model.path,
         subfolder=expert.subfolder,

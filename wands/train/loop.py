@@ -24,69 +24,69 @@ from wands.train.control import ControlRequest, ControlRequests
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
 from wands.train.metrics import MetricsWriter, StepReport, peak_tflops, read_rows, thin
-from wands.train.run import Job, Report
+from wands.train.run import Log, TrainingRun
 from wands.train.state import TrainState, with_whole_paths
 from wands.train.step import SampleLoss, StepResult, train_step
 from wands.variants import Expert
 
 
 def train(
-    job: Job, resume: tuple[Path, TrainState] | None, rank: int, device: torch.device, say: Report
+    run: TrainingRun, resume: tuple[Path, TrainState] | None, rank: int, device: torch.device, log: Log
 ) -> Path | None:
-    """Run a job to its end, or to the next step boundary after someone asked it to stop.
+    """Run the training to its end, or to the next step boundary after someone asked it to stop.
 
     Args:
-        job: from `prepare_run`.
-        resume: checkpoint to go on from, already checked against the job.
+        run: from `prepare_run`.
+        resume: checkpoint to go on from, already checked against the run.
         rank: this process; the process group exists.
         device: of this process.
-        say: takes the lines for the person who watches (rank 0).
+        log: takes the lines for the person who watches (rank 0).
 
     Returns:
         The last checkpoint.
     """
-    recipe, sampler = job.recipe, job.sampler
+    recipe, sampler = run.recipe, run.sampler
     start_step = resume[1].step if resume else 0
     # Before ranks that differ could wait for each other.
-    check_agreement(plan_digests(job, start_step), device)
-    groups = ProcessGroups.build(job.grid(rank), device)
-    engines = _build_engines(job, groups, device, fresh=resume is None)
-    saved, step, past = _resume(engines, job, resume, rank, say) if resume else (None, 0, ())
-    averages = build_averages(engines, recipe.ema, resume, say)
-    writer = MetricsWriter(job.output_dir, step, past) if rank == 0 else None
+    check_agreement(plan_digests(run, start_step), device)
+    groups = ProcessGroups.build(run.grid(rank), device)
+    engines = _build_engines(run, groups, device, fresh=resume is None)
+    saved, step, past = _resume(engines, run, resume, rank, log) if resume else (None, 0, ())
+    averages = build_averages(engines, recipe.ema, resume, log)
+    writer = MetricsWriter(run.output_dir, step, past) if rank == 0 else None
 
     def save() -> Path:
-        state = build_state(job, step, plan.epoch, writer.history if writer else [])
-        folder = job.output_dir / "checkpoints"
+        state = build_state(run, step, plan.epoch, writer.history if writer else [])
+        folder = run.output_dir / "checkpoints"
         path = save_checkpoint(engines, folder, state, recipe.checkpoint.keep, averages)
-        say(f"saved {path}")
+        log(f"saved {path}")
         return path
 
     with (
-        ControlRequests(job.output_dir) as requests,
-        _SampleLog(job, groups.grid, step) as sample_log,
-        contextlib.closing(prefetched(job, groups.grid, step)) as batches,
+        ControlRequests(run.output_dir) as requests,
+        _SampleLog(run, groups.grid, step) as sample_log,
+        contextlib.closing(prefetched(run, groups.grid, step)) as batches,
     ):
         waiting_since = asked = time.perf_counter()
         for plan, mine in batches:
             started = time.perf_counter()
-            first = engines[job.experts[0].subfolder]
+            first = engines[run.experts[0].subfolder]
             lr = float(first.optimizer.param_groups[0]["lr"])  # before the scheduler moves on
-            denominator = job.denominator(plan)
+            denominator = run.denominator(plan)
             results = [
                 train_step(
-                    engines[expert.subfolder], mine, job, groups, device, denominator, expert.sigma_range
+                    engines[expert.subfolder], mine, run, groups, device, denominator, expert.sigma_range
                 )
-                for expert in job.experts
+                for expert in run.experts
             ]
             step = plan.step + 1
             losses, data_wait, wishes = _agree(
-                torch.stack([result.loss for result in results]) / job.count(plan),
+                torch.stack([result.loss for result in results]) / run.count(plan),
                 started - asked,
                 requests.poll(rank),
                 device,
             )
-            for expert, loss, result in zip(job.experts, losses, results, strict=True):
+            for expert, loss, result in zip(run.experts, losses, results, strict=True):
                 _check_finite(expert, loss, result, step)
                 sample_log.write(step, expert, result.samples)
             for average in averages.values():
@@ -94,7 +94,7 @@ def train(
             seconds, waiting_since = time.perf_counter() - waiting_since, time.perf_counter()
             if writer is not None:
                 report = _report(
-                    job,
+                    run,
                     plan,
                     device,
                     losses=losses,
@@ -106,10 +106,10 @@ def train(
                 )
                 writer.write(report)
                 if step % recipe.train.log_every == 0 or step == sampler.total_steps:
-                    say(report.line(sampler.total_steps))
+                    log(report.line(sampler.total_steps))
             if wishes.check or plan.step == start_step:
                 num_same = sum(check_step(engine, plan, device) for engine in engines.values())
-                say(f"step {step}: {num_same} parameters and the plan are the same on all ranks")
+                log(f"step {step}: {num_same} parameters and the plan are the same on all ranks")
                 waiting_since = time.perf_counter()  # comparing is not waiting for data
             due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
             if due or wishes.save or step == sampler.total_steps:
@@ -117,7 +117,7 @@ def train(
                 waiting_since = time.perf_counter()  # nor is saving
             if wishes.quit:
                 if step < sampler.total_steps:  # else the run is over in any case
-                    say(f"stopped after step {step} as asked; go on with --resume")
+                    log(f"stopped after step {step} as asked; go on with --resume")
                 break
             asked = time.perf_counter()  # writing and saying is not waiting for data either
     if writer is not None:
@@ -125,28 +125,30 @@ def train(
     return saved
 
 
-def _build_engines(job: Job, groups: ProcessGroups, device: torch.device, *, fresh: bool) -> dict[str, Any]:
+def _build_engines(
+    run: TrainingRun, groups: ProcessGroups, device: torch.device, *, fresh: bool
+) -> dict[str, Any]:
     """An engine for each expert, by its folder in a pipeline."""
     store = ActivationOffloader(device)  # experts take turns, and so do their activations in host memory
     return {
         expert.subfolder: build_engine(
-            build_model(job, groups, device, expert, fresh=fresh, store=store),
-            job.ds_config,
-            job.recipe,
-            job.sampler.total_steps,
+            build_model(run, groups, device, expert, fresh=fresh, store=store),
+            run.ds_config,
+            run.recipe,
+            run.sampler.total_steps,
         )
-        for expert in job.experts
+        for expert in run.experts
     }
 
 
 def _resume(
-    engines: Mapping[str, Any], job: Job, resume: tuple[Path, TrainState], rank: int, say: Report
+    engines: Mapping[str, Any], run: TrainingRun, resume: tuple[Path, TrainState], rank: int, log: Log
 ) -> tuple[Path | None, int, Sequence[tuple[int, float]]]:
     """Load a checkpoint; returns it, the steps made, and the loss series up to them."""
     checkpoint, state = resume
     load_checkpoint(engines, checkpoint)
-    say(f"resumed from {checkpoint} at step {state.step}")
-    if rank == 0 and checkpoint.parent.resolve() == (job.output_dir / "checkpoints").resolve():
+    log(f"resumed from {checkpoint} at step {state.step}")
+    if rank == 0 and checkpoint.parent.resolve() == (run.output_dir / "checkpoints").resolve():
         abandon_newer(checkpoint)
     return checkpoint, state.step, state.loss
 
@@ -183,7 +185,7 @@ def _check_finite(expert: Expert, loss: float, result: StepResult, step: int) ->
 
 
 def _report(
-    job: Job,
+    run: TrainingRun,
     plan: StepPlan,
     device: torch.device,
     *,
@@ -194,10 +196,10 @@ def _report(
     seconds: float,
     data_wait: float,
 ) -> StepReport:
-    tflops = job.step_flops(plan.bins) / seconds / job.world_size / 1e12
+    tflops = run.step_flops(plan.bins) / seconds / run.world_size / 1e12
     peak = peak_tflops(device)
     used = sum(1 for one in plan.bins if one)
-    names = [expert.name for expert in job.experts]
+    names = [expert.name for expert in run.experts]
     return StepReport(
         step=plan.step + 1,
         epoch=plan.epoch,
@@ -210,29 +212,29 @@ def _report(
         data_wait=data_wait,
         tflops=tflops,
         mfu=tflops / peak if peak else None,
-        fill=plan.num_tokens / (used * job.recipe.packing.max_tokens),
-        imbalance=job.imbalance(plan.bins),
+        fill=plan.num_tokens / (used * run.recipe.packing.max_tokens),
+        imbalance=run.imbalance(plan.bins),
         expert_losses=dict(zip(names, losses, strict=True)) if all(names) else {},
         expert_norms=dict(zip(names, grad_norms, strict=True)) if all(names) else {},
         ema_decay=ema_decay,
     )
 
 
-def build_state(job: Job, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
+def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
     """What a checkpoint after `step` remembers; `history` is the loss series so far."""
-    base, recipe = job.recipe.model.path, job.recipe.model_dump(mode="json")
+    base, recipe = run.recipe.model.path, run.recipe.model_dump(mode="json")
     recipe["model"]["merge_loras"] = with_whole_paths(recipe["model"]["merge_loras"])
     local = Path(base).is_dir()
     return TrainState(
         step=step,
         epoch=epoch,
-        world_size=job.world_size,
-        zero_stage=job.zero_stage,
-        variant=job.variant.name,
-        parts=[expert.subfolder for expert in job.experts],
-        transformer_config=job.transformer_config,
-        data_fingerprint=job.data_fingerprint(),
-        data_summary=_summarize_data(job),
+        world_size=run.world_size,
+        zero_stage=run.zero_stage,
+        variant=run.variant.name,
+        parts=[expert.subfolder for expert in run.experts],
+        transformer_config=run.transformer_config,
+        data_fingerprint=run.data_fingerprint(),
+        data_summary=_summarize_data(run),
         recipe=recipe,
         base=str(Path(base).resolve()) if local else base,
         loss=thin(history),
@@ -241,18 +243,18 @@ def build_state(job: Job, step: int, epoch: int, history: list[tuple[int, float]
     )
 
 
-def _summarize_data(job: Job) -> dict[str, int]:
+def _summarize_data(run: TrainingRun) -> dict[str, int]:
     """Clips and their tokens, each counted once however often an epoch visits it."""
-    lengths = dict(zip(job.data.keys, job.seq_lens.tolist(), strict=True))
+    lengths = dict(zip(run.data.keys, run.seq_lens.tolist(), strict=True))
     return {"num_samples": len(lengths), "num_tokens": sum(lengths.values())}
 
 
 class _SampleLog:
     """`train.log_samples`: the first rank of each bin writes the error of each clip, so that an odd one can be found."""
 
-    def __init__(self, job: Job, grid: ParallelDims, start_step: int) -> None:
-        wanted = job.recipe.train.log_samples and grid.cp_rank == 0
-        self._path = job.output_dir / f"samples-rank{grid.rank}.jsonl" if wanted else None
+    def __init__(self, run: TrainingRun, grid: ParallelDims, start_step: int) -> None:
+        wanted = run.recipe.train.log_samples and grid.cp_rank == 0
+        self._path = run.output_dir / f"samples-rank{grid.rank}.jsonl" if wanted else None
         self._start_step = start_step
         self._file: Any = None
 

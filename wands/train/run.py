@@ -33,7 +33,7 @@ from wands.variants import TEXT_LEN, DiTShape, Expert, Variant, variant_of
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingRun:
     """A checked training run.
 
     Attributes:
@@ -201,7 +201,7 @@ def prepare_run(
     encoders: Callable[[str], Mapping[str, Any]],
     ranks_per_node: int | None = None,
     fresh: bool = True,
-) -> Job:
+) -> TrainingRun:
     """Check a run and work out its plan.
 
     Args:
@@ -256,7 +256,7 @@ def prepare_run(
     collator = PackingCollator(
         shape, recipe.flow, recipe.train.seed, data.null_text_embeds, variant.conditions, recipe.drops
     )
-    return Job(
+    return TrainingRun(
         recipe,
         ds_config,
         config,
@@ -351,5 +351,5 @@ def list_weights(
     return (*stored, *added)
 
 
-Report = Callable[[str], None]
-"""How the loop speaks: called on rank 0 with one line or block."""
+Log = Callable[[str], None]
+"""Function that prints one line or block for the user; it is called on rank 0."""

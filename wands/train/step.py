@@ -13,7 +13,7 @@ from wands.distributed.dims import ProcessGroups
 from wands.flow.loss import flow_matching_loss, loss_weights
 from wands.flow.noise import add_noise
 from wands.flow.sigmas import sigma_weight
-from wands.train.run import Job
+from wands.train.run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StepResult:
 def train_step(
     engine: Any,
     shards: list[Shard],
-    job: Job,
+    run: TrainingRun,
     groups: ProcessGroups,
     device: torch.device,
     denominator: float,
@@ -56,13 +56,13 @@ def train_step(
     Args:
         engine: the DeepSpeed engine.
         shards: this rank's part of its micro batches; their number is the same on every rank.
-        job: recipe and shape.
+        run: recipe and shape.
         groups: the ranks that share these micro batches.
         device: of the engine.
         denominator: samples (or tokens) that a step has on average, over all ranks.
         sigma_range: noise levels of the expert that the engine trains.
     """
-    recipe = job.recipe
+    recipe = run.recipe
     total, forwarded = torch.zeros((), device=device), []
     for number, host_shard in enumerate(shards, start=1):
         shard, layout = host_shard.to(device), host_shard.layout
@@ -89,11 +89,11 @@ def train_step(
             pred[rows], noisy.target[rows], shard.meta.segment_ids[rows], weights
         )
         # ZeRO averages over the world at every stage, so this factor makes the gradient that of the whole step.
-        engine.backward(loss * (job.world_size / denominator), scale_wrt_gas=False)
+        engine.backward(loss * (run.world_size / denominator), scale_wrt_gas=False)
 
         total += loss.detach()
         forwarded.append((host_shard, noisy.sigmas, errors))
-    grad_norm = None if job.zero_stage else _unsharded_grad_norm(engine.module)
+    grad_norm = None if run.zero_stage else _unsharded_grad_norm(engine.module)
     engine.step()
     # Read only now: asking for a number earlier would make the host wait for the device between micro batches.
     samples = _name_losses(forwarded, groups)

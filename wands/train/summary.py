@@ -10,46 +10,46 @@ from wands.planning.memory import estimate_memory, to_gib
 from wands.train.ds_config import learning_rate
 from wands.train.engine import accelerator_type, ranks_per_node
 from wands.train.precision import describe_storage
-from wands.train.run import Job
+from wands.train.run import TrainingRun
 
 
-def start_block(job: Job, start_step: int) -> str:
+def start_block(run: TrainingRun, start_step: int) -> str:
     """Describe a run.
 
     Args:
-        job: the checked run.
+        run: the checked run.
         start_step: optimizer steps already made.
     """
-    recipe, sampler, lens = job.recipe, job.sampler, job.seq_lens
+    recipe, sampler, lens = run.recipe, run.sampler, run.seq_lens
     plan = sampler.epoch_plan(0)
-    accumulation = recipe.train.bins_per_step // job.dp_size
-    imbalance = float(np.mean([job.imbalance(bins) for bins in plan.steps[:64]]))
+    accumulation = recipe.train.bins_per_step // run.dp_size
+    imbalance = float(np.mean([run.imbalance(bins) for bins in plan.steps[:64]]))
     flow = recipe.flow
-    first, *further = describe_data(recipe.data, job.data)
+    first, *further = describe_data(recipe.data, run.data)
     visited = np.array([i for bins in plan.steps for one in bins for i in one])
     tokens = f"{int(lens[visited].sum()):,} tokens"
     rows = [
         (
             "model",
-            f"{job.variant.name}  {recipe.model.path} ({recipe.model.init}), {job.shape.num_params / 1e6:,.1f} M parameters",
+            f"{run.variant.name}  {recipe.model.path} ({recipe.model.init}), {run.shape.num_params / 1e6:,.1f} M parameters",
         ),
         (
             "",
-            f"{job.shape.num_layers} layers, {job.shape.num_heads} heads x {job.shape.head_dim}, ffn {job.shape.ffn_dim}",
+            f"{run.shape.num_layers} layers, {run.shape.num_heads} heads x {run.shape.head_dim}, ffn {run.shape.ffn_dim}",
         ),
-        *(("", line) for line in _trained(job)),
+        *(("", line) for line in _trained(run)),
         (
             "grid",
-            f"{job.world_size} ranks = dp {job.dp_size} x ring {job.degrees.ring} x ulysses {job.degrees.ulysses}"
+            f"{run.world_size} ranks = dp {run.dp_size} x ring {run.degrees.ring} x ulysses {run.degrees.ulysses}"
             + (f" (parallel.cp_size={recipe.parallel.cp_size})" if recipe.parallel.cp_size else "")
-            + (", all-to-alls between nodes" if ranks_per_node() % job.degrees.ulysses else ""),
+            + (", all-to-alls between nodes" if ranks_per_node() % run.degrees.ulysses else ""),
         ),
         (
             "engine",
-            f"ZeRO-{job.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, {_optimizer(job)}",
+            f"ZeRO-{run.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, {_optimizer(run)}",
         ),
         *(("", line) for line in describe_storage(recipe)),
-        ("attention", f"{_attention(job)}, checkpointing {_checkpointing(recipe.model)}"),
+        ("attention", f"{_attention(run)}, checkpointing {_checkpointing(recipe.model)}"),
         ("data", f"{first}, {tokens}" if not further else first),
         *(("", line) for line in further),
         *([("", f"epoch 0: {len(visited):,} samples, {tokens}")] if further else []),
@@ -64,7 +64,7 @@ def start_block(job: Job, start_step: int) -> str:
         ),
         (
             "step",
-            f"{recipe.train.bins_per_step} bins = dp {job.dp_size} x accumulation {accumulation}, "
+            f"{recipe.train.bins_per_step} bins = dp {run.dp_size} x accumulation {accumulation}, "
             f"loss per {recipe.loss.reduction}",
         ),
         (
@@ -76,19 +76,19 @@ def start_block(job: Job, start_step: int) -> str:
             f"{flow.preset}: {flow.timestep_sampling}, shift {flow.flow_shift}, uniform share {flow.mix_uniform}, "
             f"weighting {flow.weighting}, caption dropout {flow.cfg_dropout}"
             + (
-                f", first frame given {flow.i2v_ratio:.0%}" if "first_frame" in job.variant.conditions else ""
+                f", first frame given {flow.i2v_ratio:.0%}" if "first_frame" in run.variant.conditions else ""
             ),
         ),
-        ("memory", _memory_line(job)),
-        ("output", str(job.output_dir)),
+        ("memory", _memory_line(run)),
+        ("output", str(run.output_dir)),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
 
 
-def _trained(job: Job) -> list[str]:
+def _trained(run: TrainingRun) -> list[str]:
     """What is trained of the model, and how, where it is not all of it."""
-    recipe, lines = job.recipe, []
+    recipe, lines = run.recipe, []
     if recipe.model.merge_loras:
         lines.append(
             "merged: " + ", ".join(f"{one.path} x {one.scale:g}" for one in recipe.model.merge_loras)
@@ -97,32 +97,32 @@ def _trained(job: Job) -> list[str]:
         start = f", going on from {recipe.lora.init_from}" if recipe.lora.init_from else ""
         lines.append(
             f"LoRA of rank {recipe.lora.rank}, alpha {recipe.lora.scaled_alpha:g}, on {recipe.lora.targets}: "
-            f"{job.num_trained / 1e6:,.1f} M parameters are trained{start}"
+            f"{run.num_trained / 1e6:,.1f} M parameters are trained{start}"
         )
-    elif job.num_trained != job.shape.num_params:
-        lines.append(f"{job.num_trained / 1e6:,.1f} M parameters are trained, the others frozen")
+    elif run.num_trained != run.shape.num_params:
+        lines.append(f"{run.num_trained / 1e6:,.1f} M parameters are trained, the others frozen")
     if recipe.drops:
         inputs = f", {recipe.lora.dropout:g} of the LoRA's inputs" if recipe.lora else ""
         lines.append(f"dropout: {recipe.model.dropout:g} of activations{inputs}")
-    return lines + _experts(job) + _ema(job)
+    return lines + _experts(run) + _ema(run)
 
 
-def _ema(job: Job) -> list[str]:
-    section = job.recipe.ema
+def _ema(run: TrainingRun) -> list[str]:
+    section = run.recipe.ema
     if section is None:
         return []
     rest = f"{', warm-up' * section.warmup}{f', every {section.every} steps' if section.every > 1 else ''}, on {section.device}"
     return [f"ema decay {section.decay:g}{rest}"]
 
 
-def _experts(job: Job) -> list[str]:
+def _experts(run: TrainingRun) -> list[str]:
     """What is trained of a model of two experts, and how."""
-    if len(job.variant.experts) == 1:
+    if len(run.variant.experts) == 1:
         return []
     ranges = {
         expert.name: f"{expert.name}-noise expert ({expert.subfolder}), t from {1000 * expert.sigma_range[0]:g} to "
         f"{1000 * expert.sigma_range[1]:g}"
-        for expert in job.experts
+        for expert in run.experts
     }
     both = [
         "both learn from the clips of each step, one after the other: two updates a step, all states twice"
@@ -130,25 +130,25 @@ def _experts(job: Job) -> list[str]:
     return [f"trains the {text}" for text in ranges.values()] + (both if len(ranges) == 2 else [])
 
 
-def _optimizer(job: Job) -> str:
-    section, optim = job.ds_config["optimizer"], job.recipe.optim
+def _optimizer(run: TrainingRun) -> str:
+    section, optim = run.ds_config["optimizer"], run.recipe.optim
     schedule = (
-        job.ds_config["scheduler"]["type"]
-        if "scheduler" in job.ds_config
+        run.ds_config["scheduler"]["type"]
+        if "scheduler" in run.ds_config
         else f"{optim.schedule}, warm-up {optim.warmup:g}"
     )
-    lr, clip = learning_rate(job.ds_config, job.recipe), job.ds_config["gradient_clipping"]
+    lr, clip = learning_rate(run.ds_config, run.recipe), run.ds_config["gradient_clipping"]
     return f"{section['type']} lr {lr:.2e} ({schedule}), clip {clip}"
 
 
-def _attention(job: Job) -> str:
+def _attention(run: TrainingRun) -> str:
     import torch
 
     from wands.attention.varlen import choose_backend
 
-    recipe, device = job.recipe, torch.device(accelerator_type())
+    recipe, device = run.recipe, torch.device(accelerator_type())
     dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
-    return f"{choose_backend(recipe.attention.backend, device, dtype, job.shape.head_dim).name} kernels"
+    return f"{choose_backend(recipe.attention.backend, device, dtype, run.shape.head_dim).name} kernels"
 
 
 def _checkpointing(model: ModelConfig) -> str:
@@ -157,8 +157,8 @@ def _checkpointing(model: ModelConfig) -> str:
     return model.checkpointing + (f" ({'; '.join(kept)})" if kept else "")
 
 
-def _memory_line(job: Job) -> str:
-    memory = estimate_memory(job.load(accelerator_type()), job.recipe, job.ds_config)
+def _memory_line(run: TrainingRun) -> str:
+    memory = estimate_memory(run.load(accelerator_type()), run.recipe, run.ds_config)
     inner = ", ".join(f"{name} {to_gib(size)}" for name, size in memory.device.items())
     host = ", ".join(f"{name} {to_gib(size)}" for name, size in memory.host.items())
     return f"about {to_gib(memory.needed)} per rank: {inner}" + (f"; on the host {host}" if host else "")

@@ -19,7 +19,7 @@ from transformers import UMT5EncoderModel
 
 from tests.support.official import T5Encoder, WanModel, WanVae, XlmRobertaClip, random_state
 from tests.support.packs import randomize
-from tests.support.runs import losses, make_job, run_job
+from tests.support.runs import losses, make_run, run_training
 from wands.cli import main
 from wands.commands.convert import convert_parts as convert_parts
 from wands.commands.convert import round_trip as convert_check
@@ -394,7 +394,11 @@ def test_training_starts_from_an_official_folder_as_it_is(
     official = convert(str(source), tmp_path / "official", to="official", forward=False).out
     zero3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     ours, stock = (
-        losses(run_world(2, run_job, model, tmp_path / f"run-{model.name}", ("train.max_steps=2",), zero3)[0])
+        losses(
+            run_world(2, run_training, model, tmp_path / f"run-{model.name}", ("train.max_steps=2",), zero3)[
+                0
+            ]
+        )
         for model in (official, source)
     )
     assert len(ours) == 2
@@ -404,7 +408,7 @@ def test_training_starts_from_an_official_folder_as_it_is(
 def test_an_official_repository_of_two_experts_is_one_to_training(pipelines: dict[str, Path], tmp_path: Path):
     source = pipelines["wan2.2-i2v-a14b"]
     official = convert(str(source), tmp_path / "official", to="official", forward=False).out
-    ours, stock = (make_job(model, tmp_path / "run", ("model.experts=both",)) for model in (official, source))
+    ours, stock = (make_run(model, tmp_path / "run", ("model.experts=both",)) for model in (official, source))
     assert ours.variant == stock.variant
     assert [(e.name, e.subfolder) for e in ours.experts] == [
         ("high", "transformer"),

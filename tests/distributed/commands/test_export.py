@@ -14,7 +14,7 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors import safe_open
 
-from tests.support.runs import make_job, run_job, weights
+from tests.support.runs import make_run, run_training, weights
 from wands.commands.export import EXPORT_FILE, export
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.export.model_card import MARKER
@@ -26,7 +26,7 @@ from wands.train.state import TrainState
 
 def train_once(run_world, model: Path, out: Path, stage: int) -> Path:
     zero: dict[str, Any] = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
-    run_world(2, run_job, model, out, ("train.max_steps=2",), zero)
+    run_world(2, run_training, model, out, ("train.max_steps=2",), zero)
     return out
 
 
@@ -204,11 +204,11 @@ def test_a_checkpoint_keeps_the_whole_path_of_its_base(
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "wan").symlink_to(tiny_pipeline)
     monkeypatch.chdir(tmp_path)
-    job = make_job(Path("models/wan"), tmp_path / "run", world_size=1)
-    state = build_state(job, 1, 0, [])
+    training_run = make_run(Path("models/wan"), tmp_path / "run", world_size=1)
+    state = build_state(training_run, 1, 0, [])
     assert (state.base, state.base_on_hub) == (str(tiny_pipeline.resolve()), False)
-    monkeypatch.chdir(tiny_pipeline)  # no folder from here: an id, or there would be no job
-    state = build_state(job, 1, 0, [])
+    monkeypatch.chdir(tiny_pipeline)  # no folder from here: an id, or there would be no run
+    state = build_state(training_run, 1, 0, [])
     assert (state.base, state.base_on_hub) == ("models/wan", True)
     assert TrainState(**json.loads(json.dumps(state.to_json()))).base == "models/wan"
 

@@ -13,7 +13,7 @@ from make_tiny_pipeline import build_tiny_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.support.runs import make_job, run_job
+from tests.support.runs import make_run, run_training
 from tests.support.steps import zero
 from wands.commands.convert.convert import convert
 from wands.commands.export import EXPORT_FILE, export
@@ -30,7 +30,7 @@ RUN = ("train.max_steps=3", "optim.lr=2e-2", "lora.rank=4", "lora.alpha=6", "lor
 @pytest.fixture(scope="module")
 def run(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, worlds: Any) -> Path:
     folder = tmp_path_factory.mktemp("lora run")
-    worlds[2].run(run_job, tiny_pipeline, folder, RUN, zero(3))
+    worlds[2].run(run_training, tiny_pipeline, folder, RUN, zero(3))
     return folder
 
 
@@ -105,7 +105,9 @@ def test_a_run_goes_on_from_an_exported_lora(run: Path, tiny_pipeline: Path, tmp
 
     def first_loss(model: Path, *settings: str) -> float:
         out = tmp_path / "".join(c for c in str(settings) if c.isalnum())[-40:]
-        return worlds[2].run(run_job, model, out, ("train.max_steps=1", *settings), zero(2))[0][0]["loss"]
+        return worlds[2].run(run_training, model, out, ("train.max_steps=1", *settings), zero(2))[0][0][
+            "loss"
+        ]
 
     truth = first_loss(merged)
     onwards = (*RUN[2:], f"lora.init_from={lora}")
@@ -117,9 +119,9 @@ def test_a_run_goes_on_from_an_exported_lora(run: Path, tiny_pipeline: Path, tmp
         truth, rel=1e-4
     )
     with pytest.raises(ConfigError, match=r"set lora\.rank to its rank"):
-        make_job(tiny_pipeline, tmp_path, ("lora.rank=2", *onwards[1:]), world_size=1)
+        make_run(tiny_pipeline, tmp_path, ("lora.rank=2", *onwards[1:]), world_size=1)
     with pytest.raises(ConfigError, match=r"lora\.targets=attention leaves out"):
-        make_job(tiny_pipeline, tmp_path, ("lora.rank=4", onwards[-1]), world_size=1)
+        make_run(tiny_pipeline, tmp_path, ("lora.rank=4", onwards[-1]), world_size=1)
 
 
 def test_merged_loras_are_found_from_another_folder(
@@ -127,10 +129,12 @@ def test_merged_loras_are_found_from_another_folder(
 ):
     lora = export(run, tmp_path / "lora")
     monkeypatch.chdir(tmp_path)
-    job = make_job(tiny_pipeline, tmp_path, (*RUN, "model.merge_loras=[{path: lora}]"), zero(3), world_size=2)
-    state = build_state(job, 3, 0, [])
+    training_run = make_run(
+        tiny_pipeline, tmp_path, (*RUN, "model.merge_loras=[{path: lora}]"), zero(3), world_size=2
+    )
+    state = build_state(training_run, 3, 0, [])
     assert state.recipe["model"]["merge_loras"] == [{"path": str(lora.resolve()), "scale": 1.0}]
-    again = {"where": "x", "recipe": job.recipe.model_dump(mode="json")}  # as typed, to go on with
+    again = {"where": "x", "recipe": training_run.recipe.model_dump(mode="json")}  # as typed, to go on with
     for key in ("world_size", "zero_stage", "parts", "transformer_config", "data_fingerprint"):
         again[key] = getattr(state, key)
     state.check_resumable(**again)
@@ -142,7 +146,7 @@ def test_merged_loras_are_found_from_another_folder(
 def test_each_expert_has_a_lora_of_its_own(tmp_path: Path, worlds: Any):
     model = tmp_path / "a14b"
     build_tiny_pipeline(model, size="test", vae_dir="random", variant="wan2.2-t2v-a14b")
-    worlds[2].run(run_job, model, tmp_path / "run", RUN, zero(2))
+    worlds[2].run(run_training, model, tmp_path / "run", RUN, zero(2))
     folder = export(tmp_path / "run", tmp_path / "lora")
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"high_noise", "low_noise"}
     converted = convert(str(folder), tmp_path / "official", to="official")
@@ -158,6 +162,6 @@ def test_each_expert_has_a_lora_of_its_own(tmp_path: Path, worlds: Any):
 
 
 def test_merge_is_for_lora_runs(tiny_pipeline: Path, tmp_path: Path, worlds: Any):
-    worlds[1].run(run_job, tiny_pipeline, tmp_path / "run", ("train.max_steps=1",), zero(2))
+    worlds[1].run(run_training, tiny_pipeline, tmp_path / "run", ("train.max_steps=1",), zero(2))
     with pytest.raises(ConfigError, match="--merge is for LoRA runs"):
         export(tmp_path / "run", tmp_path / "out", merge=True)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.distributed.commands.test_infer import records
-from tests.support.runs import run_job
+from tests.support.runs import run_training
 from wands.commands.export import export
 from wands.commands.infer import infer
 from wands.distributed.dims import ParallelDims
@@ -230,7 +230,7 @@ def test_a_lora_run_is_sampled_three_ways(
     """From its checkpoint, from the folder of its LoRAs, and from the exported pipeline into which they are merged."""
     folder = tiny_variant("wan2.2-t2v-a14b")
     settings = ("lora.rank=2", "lora.alpha=3", "train.max_steps=2", "optim.lr=0.05", "loss.reduction=sample")
-    run_world(2, run_job, folder, tmp_path / "run", settings, {"zero_optimization": {"stage": 3}})
+    run_world(2, run_training, folder, tmp_path / "run", settings, {"zero_optimization": {"stage": 3}})
     export(tmp_path / "run", tmp_path / "lora")
     export(tmp_path / "run", tmp_path / "merged", merge=True)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.support.runs import BASE, make_job, run_job
+from tests.support.runs import BASE, make_run, run_training
 from wands.cli import main
 from wands.commands.pack import FORMAT, pack
 from wands.errors import DataError, WandsError
@@ -64,14 +64,14 @@ def test_the_plan_is_the_job_s_at_any_dp_size(tiny_pipeline: Path, tmp_path: Pat
     more = ("train.bins_per_step=4",)
     header, steps = read(pack(None, overrides=settings(tiny_pipeline, *more), out=tmp_path / "plan").path)
     for world_size in (1, 2, 4):
-        job = make_job(tiny_pipeline, tmp_path / "run", more, world_size=world_size)
-        assert job.data_fingerprint() == header["data_fingerprint"]
-        planned = [job.sampler.step_plan(step["step"]).bins for step in steps]
+        run = make_run(tiny_pipeline, tmp_path / "run", more, world_size=world_size)
+        assert run.data_fingerprint() == header["data_fingerprint"]
+        planned = [run.sampler.step_plan(step["step"]).bins for step in steps]
         assert planned == [tuple(tuple(bin["indices"]) for bin in step["bins"]) for step in steps]
 
 
 def _train(model: str, folder: str) -> None:
-    run_job(Path(model), Path(folder), ("train.epochs=2", "train.log_samples=true"))
+    run_training(Path(model), Path(folder), ("train.epochs=2", "train.log_samples=true"))
 
 
 def test_training_forwards_exactly_these_bins(tiny_pipeline: Path, tmp_path: Path, run_world: Any):

@@ -25,7 +25,7 @@ from data_tools.merge import merge
 from data_tools.split import split
 from data_tools.verify import verify
 from tests.launch.test_preprocess import SMALL, differs
-from tests.support.runs import make_job, run_job
+from tests.support.runs import make_run, run_training
 from tests.unit.commands.test_preprocess_again import forbid_video
 from wands.commands.check.check import check
 from wands.commands.preprocess import encoding
@@ -525,7 +525,7 @@ def test_a_step_on_a_cache_of_given_frames(
 ) -> None:
     done = made(name)
     overrides = ("data.mock=null", f"data.cache={done.cache}", "packing.max_tokens=128", "train.max_steps=1")
-    job = make_job(done.model, tmp_path / "run", overrides, world_size=1)
-    assert job.variant.conditions == VARIANTS[name].conditions
-    ((row,),) = run_world(1, run_job, done.model, tmp_path / "run", overrides)
+    training_run = make_run(done.model, tmp_path / "run", overrides, world_size=1)
+    assert training_run.variant.conditions == VARIANTS[name].conditions
+    ((row,),) = run_world(1, run_training, done.model, tmp_path / "run", overrides)
     assert row["loss"] > 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.runs import groups_of, make_job, release
+from tests.support.runs import groups_of, make_run, release
 from wands.config.recipe import load_recipe
 from wands.planning.hardware import Machine
 from wands.planning.memory import Memory, estimate_memory
@@ -101,27 +101,27 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
         rank, world_size, device = init_process_group()
         cp_size = 2 if any(key.startswith("parallel") for key in keys) else 1
         more = (f"train.bins_per_step={world_size // cp_size * accumulation}", *keys)
-        job = make_job(model.parent, folder / str(number), (*DATA, *more), ds)
-        groups = groups_of(job.grid(rank), device)
+        run = make_run(model.parent, folder / str(number), (*DATA, *more), ds)
+        groups = groups_of(run.grid(rank), device)
         with PeakMemory(device) as peak:
             engine = build_engine(
-                build_model(job, groups, device), job.ds_config, job.recipe, job.sampler.total_steps
+                build_model(run, groups, device), run.ds_config, run.recipe, run.sampler.total_steps
             )
-            batches = prefetched(job, groups.grid, 0)
+            batches = prefetched(run, groups.grid, 0)
             average = None
-            if job.recipe.ema:
+            if run.recipe.ema:
                 from wands.train.ema import WeightAverage
 
-                average = WeightAverage(engine, job.recipe.ema, 0)
+                average = WeightAverage(engine, run.recipe.ema, 0)
             for step in range(5):
                 plan, mine = next(batches)
                 if step > 1:
                     peak.mark()
-                train_step(engine, mine, job, groups, device, job.denominator(plan))
+                train_step(engine, mine, run, groups, device, run.denominator(plan))
                 if average:
                     average.update(step + 1)
         batches.close()
-        found.append((peak.bytes, estimate_memory(job.load("cpu"), job.recipe, job.ds_config)))
+        found.append((peak.bytes, estimate_memory(run.load("cpu"), run.recipe, run.ds_config)))
         release(engine)
         del engine, batches, plan, mine, average
     return found
@@ -193,11 +193,11 @@ def test_what_is_offloaded_is_on_the_host_alone(tmp_path, stage):
     found = {}
     for away in (False, True):
         zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if away else {})
-        job = make_job(
+        run = make_run(
             tmp_path, tmp_path / "run", (*DATA, "train.bins_per_step=4"), {"zero_optimization": zero}, 2
         )
-        found[away] = estimate_memory(job.load("cuda"), job.recipe, job.ds_config)
-    share = job.num_trained / 2
+        found[away] = estimate_memory(run.load("cuda"), run.recipe, run.ds_config)
+    share = run.num_trained / 2
     assert not found[False].host
     assert found[True].host == {"optimizer": 12 * share, "gradients": 4 * share}
     assert not found[True].device.get("optimizer")

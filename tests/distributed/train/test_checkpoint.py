@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.runs import make_job, run_job
+from tests.support.runs import make_run, run_training
 from wands.commands import train as train_command
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError, ConfigError
@@ -36,7 +36,7 @@ def finished(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run_
     """A run of six steps saved at every second, of which two checkpoints are kept."""
     out = tmp_path_factory.mktemp("run")
     overrides = ("train.max_steps=6", "checkpoint.every=2", "checkpoint.keep=2")
-    run_world(2, run_job, tiny_pipeline, out, overrides, ZERO2)
+    run_world(2, run_training, tiny_pipeline, out, overrides, ZERO2)
     return out
 
 
@@ -130,7 +130,7 @@ def test_going_on_from_an_older_step_sets_the_newer_aside(
     run = copy_of(finished, tmp_path / "run")
     (run / "checkpoints" / "step_00000007.tmp").mkdir()  # a save that was killed
     overrides = ("train.max_steps=5", "checkpoint.keep=1")
-    run_world(2, run_job, tiny_pipeline, run, overrides, ZERO2, run / "checkpoints" / "step_00000004")
+    run_world(2, run_training, tiny_pipeline, run, overrides, ZERO2, run / "checkpoints" / "step_00000004")
     names = sorted(p.name for p in (run / "checkpoints").glob("step_*"))
     assert names == ["step_00000005", "step_00000006.abandoned"]
     (run / "checkpoints" / "latest").unlink()
@@ -138,9 +138,9 @@ def test_going_on_from_an_older_step_sets_the_newer_aside(
     # What was set aside can be looked at and exported; going on from it would leave two pasts side by side.
     aside = run / "checkpoints" / "step_00000006.abandoned"
     assert find_checkpoint(aside)[1].step == 6
-    job = SimpleNamespace(output_dir=run)
+    training_run = SimpleNamespace(output_dir=run)
     with pytest.raises(ConfigError, match=r"rename it to step_00000006 to go on from it"):
-        train_command._resume_from(job, str(aside))
+        train_command._resume_from(training_run, str(aside))
 
 
 def test_todays_optimizer_settings_stay_in_force_on_resume(
@@ -149,14 +149,14 @@ def test_todays_optimizer_settings_stay_in_force_on_resume(
     """DeepSpeed alone would bring the old learning rate back, whatever the recipe says now."""
     run = copy_of(finished, tmp_path / "run")
     overrides = ("train.max_steps=8", "optim.lr=1e-5", "optim.weight_decay=0.3")
-    rows = run_world(2, run_job, tiny_pipeline, run, overrides, ZERO2, True)[0]
+    rows = run_world(2, run_training, tiny_pipeline, run, overrides, ZERO2, True)[0]
     assert [row["lr"] for row in rows] == [1e-3] * 6 + [1e-5] * 2
 
 
 def test_data_fingerprint_sees_order_and_lengths(tiny_pipeline: Path, tmp_path: Path):
-    one = make_job(tiny_pipeline, tmp_path, world_size=1)
-    same = make_job(tiny_pipeline, tmp_path, world_size=1)
-    other = make_job(tiny_pipeline, tmp_path, ("data.mock.shapes=[[2,4,4],[1,2,2]]",), world_size=1)
+    one = make_run(tiny_pipeline, tmp_path, world_size=1)
+    same = make_run(tiny_pipeline, tmp_path, world_size=1)
+    other = make_run(tiny_pipeline, tmp_path, ("data.mock.shapes=[[2,4,4],[1,2,2]]",), world_size=1)
     assert one.data_fingerprint() == same.data_fingerprint() != other.data_fingerprint()
 
 
@@ -183,7 +183,7 @@ def latest_while_saving(model: Path, out: Path) -> list[str | None]:
 
     writers = {name: looking(getattr(checkpoint, name)) for name in ("sync", "write_text", "publish")}
     with mock.patch.multiple(checkpoint, **writers):
-        run_job(model, out, ("train.max_steps=2", "checkpoint.every=1"), ZERO2)
+        run_training(model, out, ("train.max_steps=2", "checkpoint.every=1"), ZERO2)
     return seen
 
 
@@ -210,7 +210,7 @@ def _send_term_after(run: Path, steps: int) -> None:
 
 def run_until_term(model: Path, out: Path, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
     _send_term_after(out, 2)
-    return run_job(model, out, overrides, ZERO2)
+    return run_training(model, out, overrides, ZERO2)
 
 
 def test_sigterm_to_one_worker_saves_and_stops_all(tiny_pipeline: Path, tmp_path: Path, run_world):
@@ -222,9 +222,9 @@ def test_sigterm_to_one_worker_saves_and_stops_all(tiny_pipeline: Path, tmp_path
 @pytest.mark.parametrize(("name", "stops"), [("save", False), ("save_quit", True)])
 def test_files_ask_for_a_checkpoint(name: str, stops: bool, tiny_pipeline: Path, tmp_path: Path, run_world):
     (tmp_path / name).touch()
-    rows = run_world(2, run_job, tiny_pipeline, tmp_path, ("train.max_steps=3", "checkpoint.keep=5"), ZERO2)[
-        0
-    ]
+    rows = run_world(
+        2, run_training, tiny_pipeline, tmp_path, ("train.max_steps=3", "checkpoint.keep=5"), ZERO2
+    )[0]
     assert not (tmp_path / name).exists()
     assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
     assert len(rows) == (1 if stops else 3)
@@ -237,12 +237,19 @@ def save_without_space(model: Path, out: Path) -> str:
     from wands.train.engine import build_engine, build_model
     from wands.train.loop import build_state
 
-    job = make_job(model, out, ("train.max_steps=1",), ZERO2)
+    training_run = make_run(model, out, ("train.max_steps=1",), ZERO2)
     _, _, device = init_process_group()
-    engine = build_engine(build_model(job, ProcessGroups(job.grid(0)), device), job.ds_config, job.recipe, 1)
+    engine = build_engine(
+        build_model(training_run, ProcessGroups(training_run.grid(0)), device),
+        training_run.ds_config,
+        training_run.recipe,
+        1,
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     with pytest.raises(CheckpointError) as caught:
-        save_checkpoint({"transformer": engine}, out / "checkpoints", build_state(job, 1, 0, []), keep=1)
+        save_checkpoint(
+            {"transformer": engine}, out / "checkpoints", build_state(training_run, 1, 0, []), keep=1
+        )
     assert caught.value.agreed
     return str(caught.value)
 
@@ -289,7 +296,7 @@ def test_the_room_that_is_asked_for_is_what_a_checkpoint_takes(
     stage: int, optimizer: str, tiny_pipeline: Path, tmp_path: Path, worlds
 ):
     settings = ("train.max_steps=1", f"optim.name={optimizer}")
-    worlds[2].run(run_job, tiny_pipeline, tmp_path, settings, {"zero_optimization": {"stage": stage}})
+    worlds[2].run(run_training, tiny_pipeline, tmp_path, settings, {"zero_optimization": {"stage": stage}})
     files = (tmp_path / "checkpoints" / "step_00000001" / "transformer").iterdir()
     shapes = [
         (name, tuple(p.shape)) for name, p in build_empty(load_config(tiny_pipeline)).named_parameters()
@@ -307,7 +314,7 @@ def kill_in_the_first_save(model: Path, out: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "_finish", killed)
         with pytest.raises(KeyboardInterrupt):
-            run_job(model, out, ("train.max_steps=1",), ZERO2)
+            run_training(model, out, ("train.max_steps=1",), ZERO2)
 
 
 def test_a_run_killed_in_its_first_save_starts_anew(
@@ -329,7 +336,7 @@ def run_with_little_room(model: Path, out: Path) -> list[dict[str, Any]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint.shutil, "disk_usage", usage)
-        return run_job(model, out, ("train.max_steps=1",), ZERO2)
+        return run_training(model, out, ("train.max_steps=1",), ZERO2)
 
 
 def asked_to_quit(model: Path, out: Path, step: int) -> str:
@@ -337,7 +344,7 @@ def asked_to_quit(model: Path, out: Path, step: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         polls = iter([ControlRequest()] * (step - 1) + [ControlRequest(save=True, quit=True)])
         patch.setattr(ControlRequests, "poll", lambda self, rank: next(polls))
-        run_job(model, out, ("train.max_steps=2",), ZERO2, say=said.append)
+        run_training(model, out, ("train.max_steps=2",), ZERO2, log=said.append)
     return "\n".join(said)
 
 
@@ -350,12 +357,12 @@ def test_a_run_asked_to_stop_as_it_ends_is_over(step: int, tiny_pipeline: Path, 
 
 def test_shards_cut_otherwise_are_refused(tiny_pipeline: Path, tmp_path: Path, worlds):
     cut = {"zero_optimization": {"stage": 3, "sub_group_size": 20_000}}
-    worlds[1].run(run_job, tiny_pipeline, tmp_path, ("train.max_steps=1",), cut)
+    worlds[1].run(run_training, tiny_pipeline, tmp_path, ("train.max_steps=1",), cut)
     with pytest.raises(
         AssertionError, match=r"DeepSpeed cannot use its shards .* use the DeepSpeed JSON of the run"
     ):
         worlds[1].run(
-            run_job,
+            run_training,
             tiny_pipeline,
             tmp_path,
             ("train.max_steps=2",),

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.runs import losses, make_job, run_job
+from tests.support.runs import losses, make_run, run_training
 from tests.support.steps import optimizer_step, zero
 from tests.support.world import WorldPool
 from wands.model.offload import ActivationOffloader
@@ -56,7 +56,7 @@ def run_and_count_stores(*args: Any) -> tuple[list[dict[str, Any]], int]:
     with mock.patch.object(
         ActivationOffloader, "__init__", autospec=True, side_effect=ActivationOffloader.__init__
     ) as made:
-        return run_job(*args), made.call_count
+        return run_training(*args), made.call_count
 
 
 def test_two_experts_share_a_store(tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool):
@@ -74,7 +74,7 @@ def test_two_experts_share_a_store(tiny_variant: Callable[[str], Path], tmp_path
 
 def test_the_start_block_says_what_is_kept(tiny_pipeline: Path, tmp_path: Path):
     said = {
-        mode: start_block(make_job(tiny_pipeline, tmp_path, settings, world_size=1), 0)
+        mode: start_block(make_run(tiny_pipeline, tmp_path, settings, world_size=1), 0)
         for mode, settings in MODES.items()
     }
     assert "checkpointing none\n" in said["none"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.runs import losses, make_job, run_job, weights
+from tests.support.runs import losses, make_run, run_training, weights
 from wands.data.cache.reader import CacheWriter
 from wands.data.sampler import StepPlan
 from wands.errors import WandsError
@@ -29,7 +29,7 @@ from wands.train.consistency import (
     weights_checksums,
 )
 from wands.train.engine import init_process_group
-from wands.train.run import Job
+from wands.train.run import TrainingRun
 
 Said = tuple[str, str, bool] | None
 
@@ -183,14 +183,14 @@ def test_a_difference_is_named_on_every_rank(run_world):
             assert sentence(said) == wanted
 
 
-# ---- what a job was given
+# ---- what a run was given
 
 
-def write_cache(path: Path, job: Job, seed: int) -> None:
+def write_cache(path: Path, run: TrainingRun, seed: int) -> None:
     """Five clips whose names and lengths do not depend on the seed, but their latents do."""
     generator = torch.Generator().manual_seed(seed)
-    text_dim = job.shape.text_dim
-    with CacheWriter(path, job.variant, {"vae": "aa"}) as writer:
+    text_dim = run.shape.text_dim
+    with CacheWriter(path, run.variant, {"vae": "aa"}) as writer:
         for number in range(5):
             latents = torch.randn(16, 1 + number, 4, 4, generator=generator).bfloat16()
             meta = {"num_frames": 1 + 4 * number, "fps": 16.0, "content": "c", "caption": ""}
@@ -198,19 +198,19 @@ def write_cache(path: Path, job: Job, seed: int) -> None:
         writer.commit(torch.zeros(1, text_dim, dtype=torch.bfloat16))
 
 
-def other_bins(job: Job) -> Job:
-    """The same job, whose planner went another way."""
-    plan = job.sampler.epoch_plan(0)
+def other_bins(run: TrainingRun) -> TrainingRun:
+    """The same run, whose planner went another way."""
+    plan = run.sampler.epoch_plan(0)
     first, *rest = plan.steps
-    job.sampler._plan = (0, replace(plan, steps=(first[::-1], *rest)))
-    return job
+    run.sampler._plan = (0, replace(plan, steps=(first[::-1], *rest)))
+    return run
 
 
 CACHE = ("data.mock=null", "data.cache=cache")
 FOUR_BINS = ("train.bins_per_step=4",)
 
 
-def compare_jobs(model: Path, out: Path, odd: int) -> tuple[dict[str, Said], float]:
+def compare_runs(model: Path, out: Path, odd: int) -> tuple[dict[str, Said], float]:
     """What is said when rank `odd` differs in one thing, and the longest time a comparison took."""
     rank = int(os.environ["RANK"])
     is_odd = rank == odd
@@ -218,25 +218,25 @@ def compare_jobs(model: Path, out: Path, odd: int) -> tuple[dict[str, Said], flo
     home.mkdir()
     os.chdir(home)
 
-    def job_with(*overrides: str, stage: int = 2) -> Job:
-        return make_job(model, Path("run"), (*FOUR_BINS, *overrides), zero(stage))
+    def run_with(*overrides: str, stage: int = 2) -> TrainingRun:
+        return make_run(model, Path("run"), (*FOUR_BINS, *overrides), zero(stage))
 
-    mock = job_with()
+    mock = run_with()
     write_cache(Path("cache"), mock, seed=int(is_odd))
     other_config = {**mock.transformer_config, "num_layers": 7}
-    jobs = {
-        "agree": job_with(),
-        "recipe": job_with("optim.lr=2e-3") if is_odd else mock,
-        "ds": job_with(stage=3) if is_odd else mock,
+    runs = {
+        "agree": run_with(),
+        "recipe": run_with("optim.lr=2e-3") if is_odd else mock,
+        "ds": run_with(stage=3) if is_odd else mock,
         "model": replace(mock, transformer_config=other_config) if is_odd else mock,
         "degrees": replace(mock, degrees=(2, 1)) if is_odd else mock,
-        "data": job_with(*CACHE),
-        "plan": other_bins(job_with()) if is_odd else mock,
+        "data": run_with(*CACHE),
+        "plan": other_bins(run_with()) if is_odd else mock,
     }
     _, _, device = init_process_group()
     said, slowest = {}, 0.0
-    for name, job in jobs.items():
-        parts = plan_digests(job)
+    for name, run in runs.items():
+        parts = plan_digests(run)
         started = time.perf_counter()
         said[name] = caught(lambda parts=parts: check_agreement(parts, device))
         slowest = max(slowest, time.perf_counter() - started)
@@ -252,7 +252,7 @@ def compare_jobs(model: Path, out: Path, odd: int) -> tuple[dict[str, Said], flo
 def test_a_job_that_is_not_the_same_everywhere(
     world_size: int, odd: int, others: str, tiny_pipeline: Path, tmp_path: Path, run_world
 ):
-    results = run_world(world_size, compare_jobs, tiny_pipeline, tmp_path, odd)
+    results = run_world(world_size, compare_runs, tiny_pipeline, tmp_path, odd)
     assert max(slowest for _, slowest in results) < 20  # no hang: a collective would wait for minutes
     said = {name: [found[name] for found, _ in results] for name in results[0][0]}
     assert said.pop("agree") == [None] * world_size
@@ -277,35 +277,35 @@ def test_a_job_that_is_not_the_same_everywhere(
 
 def test_the_plan_is_that_of_the_epoch(tiny_pipeline: Path, tmp_path: Path):
     """A resumed run compares the epoch that it is in."""
-    job = make_job(tiny_pipeline, tmp_path, world_size=1)
-    per_epoch = job.sampler.steps_per_epoch
+    run = make_run(tiny_pipeline, tmp_path, world_size=1)
+    per_epoch = run.sampler.steps_per_epoch
     assert per_epoch > 1
-    plans = [job.sampler.epoch_plan(epoch).steps for epoch in range(9)]  # seven clips: some epochs are alike
+    plans = [run.sampler.epoch_plan(epoch).steps for epoch in range(9)]  # seven clips: some epochs are alike
     assert 1 < len({bins_digest(steps) for steps in plans}) == len(set(plans))
     for step in (0, 1, per_epoch - 1, per_epoch, 2 * per_epoch):
-        parts = plan_digests(job, step)
-        assert bins_digest(job.sampler.epoch_plan(step // per_epoch).steps) in parts["plan"]
+        parts = plan_digests(run, step)
+        assert bins_digest(run.sampler.epoch_plan(step // per_epoch).steps) in parts["plan"]
     assert (
         bins_digest((((0, 1), (2,)),)) != bins_digest((((0,), (1, 2)),)) != bins_digest((((0,),), ((1, 2),)))
     )
 
 
 def test_the_digest_of_the_data_sees_names_lengths_and_order(tiny_pipeline: Path, tmp_path: Path):
-    job = make_job(tiny_pipeline, tmp_path, world_size=1)
+    run = make_run(tiny_pipeline, tmp_path, world_size=1)
 
     def data_of(keys: list[str], lengths: np.ndarray) -> str:
         class Other:
-            null_text_embeds = job.data.null_text_embeds
+            null_text_embeds = run.data.null_text_embeds
 
             def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
                 return lengths
 
         other = Other()
         other.keys = keys
-        return plan_digests(replace(job, data=other))["data"]
+        return plan_digests(replace(run, data=other))["data"]
 
-    keys, lengths = job.data.keys, job.seq_lens
-    assert data_of(list(keys), lengths.copy()) == plan_digests(job)["data"]
+    keys, lengths = run.data.keys, run.seq_lens
+    assert data_of(list(keys), lengths.copy()) == plan_digests(run)["data"]
     longer = lengths.copy()
     longer[3] += 1
     others = [
@@ -315,7 +315,7 @@ def test_the_digest_of_the_data_sees_names_lengths_and_order(tiny_pipeline: Path
         data_of(keys, np.roll(lengths, 1)),
         data_of(["\udcff.mp4", *keys[1:]], lengths),  # a file name that is not Unicode
     ]
-    assert len({plan_digests(job)["data"], *others}) == 6
+    assert len({plan_digests(run)["data"], *others}) == 6
 
 
 # ---- weights
@@ -374,7 +374,7 @@ def drift(model: Path, out: Path, ds: dict[str, Any], odd: int) -> list[Said]:
 
     found: list[Any] = []
     after_step(2, look, found)
-    run_job(model, out, ("train.max_steps=2", *FOUR_BINS), ds)
+    run_training(model, out, ("train.max_steps=2", *FOUR_BINS), ds)
     return found[0]
 
 
@@ -409,7 +409,7 @@ def two_drifts(model: Path, out: Path) -> tuple[Said, list[str]]:
 
     found: list[Any] = []
     after_step(1, look, found)
-    run_job(model, out, ("train.max_steps=1", "train.bins_per_step=3"), zero(0))
+    run_training(model, out, ("train.max_steps=1", "train.bins_per_step=3"), zero(0))
     return found[0]
 
 
@@ -446,7 +446,7 @@ def read_shards(model: Path, out: Path) -> list[Any]:
 
     found: list[Any] = []
     after_step(2, look, found)
-    run_job(model, out, ("train.max_steps=2",), zero(3))
+    run_training(model, out, ("train.max_steps=2",), zero(3))
     return found
 
 
@@ -466,7 +466,7 @@ def checked_run(model: Path, out: Path, ds: dict[str, Any], check: bool) -> tupl
         return check_weights_agree(engine, engine.device) if check else None
 
     after_step(0, look, found)
-    return run_job(model, out, ("train.max_steps=4",), ds), found
+    return run_training(model, out, ("train.max_steps=4",), ds), found
 
 
 @pytest.mark.parametrize(("stage", "threshold"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 100)])
@@ -520,7 +520,7 @@ def compare_steps(cases: list[tuple[list[StepPlan], int]]) -> list[Said]:
 
 
 def test_a_step_compares_its_plan_and_the_weights(tiny_pipeline: Path, tmp_path: Path, run_world):
-    plan = make_job(tiny_pipeline, tmp_path, world_size=1).sampler.step_plan(1)
+    plan = make_run(tiny_pipeline, tmp_path, world_size=1).sampler.step_plan(1)
     other, later = replace(plan, bins=plan.bins[::-1]), replace(plan, step=2)
     cases = [([plan, plan], 0), ([plan, other], 0), ([plan, later], 0), ([plan, plan], 1)]
     same, bins, step, weight = zip(*run_world(2, compare_steps, cases), strict=True)
@@ -538,7 +538,7 @@ def train_with(model: Path, out: Path, odd_override: tuple[str, ...], odd_ds: in
     odd = os.environ["RANK"] == "1"
     overrides = ("train.max_steps=2", *(odd_override if odd else ()))
     started = time.perf_counter()
-    said = caught(lambda: run_job(model, out, overrides, zero(odd_ds if odd else 2)))
+    said = caught(lambda: run_training(model, out, overrides, zero(odd_ds if odd else 2)))
     return said, time.perf_counter() - started
 
 
@@ -572,14 +572,16 @@ def train_with_drift(model: Path, out: Path, resume: bool) -> Said:
         return result
 
     loop.train_step = train_step
-    return caught(lambda: run_job(model, out, ("train.max_steps=4", "checkpoint.every=1"), zero(0), resume))
+    return caught(
+        lambda: run_training(model, out, ("train.max_steps=4", "checkpoint.every=1"), zero(0), resume)
+    )
 
 
 def test_training_stops_when_weights_drift_in_its_first_step(tiny_pipeline: Path, tmp_path: Path, run_world):
     said = run_world(2, train_with_drift, tiny_pipeline, tmp_path, False)
     assert "the weights of the ranks have drifted apart (1 of" in sentence(said)
     assert not (tmp_path / "checkpoints").exists()  # nothing bad was saved
-    run_world(2, run_job, tiny_pipeline, tmp_path, ("train.max_steps=2", "checkpoint.every=1"), zero(0))
+    run_world(2, run_training, tiny_pipeline, tmp_path, ("train.max_steps=2", "checkpoint.every=1"), zero(0))
     assert "drifted apart" in sentence(run_world(2, train_with_drift, tiny_pipeline, tmp_path, True))
 
 
@@ -600,7 +602,7 @@ def check_on_demand(model: Path, out: Path, drift: bool) -> tuple[Said, list[str
         return result
 
     loop.train_step = train_step
-    said = caught(lambda: run_job(model, out, ("train.max_steps=3",), zero(0), say=lines.append))
+    said = caught(lambda: run_training(model, out, ("train.max_steps=3",), zero(0), log=lines.append))
     return said, lines, (out / "check").exists()
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.runs import make_job, run_job, weights
+from tests.support.runs import make_run, run_training, weights
 from tests.support.steps import (
     CHECKPOINTING,
     DS_CONFIGS,
@@ -92,14 +92,14 @@ def check_step(ranks: list[Step], one_process: Step) -> float:
 
 def test_the_step_has_what_is_hard(tiny_pipeline: Path, tmp_path: Path):
     def job_of(bins: int) -> Any:
-        return make_job(tiny_pipeline, tmp_path, (*CLIPS, f"train.bins_per_step={bins}"), world_size=1)
+        return make_run(tiny_pipeline, tmp_path, (*CLIPS, f"train.bins_per_step={bins}"), world_size=1)
 
-    job = job_of(1)
-    lens = job.seq_lens.tolist()
+    run = job_of(1)
+    lens = run.seq_lens.tolist()
     assert sorted(lens) == [1, 7, 9, 15, 25]
-    assert sorted(job.sampler.step_plan(0).bins[0]) == list(range(5))
+    assert sorted(run.sampler.step_plan(0).bins[0]) == list(range(5))
     assert [len(bins) for bins in job_of(6).sampler.step_plan(0).bins].count(0) == 1
-    order = [lens[i] for i in job.sampler.step_plan(0).bins[0]]
+    order = [lens[i] for i in run.sampler.step_plan(0).bins[0]]
     ranks = [ContextLayout.build(order, ulysses_degree=2, ring_degree=2, cp_rank=rank) for rank in range(4)]
     assert any(rank.num_valid < rank.num_tokens for rank in ranks)
     assert any(0 in rank.local_lens for rank in ranks)
@@ -150,8 +150,8 @@ def test_float64_is_stock_diffusers(grid: Grid, worlds: WorldPool, tiny_pipeline
     overrides = (*CLIPS, *case.overrides)
     ds = zero(1 + number % 3)
     ranks = worlds[grid.world_size].run(optimizer_step, tiny_pipeline, tmp_path, overrides, ds, torch.float64)
-    job = make_job(tiny_pipeline, tmp_path, overrides, world_size=grid.world_size)
-    truth = stock_gradients(tiny_pipeline, job)
+    run = make_run(tiny_pipeline, tmp_path, overrides, world_size=grid.world_size)
+    truth = stock_gradients(tiny_pipeline, run)
     assert all(float(grad.abs().max()) > 0 for grad in truth.values())
     error = worst(ranks[0].gradients, truth)
     assert error <= TOLERANCE
@@ -175,7 +175,7 @@ def test_where_float32_itself_is_worse(worlds: WorldPool, tiny_pipeline: Path, t
     """With captions of a few tokens the 500 equal text pads make `attn2.to_k.bias` a difference of nearly equal sums: one process
     is further than TOLERANCE from its own float64 there. Spreading the step moves no gradient further than that."""
     short = (*CLIPS, CLIPS[0].replace("[100,512,200,300,150]", "[5,9,3]"))
-    truth = stock_gradients(tiny_pipeline, make_job(tiny_pipeline, tmp_path, short, world_size=1))
+    truth = stock_gradients(tiny_pipeline, make_run(tiny_pipeline, tmp_path, short, world_size=1))
     spread, alone = [], []
     for bins in (1, 2, 6):
         overrides = (*short, f"train.bins_per_step={bins}")
@@ -373,7 +373,7 @@ def run_series(
 ) -> tuple[list[dict[str, Any]], Clips]:
     """The rows of a run, and sigma and error of every clip by (step, epoch, name, repeat_index)."""
     overrides = (*SERIES, f"train.max_steps={steps}", *grid.overrides)
-    rows = worlds[grid.world_size].run(run_job, model, out, overrides, ds)[0]
+    rows = worlds[grid.world_size].run(run_training, model, out, overrides, ds)[0]
     written = {
         int(path.stem.removeprefix("samples-rank")): [
             json.loads(line) for line in path.read_text().splitlines()
@@ -452,13 +452,13 @@ def test_k_plus_k_is_2k_bitwise(
     """Stopping and resuming changes no bit of losses, gradient norms or weights."""
     world = worlds[grid.world_size]
     settings = (*SERIES, *grid.overrides, "train.max_steps=6", "flow.cfg_dropout=0.3")
-    straight = world.run(run_job, tiny_pipeline, tmp_path / "a", settings, zero(stage))[0]
+    straight = world.run(run_training, tiny_pipeline, tmp_path / "a", settings, zero(stage))[0]
     halves = (*settings, "checkpoint.every=3", "checkpoint.keep=5")
-    world.run(run_job, tiny_pipeline, tmp_path / "b", halves, zero(stage))
+    world.run(run_training, tiny_pipeline, tmp_path / "b", halves, zero(stage))
     checkpoints = tmp_path / "b" / "checkpoints"
     (checkpoints / "step_00000006").rename(tmp_path / "gone")  # as if the run had died before it was saved
     (checkpoints / "latest").write_text("step_00000003")
-    resumed = world.run(run_job, tiny_pipeline, tmp_path / "b", halves, zero(stage), True)[0]
+    resumed = world.run(run_training, tiny_pipeline, tmp_path / "b", halves, zero(stage), True)[0]
 
     assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
     for name in ("loss", "lr", "grad_norm"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.runs import losses, make_job, run_job, weights
+from tests.support.runs import losses, make_run, run_training, weights
 from wands.data.cache.reader import CacheWriter
 from wands.errors import DataError
 from wands.train.summary import start_block
@@ -18,13 +18,13 @@ STEPS = 8
 
 def write_cache(path: Path, model: Path, names: str, seed: int) -> None:
     """Clips of 4 to 20 tokens."""
-    job, draw = make_job(model, path, world_size=1), torch.Generator().manual_seed(seed)
-    with CacheWriter(path, job.variant, {}, max_samples=2) as writer:
+    run, draw = make_run(model, path, world_size=1), torch.Generator().manual_seed(seed)
+    with CacheWriter(path, run.variant, {}, max_samples=2) as writer:
         for number, name in enumerate(names):
-            latents = torch.randn(job.shape.in_channels, 1 + number % 5, 4, 4, generator=draw).bfloat16()
-            text = torch.randn(3, job.shape.text_dim, generator=draw).bfloat16()
+            latents = torch.randn(run.shape.in_channels, 1 + number % 5, 4, 4, generator=draw).bfloat16()
+            text = torch.randn(3, run.shape.text_dim, generator=draw).bfloat16()
             writer.add(name, latents, text, {"num_frames": 1, "fps": 16.0, "content": "c"})
-        writer.commit(torch.zeros(1, job.shape.text_dim, dtype=torch.bfloat16))
+        writer.commit(torch.zeros(1, run.shape.text_dim, dtype=torch.bfloat16))
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +53,15 @@ def visited(run_dir: Path, step: int) -> set[tuple[str, int, int, float]]:
 
 def test_a_run_on_two_sources_resumed_is_the_run(tiny_pipeline: Path, overrides, tmp_path: Path, run_world):
     once, twice = tmp_path / "once", tmp_path / "twice"
-    whole, *_ = run_world(2, run_job, tiny_pipeline, once, overrides)
-    run_world(2, run_job, tiny_pipeline, twice, (*overrides, "train.max_steps=5"))
-    resumed, *_ = run_world(2, run_job, tiny_pipeline, twice, overrides, None, True)
+    whole, *_ = run_world(2, run_training, tiny_pipeline, once, overrides)
+    run_world(2, run_training, tiny_pipeline, twice, (*overrides, "train.max_steps=5"))
+    resumed, *_ = run_world(2, run_training, tiny_pipeline, twice, overrides, None, True)
     assert len(whole) == STEPS
     assert whole[-1]["epoch"] > whole[4]["epoch"]  # it stopped in an earlier epoch than the last
     assert losses(resumed) == losses(whole)
     for name, value in weights(once).items():
         assert torch.equal(value, weights(twice)[name]), name
-    alone = make_job(tiny_pipeline, tmp_path / "alone", overrides, world_size=1).sampler
+    alone = make_run(tiny_pipeline, tmp_path / "alone", overrides, world_size=1).sampler
     for plan in alone.iterate():  # the same samples at another dp size
         planned = {
             (alone.keys[i], o)
@@ -76,16 +76,16 @@ def test_a_run_on_two_sources_resumed_is_the_run(tiny_pipeline: Path, overrides,
 
 
 def test_the_start_block_names_sources_and_split(tiny_pipeline: Path, overrides, tmp_path: Path):
-    job = make_job(tiny_pipeline, tmp_path, (*overrides, "data.holdout=0.4"), world_size=1)
-    lines = [line.strip() for line in start_block(job, 0).splitlines()]
-    held = sum(len(part.data.keys) - len(part.chosen) for part in job.data.parts)
+    run = make_run(tiny_pipeline, tmp_path, (*overrides, "data.holdout=0.4"), world_size=1)
+    lines = [line.strip() for line in start_block(run, 0).splitlines()]
+    held = sum(len(part.data.keys) - len(part.chosen) for part in run.data.parts)
     assert 0 < held < 11
     assert f"split train (data.holdout=0.4): {11 - held} clips to train on, {held} held out" in lines
     first = next(line for line in lines if line.startswith("data"))
-    assert first.endswith(f"/a: {len(job.data.parts[0].chosen)} clips x 1.5")
-    plan = job.sampler.epoch_plan(0)
+    assert first.endswith(f"/a: {len(run.data.parts[0].chosen)} clips x 1.5")
+    plan = run.sampler.epoch_plan(0)
     rows = [i for step in plan.steps for bin in step for i in bin]
-    assert f"epoch 0: {len(rows)} samples, {job.seq_lens[rows].sum()} tokens" in lines
+    assert f"epoch 0: {len(rows)} samples, {run.seq_lens[rows].sum()} tokens" in lines
 
 
 def test_other_visits_are_other_data(tiny_pipeline: Path, overrides, tmp_path: Path):
@@ -93,15 +93,15 @@ def test_other_visits_are_other_data(tiny_pipeline: Path, overrides, tmp_path: P
     found = set()
     for old, new in (("1.5", "1.5"), ("1.5", "1.25"), ("0.5", "0.75"), ("1.5", "2")):
         changed = tuple(item.replace(f"repeat: {old}", f"repeat: {new}") for item in overrides)
-        found.add(make_job(tiny_pipeline, tmp_path, changed, world_size=1).data_fingerprint())
+        found.add(make_run(tiny_pipeline, tmp_path, changed, world_size=1).data_fingerprint())
     found.add(
-        make_job(tiny_pipeline, tmp_path, (*overrides, "data.holdout=0.4"), world_size=1).data_fingerprint()
+        make_run(tiny_pipeline, tmp_path, (*overrides, "data.holdout=0.4"), world_size=1).data_fingerprint()
     )
     assert len(found) == 5
 
 
 def test_as_many_samples_as_ranks_in_every_epoch(tiny_pipeline: Path, overrides, tmp_path: Path):
     few = tuple(item.replace("repeat: 1.5", "repeat: 0.3") for item in overrides)  # 2 + 2 of each epoch
-    make_job(tiny_pipeline, tmp_path, (*few, "train.bins_per_step=4"), world_size=4)
+    make_run(tiny_pipeline, tmp_path, (*few, "train.bins_per_step=4"), world_size=4)
     with pytest.raises(DataError, match="data has 4 samples, fewer than the 5 data-parallel ranks"):
-        make_job(tiny_pipeline, tmp_path, (*few, "train.bins_per_step=5"), world_size=5)
+        make_run(tiny_pipeline, tmp_path, (*few, "train.bins_per_step=5"), world_size=5)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.runs import losses, make_job, run_job, weights
+from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.steps import Grid, Step, optimizer_step, save_random_lora, worst, zero
 from tests.support.world import WorldPool
 from wands.errors import ConfigError
@@ -60,10 +60,10 @@ def test_the_gradient_is_the_same_however_it_is_made(tiny_pipeline: Path, tmp_pa
 def test_resume_is_bitwise(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
     settings = ("model.dropout=0.2", "train.max_steps=4", "checkpoint.every=2", "model.checkpointing=full")
     settings += ("precision.compute=bf16",)
-    straight = worlds[2].run(run_job, tiny_pipeline, tmp_path / "run", settings, zero(2))[0]
+    straight = worlds[2].run(run_training, tiny_pipeline, tmp_path / "run", settings, zero(2))[0]
     last = weights(tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step_00000004").rename(tmp_path / "set aside")
-    resumed = worlds[2].run(run_job, tiny_pipeline, tmp_path / "run", settings, zero(2), True)[0]
+    resumed = worlds[2].run(run_training, tiny_pipeline, tmp_path / "run", settings, zero(2), True)[0]
     assert losses(resumed) == losses(straight)
     again = weights(tmp_path / "run")
     assert all(torch.equal(again[name], value) for name, value in last.items())
@@ -71,8 +71,8 @@ def test_resume_is_bitwise(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPoo
 
 def test_every_visit_has_its_key(tiny_pipeline: Path, tmp_path: Path):
     def keys(repeat_index: int, epoch: int, *settings: str) -> tuple[int, ...]:
-        job = make_job(tiny_pipeline, tmp_path, settings, world_size=1)
-        return job.collator([job.data.read(i) for i in (0, 1)], [0, repeat_index], epoch).dropout_keys
+        run = make_run(tiny_pipeline, tmp_path, settings, world_size=1)
+        return run.collator([run.data.read(i) for i in (0, 1)], [0, repeat_index], epoch).dropout_keys
 
     drops = "model.dropout=0.1"
     first = keys(0, 0, drops)
@@ -83,11 +83,11 @@ def test_every_visit_has_its_key(tiny_pipeline: Path, tmp_path: Path):
 
 
 def test_the_start_block_says_so(tiny_pipeline: Path, tmp_path: Path):
-    job = make_job(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.dropout=0.05"), world_size=1)
-    assert "dropout: 0 of activations, 0.05 of the LoRA's inputs" in start_block(job, 0)
-    assert "dropout:" not in start_block(make_job(tiny_pipeline, tmp_path, world_size=1), 0)
+    run = make_run(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.dropout=0.05"), world_size=1)
+    assert "dropout: 0 of activations, 0.05 of the LoRA's inputs" in start_block(run, 0)
+    assert "dropout:" not in start_block(make_run(tiny_pipeline, tmp_path, world_size=1), 0)
 
 
 def test_all_of_it_cannot_be_dropped(tiny_pipeline: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"model\.dropout"):
-        make_job(tiny_pipeline, tmp_path, ("model.dropout=1",), world_size=1)
+        make_run(tiny_pipeline, tmp_path, ("model.dropout=1",), world_size=1)

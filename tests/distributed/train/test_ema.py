@@ -17,7 +17,7 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.support.runs import make_job, run_job
+from tests.support.runs import make_run, run_training
 from tests.support.steps import DS_CONFIGS, Grid, zero
 from tests.support.world import WorldPool
 from wands.commands import infer
@@ -77,13 +77,13 @@ def watched_run(*args: Any) -> tuple[list[list[Weights]], list[str]]:
 
     step = loop.train_step
     with mock.patch.object(loop, "train_step", step_and_look):
-        rows = run_job(*args, said.append)
+        rows = run_training(*args, said.append)
     return (list(series.values()), said) if rows else ([], [])
 
 
 def refused_run(*args: Any) -> str:
     with pytest.raises(CheckpointError) as caught:
-        run_job(*args)
+        run_training(*args)
     return str(caught.value)
 
 
@@ -163,7 +163,7 @@ def test_a_run_that_was_stopped_has_the_same_bits(
 ):
     (grid, ds), run = RUNS[name], shutil.copytree(finished(name)[0], tmp_path / "run")
     straight = parts_in((run / "checkpoints" / "step_00000004").rename(tmp_path / "aside"))
-    worlds[grid.world_size].run(run_job, tiny_pipeline, run, (*PLAIN, *STEPS, *grid.overrides), ds, True)
+    worlds[grid.world_size].run(run_training, tiny_pipeline, run, (*PLAIN, *STEPS, *grid.overrides), ds, True)
     again = parts_in(run / "checkpoints" / "step_00000004")
     assert len(again) == len(straight) == grid.world_size
     assert all(same(mine, theirs) for mine, theirs in zip(again, straight, strict=True))
@@ -195,7 +195,7 @@ def test_warm_up_and_rare_updates_of_the_loras_of_two_experts(
     assert [row["ema_decay"] for row in rows] == [1 / 10, 1 / 10, 4 / 13, 4 / 13]
 
     straight = shutil.move(tmp_path / "run" / "checkpoints" / "step_00000004", tmp_path / "aside")
-    worlds[2].run(run_job, model, tmp_path / "run", settings, zero(2), True)  # in between two updates
+    worlds[2].run(run_training, model, tmp_path / "run", settings, zero(2), True)  # in between two updates
     for part in ("transformer", "transformer_2"):
         again = parts_in(tmp_path / "run" / "checkpoints" / "step_00000004", part)
         assert [*map(len, again)] == [*map(len, parts_in(straight, part))]
@@ -256,7 +256,7 @@ def test_frozen_weights_are_what_they_were(
     stage: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
     settings = (*PLAIN, "model.trainable=['blocks.*.attn*']", "train.max_steps=1")
-    worlds[2].run(run_job, tiny_pipeline, tmp_path, settings, zero(stage))
+    worlds[2].run(run_training, tiny_pipeline, tmp_path, settings, zero(stage))
     last, average = load_exported_state(tmp_path), load_exported_state(tmp_path, ema=True)
     assert last.keys() == average.keys()
     changed = {name for name in last if not torch.equal(last[name], average[name])}
@@ -344,18 +344,18 @@ def test_an_average_that_is_not_whole_is_refused(finished: Finished, tmp_path: P
 def test_keys_that_make_no_sense(tiny_pipeline: Path, tmp_path: Path):
     for key, value in (("decay", 1), ("decay", 0), ("every", 0), ("device", "disk"), ("decoy", 1)):
         with pytest.raises(ConfigError, match=rf"ema\.{key}"):
-            make_job(tiny_pipeline, tmp_path, (f"ema.{key}={value}",), world_size=1)
+            make_run(tiny_pipeline, tmp_path, (f"ema.{key}={value}",), world_size=1)
     nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     with pytest.raises(
         ConfigError, match=r"offload_optimizer\.device=nvme keeps the weights that ema averages on disk"
     ):
-        make_job(tiny_pipeline, tmp_path, PLAIN, {"zero_optimization": nvme}, world_size=1)
+        make_run(tiny_pipeline, tmp_path, PLAIN, {"zero_optimization": nvme}, world_size=1)
 
 
 def test_the_start_block_says_so(tiny_pipeline: Path, tmp_path: Path):
-    job = make_job(tiny_pipeline, tmp_path, ("ema.decay=0.999", "ema.every=5"), world_size=1)
-    assert "ema decay 0.999, warm-up, every 5 steps, on cpu\n" in start_block(job, 0)
-    assert EmaConfig() == make_job(tiny_pipeline, tmp_path, ("ema={}",), world_size=1).recipe.ema
+    training_run = make_run(tiny_pipeline, tmp_path, ("ema.decay=0.999", "ema.every=5"), world_size=1)
+    assert "ema decay 0.999, warm-up, every 5 steps, on cpu\n" in start_block(training_run, 0)
+    assert EmaConfig() == make_run(tiny_pipeline, tmp_path, ("ema={}",), world_size=1).recipe.ema
 
 
 # ---- what becomes of it

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runs import groups_of, make_job
+from tests.support.runs import groups_of, make_run
 from tests.support.steps import zero
 from tests.support.world import WorldPool
 from wands.config.recipe import load_recipe
@@ -305,10 +305,10 @@ def test_zero_3s_weights_are_their_own_masters_where_they_are_the_same():
 
 
 def shards_of_two_experts(*args: Any) -> list[int]:
-    job = make_job(*args)
+    run = make_run(*args)
     rank, _, device = init_process_group()
-    groups = groups_of(job.grid(rank), device)
-    models = [build_model(job, groups, device, expert) for expert in job.experts]
+    groups = groups_of(run.grid(rank), device)
+    models = [build_model(run, groups, device, expert) for expert in run.experts]
     weights = [next(p for p in model.parameters() if not p.requires_grad) for model in models]
     torch.nn.functional.linear = _LINEAR  # ZeRO-3 puts its own in the place of torch's
     return [weight.ds_zero_param_process_group.size() for weight in weights]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runs import make_job
+from tests.support.runs import make_run
 from tests.support.steps import DS_CONFIGS, optimizer_step, stock_gradients, worst, zero
 from tests.support.world import WorldPool
 
@@ -49,8 +49,8 @@ def stock(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Stoc
     def gradients(
         world_size: int, overrides: tuple[str, ...] = (), dtype: torch.dtype = torch.float64
     ) -> dict[str, torch.Tensor]:
-        job = make_job(tiny_pipeline, tmp_path_factory.mktemp("stock"), overrides, world_size=world_size)
-        return stock_gradients(tiny_pipeline, job, dtype)
+        run = make_run(tiny_pipeline, tmp_path_factory.mktemp("stock"), overrides, world_size=world_size)
+        return stock_gradients(tiny_pipeline, run, dtype)
 
     return gradients
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runs import losses, run_job, weights
+from tests.support.runs import losses, run_training, weights
 from wands.train.metrics import read_metrics
 
 # ZeRO changes the order in which fp32 gradients are added; five AdamW steps amplify it to a few units in the last place.
@@ -25,7 +25,7 @@ def zero(stage: int) -> dict[str, Any]:
 def reference(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run_world) -> list[float]:
     """Five steps in one process at stage 0: what every other setting must repeat."""
     out = tmp_path_factory.mktemp("reference")
-    return losses(run_world(1, run_job, tiny_pipeline, out, ("train.max_steps=5",), zero(0))[0])
+    return losses(run_world(1, run_training, tiny_pipeline, out, ("train.max_steps=5",), zero(0))[0])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -33,7 +33,9 @@ def reference(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run
 def test_loss_series_is_the_same_at_every_stage_and_world(
     stage: int, world_size: int, reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world
 ):
-    rows = run_world(world_size, run_job, tiny_pipeline, tmp_path, ("train.max_steps=5",), zero(stage))[0]
+    rows = run_world(world_size, run_training, tiny_pipeline, tmp_path, ("train.max_steps=5",), zero(stage))[
+        0
+    ]
     assert len(reference) == 5
     assert losses(rows) == pytest.approx(reference, rel=SERIES_TOLERANCE)
     assert len(set(reference)) == 5  # a model that does not move would agree with anything
@@ -45,7 +47,7 @@ def test_accumulation_is_the_same_step(
     """bins_per_step=4 on 2 ranks is two micro steps; on 4 ranks one. Both are the step of one process."""
     overrides = ("train.max_steps=3", "train.bins_per_step=4")
     series = [
-        losses(run_world(n, run_job, tiny_pipeline, tmp_path / str(n), overrides, zero(2))[0])
+        losses(run_world(n, run_training, tiny_pipeline, tmp_path / str(n), overrides, zero(2))[0])
         for n in (1, 2, 4)
     ]
     assert series[1] == pytest.approx(series[0], rel=SERIES_TOLERANCE)
@@ -71,7 +73,9 @@ def test_packing_off_gives_the_same_loss_per_sample(
     for enabled in ("true", "false"):
         out = tmp_path / enabled
         runs[enabled] = losses(
-            run_world(2, run_job, tiny_pipeline, out, (*common, f"packing.enabled={enabled}"), zero(3))[0]
+            run_world(2, run_training, tiny_pipeline, out, (*common, f"packing.enabled={enabled}"), zero(3))[
+                0
+            ]
         )
     packed, single = sample_losses(tmp_path / "true"), sample_losses(tmp_path / "false")
     assert packed.keys() == single.keys()
@@ -86,14 +90,14 @@ def test_k_plus_k_is_2k_bitwise(stage: int, world_size: int, tiny_pipeline: Path
     """Stopping and resuming in the middle of an epoch changes no bit of losses, gradient norms or weights."""
     schedule = ("optim.schedule=cosine", "optim.warmup=2", "flow.cfg_dropout=0.3")
     straight = run_world(
-        world_size, run_job, tiny_pipeline, tmp_path / "a", ("train.max_steps=6", *schedule), zero(stage)
+        world_size, run_training, tiny_pipeline, tmp_path / "a", ("train.max_steps=6", *schedule), zero(stage)
     )[0]
     every = ("train.max_steps=6", "checkpoint.every=3", "checkpoint.keep=5", *schedule)
-    run_world(world_size, run_job, tiny_pipeline, tmp_path / "b", every, zero(stage))
+    run_world(world_size, run_training, tiny_pipeline, tmp_path / "b", every, zero(stage))
     for path in (tmp_path / "b" / "checkpoints").glob("step_00000006"):
         path.rename(tmp_path / "gone")  # as if the run had died after step 6 was logged, before it was saved
     (tmp_path / "b" / "checkpoints" / "latest").write_text("step_00000003")
-    resumed = run_world(world_size, run_job, tiny_pipeline, tmp_path / "b", every, zero(stage), True)[0]
+    resumed = run_world(world_size, run_training, tiny_pipeline, tmp_path / "b", every, zero(stage), True)[0]
 
     assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
     for name in ("loss", "lr", "grad_norm"):
@@ -108,7 +112,7 @@ def test_the_gradient_norm_is_the_same_with_and_without_zero(tiny_pipeline: Path
     norms = []
     for stage in (0, 1, 2, 3):
         rows = run_world(
-            2, run_job, tiny_pipeline, tmp_path / str(stage), ("train.max_steps=2",), zero(stage)
+            2, run_training, tiny_pipeline, tmp_path / str(stage), ("train.max_steps=2",), zero(stage)
         )[0]
         norms.append([row["grad_norm"] for row in rows])
     for other in norms[1:]:
@@ -119,7 +123,7 @@ def test_every_parameter_learns(tiny_pipeline: Path, tmp_path: Path, run_world):
     """No parameter is left out of the optimizer, and the weights in a checkpoint are the trained ones."""
     from wands.model.files.loading import load_transformer
 
-    run_world(2, run_job, tiny_pipeline, tmp_path, ("train.max_steps=2",), zero(3))
+    run_world(2, run_training, tiny_pipeline, tmp_path, ("train.max_steps=2",), zero(3))
     before = dict(load_transformer(str(tiny_pipeline)).named_parameters())
     after = weights(tmp_path)
     assert before.keys() == after.keys()
@@ -131,7 +135,7 @@ def test_bf16_follows_fp32(reference: list[float], tiny_pipeline: Path, tmp_path
     """bf16 matmuls with fp32 reduction, and with bf16 reduction, stay within bf16's rounding of the fp32 run."""
     for reduce in ("fp32", "bf16"):
         overrides = ("train.max_steps=5", "precision.compute=bf16", f"precision.reduce={reduce}")
-        series = losses(run_world(2, run_job, tiny_pipeline, tmp_path / reduce, overrides, zero(3))[0])
+        series = losses(run_world(2, run_training, tiny_pipeline, tmp_path / reduce, overrides, zero(3))[0])
         assert series == pytest.approx(reference, rel=2e-2)
         assert series != reference
 
@@ -140,19 +144,21 @@ def test_checkpointed_activations_change_nothing(
     reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world
 ):
     overrides = ("train.max_steps=5", "model.checkpointing=full")
-    series = losses(run_world(2, run_job, tiny_pipeline, tmp_path, overrides, zero(3))[0])
+    series = losses(run_world(2, run_training, tiny_pipeline, tmp_path, overrides, zero(3))[0])
     assert series == pytest.approx(reference, rel=SERIES_TOLERANCE)
 
 
 def test_prefetching_changes_nothing(reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world):
     series = losses(
-        run_world(1, run_job, tiny_pipeline, tmp_path, ("train.max_steps=5", "data.prefetch=0"), zero(0))[0]
+        run_world(
+            1, run_training, tiny_pipeline, tmp_path, ("train.max_steps=5", "data.prefetch=0"), zero(0)
+        )[0]
     )
     assert series == reference
 
 
 def test_rows_of_a_step(tiny_pipeline: Path, tmp_path: Path, run_world):
-    rows = run_world(2, run_job, tiny_pipeline, tmp_path, ("train.max_steps=3",), zero(2))[0]
+    rows = run_world(2, run_training, tiny_pipeline, tmp_path, ("train.max_steps=3",), zero(2))[0]
     for row in rows:
         assert 0 < row["fill"] <= 1
         assert row["imbalance"] >= 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.runs import BASE, losses, make_job, run_job
+from tests.support.runs import BASE, losses, make_run, run_training
 from tests.support.steps import Grid, optimizer_step, save_random_lora, worst, zero
 from tests.support.world import WorldPool
 from wands.commands.train import run_train
@@ -39,7 +39,7 @@ def test_the_gradient_of_a_lora_is_the_same_on_every_grid(
     """Every matrix of the LoRA gets a gradient, nothing else does."""
     settings = (*LORA, f"lora.init_from={start}", "train.bins_per_step=2")
     alone = worlds[1].run(optimizer_step, tiny_pipeline, tmp_path, settings, zero(2), torch.float64)[0]
-    linears = make_job(tiny_pipeline, tmp_path, settings, world_size=1).num_trained
+    linears = make_run(tiny_pipeline, tmp_path, settings, world_size=1).num_trained
     assert sum(grad.numel() for grad in alone.gradients.values()) == linears
     assert all(".lora_" in name for name in alone.gradients)
     assert all(float(grad.abs().max()) > 0 for grad in alone.gradients.values())
@@ -68,7 +68,7 @@ def test_a_lora_resumes_bitwise_and_its_checkpoint_holds_nothing_else(
     )
 
     def run(resume: bool = False) -> list[dict[str, Any]]:
-        return worlds[2].run(run_job, tiny_pipeline, tmp_path / "run", settings, zero(stage), resume)[0]
+        return worlds[2].run(run_training, tiny_pipeline, tmp_path / "run", settings, zero(stage), resume)[0]
 
     straight = run()
     first = load_exported_state(tmp_path / "run" / "checkpoints" / "step_00000002")
@@ -92,7 +92,7 @@ def test_only_a_run_that_begins_asks_for_the_lora_that_it_goes_on_from(
 ):
     begun, run = shutil.copytree(start, tmp_path / "begun"), tmp_path / "run"
     settings = (*LORA, f"lora.init_from={begun}")
-    worlds[1].run(run_job, tiny_pipeline, run, (*settings, "train.max_steps=1"), zero(2))
+    worlds[1].run(run_training, tiny_pipeline, run, (*settings, "train.max_steps=1"), zero(2))
     shutil.rmtree(begun)
     said: list[str] = []
 
@@ -105,7 +105,7 @@ def test_only_a_run_that_begins_asks_for_the_lora_that_it_goes_on_from(
             resume=resume,
             dry_run=True,
             show_timesteps=False,
-            say=said.append,
+            log=said.append,
         )
 
     dry(run, "auto")
@@ -126,7 +126,7 @@ def test_frozen_weights_stay_bitwise_and_resume_too(tiny_pipeline: Path, tmp_pat
 
     def run(resume: bool = False) -> list[dict[str, Any]]:
         return worlds[2].run(
-            run_job, tiny_pipeline, tmp_path / "run", (*settings, "checkpoint.keep=3"), zero(3), resume
+            run_training, tiny_pipeline, tmp_path / "run", (*settings, "checkpoint.keep=3"), zero(3), resume
         )[0]
 
     straight, after = run(), load_exported_state(tmp_path / "run")
@@ -141,17 +141,17 @@ def test_frozen_weights_stay_bitwise_and_resume_too(tiny_pipeline: Path, tmp_pat
 
 def test_settings_that_exclude_each_other(tiny_pipeline: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"model\.freeze is for full finetunes"):
-        make_job(tiny_pipeline, tmp_path, ("lora.rank=4", "model.freeze=['*.bias']"))
+        make_run(tiny_pipeline, tmp_path, ("lora.rank=4", "model.freeze=['*.bias']"))
     with pytest.raises((ConfigError, CheckpointError), match=r"lora\.init_from=nowhere"):
-        make_job(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.init_from=nowhere"), world_size=1)
+        make_run(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.init_from=nowhere"), world_size=1)
 
 
 def test_a_resume_that_would_train_something_else_is_refused(tiny_pipeline: Path, tmp_path: Path):
     """The base and the places of a LoRA are not in its checkpoint: the recipe must say the same."""
     from wands.train.loop import build_state
 
-    job = make_job(tiny_pipeline, tmp_path, LORA, world_size=1)
-    state = build_state(job, 2, 0, [])
+    training_run = make_run(tiny_pipeline, tmp_path, LORA, world_size=1)
+    state = build_state(training_run, 2, 0, [])
     recipe = state.recipe
 
     def resume(**sections: dict[str, Any] | None) -> None:
@@ -192,7 +192,7 @@ def test_frozen_weights_are_in_the_checkpoint_of_every_stage(
     stage: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
     settings = ("model.trainable=['blocks.*.attn*']", "train.max_steps=1")
-    worlds[2].run(run_job, tiny_pipeline, tmp_path, settings, zero(stage))
+    worlds[2].run(run_training, tiny_pipeline, tmp_path, settings, zero(stage))
     after, before = load_exported_state(tmp_path), load_weights(tiny_pipeline)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before if ".attn" not in name)
@@ -249,4 +249,4 @@ def test_a_lora_of_one_expert_is_not_given_to_the_other(tmp_path: Path):
 
 def test_targets_that_choose_nothing(tiny_pipeline: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"lora\.targets=\[\] chooses no layer"):
-        make_job(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.targets=[]"), world_size=1)
+        make_run(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.targets=[]"), world_size=1)

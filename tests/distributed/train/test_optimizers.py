@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runs import groups_of, losses, make_job, release, run_job, weights
+from tests.support.runs import groups_of, losses, make_run, release, run_training, weights
 from tests.support.steps import zero
 from tests.support.world import WorldPool
 from wands.config.recipe import OptimConfig
@@ -58,25 +58,38 @@ def record(model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any
     """A few steps of the trainer on an engine whose gradients and states are looked at."""
     from deepspeed.utils import safe_get_full_grad
 
-    job = make_job(model, out, (*SETTINGS, *overrides), ds)
+    training_run = make_run(model, out, (*SETTINGS, *overrides), ds)
     rank, _, device = init_process_group()
-    groups = groups_of(job.grid(rank), device)
+    groups = groups_of(training_run.grid(rank), device)
     engine = build_engine(
-        build_model(job, groups, device), job.ds_config, job.recipe, job.sampler.total_steps
+        build_model(training_run, groups, device),
+        training_run.ds_config,
+        training_run.recipe,
+        training_run.sampler.total_steps,
     )
     start, gradients, update = _full(engine.module), [], engine.step
 
     def capture() -> None:
         named = engine.module.named_parameters()
         gradients.append(
-            {name: (p.grad if job.zero_stage == 0 else safe_get_full_grad(p)).clone() for name, p in named}
+            {
+                name: (p.grad if training_run.zero_stage == 0 else safe_get_full_grad(p)).clone()
+                for name, p in named
+            }
         )
         update()
 
     engine.step = capture
     for step in range(STEPS):
-        plan = job.sampler.step_plan(step)
-        train_step(engine, rank_shards(job, plan, groups.grid), job, groups, device, job.denominator(plan))
+        plan = training_run.sampler.step_plan(step)
+        train_step(
+            engine,
+            rank_shards(training_run, plan, groups.grid),
+            training_run,
+            groups,
+            device,
+            training_run.denominator(plan),
+        )
     states = [
         value
         for state in engine.basic_optimizer.state.values()
@@ -242,9 +255,9 @@ def test_muons_update_is_of_adamws_size():
 
 
 def run_eagerly(*args: Any) -> list[dict[str, Any]]:
-    """As `run_job`, in a process that compiles again afterwards."""
+    """As `run_training`, in a process that compiles again afterwards."""
     try:
-        return run_job(*args)
+        return run_training(*args)
     finally:
         torch.compiler.set_stance("default")
 
@@ -290,15 +303,15 @@ def test_resume_is_bitwise(
 
 
 def _check_resume(state: Any, model: Path, out: Path) -> None:
-    job = make_job(model, out, ("train.max_steps=4",), zero(1), world_size=2)
+    training_run = make_run(model, out, ("train.max_steps=4",), zero(1), world_size=2)
     state.check_resumable(
         where="run",
         world_size=2,
         zero_stage=1,
-        recipe=job.recipe.model_dump(mode="json"),
+        recipe=training_run.recipe.model_dump(mode="json"),
         parts=["transformer"],
-        transformer_config=job.transformer_config,
-        data_fingerprint=job.data_fingerprint(),
+        transformer_config=training_run.transformer_config,
+        data_fingerprint=training_run.data_fingerprint(),
     )
 
 
@@ -310,7 +323,7 @@ def test_the_losses_of_8_bits_stay_in_their_band(
     series = {
         name: losses(
             worlds[1].run(
-                run_job,
+                run_training,
                 tiny_pipeline,
                 tmp_path / name,
                 (f"optim.name={name}", f"train.max_steps={steps}", "train.bins_per_step=1", "optim.lr=3e-3"),
@@ -330,10 +343,12 @@ def test_the_losses_of_8_bits_stay_in_their_band(
 
 
 def test_the_start_block_names_it(tiny_pipeline: Path, tmp_path: Path):
-    job = make_job(tiny_pipeline, tmp_path, ("optim.name=adamw8bit",), zero(2), world_size=1)
-    assert "AdamW8bit lr 1.00e-03" in start_block(job, 0)
-    written = make_job(tiny_pipeline, tmp_path, ("optim.name=adamw8bit",), job.ds_config, world_size=1)
-    assert written.ds_config == job.ds_config  # a run's own deepspeed.json is a legal one
+    training_run = make_run(tiny_pipeline, tmp_path, ("optim.name=adamw8bit",), zero(2), world_size=1)
+    assert "AdamW8bit lr 1.00e-03" in start_block(training_run, 0)
+    written = make_run(
+        tiny_pipeline, tmp_path, ("optim.name=adamw8bit",), training_run.ds_config, world_size=1
+    )
+    assert written.ds_config == training_run.ds_config  # a run's own deepspeed.json is a legal one
 
 
 # ---- refusals
@@ -381,7 +396,7 @@ def test_refusals(
     settings: tuple[str, ...], ds: dict[str, Any], said: str, tiny_pipeline: Path, tmp_path: Path
 ):
     with pytest.raises(ConfigError) as refused:
-        make_job(tiny_pipeline, tmp_path, settings, ds, world_size=1)
+        make_run(tiny_pipeline, tmp_path, settings, ds, world_size=1)
     assert said in str(refused.value)
 
 
@@ -393,7 +408,7 @@ def test_a_missing_library_is_named(tiny_pipeline: Path, tmp_path: Path, monkeyp
     with pytest.raises(
         ConfigError, match=r"bitsandbytes, which is not installed; pip install 'wands\[8bit\]'"
     ):
-        make_job(tiny_pipeline, tmp_path, ("optim.name=adamw8bit",), zero(2), world_size=1)
+        make_run(tiny_pipeline, tmp_path, ("optim.name=adamw8bit",), zero(2), world_size=1)
 
 
 def test_a_broken_library_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -433,7 +448,7 @@ def test_the_adam_that_a_gpu_takes(
     assert short != SETTINGS
 
     def series(name: str, settings: tuple[str, ...], ds: dict[str, Any], resume: bool = False) -> list[float]:
-        return losses(worlds[2].run(run_job, tiny_pipeline, tmp_path / name, settings, ds, resume)[0])
+        return losses(worlds[2].run(run_training, tiny_pipeline, tmp_path / name, settings, ds, resume)[0])
 
     whole = series("whole", SETTINGS, ds)
     assert whole == pytest.approx(series("plain", SETTINGS, zero(stage)), rel=1e-6)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.runs import groups_of, losses, make_job, run_job
+from tests.support.runs import groups_of, losses, make_run, run_training
 from tests.support.steps import Grid, Step, optimizer_step, save_random_lora, worst, zero
 from tests.support.world import WorldPool
 from wands.config.recipe import load_recipe
@@ -147,10 +147,12 @@ def test_a_lora_on_codes_learns_as_on_the_decoded_weights(
 
 def held_bytes(pipeline: Path, out: Path, overrides: tuple[str, ...], stage: int) -> dict[torch.dtype, int]:
     """What this rank holds of a run's base."""
-    job = make_job(pipeline, out, overrides, zero(stage))
+    training_run = make_run(pipeline, out, overrides, zero(stage))
     rank, _, device = init_process_group()
     held: dict[torch.dtype, int] = {}
-    for name, parameter in build_model(job, groups_of(job.grid(rank), device), device).named_parameters():
+    for name, parameter in build_model(
+        training_run, groups_of(training_run.grid(rank), device), device
+    ).named_parameters():
         if ".lora_" not in name:
             mine = parameter.ds_tensor if stage == 3 else parameter
             held[mine.dtype] = held.get(mine.dtype, 0) + mine.nbytes
@@ -189,7 +191,7 @@ def test_trained_weights_in_bf16_take_the_steps_of_fp32(
 
     def run(weights: str, resume: bool = False) -> list[dict[str, Any]]:
         overrides = (*settings, f"precision.weights={weights}")
-        return worlds[2].run(run_job, rounded, tmp_path / weights, overrides, zero(stage), resume)[0]
+        return worlds[2].run(run_training, rounded, tmp_path / weights, overrides, zero(stage), resume)[0]
 
     plain, narrow = run("fp32"), run("bf16")
     assert losses(plain) == losses(narrow)
@@ -217,7 +219,7 @@ def test_frozen_weights_in_bf16_are_exported_in_fp32(
     settings = ("precision.compute=bf16", "precision.weights=bf16", "train.max_steps=1")
     before = load_weights(rounded)
     overrides = (*settings, "model.trainable=['blocks.*.attn*']")
-    worlds[2].run(run_job, rounded, tmp_path, overrides, zero(stage))
+    worlds[2].run(run_training, rounded, tmp_path, overrides, zero(stage))
     after = load_exported_state(tmp_path)
     assert after.keys() == before.keys()
     assert {weight.dtype for weight in after.values()} == {torch.float32}
@@ -232,7 +234,7 @@ def test_a_lora_on_codes_resumes_bitwise_and_merges_into_the_weights(
     settings += ("train.max_steps=4", "checkpoint.every=2", "checkpoint.keep=3")
 
     def run(resume: bool = False) -> list[dict[str, Any]]:
-        return worlds[2].run(run_job, tiny_pipeline, tmp_path / "run", settings, zero(3), resume)[0]
+        return worlds[2].run(run_training, tiny_pipeline, tmp_path / "run", settings, zero(3), resume)[0]
 
     straight, last = run(), load_exported_state(tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step_00000004").rename(tmp_path / "set aside")
@@ -253,7 +255,7 @@ def test_the_losses_stay_in_their_band(steps: int, tiny_pipeline: Path, tmp_path
     def series(name: str, *overrides: str) -> torch.Tensor:
         settings = ("precision.compute=bf16", f"train.max_steps={steps}", "train.bins_per_step=1", *overrides)
         return torch.tensor(
-            losses(worlds[1].run(run_job, tiny_pipeline, tmp_path / name, settings, zero(2))[0])
+            losses(worlds[1].run(run_training, tiny_pipeline, tmp_path / name, settings, zero(2))[0])
         )
 
     lora = ("lora.rank=4", "optim.lr=1e-2")
@@ -290,27 +292,27 @@ def test_what_cannot_be_right_is_refused(
 ):
     settings = ("precision.weights=bf16", "precision.compute=bf16", *overrides)
     with pytest.raises(ConfigError) as caught:
-        make_job(tiny_pipeline, tmp_path, settings, {"zero_optimization": zero_section}, world_size=1)
+        make_run(tiny_pipeline, tmp_path, settings, {"zero_optimization": zero_section}, world_size=1)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     if "lora.rank=4" not in overrides and not any("compute" in one for one in overrides):
         lora = (*(one for one in settings if not one.startswith("optim")), "lora.rank=4")
-        make_job(tiny_pipeline, tmp_path, lora, {"zero_optimization": zero_section}, world_size=1)
+        make_run(tiny_pipeline, tmp_path, lora, {"zero_optimization": zero_section}, world_size=1)
 
 
 @pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
 def test_codes_are_not_quantised_again(key: str, tiny_pipeline: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"lora\.quantize=int8 keeps codes, which ZeRO\+\+"):
-        make_job(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.quantize=int8"), zero(3, **{key: True}), 1)
+        make_run(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.quantize=int8"), zero(3, **{key: True}), 1)
 
 
 @pytest.mark.parametrize("overrides", [("lora.quantize=int8",), ("precision.weights=bf16",)])
 def test_two_dtypes_do_not_go_to_nvme(overrides: tuple[str, ...], tiny_pipeline: Path, tmp_path: Path):
     settings = ("lora.rank=4", "precision.compute=bf16", *overrides)
     nvme = zero(3, offload_param={"device": "nvme", "nvme_path": str(tmp_path)})
-    make_job(tiny_pipeline, tmp_path, settings[:2], nvme, world_size=1)
+    make_run(tiny_pipeline, tmp_path, settings[:2], nvme, world_size=1)
     with pytest.raises(ConfigError, match="cannot be swapped to NVMe"):
-        make_job(tiny_pipeline, tmp_path, settings, nvme, world_size=1)
+        make_run(tiny_pipeline, tmp_path, settings, nvme, world_size=1)
 
 
 def test_codes_are_for_the_base_of_a_lora():
@@ -334,7 +336,7 @@ def test_zero_2_needs_an_fp32_parameter_beside_those_in_bf16():
 
 
 def test_a_resume_on_other_weights_is_refused(tiny_pipeline: Path, tmp_path: Path):
-    state = build_state(make_job(tiny_pipeline, tmp_path, LORA, world_size=1), 2, 0, [])
+    state = build_state(make_run(tiny_pipeline, tmp_path, LORA, world_size=1), 2, 0, [])
 
     def resume(theirs: dict[str, Any], **sections: dict[str, Any]) -> None:
         ours = {name: {**state.recipe[name], **section} for name, section in sections.items()}
@@ -386,6 +388,6 @@ def test_a_resume_on_other_weights_is_refused(tiny_pipeline: Path, tmp_path: Pat
 def test_the_start_block_says_it(
     overrides: tuple[str, ...], lines: list[str], tiny_pipeline: Path, tmp_path: Path
 ):
-    job = make_job(tiny_pipeline, tmp_path, ("precision.compute=bf16", *overrides), world_size=1)
-    block = start_block(job, 0).splitlines()
+    training_run = make_run(tiny_pipeline, tmp_path, ("precision.compute=bf16", *overrides), world_size=1)
+    block = start_block(training_run, 0).splitlines()
     assert all(any(line.endswith(wanted) for line in block) for wanted in lines)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.runs import losses, make_job, release, run_job
+from tests.support.runs import losses, make_run, release, run_training
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError
 from wands.flow import rng as keys
@@ -35,7 +35,7 @@ def run_with_a_resume_bug(
 
     if bug == "data":
         right = loop.prefetched
-        loop.prefetched = lambda job, grid, step: right(job, grid, 0)
+        loop.prefetched = lambda run, grid, step: right(run, grid, 0)
     elif bug == "optimizer":
 
         def weights_only(engines: dict[str, Any], path: Path) -> None:
@@ -50,7 +50,7 @@ def run_with_a_resume_bug(
                 engine.load_checkpoint(str(path), tag=part, load_lr_scheduler_states=False)
 
         loop.load_checkpoint = no_schedule
-    return run_job(model, out, overrides, ZERO2, resume=True)
+    return run_training(model, out, overrides, ZERO2, resume=True)
 
 
 @pytest.mark.parametrize("bug", ["none", "data", "optimizer", "schedule"])
@@ -62,7 +62,7 @@ def test_resume_restarts_nothing(bug: str, tiny_pipeline: Path, tmp_path: Path, 
         "optim.schedule=linear",
         "optim.warmup=4",
     )
-    straight = run_world(2, run_job, tiny_pipeline, tmp_path, settings, ZERO2)[0]
+    straight = run_world(2, run_training, tiny_pipeline, tmp_path, settings, ZERO2)[0]
     newest = tmp_path / "checkpoints" / "step_00000006"
     newest.rename(tmp_path / "set_aside")
     resumed = run_world(2, run_with_a_resume_bug, tiny_pipeline, tmp_path, settings, bug)[0]
@@ -81,7 +81,7 @@ def test_a_latest_of_zero_bytes(
 ):
     run_world(
         1,
-        run_job,
+        run_training,
         tiny_pipeline,
         tmp_path,
         ("train.max_steps=2", "checkpoint.every=1", "checkpoint.keep=2"),
@@ -119,11 +119,11 @@ def clipped_update(model: Path, out: Path, bug: str) -> tuple[float, float]:
         f"optim.grad_clip={0 if bug == 'none at all' else clip}",
     )
     ds = {**ZERO2, "optimizer": {"type": "SGD", "params": {}}, "zero_allow_untested_optimizer": True}
-    job = make_job(model, out, overrides, ds)
+    run = make_run(model, out, overrides, ds)
     _, _, device = init_process_group()
-    module = build_model(job, ProcessGroups(job.grid(0)), device)
+    module = build_model(run, ProcessGroups(run.grid(0)), device)
     before = {name: value.detach().clone() for name, value in module.named_parameters()}
-    engine = build_engine(module, job.ds_config, job.recipe, 1)
+    engine = build_engine(module, run.ds_config, run.recipe, 1)
     if bug == "every micro step":  # the update comes from micro steps that were each cut to the limit
         engine.set_gradient_accumulation_boundary = lambda last: type(
             engine
@@ -135,10 +135,10 @@ def clipped_update(model: Path, out: Path, bug: str) -> tuple[float, float]:
             type(engine).step(engine)
 
         engine.backward, engine.step = backward_and_step, lambda: None
-    plan = job.sampler.step_plan(0)
+    plan = run.sampler.step_plan(0)
     assert all(plan.bins)
-    groups = ProcessGroups(job.grid(0))
-    train_step(engine, rank_shards(job, plan, groups.grid), job, groups, device, plan.denominators["sample"])
+    groups = ProcessGroups(run.grid(0))
+    train_step(engine, rank_shards(run, plan, groups.grid), run, groups, device, plan.denominators["sample"])
     moved = sum(
         float((value.detach() - before[name]).square().sum())
         for name, value in engine.module.named_parameters()
@@ -168,11 +168,11 @@ def generators_of_a_step(model: Path, out: Path) -> list[tuple[Any, ...]]:
 
     philox = keys.philox
     with mock.patch.object(keys, "philox", recording):
-        job = make_job(model, out, ("flow.cfg_dropout=0.5", "model.dropout=0.1"), world_size=1)
+        run = make_run(model, out, ("flow.cfg_dropout=0.5", "model.dropout=0.1"), world_size=1)
         asked.clear()  # those of the plan
-        plan = job.sampler.step_plan(0)
-        for shard in rank_shards(job, plan, job.grid(0)):
-            add_noise(shard.tokens, shard.layout, shard.keys, job.recipe.flow, job.recipe.train.seed)
+        plan = run.sampler.step_plan(0)
+        for shard in rank_shards(run, plan, run.grid(0)):
+            add_noise(shard.tokens, shard.layout, shard.keys, run.recipe.flow, run.recipe.train.seed)
     return asked
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import wands.flow.noise as corrupt_module
-from tests.support.runs import make_job
+from tests.support.runs import make_run
 from tests.support.steps import Step, optimizer_step, stock_gradients, worst, zero
 from tests.support.world import WorldPool
 from wands.data.collate import PackedBatch, Shard
@@ -44,19 +44,19 @@ def share_on_the_wrong_side(model: Path, out: Path, experts: str) -> float:
     """
     wrong: list[bool] = []
     for shift in (1, 3, 5, 8, 12):
-        job = make_job(model, out, (f"model.experts={experts}", f"flow.flow_shift={shift}"), world_size=1)
-        [expert] = job.experts
-        batch = job.collator([job.data.read(0)], [0], 0)
+        run = make_run(model, out, (f"model.experts={experts}", f"flow.flow_shift={shift}"), world_size=1)
+        [expert] = run.experts
+        batch = run.collator([run.data.read(0)], [0], 0)
         layout = ContextLayout.build(batch.seq_lens)
         for quantile in [0.0, 1.0 - 2.0**-53, *philox(shift, "traps").random(20)]:
             with mock.patch.object(
                 corrupt_module, "rng", lambda seed, key, what, q=quantile: _generator(what, q)
             ):
                 timesteps = add_noise(
-                    batch.tokens, layout, batch.keys, job.recipe.flow, 0, sigma_range=expert.sigma_range
+                    batch.tokens, layout, batch.keys, run.recipe.flow, 0, sigma_range=expert.sigma_range
                 ).timesteps
             # diffusers' rule: the first DiT whenever t >= boundary_ratio * 1000
-            is_first = timesteps >= job.variant.boundary_ratio * 1000
+            is_first = timesteps >= run.variant.boundary_ratio * 1000
             wrong += (is_first != (expert.subfolder == "transformer")).tolist()
     return sum(wrong) / len(wrong)
 
@@ -212,7 +212,7 @@ def step_with(bug: Callable[[], Any], *args: Any) -> Step:
 
 @cache
 def _truth(model: Path, out: Path, settings: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    return stock_gradients(model, make_job(model, out, settings, world_size=1))
+    return stock_gradients(model, make_run(model, out, settings, world_size=1))
 
 
 @pytest.mark.parametrize(("name", "bug"), BUGS)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.distributed.train.test_datasets import write_cache
-from tests.support.runs import losses, make_job, run_job, weights
+from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.steps import Grid, optimizer_step, stock_gradients, worst, zero
 from tests.support.world import WorldPool
 from wands.errors import ConfigError
-from wands.train import run as job_module
+from wands.train import run as run_module
 from wands.train.checkpoint import find_checkpoint, load_exported_state
 
 TOLERANCE = 1e-5
@@ -40,7 +40,7 @@ def test_the_step_has_the_gradient_of_the_stock_model(
 ):
     """Also: every parameter gets a gradient that is not zero. On one of the grids each variant is under ZeRO-3."""
     settings = (*VARIANTS[name], "train.bins_per_step=2", "flow.weighting=linear")
-    theirs = stock_gradients(pipelines[name], make_job(pipelines[name], tmp_path, settings, world_size=1))
+    theirs = stock_gradients(pipelines[name], make_run(pipelines[name], tmp_path, settings, world_size=1))
     assert all(float(grad.abs().max()) > 0 for grad in theirs.values())
     for number, grid in enumerate(GRIDS, start=list(VARIANTS).index(name)):
         overrides = (*settings, *grid.overrides)
@@ -56,20 +56,26 @@ def test_tokens_of_given_frames_are_neither_trained_nor_counted(
 ):
     model = pipelines["wan2.2-ti2v-5b"]
     settings = ("flow.i2v_ratio=1.0", "loss.reduction=token", "train.bins_per_step=2")
-    job = make_job(model, tmp_path, settings, world_size=1)
-    plan = job.sampler.step_plan(0)
+    training_run = make_run(model, tmp_path, settings, world_size=1)
+    plan = training_run.sampler.step_plan(0)
     samples = [i for bin_ in plan.bins for i in bin_]
-    firsts = {i: int(job.seq_lens[i]) // job.data.latent_shape(i)[0] for i in samples}
-    trained = {i: int(job.seq_lens[i]) - firsts[i] for i in samples if job.data.latent_shape(i)[0] > 1}
-    pictures = {i: int(job.seq_lens[i]) for i in samples if job.data.latent_shape(i)[0] == 1}
-    assert job.count(plan) == sum(trained.values()) + sum(pictures.values())
-    steps = range(job.sampler.steps_per_epoch)
-    counts = [job.count(job.sampler.step_plan(step)) for step in steps]
-    assert job.denominator(plan) == pytest.approx(sum(counts) / len(counts))
+    firsts = {i: int(training_run.seq_lens[i]) // training_run.data.latent_shape(i)[0] for i in samples}
+    trained = {
+        i: int(training_run.seq_lens[i]) - firsts[i]
+        for i in samples
+        if training_run.data.latent_shape(i)[0] > 1
+    }
+    pictures = {
+        i: int(training_run.seq_lens[i]) for i in samples if training_run.data.latent_shape(i)[0] == 1
+    }
+    assert training_run.count(plan) == sum(trained.values()) + sum(pictures.values())
+    steps = range(training_run.sampler.steps_per_epoch)
+    counts = [training_run.count(training_run.sampler.step_plan(step)) for step in steps]
+    assert training_run.denominator(plan) == pytest.approx(sum(counts) / len(counts))
     ranks = worlds[2].run(
         optimizer_step, model, tmp_path, (*settings, *GRIDS[0].overrides), zero(2), torch.float64
     )
-    error = worst(ranks[0].gradients, stock_gradients(model, job))
+    error = worst(ranks[0].gradients, stock_gradients(model, training_run))
     assert error <= TOLERANCE
 
 
@@ -85,17 +91,17 @@ def test_of_sources_visited_in_part_the_rows_visited_count(pipelines: dict[str, 
         "loss.reduction=token",
         "flow.i2v_ratio=1.0",
     )
-    job = make_job(model, tmp_path, settings, world_size=1)
+    training_run = make_run(model, tmp_path, settings, world_size=1)
     for epoch in (0, 3):
-        first, end = (job.sampler.first_step(number) for number in (epoch, epoch + 1))
-        plans = [job.sampler.step_plan(step) for step in range(first, end)]
-        mean = sum(job.count(plan) for plan in plans) / len(plans)
-        assert [job.denominator(plan) for plan in plans] == pytest.approx([mean] * len(plans))
+        first, end = (training_run.sampler.first_step(number) for number in (epoch, epoch + 1))
+        plans = [training_run.sampler.step_plan(step) for step in range(first, end)]
+        mean = sum(training_run.count(plan) for plan in plans) / len(plans)
+        assert [training_run.denominator(plan) for plan in plans] == pytest.approx([mean] * len(plans))
 
 
 def test_first_frames_are_for_models_that_take_them(tiny_pipeline: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"flow\.i2v_ratio=0\.3 is for TI2V models"):
-        make_job(tiny_pipeline, tmp_path, ("flow.i2v_ratio=0.3",), world_size=1)
+        make_run(tiny_pipeline, tmp_path, ("flow.i2v_ratio=0.3",), world_size=1)
 
 
 # ---- two experts
@@ -119,7 +125,7 @@ def test_both_experts_are_two_runs_of_one(
 
     def run(name: str, experts: str, *more: str, resume: bool = False) -> list[dict[str, Any]]:
         overrides = (*TWO, f"model.experts={experts}", *more)
-        return worlds[2].run(run_job, model, tmp_path / name, overrides, zero(stage), resume)[0]
+        return worlds[2].run(run_training, model, tmp_path / name, overrides, zero(stage), resume)[0]
 
     both, high, low = run("both", "both"), run("high", "high"), run("low", "low")
     assert [row["loss_high"] for row in both] == losses(high) == [row["loss_high"] for row in high]
@@ -153,15 +159,22 @@ def test_an_expert_sees_only_its_own_timesteps(
     from wands.distributed.layout import ContextLayout
     from wands.flow.noise import add_noise
 
-    job = make_job(pipelines["wan2.2-i2v-a14b"], tmp_path, (f"model.experts={experts}", flow), world_size=1)
-    [expert] = job.experts
+    training_run = make_run(
+        pipelines["wan2.2-i2v-a14b"], tmp_path, (f"model.experts={experts}", flow), world_size=1
+    )
+    [expert] = training_run.experts
     assert expert.subfolder == {"high": "transformer", "low": "transformer_2"}[experts]
-    batch = job.collator([job.data.read(0)], [0], 0)
+    batch = training_run.collator([training_run.data.read(0)], [0], 0)
     layout = ContextLayout.build(batch.seq_lens)
     timesteps = torch.cat(
         [
             add_noise(
-                batch.tokens, layout, batch.keys, job.recipe.flow, seed, sigma_range=expert.sigma_range
+                batch.tokens,
+                layout,
+                batch.keys,
+                training_run.recipe.flow,
+                seed,
+                sigma_range=expert.sigma_range,
             ).timesteps
             for seed in range(200)
         ]
@@ -194,17 +207,17 @@ def test_the_histogram_is_that_of_each_expert(pipelines: dict[str, Path]):
 
 def test_experts_of_a_model_that_has_one(tiny_pipeline: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"model\.experts=high is for models of two experts"):
-        make_job(tiny_pipeline, tmp_path, ONE_EXPERT)
+        make_run(tiny_pipeline, tmp_path, ONE_EXPERT)
 
 
 def test_experts_that_are_not_alike(
     pipelines: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    load = job_module.load_config
+    load = run_module.load_config
 
     def other(path: str, part: str = "transformer") -> dict[str, Any]:
         return load(path, part) | ({"num_layers": 7} if part == "transformer_2" else {})
 
-    monkeypatch.setattr(job_module, "load_config", other)
+    monkeypatch.setattr(run_module, "load_config", other)
     with pytest.raises(ConfigError, match="two experts differ in num_layers"):
-        make_job(pipelines["wan2.2-t2v-a14b"], tmp_path)
+        make_run(pipelines["wan2.2-t2v-a14b"], tmp_path)

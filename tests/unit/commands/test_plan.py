@@ -218,7 +218,7 @@ def train(tiny_pipeline, tmp_path, monkeypatch):
             "overrides": keys,
             "resume": None,
             "show_timesteps": False,
-            "say": said.append,
+            "log": said.append,
         }
         run_train(None, **options, **{"dry_run": False, "force": False, **flags})
         return "\n".join(said)

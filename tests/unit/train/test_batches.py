@@ -9,70 +9,70 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.runs import make_job
+from tests.support.runs import make_run
 from wands.data import collate
 from wands.train import batches
 from wands.train.batches import rank_shards
-from wands.train.run import Job
+from wands.train.run import TrainingRun
 
 
 @pytest.fixture
-def job(tiny_pipeline: Path, tmp_path: Path) -> Job:
-    return make_job(tiny_pipeline, tmp_path, ("train.bins_per_step=2",), world_size=2)
+def run(tiny_pipeline: Path, tmp_path: Path) -> TrainingRun:
+    return make_run(tiny_pipeline, tmp_path, ("train.bins_per_step=2",), world_size=2)
 
 
-def shards_of(job: Job) -> list[batches.Shard]:
-    plan = job.sampler.step_plan(0)
-    return [shard for rank in (0, 1) for shard in rank_shards(job, plan, job.grid(rank))]
+def shards_of(run: TrainingRun) -> list[batches.Shard]:
+    plan = run.sampler.step_plan(0)
+    return [shard for rank in (0, 1) for shard in rank_shards(run, plan, run.grid(rank))]
 
 
-def test_the_ranks_forward_the_plan(job: Job):
+def test_the_ranks_forward_the_plan(run: TrainingRun):
     for step in range(3):
-        plan = job.sampler.step_plan(step)
+        plan = run.sampler.step_plan(step)
         forwarded = [
-            tuple(job.data.keys.index(key.sample_id) for key in shard.keys)
+            tuple(run.data.keys.index(key.sample_id) for key in shard.keys)
             for rank in (0, 1)
-            for shard in rank_shards(job, plan, job.grid(rank))
+            for shard in rank_shards(run, plan, run.grid(rank))
         ]
         assert sorted(forwarded) == sorted(plan.bins)
 
 
-Patch = Callable[[pytest.MonkeyPatch, Job], None]
+Patch = Callable[[pytest.MonkeyPatch, TrainingRun], None]
 
 
-def lose_a_sample(patch: pytest.MonkeyPatch, job: Job) -> None:
+def lose_a_sample(patch: pytest.MonkeyPatch, run: TrainingRun) -> None:
     deal = batches.assign_bins
     patch.setattr(batches, "assign_bins", lambda *args: [[ranks[0][1:], *ranks[1:]] for ranks in deal(*args)])
 
 
-def deal_a_bin_twice(patch: pytest.MonkeyPatch, job: Job) -> None:
+def deal_a_bin_twice(patch: pytest.MonkeyPatch, run: TrainingRun) -> None:
     deal = batches.assign_bins
     patch.setattr(batches, "assign_bins", lambda *args: [[ranks[0], *ranks[:-1]] for ranks in deal(*args)])
 
 
-def forget_visits(patch: pytest.MonkeyPatch, job: Job) -> None:
+def forget_visits(patch: pytest.MonkeyPatch, run: TrainingRun) -> None:
     """Two visits to one clip with the same noise."""
-    job.data.keys[:] = ["mock-000000"] * len(job.data.keys)
+    run.data.keys[:] = ["mock-000000"] * len(run.data.keys)
 
 
-def read_the_neighbour(patch: pytest.MonkeyPatch, job: Job) -> None:
-    read = job.data.read
-    patch.setattr(job.data, "read", lambda i, frames: read((i + 1) % 7, frames))
+def read_the_neighbour(patch: pytest.MonkeyPatch, run: TrainingRun) -> None:
+    read = run.data.read
+    patch.setattr(run.data, "read", lambda i, frames: read((i + 1) % 7, frames))
 
 
-def read_another_length(patch: pytest.MonkeyPatch, job: Job) -> None:
-    read = job.data.read
+def read_another_length(patch: pytest.MonkeyPatch, run: TrainingRun) -> None:
+    read = run.data.read
 
     def halved(i: int, frames: tuple[int, int] | None) -> collate.Sample:
         sample = read(i, frames)
         return replace(sample, latents=sample.latents[:, :, :2])
 
-    patch.setattr(job.data, "read", halved)
+    patch.setattr(run.data, "read", halved)
 
 
 def cumulate(change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
     right = collate._cu_seqlens
-    return lambda patch, job: patch.setattr(collate, "_cu_seqlens", lambda lens: change(right(lens)))
+    return lambda patch, run: patch.setattr(collate, "_cu_seqlens", lambda lens: change(right(lens)))
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def cumulate(change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
     ],
 )
 def test_a_mistake_on_the_way_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, job: Job, mistake: Patch, where: str
+    monkeypatch: pytest.MonkeyPatch, run: TrainingRun, mistake: Patch, where: str
 ):
-    shards_of(job)
-    mistake(monkeypatch, job)
+    shards_of(run)
+    mistake(monkeypatch, run)
     with pytest.raises(AssertionError) as caught:
-        shards_of(job)
+        shards_of(run)
     assert caught.traceback[-1].name == where

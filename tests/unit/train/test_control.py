@@ -1,4 +1,4 @@
-"""Files and signals that ask a running job for something."""
+"""Files and signals that ask a running process for something."""
 
 from __future__ import annotations
 
