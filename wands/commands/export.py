@@ -22,7 +22,7 @@ from wands.export.model_card import LOSS_FILE, MARKER, RECORD_FILE
 from wands.files import publish, write_text
 from wands.model.files.hub import fetch_model
 from wands.model.files.official import DIT_STEM
-from wands.model.files.tensor_files import Entry, write_sharded
+from wands.model.files.tensor_files import LazyTensor, write_sharded
 from wands.train.checkpoint import check_average, find_checkpoint
 from wands.train.checkpoint_weights import load_full_weights, lora_of
 from wands.train.state import TrainState
@@ -275,7 +275,7 @@ def _save_transformer(
     entries = []
     for name, tensor in weights.items():
         stored = tensor.dtype if any(part in name.split(".") for part in keep) else dtype
-        entries.append(Entry(name, tuple(tensor.shape), stored, functools.partial(tensor.to, stored)))
+        entries.append(LazyTensor(name, tuple(tensor.shape), stored, functools.partial(tensor.to, stored)))
     folder.mkdir()
     model.save_config(folder)
     # Not save_pretrained, whose files only their owner may read, whatever the umask is.

@@ -92,7 +92,7 @@ def push(
     return url
 
 
-def _check_contents(directory: Path) -> model_card.Contents:
+def _check_contents(directory: Path) -> model_card.FolderContents:
     """Tell what the folder holds; one that diffusers could not load is refused."""
     index_path = directory / "model_index.json"
     if not index_path.is_file():
@@ -101,7 +101,7 @@ def _check_contents(directory: Path) -> model_card.Contents:
             raise WandsError(
                 f"DIR={directory} is no diffusers pipeline (no model_index.json) and no LoRA; give what `wands export` wrote."
             )
-        return model_card.Contents(loras=loras)
+        return model_card.FolderContents(loras=loras)
     index = _read_json(index_path)
     parts = [
         name for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[1]
@@ -109,7 +109,7 @@ def _check_contents(directory: Path) -> model_card.Contents:
     missing = [name for name in parts if not (directory / name).is_dir()]
     if missing:
         raise WandsError(f"DIR={directory} lacks the parts {', '.join(missing)}; run `wands export` again.")
-    return model_card.Contents(str(index.get("_class_name", "DiffusionPipeline")))
+    return model_card.FolderContents(str(index.get("_class_name", "DiffusionPipeline")))
 
 
 def _find_loras(directory: Path) -> Iterator[model_card.LoraFile]:
@@ -173,7 +173,9 @@ def _license_of(base: str, hub: Hub) -> str:
     return stated if isinstance(stated, str) else model_card.DEFAULT_LICENSE
 
 
-def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: model_card.Contents) -> None:
+def _write_card(
+    directory: Path, hub: Hub, record: Mapping[str, Any], contents: model_card.FolderContents
+) -> None:
     """Write README.md and loss.png into the folder, unless a person wrote the README.md."""
     path = directory / "README.md"
     try:

@@ -15,7 +15,7 @@ from wands.config.recipe import LoraConfig
 from wands.errors import CheckpointError
 from wands.model.files.lora_files import EXPERT_NAMES, LORA_FILE
 from wands.model.files.lora_keys import LoraPair, lora_to_comfyui, lora_to_diffusers
-from wands.model.files.tensor_files import Entry, write_safetensors
+from wands.model.files.tensor_files import LazyTensor, write_safetensors
 from wands.train.checkpoint_weights import load_lora_of
 from wands.train.state import TrainState
 
@@ -69,7 +69,8 @@ def write_lora(
 
 def _save(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     entries = [
-        Entry(name, tuple(tensor.shape), tensor.dtype, tensor.contiguous) for name, tensor in tensors.items()
+        LazyTensor(name, tuple(tensor.shape), tensor.dtype, tensor.contiguous)
+        for name, tensor in tensors.items()
     ]
     write_safetensors(path, entries, metadata)  # save_file would leave a file that only its owner may read
     back = load_file(path)

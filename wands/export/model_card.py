@@ -47,7 +47,7 @@ class LoraFile:
 
 
 @dataclass(frozen=True)
-class Contents:
+class FolderContents:
     """What a pushed folder holds.
 
     Attributes:
@@ -113,7 +113,7 @@ def sample_files(directory: Path) -> list[Path]:
 
 
 def build_card(
-    directory: Path, repo_id: str, record: Mapping[str, Any], contents: Contents, license_id: str
+    directory: Path, repo_id: str, record: Mapping[str, Any], contents: FolderContents, license_id: str
 ) -> str:
     """Write the text of the model card.
 
@@ -151,13 +151,17 @@ def _row_of(record: Mapping[str, Any]) -> Variant | None:
     return VARIANTS.get(name) or next(iter(family), None)
 
 
-def _class_name(contents: Contents, variant: Variant | None) -> str:
+def _class_name(contents: FolderContents, variant: Variant | None) -> str:
     from_picture = variant is not None and variant.num_images > 0
     return contents.class_name or ("WanImageToVideoPipeline" if from_picture else "WanPipeline")
 
 
 def _front_matter(
-    directory: Path, record: Mapping[str, Any], contents: Contents, variant: Variant | None, license_id: str
+    directory: Path,
+    record: Mapping[str, Any],
+    contents: FolderContents,
+    variant: Variant | None,
+    license_id: str,
 ) -> dict[str, Any]:
     tasks = ["image-to-video" if "ImageToVideo" in _class_name(contents, variant) else "text-to-video"]
     if variant and "first_frame" in variant.conditions:
@@ -176,7 +180,7 @@ def _front_matter(
     return head
 
 
-def _introduction(record: Mapping[str, Any], contents: Contents, variant: Variant | None) -> str:
+def _introduction(record: Mapping[str, Any], contents: FolderContents, variant: Variant | None) -> str:
     base = str(record.get("base", ""))
     known = hub_id(base)
     origin = f"[{known}](https://huggingface.co/{known})" if known else f"`{_last(base)}`" if base else ""
@@ -257,7 +261,7 @@ def _recipe(record: Mapping[str, Any]) -> str:
     return f"## Recipe\n\nThe whole configuration, as `wands train` resolved it:\n\n```yaml\n{text}```"
 
 
-def _usage(repo_id: str, record: Mapping[str, Any], contents: Contents, variant: Variant | None) -> str:
+def _usage(repo_id: str, record: Mapping[str, Any], contents: FolderContents, variant: Variant | None) -> str:
     named = str(record.get("dtype", "bf16")).removeprefix("torch.")
     dtype = _DTYPES.get(named, named if named in _DTYPES.values() else "bfloat16")
     class_name = _class_name(contents, variant)

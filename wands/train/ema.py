@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wands.config.recipe import EmaConfig
 from wands.errors import CheckpointError, ConfigError
-from wands.model.files.tensor_files import Entry, TensorFiles, write_safetensors
+from wands.model.files.tensor_files import LazyTensor, TensorFiles, write_safetensors
 from wands.train.state import TrainState
 
 _BLOCK = 2**28  # elements: 1 GiB
@@ -136,7 +136,7 @@ class WeightAverage:
         if self._crosses:
             torch.cuda.synchronize()  # the last update may still be on its way
         entries = [
-            Entry(fragment.name, tuple(average.shape), torch.float32, average.cpu)
+            LazyTensor(fragment.name, tuple(average.shape), torch.float32, average.cpu)
             for fragment, average in zip(self._fragments, self._averages, strict=True)
         ]
         about = {"first_step": self._first, "last_step": self._last, "fragments": self._places()}

@@ -24,7 +24,7 @@ from wands.commands import infer
 from wands.commands.export import export
 from wands.config.recipe import EmaConfig
 from wands.errors import CheckpointError, ConfigError
-from wands.export.model_card import RECORD_FILE, Contents, build_card
+from wands.export.model_card import RECORD_FILE, FolderContents, build_card
 from wands.model.files.lora_files import LORA_FILE
 from wands.sampling.pipeline import find_pipeline, load_pipeline
 from wands.train import ema, loop
@@ -375,10 +375,10 @@ def test_it_is_exported_and_sampled(finished: Finished, tiny_pipeline: Path, tmp
         find_pipeline(tiny_pipeline, ema=True)
 
     record = json.loads((folder / RECORD_FILE).read_text())
-    card = build_card(folder, "me/average", record, Contents("WanPipeline"), "apache-2.0")
+    card = build_card(folder, "me/average", record, FolderContents("WanPipeline"), "apache-2.0")
     assert "| Weights | fp32, exponential moving average (decay 0.7) |" in card
     export(run, folder)  # in its place the last weights, and no word of an average
     record = json.loads((folder / RECORD_FILE).read_text())
     assert "moving average" not in build_card(
-        folder, "me/last", record, Contents("WanPipeline"), "apache-2.0"
+        folder, "me/last", record, FolderContents("WanPipeline"), "apache-2.0"
     )

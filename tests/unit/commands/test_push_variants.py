@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.fake_hub import FakeHub
 from tests.unit.commands.test_push import NAME, RECORD, TOKEN, _quiet_machine, read_card, send, write_record
 from wands.commands.push import _check_contents
-from wands.export.model_card import Contents, LoraFile, build_card
+from wands.export.model_card import FolderContents, LoraFile, build_card
 
 __all__ = ["_quiet_machine"]  # a fixture that acts by being here
 
@@ -140,14 +140,16 @@ def test_a_lora_of_two_experts(
 def test_a_lora_of_one_model(tiny_variant: Callable[[str], Path], run_example: Any, tmp_path: Path) -> None:
     write_lora(tmp_path / "pytorch_lora_weights.safetensors", "transformer.")
     contents = _check_contents(tmp_path)
-    assert contents == Contents(loras=(LoraFile("pytorch_lora_weights.safetensors"),))
+    assert contents == FolderContents(loras=(LoraFile("pytorch_lora_weights.safetensors"),))
     card = build_card(tmp_path, NAME, RECORD | {"variant": "wan2.1-i2v-tiny"}, contents, "mit")
     assert read_card(card)[0]["pipeline_tag"] == "image-to-video"
     called = run_example(card, tmp_path, tiny_variant("wan2.1-i2v-14b"))
     assert "image" in called
     # Without a record there is still a card.
     assert build_card(tmp_path, NAME, {}, contents, "mit").count("load_lora_weights") == 1
-    merged = build_card(tmp_path, NAME, RECORD | {"recipe": {"lora": LORA}}, Contents("WanPipeline"), "mit")
+    merged = build_card(
+        tmp_path, NAME, RECORD | {"recipe": {"lora": LORA}}, FolderContents("WanPipeline"), "mit"
+    )
     assert "proj_out, merged into the weights |" in merged
     assert "load_lora_weights" not in merged
 

@@ -16,9 +16,9 @@ import torch
 from wands.commands.convert.convert_lora import convert_lora, find_loras
 from wands.commands.convert.convert_parts import (
     STEMS,
-    Converted,
-    Part,
-    Row,
+    ComponentMapping,
+    ComponentSummary,
+    SourceComponent,
     convert_part,
     find_parts,
     make_entries,
@@ -32,7 +32,7 @@ from wands.model.files.hub import fetch_model
 from wands.model.files.lora_files import EXPERT_NAMES
 from wands.model.files.names import EXPERTS
 from wands.model.files.official import DIT_STEM, EXPERT_FOLDERS, boundary_of, to_official_config
-from wands.model.files.tensor_files import Entry, write_safetensors, write_sharded
+from wands.model.files.tensor_files import LazyTensor, write_safetensors, write_sharded
 from wands.variants import Variant, variant_of
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -53,7 +53,7 @@ _LEFT_OUT = {
 
 
 @dataclass(frozen=True)
-class Report:
+class ConvertResult:
     """What `convert` did.
 
     Attributes:
@@ -63,7 +63,7 @@ class Report:
     """
 
     out: Path
-    rows: tuple[Row, ...]
+    rows: tuple[ComponentSummary, ...]
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ def convert(
     rest_of: str | None = None,
     dtype: str | None = None,
     forward: bool = True,
-) -> Report:
+) -> ConvertResult:
     """Write a model or a LoRA in another layout.
 
     Tensors go over one at a time. The result is read back and compared with the source bit by bit, and stock
@@ -123,7 +123,7 @@ def convert(
     except OSError as error:
         raise WandsError(f"--out {out} cannot be made ({error.strerror}); choose another folder.") from error
     try:
-        rows: list[Row] = []
+        rows: list[ComponentSummary] = []
         notes: list[str] = []
         for expert, lora in loras.items():
             done = convert_lora(lora, partial, to=to, dtype=_DTYPES.get(dtype or ""), expert=expert)
@@ -142,7 +142,7 @@ def convert(
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Report(out, tuple(rows), tuple(notes))
+    return ConvertResult(out, tuple(rows), tuple(notes))
 
 
 def _find_source(source: str) -> Path:
@@ -162,11 +162,11 @@ class _Job:
         self.root, self.out, self.to, self.rest = root, out, to, rest
         self.dtype, self.forward = dtype, forward
         self.parts = {part.name: part for part in find_parts(root)}
-        self.rows: list[Row] = []
+        self.rows: list[ComponentSummary] = []
         self.notes: list[str] = []
         self.config: dict[str, Any] = {}
 
-    def run(self) -> tuple[list[Row], list[str]]:
+    def run(self) -> tuple[list[ComponentSummary], list[str]]:
         for part in self.parts.values():
             if reason := self._left_out(part):
                 self.notes.append(f"{part.name} is left out: {reason}.")
@@ -184,12 +184,14 @@ class _Job:
                 renamed = sum(taken.name != name for name, taken in converted.taken.items())
                 size = sum(entry.num_bytes for entry in entries)
                 self.rows.append(
-                    Row(part.name, len(files.shapes), len(entries), renamed, size, converted.unused, forward)
+                    ComponentSummary(
+                        part.name, len(files.shapes), len(entries), renamed, size, converted.unused, forward
+                    )
                 )
         {"diffusers": self._finish_diffusers, "official": self._finish_official}.get(self.to, lambda: None)()
         return self.rows, self.notes
 
-    def _left_out(self, part: Part) -> str | None:
+    def _left_out(self, part: SourceComponent) -> str | None:
         official = part.config is None or part.config.get("_class_name") == "WanModel"
         if part.name == "image_encoder" and self.to == "official" and official:
             return None
@@ -204,7 +206,9 @@ class _Job:
             )
         return _LEFT_OUT.get(self.to, {}).get(part.name)
 
-    def _cast(self, part: Part, converted: Converted) -> Callable[[str], torch.dtype | None]:
+    def _cast(
+        self, part: SourceComponent, converted: ComponentMapping
+    ) -> Callable[[str], torch.dtype | None]:
         if self.dtype is None or part.name not in EXPERTS:
             return lambda name: None
         from diffusers import WanTransformer3DModel
@@ -227,7 +231,9 @@ class _Job:
             index = {"boundary_ratio": boundary_of(said if "model_type" in said else task)}
         return variant_of(self.config, index)
 
-    def _write(self, part: Part, converted: Converted, entries: Sequence[Entry]) -> list[Path]:
+    def _write(
+        self, part: SourceComponent, converted: ComponentMapping, entries: Sequence[LazyTensor]
+    ) -> list[Path]:
         write = {
             "diffusers": self._write_diffusers,
             "official": self._write_official,
@@ -235,13 +241,17 @@ class _Job:
         }
         return write[self.to](part, converted, entries)
 
-    def _write_diffusers(self, part: Part, converted: Converted, entries: Sequence[Entry]) -> list[Path]:
+    def _write_diffusers(
+        self, part: SourceComponent, converted: ComponentMapping, entries: Sequence[LazyTensor]
+    ) -> list[Path]:
         folder = self.out / part.name
         folder.mkdir()
         write_stock_config(part.name, converted.config, folder)
         return write_sharded(folder, STEMS.get(part.name, DIT_STEM), entries)
 
-    def _write_official(self, part: Part, converted: Converted, entries: Sequence[Entry]) -> list[Path]:
+    def _write_official(
+        self, part: SourceComponent, converted: ComponentMapping, entries: Sequence[LazyTensor]
+    ) -> list[Path]:
         if part.name in EXPERTS:
             variant = self.variant
             assert variant is not None
@@ -257,7 +267,9 @@ class _Job:
         torch.save({entry.name: entry.read() for entry in entries}, path)
         return [path]
 
-    def _write_comfyui(self, part: Part, converted: Converted, entries: Sequence[Entry]) -> list[Path]:
+    def _write_comfyui(
+        self, part: SourceComponent, converted: ComponentMapping, entries: Sequence[LazyTensor]
+    ) -> list[Path]:
         if part.name in EXPERTS:
             variant = self.variant
             assert variant is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wands.commands.convert.convert_parts import Row
+from wands.commands.convert.convert_parts import ComponentSummary
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.lora_files import EXPERT_NAMES, LORA_FILE, find_lora_file, parts_in
 from wands.model.files.lora_keys import (
@@ -20,7 +20,7 @@ from wands.model.files.lora_keys import (
     read_lora,
 )
 from wands.model.files.names import EXPERTS
-from wands.model.files.tensor_files import Entry, TensorFiles, as_bytes, write_safetensors
+from wands.model.files.tensor_files import LazyTensor, TensorFiles, as_bytes, write_safetensors
 
 
 def find_loras(root: Path) -> dict[str | None, Path]:
@@ -51,7 +51,7 @@ def find_loras(root: Path) -> dict[str | None, Path]:
 
 def convert_lora(
     source: Path, out: Path, *, to: str, dtype: torch.dtype | None = None, expert: str | None = None
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[ComponentSummary], list[str]]:
     """Write a LoRA in other keys; where the file has two experts, a file for each, because no loader knows both at once.
 
     Args:
@@ -74,7 +74,7 @@ def convert_lora(
         if expert is not None:
             loras = {expert: _of_expert(loras, expert, where)}
         several = expert is not None or len(loras) > 1
-        rows: list[Row] = []
+        rows: list[ComponentSummary] = []
         notes = []
         for part, pairs in loras.items():
             keys = _keys(pairs, to)
@@ -82,7 +82,7 @@ def convert_lora(
                 keys = {key: value.to(dtype) for key, value in keys.items()}
             path = out / _file_name(source, to, part, several)
             entries = [
-                Entry(key, tuple(value.shape), value.dtype, lambda value=value: value)  # type: ignore[misc]
+                LazyTensor(key, tuple(value.shape), value.dtype, lambda value=value: value)  # type: ignore[misc]
                 for key, value in sorted(keys.items())
             ]
             write_safetensors(path, entries)
@@ -94,7 +94,7 @@ def convert_lora(
                 )
             size = sum(entry.num_bytes for entry in entries)
             own = len(state) if len(loras) == 1 else sum(key.startswith(f"{part}.") for key in state)
-            rows.append(Row(path.name, own, len(keys), len(keys.keys() - state.keys()), size))
+            rows.append(ComponentSummary(path.name, own, len(keys), len(keys.keys() - state.keys()), size))
     if several and EXPERTS[1] in loras and to == "diffusers":
         notes.append(
             f"load {_file_name(source, to, EXPERTS[1], True)} with load_lora_weights(..., load_into_transformer_2=True)."

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.encoder_names import (
     T5_TIED,
-    Taken,
+    TensorSource,
     clip_config,
     clip_to_diffusers,
     t5_config,
@@ -35,7 +35,7 @@ from wands.model.files.names import (
     to_official,
 )
 from wands.model.files.official import DIFFUSERS_CLASS, DIT_STEM, OFFICIAL_CLASS, config_of, find_expert
-from wands.model.files.tensor_files import PICKLES, Entry, TensorFiles, find_weights
+from wands.model.files.tensor_files import PICKLES, LazyTensor, TensorFiles, find_weights
 
 PARTS = (*EXPERTS, "vae", "text_encoder", "image_encoder")
 STEMS = {"vae": DIT_STEM, "text_encoder": "model", "image_encoder": "model"}
@@ -44,7 +44,7 @@ _OFFICIAL_FILES = {"vae": "Wan2.*_VAE", "text_encoder": "models_t5_*", "image_en
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceComponent:
     """One model of a pipeline where it lies.
 
     Attributes:
@@ -65,7 +65,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Converted:
+class ComponentMapping:
     """A part in another layout.
 
     Attributes:
@@ -75,12 +75,12 @@ class Converted:
     """
 
     config: dict[str, Any]
-    taken: dict[str, Taken]
+    taken: dict[str, TensorSource]
     unused: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Row:
+class ComponentSummary:
     """What became of one part.
 
     Attributes:
@@ -111,7 +111,7 @@ class Row:
         return f"{text}; {self.forward}" if self.forward else text
 
 
-def find_parts(source: Path) -> list[Part]:
+def find_parts(source: Path) -> list[SourceComponent]:
     """Every part of a model: of a diffusers pipeline, an official repository, a folder of one DiT, or one file.
 
     Raises:
@@ -125,12 +125,14 @@ def find_parts(source: Path) -> list[Part]:
         folder = source / name
         if (folder / "config.json").is_file():
             parts.append(
-                Part(name, tuple(find_weights(folder, STEMS.get(name, DIT_STEM))), _read_json(folder))
+                SourceComponent(
+                    name, tuple(find_weights(folder, STEMS.get(name, DIT_STEM))), _read_json(folder)
+                )
             )
     if not parts and (source / "config.json").is_file():
         config = _read_json(source)
         if config.get("_class_name") == DIFFUSERS_CLASS:
-            parts.append(Part(EXPERTS[0], tuple(find_weights(source, DIT_STEM)), config))
+            parts.append(SourceComponent(EXPERTS[0], tuple(find_weights(source, DIT_STEM)), config))
     for expert in EXPERTS if not parts else ():
         folder_or_none = find_expert(source, expert)
         if folder_or_none is not None:
@@ -139,12 +141,12 @@ def find_parts(source: Path) -> list[Part]:
                 raise ConfigError(
                     f"SRC {source} holds a {config['_class_name']}; give a Wan 2.1 or 2.2 model, diffusers' or official."
                 )
-            parts.append(Part(expert, tuple(find_weights(folder_or_none, DIT_STEM)), config))
+            parts.append(SourceComponent(expert, tuple(find_weights(folder_or_none, DIT_STEM)), config))
     if parts and not (source / "model_index.json").is_file():
         for name, pattern in _OFFICIAL_FILES.items():
             files = [p for p in sorted(source.glob(f"{pattern}.*")) if p.suffix in (*PICKLES, ".safetensors")]
             if files:
-                parts.append(Part(name, (files[0],), None))
+                parts.append(SourceComponent(name, (files[0],), None))
     if not parts:
         raise ConfigError(
             f"SRC {source} holds no Wan model (no model_index.json, config.json or high_noise_model); give a diffusers "
@@ -156,19 +158,19 @@ def find_parts(source: Path) -> list[Part]:
     return parts
 
 
-def _part_of_file(path: Path) -> Part:
+def _part_of_file(path: Path) -> SourceComponent:
     beside = _read_json(path.parent) if (path.parent / "config.json").is_file() else None
     with TensorFiles([path], f"SRC {path}") as files:
         names = set(strip_prefix(files.shapes))
     if "patch_embedding.weight" in names:
-        return Part(EXPERTS[0], (path,), beside)
+        return SourceComponent(EXPERTS[0], (path,), beside)
     for name, sign in (
         ("vae", ("decoder.middle.0.residual.0.gamma", "decoder.mid_block.resnets.0.norm1.gamma")),
         ("text_encoder", ("token_embedding.weight", "shared.weight")),
         ("image_encoder", ("visual.patch_embedding.weight",)),
     ):
         if names & set(sign):
-            return Part(name, (path,), beside)
+            return SourceComponent(name, (path,), beside)
     raise ConfigError(
         f"SRC {path} holds no part of Wan ({shorten(names, 3)}); give a DiT, a VAE, UMT5, CLIP or a LoRA of Wan 2.1 or 2.2."
     )
@@ -182,7 +184,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def convert_part(part: Part, files: TensorFiles, to: str) -> Converted:
+def convert_part(part: SourceComponent, files: TensorFiles, to: str) -> ComponentMapping:
     """Find out what every tensor of a part is called in another layout, and that it fits the stock model.
 
     Args:
@@ -201,7 +203,7 @@ def convert_part(part: Part, files: TensorFiles, to: str) -> Converted:
     return convert(part, files, to)
 
 
-def _convert_dit(part: Part, files: TensorFiles, to: str) -> Converted:
+def _convert_dit(part: SourceComponent, files: TensorFiles, to: str) -> ComponentMapping:
     from diffusers import WanTransformer3DModel
 
     shapes, where = files.shapes, files.where
@@ -226,50 +228,52 @@ def _convert_dit(part: Part, files: TensorFiles, to: str) -> Converted:
         "official": ("", to_official),
         "comfyui": (COMFYUI_DIT, to_official),
     }[to]
-    taken = {prefix + rename(new): Taken(stored[old]) for new, old in names.items()}
-    return Converted(dict(config), taken, tuple(stored[name] for name in ignored))
+    taken = {prefix + rename(new): TensorSource(stored[old]) for new, old in names.items()}
+    return ComponentMapping(dict(config), taken, tuple(stored[name] for name in ignored))
 
 
-def _convert_vae(part: Part, files: TensorFiles, to: str) -> Converted:
+def _convert_vae(part: SourceComponent, files: TensorFiles, to: str) -> ComponentMapping:
     from diffusers import AutoencoderKLWan
 
     shapes, where = files.shapes, files.where
     official = "encoder.conv1.weight" in shapes
-    there = vae_to_diffusers(shapes, where) if official else {name: Taken(name) for name in shapes}
+    there = vae_to_diffusers(shapes, where) if official else {name: TensorSource(name) for name in shapes}
     config = (None if official else part.config) or (vae_config(shapes) if official else {})
     with torch.device("meta"):
         model = AutoencoderKLWan.from_config(config)
     _check_fit(model, _new_shapes(there, shapes), where)
     if to == "diffusers":
-        return Converted(config, there, ())
-    return Converted(
-        config, {n: Taken(n) for n in shapes} if official else vae_to_official(shapes, where), ()
+        return ComponentMapping(config, there, ())
+    return ComponentMapping(
+        config, {n: TensorSource(n) for n in shapes} if official else vae_to_official(shapes, where), ()
     )
 
 
-def _convert_text_encoder(part: Part, files: TensorFiles, to: str) -> Converted:
+def _convert_text_encoder(part: SourceComponent, files: TensorFiles, to: str) -> ComponentMapping:
     from transformers import UMT5Config, UMT5EncoderModel
 
     shapes, where = files.shapes, files.where
     official = "token_embedding.weight" in shapes
-    there = t5_to_diffusers(shapes, where) if official else {name: Taken(name) for name in shapes}
+    there = t5_to_diffusers(shapes, where) if official else {name: TensorSource(name) for name in shapes}
     config = {"architectures": ["UMT5EncoderModel"], **t5_config(shapes)} if official else part.config or {}
     with torch.device("meta"):
         model = UMT5EncoderModel(UMT5Config(**config))
     _check_fit(model, _new_shapes(there, shapes), where, tied=(T5_TIED,))
     if to == "diffusers":
-        return Converted(config, there, ())
-    return Converted(config, {n: Taken(n) for n in shapes} if official else t5_to_official(shapes, where), ())
+        return ComponentMapping(config, there, ())
+    return ComponentMapping(
+        config, {n: TensorSource(n) for n in shapes} if official else t5_to_official(shapes, where), ()
+    )
 
 
-def _convert_image_encoder(part: Part, files: TensorFiles, to: str) -> Converted:
+def _convert_image_encoder(part: SourceComponent, files: TensorFiles, to: str) -> ComponentMapping:
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
     shapes, where = files.shapes, files.where
     official = "visual.patch_embedding.weight" in shapes
     if not official or to != "diffusers":
         assert official or to == "diffusers"  # `left_out` says that there is no way back
-        return Converted(part.config or {}, {name: Taken(name) for name in shapes}, ())
+        return ComponentMapping(part.config or {}, {name: TensorSource(name) for name in shapes}, ())
     there = clip_to_diffusers(shapes, where)
     config = {"architectures": ["CLIPVisionModel"], **clip_config(shapes)}
     with torch.device("meta"):
@@ -278,11 +282,11 @@ def _convert_image_encoder(part: Part, files: TensorFiles, to: str) -> Converted
     bare = {name.removeprefix("vision_model."): shape for name, shape in _new_shapes(there, shapes).items()}
     _check_fit(model, bare, where, strip="vision_model.")
     used = {taken.name for taken in there.values()}
-    return Converted(config, there, tuple(name for name in shapes if name not in used))
+    return ComponentMapping(config, there, tuple(name for name in shapes if name not in used))
 
 
 def _new_shapes(
-    taken: Mapping[str, Taken], shapes: Mapping[str, tuple[int, ...]]
+    taken: Mapping[str, TensorSource], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     return {
         name: tuple(one(torch.empty(shapes[one.name], device="meta")).shape) for name, one in taken.items()
@@ -311,8 +315,10 @@ def _check_fit(
 
 
 def make_entries(
-    converted: Converted, files: TensorFiles, cast: Callable[[str], torch.dtype | None] = lambda name: None
-) -> list[Entry]:
+    converted: ComponentMapping,
+    files: TensorFiles,
+    cast: Callable[[str], torch.dtype | None] = lambda name: None,
+) -> list[LazyTensor]:
     """What is to be written of a part.
 
     Args:
@@ -321,13 +327,13 @@ def make_entries(
         cast: new name to the dtype that it gets; None keeps its own.
     """
 
-    def entry(name: str, taken: Taken) -> Entry:
+    def entry(name: str, taken: TensorSource) -> LazyTensor:
         dtype = cast(name) or files.dtype(taken.name)
 
         def read() -> Tensor:
             return taken(files.read(taken.name)).to(dtype)
 
-        return Entry(name, shapes[name], dtype, read)
+        return LazyTensor(name, shapes[name], dtype, read)
 
     shapes = _new_shapes(converted.taken, files.shapes)
     return [entry(name, converted.taken[name]) for name in sorted(converted.taken)]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from wands.errors import CheckpointError
-from wands.model.files.encoder_names import Taken
-from wands.model.files.tensor_files import Entry, TensorFiles, as_bytes
+from wands.model.files.encoder_names import TensorSource
+from wands.model.files.tensor_files import LazyTensor, TensorFiles, as_bytes
 
 
 def stock_names(names: Iterable[str]) -> dict[str, str]:
@@ -33,7 +33,7 @@ def stock_names(names: Iterable[str]) -> dict[str, str]:
     return {stored: new.replace(*positions) for new, stored in found.items()}
 
 
-def compare_bits(entries: Sequence[Entry], written: Sequence[Path]) -> None:
+def compare_bits(entries: Sequence[LazyTensor], written: Sequence[Path]) -> None:
     """Read everything back and compare it with the source.
 
     Args:
@@ -57,9 +57,9 @@ def compare_bits(entries: Sequence[Entry], written: Sequence[Path]) -> None:
 
 def compare_forwards(
     config: dict[str, Any],
-    taken: Mapping[str, Taken],
+    taken: Mapping[str, TensorSource],
     source: TensorFiles,
-    entries: Sequence[Entry],
+    entries: Sequence[LazyTensor],
     written: Sequence[Path],
 ) -> str:
     """Run the stock model on the source's tensors and then on the result's: one model in memory at a time.

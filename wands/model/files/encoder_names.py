@@ -72,7 +72,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Taken:
+class TensorSource:
     """Where a tensor of the new file comes from.
 
     Attributes:
@@ -92,7 +92,7 @@ class Taken:
         return value.squeeze() if self.squeezed else value
 
 
-def vae_to_diffusers(shapes: Shapes, where: str) -> dict[str, Taken]:
+def vae_to_diffusers(shapes: Shapes, where: str) -> dict[str, TensorSource]:
     """{diffusers name: official tensor} of a VAE, Wan 2.1's or Wan 2.2's.
 
     Raises:
@@ -106,7 +106,7 @@ def vae_to_diffusers(shapes: Shapes, where: str) -> dict[str, Taken]:
     return _take(shapes, _vae_modules(min(samplers), nested), where)
 
 
-def vae_to_official(shapes: Shapes, where: str) -> dict[str, Taken]:
+def vae_to_official(shapes: Shapes, where: str) -> dict[str, TensorSource]:
     """{official name: diffusers tensor} of a VAE.
 
     Raises:
@@ -136,7 +136,7 @@ def vae_config(shapes: Shapes) -> dict[str, Any]:
     return config
 
 
-def t5_to_diffusers(shapes: Shapes, where: str) -> dict[str, Taken]:
+def t5_to_diffusers(shapes: Shapes, where: str) -> dict[str, TensorSource]:
     """{transformers name: official tensor} of the UMT5 encoder.
 
     Raises:
@@ -147,7 +147,7 @@ def t5_to_diffusers(shapes: Shapes, where: str) -> dict[str, Taken]:
     )
 
 
-def t5_to_official(shapes: Shapes, where: str) -> dict[str, Taken]:
+def t5_to_official(shapes: Shapes, where: str) -> dict[str, TensorSource]:
     """{official name: transformers tensor} of the UMT5 encoder.
 
     Raises:
@@ -176,7 +176,7 @@ def t5_config(shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def clip_to_diffusers(shapes: Shapes, where: str) -> dict[str, Taken]:
+def clip_to_diffusers(shapes: Shapes, where: str) -> dict[str, TensorSource]:
     """{transformers name: official tensor} of the half of CLIP that sees; the text's half and the heads stay behind.
 
     There is no way back: `CLIPVisionModel` lacks what stays behind.
@@ -184,17 +184,17 @@ def clip_to_diffusers(shapes: Shapes, where: str) -> dict[str, Taken]:
     Raises:
         CheckpointError: names of the seeing half that are none of the official model's.
     """
-    taken: dict[str, Taken] = {}
+    taken: dict[str, TensorSource] = {}
     rest: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         split = re.fullmatch(r"visual\.transformer\.(\d+)\.attn\.to_qkv\.(weight|bias)", name)
         if split:
             for third, part in enumerate("qkv"):
                 new = f"vision_model.encoder.layers.{split[1]}.self_attn.{part}_proj.{split[2]}"
-                taken[new] = Taken(name, third=third)
+                taken[new] = TensorSource(name, third=third)
         elif name in ("visual.cls_embedding", "visual.pos_embedding"):
             new = "class_embedding" if "cls" in name else "position_embedding.weight"
-            taken[f"vision_model.embeddings.{new}"] = Taken(name, squeezed=True)
+            taken[f"vision_model.embeddings.{new}"] = TensorSource(name, squeezed=True)
         elif not name.startswith(_CLIP_UNUSED):
             rest[name] = shape
 
@@ -277,7 +277,7 @@ def _in_block(
 
 def _take(
     names: Iterable[str], rename: Mapping[str, str] | Callable[[str], str | None], where: str
-) -> dict[str, Taken]:
+) -> dict[str, TensorSource]:
     taken, unknown = {}, []
     for name in names:
         if callable(rename):
@@ -288,7 +288,7 @@ def _take(
         if new is None:
             unknown.append(name)
         else:
-            taken[new] = Taken(name)
+            taken[new] = TensorSource(name)
     if unknown:
         raise CheckpointError(
             f"{where} holds {len(unknown)} names that are none of Wan's ({shorten(unknown)}); give a file of Wan 2.1 or 2.2."

@@ -169,7 +169,7 @@ def find_weights(folder: Path, stem: str) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LazyTensor:
     """A tensor that is to be written.
 
     Attributes:
@@ -191,7 +191,7 @@ class Entry:
 
 
 def write_sharded(
-    folder: Path, stem: str, entries: Sequence[Entry], max_shard_bytes: int = 5 * 10**9
+    folder: Path, stem: str, entries: Sequence[LazyTensor], max_shard_bytes: int = 5 * 10**9
 ) -> list[Path]:
     """Write safetensors of at most so many bytes each, and an index where there are several.
 
@@ -203,7 +203,7 @@ def write_sharded(
         entries: in the order in which shards are filled.
         max_shard_bytes: a single larger tensor gets a file of its own.
     """
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[LazyTensor]] = [[]]
     filled = 0
     for entry in entries:
         if shards[-1] and filled + entry.num_bytes > max_shard_bytes:
@@ -231,7 +231,7 @@ def write_sharded(
 
 
 def write_safetensors(
-    path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
+    path: Path, entries: Sequence[LazyTensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write one file, tensor by tensor.
 

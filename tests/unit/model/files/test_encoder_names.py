@@ -14,7 +14,7 @@ from wands.errors import CheckpointError
 from wands.model.files import encoder_names
 from wands.model.files.encoder_names import (
     LATENTS_22,
-    Taken,
+    TensorSource,
     clip_config,
     clip_to_diffusers,
     t5_config,
@@ -30,8 +30,8 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
-def plain(taken: dict[str, Taken]) -> dict[str, str]:
-    assert all(one == Taken(one.name) for one in taken.values())
+def plain(taken: dict[str, TensorSource]) -> dict[str, str]:
+    assert all(one == TensorSource(one.name) for one in taken.values())
     return {new: one.name for new, one in taken.items()}
 
 

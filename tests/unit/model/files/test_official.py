@@ -18,7 +18,7 @@ from wands.errors import CheckpointError, ConfigError
 from wands.model.files import hub
 from wands.model.files.loading import check_weights, load_config, load_index, load_transformer
 from wands.model.files.official import to_official_config
-from wands.model.files.tensor_files import Entry, write_sharded
+from wands.model.files.tensor_files import LazyTensor, write_sharded
 from wands.variants import VARIANTS
 
 STEM = "diffusion_pytorch_model"
@@ -77,7 +77,7 @@ def test_an_official_folder_is_loaded(kind: str, tmp_path: Path):
 def test_an_official_folder_in_shards(tmp_path: Path):
     state = write_official(tmp_path)
     (tmp_path / f"{STEM}.safetensors").unlink()
-    entries = [Entry(name, tuple(v.shape), v.dtype, lambda value=v: value) for name, v in state.items()]
+    entries = [LazyTensor(name, tuple(v.shape), v.dtype, lambda value=v: value) for name, v in state.items()]
     assert len(write_sharded(tmp_path, STEM, entries, max_shard_bytes=100_000)) > 2
     assert_same(load_transformer(tmp_path), converted(state))
     (tmp_path / f"{STEM}.safetensors.index.json").unlink()  # numbered files say enough

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from wands.errors import CheckpointError
-from wands.model.files.tensor_files import Entry, TensorFiles, as_bytes, find_weights, write_sharded
+from wands.model.files.tensor_files import LazyTensor, TensorFiles, as_bytes, find_weights, write_sharded
 
 
 def test_written_files_are_what_safetensors_reads(tmp_path: Path):
@@ -21,7 +21,7 @@ def test_written_files_are_what_safetensors_reads(tmp_path: Path):
         "none": torch.tensor(float("nan")),
         "empty": torch.zeros(0, 3),
     }
-    entries = [Entry(n, tuple(v.shape), v.dtype, lambda value=v: value) for n, v in values.items()]
+    entries = [LazyTensor(n, tuple(v.shape), v.dtype, lambda value=v: value) for n, v in values.items()]
     (path,) = write_sharded(tmp_path, "model", entries)
     for name, value in load_file(path).items():
         assert value.dtype == values[name].dtype
@@ -34,7 +34,7 @@ def test_written_files_are_what_safetensors_reads(tmp_path: Path):
 
 def test_shards_hold_no_more_than_they_may(tmp_path: Path):
     values = {f"w{i}": torch.full((10,), float(i)) for i in range(7)}
-    entries = [Entry(n, (10,), torch.float32, lambda value=v: value) for n, v in values.items()]
+    entries = [LazyTensor(n, (10,), torch.float32, lambda value=v: value) for n, v in values.items()]
     paths = write_sharded(tmp_path, "model", entries, max_shard_bytes=100)
     assert [len(load_file(path)) for path in paths] == [2, 2, 2, 1]
     assert find_weights(tmp_path, "model") == paths
