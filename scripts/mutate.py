@@ -1,0 +1,203 @@
+"""Put the bugs of tests/mutations.yaml into a copy of this tree, one by one, and see whether their tests fail.
+
+    python scripts/mutate.py                         # all; exit code 0 when every bug is found
+    python scripts/mutate.py --marker "not slow" --at-least 38 --jobs 2
+    python scripts/mutate.py --only lora-alpha-dropped --only loss-is-a-mean-of-tokens
+
+First the tests run once without any bug, and must pass. Then a bug is found when one of its tests fails (exit code 1 of
+pytest). A bug with no test selected by --marker is not found; one whose tests do not even start is broken. Needs pytest,
+pyyaml and the clips of the tests: .setup/clips, or the folder that WANDS_CLIPS names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST = ROOT / "tests" / "mutations.yaml"
+KEYS = {"id", "breaks", "file", "find", "replace", "test"}
+HEAVY = (
+    *(
+        "pytest",
+        "hypothesis",
+        "torch",
+        "torch.utils.tensorboard",
+        "deepspeed",
+        "peft",
+        "datasets",
+        "h5py",
+        "av",
+    ),
+    "diffusers.models.transformers.transformer_wan",
+    "diffusers.pipelines.wan.pipeline_wan",
+    "transformers.models.umt5.modeling_umt5",
+    "matplotlib.pyplot",
+)
+PASSED, FAILED, NOTHING_SELECTED = 0, 1, 5  # exit codes of pytest
+
+
+class Outcome(NamedTuple):
+    """Row of the table."""
+
+    word: str
+    seconds: float
+    reason: str
+
+
+def read_mutations(only: list[str]) -> list[dict]:
+    """Read the list and check that each text to find stands once in its file; ends with one sentence where not."""
+    mutations = yaml.safe_load(LIST.read_text(encoding="utf-8"))
+    names = [one.get("id") for one in mutations]
+    for one in mutations:
+        if set(one) != KEYS or names.count(one["id"]) > 1 or not one["test"]:
+            sys.exit(
+                f"{LIST.name}: {one.get('id')} needs a name of its own, tests, and the keys {sorted(KEYS)}."
+            )
+        path = ROOT / one["file"]
+        times = path.read_text(encoding="utf-8").count(one["find"]) if path.is_file() else 0
+        if times != 1:
+            sys.exit(
+                f"{LIST.name}: {one['id']} finds its text {times} times in {one['file']}, not once; correct find."
+            )
+        if one["find"] == one["replace"]:
+            sys.exit(f"{LIST.name}: {one['id']} changes nothing; correct replace.")
+    if unknown := set(only) - set(names):
+        sys.exit(f"--only {', '.join(sorted(unknown))} is not in {LIST.name}; --list names them all.")
+    return [one for one in mutations if not only or one["id"] in only]
+
+
+def copy_tree(target: Path) -> Path:
+    """Copy what git knows of this tree or would add to it, times included."""
+    asked = ["git", "ls-files", "-coz", "--exclude-standard"]
+    listed = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if os.path.lexists(ROOT / name):  # a file that was deleted is still listed
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+    return target
+
+
+def start_pytest(tree: Path, tests: list[str], marker: str | None) -> int:
+    """Fork a process that runs tests in a copy until one fails; what it prints goes to output.txt behind the copy."""
+    command = [
+        "-x",
+        "-q",
+        "-rfE",
+        "--tb=line",
+        f"--basetemp={tree}.tmp",
+        *(["-m", marker] if marker else []),
+        *tests,
+    ]
+    if pid := os.fork():
+        return pid
+    code = -1
+    try:
+        with open(f"{tree}.txt", "wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.chdir(tree)
+        os.environ.update(PYTHONPATH=str(tree), COLUMNS="240")  # pytest cuts its summary to the terminal
+        sys.path[:0] = [str(tree)]
+        import pytest
+
+        code = int(pytest.main(command))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF)
+
+
+def wait_for_one() -> tuple[int, int]:
+    """Wait until a forked process ends; gives its number and its exit code."""
+    pid, status = os.wait()
+    return pid, os.waitstatus_to_exitcode(status)
+
+
+def warm_up() -> None:
+    """Import once what all tests import, apart from wands itself: forked processes have it then."""
+    os.environ.update(
+        DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"
+    )
+    for name, folder in (("WANDS_CLIPS", "clips"), ("TORCH_EXTENSIONS_DIR", "torch_extensions")):
+        os.environ.setdefault(name, str(ROOT / ".setup" / folder))
+    for name in HEAVY:
+        importlib.import_module(name)
+
+
+def judge(tree: Path, code: int, seconds: float, marker: str | None) -> Outcome:
+    """Say what pytest's exit code and output mean for a bug."""
+    output = Path(f"{tree}.txt").read_text(encoding="utf-8", errors="replace")
+    if code == FAILED:
+        failed = re.search(r"^(?:FAILED|ERROR) (tests/.*)$", output, re.MULTILINE)
+        return Outcome("found", seconds, failed[1][:200] if failed else "")
+    if code == PASSED or (code == NOTHING_SELECTED and marker):
+        return Outcome("NOT FOUND", seconds, f"none of its tests {'is selected' if code else 'fails'}")
+    return Outcome("broken", seconds, f"exit code {code}: {' '.join(output.split())[-300:]}")
+
+
+def judge_all(mutations: list[dict], trees: list[Path], marker: str | None) -> list[Outcome]:
+    """Put each bug into a free copy, run its tests there, take it out again, and print what came of it."""
+    waiting, running, outcomes = list(mutations), {}, []
+    while waiting or running:
+        while waiting and trees:
+            one, tree = waiting.pop(0), trees.pop()
+            source = (ROOT / one["file"]).read_text(encoding="utf-8")
+            (tree / one["file"]).write_text(source.replace(one["find"], one["replace"]), encoding="utf-8")
+            running[start_pytest(tree, one["test"], marker)] = one, tree, time.monotonic()
+        pid, code = wait_for_one()
+        one, tree, began = running.pop(pid)
+        outcomes.append(judge(tree, code, time.monotonic() - began, marker))
+        shutil.copy2(ROOT / one["file"], tree / one["file"])
+        trees.append(tree)
+        word, seconds, reason = outcomes[-1]
+        print(f"{one['id']:<44} {word:<9} {seconds:6.1f} s  {reason}", flush=True)
+    return outcomes
+
+
+def main() -> int:
+    """Parse the options, check the tests, judge each bug and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="ID", help="judge this bug; repeatable"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="copies of the tree in which bugs are judged at once"
+    )
+    parser.add_argument("--marker", metavar="EXPR", help="pytest -m: judge by the tests that it selects")
+    parser.add_argument("--at-least", type=int, metavar="N", help="bugs that must be found [default: all]")
+    parser.add_argument("--no-check", action="store_true", help="do not run the tests without a bug first")
+    parser.add_argument("--list", action="store_true", help="print the bugs and do nothing")
+    options = parser.parse_args()
+    mutations = read_mutations(options.only)
+    if options.list:
+        print("\n".join(f"{one['id']}: {one['breaks']} ({one['file']})" for one in mutations))
+        return 0
+    warm_up()
+    with tempfile.TemporaryDirectory(prefix="wands-mutate-") as folder:
+        trees = [copy_tree(Path(folder) / str(number)) for number in range(max(1, options.jobs))]
+        if not options.no_check:
+            tests = list(dict.fromkeys(test for one in mutations for test in one["test"]))
+            start_pytest(trees[0], tests, options.marker)
+            if wait_for_one()[1] not in (PASSED, NOTHING_SELECTED):
+                print(Path(f"{trees[0]}.txt").read_text(encoding="utf-8", errors="replace"))
+                sys.exit("The tests do not pass as the source is; no bug was judged.")
+        outcomes = judge_all(mutations, trees, options.marker)
+    found = sum(outcome.word == "found" for outcome in outcomes)
+    print(f"{found} of {len(mutations)} found")
+    return 0 if found >= (len(mutations) if options.at_least is None else options.at_least) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
