@@ -104,17 +104,14 @@ def test_export_links_unless_told_to_copy(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert told == [True, False]
 
 
-def test_infer_says_which_options_may_differ_from_prompt_to_prompt():
-    """The help of --height names the last of them; each is a field of a request, and none comes behind."""
+def test_infer_help_marks_the_options_with_one_value_per_prompt():
+    """Each of these options is a field of a request; no other option except --prompt and --lora is repeatable."""
     options = [
         option for option in main.commands["infer"].params if option.name not in ("prompts", "lora", "lora_2")
     ]
-    names = [option.opts[0] for option in options]
-    first, last = names.index("--height"), names.index("--last-image")
-    assert "down to --last-image" in options[first].help
-    assert [name for name, option in zip(names, options, strict=True) if option.multiple] == names[
-        first : last + 1
-    ]
+    marked = [option.opts[0] for option in options if "repeat for one value per prompt" in option.help]
+    assert marked == [option.opts[0] for option in options if option.multiple]
+    assert (marked[0], marked[-1], len(marked)) == ("--height", "--last-image", 11)
 
 
 def test_show_timesteps_follows_the_recipe():

@@ -56,7 +56,7 @@ ONE_IMPORTER = {
     "bitsandbytes": {"wands.model.quantize", "wands.train.optimizers"},
     "h5py": {"wands.data.cache.reader", "wands.data.cache.format", "wands.data.cache.writer"},
     "av": {"wands.data.clips.video_file", "wands.data.clips.video"},
-    "click": {"wands.cli"},
+    "click": {"wands.cli", "wands.config.click_options"},
     "datasets": {"wands.data.clips.hf_dataset"},
 }
 HEAVY = {"torch", "deepspeed", "diffusers", "transformers", "numpy", "h5py", "av"}
@@ -118,7 +118,14 @@ def test_one_importer(package: str):
 
 
 def test_layer_zero_and_cli_are_light():
-    for name in ("errors.py", "config/recipe.py", "variants.py", "cli.py"):
+    for name in (
+        "errors.py",
+        "config/recipe.py",
+        "config/options.py",
+        "config/click_options.py",
+        "variants.py",
+        "cli.py",
+    ):
         heavy = {
             t for t, top in imports((ROOT / "wands" / name).read_text()) if top and t.split(".")[0] in HEAVY
         }

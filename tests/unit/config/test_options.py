@@ -1,0 +1,116 @@
+"""Option models: one declaration makes the click parameters and their help; a stranger can read every line alone."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import shlex
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from wands.cli import main
+from wands.config.click_options import command_name, help_line
+from wands.config.options import COMMANDS, Options
+
+BY_NAME = {command_name(options): options for options in COMMANDS}
+# command -> the function that runs it
+FUNCTIONS = {
+    "check": "check.check:check",
+    "preprocess": "preprocess.preprocess:preprocess",
+    "pack": "pack:pack",
+    "plan": "plan:plan",
+    "train": "train:run_train",
+    "infer": "infer:infer",
+    "export": "export:export",
+    "push": "push:push",
+    "convert": "convert.convert:convert",
+    "selftest": "selftest.selftest:selftest",
+}
+
+
+def help_of(*command: str) -> str:
+    return CliRunner().invoke(main, [*command, "--help"], env={"COLUMNS": "80"}).output
+
+
+def refusal(*args: str) -> str:
+    result = CliRunner().invoke(main, args)
+    assert result.exit_code == 2, result.output
+    return result.output
+
+
+def test_commands_are_listed_in_order_of_work_without_ellipsis():
+    listing = help_of().partition("Commands:\n")[2]
+    assert "..." not in listing
+    lines = listing.splitlines()
+    assert [line.split()[0] for line in lines] == list(BY_NAME) == list(main.commands)
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+@pytest.mark.parametrize("options", COMMANDS, ids=command_name)
+def test_every_description_is_readable_alone(options: type[Options]):
+    for name, field in options.model_fields.items():
+        text = help_line(field)
+        assert text.endswith((".", "].")), (name, text)
+        assert not re.match(r"Of |The same|Their |All of them|Whose ", text), (name, text)
+        assert not re.search(r"\b(likewise|told|beside|those|lies|stands)\b", text, re.IGNORECASE), (
+            name,
+            text,
+        )
+        for sentence in re.split(r"[.;:] ", text):
+            assert len(sentence.split()) <= 25, (name, sentence)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_examples_parse(name: str):
+    examples = help_of(name).partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
+    assert 1 <= len(examples) <= 3
+    for example in examples:
+        words = shlex.split(example.partition(" > ")[0])
+        command, *args = words[words.index("wands") + 1 :]
+        assert command == name
+        main.commands[name].make_context(name, args)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_defaults_are_the_defaults_of_the_function(name: str):
+    """A Python caller who leaves an argument out gets what a caller of the command gets."""
+    module, _, function = FUNCTIONS[name].partition(":")
+    signature = inspect.signature(getattr(importlib.import_module(f"wands.commands.{module}"), function))
+    defaults = {
+        key: parameter.default
+        for key, parameter in signature.parameters.items()
+        if parameter.default is not parameter.empty and key in BY_NAME[name].model_fields
+    }
+    fields = BY_NAME[name].model_fields
+    assert {key: value or None for key, value in defaults.items()} == {
+        key: fields[key].default or None for key in defaults
+    }
+
+
+def test_fields_become_parameters_of_their_type():
+    params = {param.name: param for param in main.commands["preprocess"].params}
+    assert isinstance(params["source"], click.Argument)
+    assert params["out"].required
+    assert params["out"].type.convert("x", None, None).name == "x"
+    assert params["max_pixels"].multiple
+    assert params["center_crop"].is_flag
+    assert params["clip_mode"].type.choices == ("head", "middle", "slide")
+    assert (params["workers"].type.min, params["workers"].default) == (1, 1)
+    memory = next(param for param in main.commands["plan"].params if param.name == "gpu_memory")
+    assert (memory.type.min, memory.type.min_open) == (0, True)
+    forward = next(param for param in main.commands["convert"].params if param.name == "forward")
+    assert (forward.opts, forward.secondary_opts, forward.default) == (["--forward"], ["--no-forward"], True)
+
+
+def test_wrong_values_name_the_flag():
+    assert "'--clip-mode': 'tail' is not one of" in refusal("check", ".", "--clip-mode", "tail")
+    assert "'--gpu-memory': 0.0 is not in the range x>0" in refusal("plan", "--gpu-memory", "0")
+    assert "Missing option '--out'" in refusal("pack")
+
+
+def test_zero_frames_keep_whole_clips():
+    assert BY_NAME["check"](source="x", max_frames=0).max_frames is None
+    assert BY_NAME["check"](source="x").max_frames == 81

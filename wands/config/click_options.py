@@ -1,0 +1,114 @@
+"""Build click commands from the option models of `wands.config.options`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import click
+from pydantic.fields import FieldInfo
+
+from wands.config.options import Options, Spelling
+
+T = TypeVar("T")
+
+
+def command_name(options: type[Options]) -> str:
+    """Return the name of the subcommand that takes these options."""
+    return options.__name__.removesuffix("Options").lower()
+
+
+def command(group: click.Group, options: type[Options]) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
+    """Return a decorator that registers a function of a filled option model as a subcommand of a group.
+
+    Parameters are in order of declaration, required ones first.
+    """
+
+    def register(run: Callable[[Any], T]) -> Callable[[Any], T]:
+        parameters = [_build_parameter(name, field) for name, field in options.model_fields.items()]
+        group.add_command(
+            click.Command(
+                command_name(options),
+                callback=lambda **values: run(options(**values)),
+                params=sorted(parameters, key=lambda parameter: not parameter.required),
+                help=_help_text(options),
+                short_help=str(inspect.getdoc(options)).partition("\n")[0].rstrip("."),
+            )
+        )
+        return run
+
+    return register
+
+
+def help_line(field: FieldInfo) -> str:
+    """Return the first paragraph of a field's docstring on one line."""
+    return " ".join((field.description or "").partition("\n\n")[0].split())
+
+
+def _help_text(options: type[Options]) -> str:
+    """Put descriptions of the positional arguments before the examples of the class docstring."""
+    text, _, examples = str(inspect.getdoc(options)).partition("Examples:\n")
+    arguments = [
+        f"{name.upper()}: {help_line(field)}"
+        for name, field in options.model_fields.items()
+        if _spelling(field).argument
+    ]
+    return "\n\n".join([text.strip(), *arguments, f"\b\nExamples:\n{examples}"])
+
+
+def _spelling(field: FieldInfo) -> Spelling:
+    return next((item for item in field.metadata if isinstance(item, Spelling)), Spelling())
+
+
+def _build_parameter(name: str, field: FieldInfo) -> click.Parameter:
+    spelling = _spelling(field)
+    members = [member for member in get_args(field.annotation) if member is not NoneType]
+    optional = NoneType in get_args(field.annotation)
+    kind: Any = members[0] if optional else field.annotation
+    multiple = get_origin(kind) is tuple
+    if multiple:
+        kind = get_args(kind)[0]
+    if spelling.argument:
+        return click.Argument([name], type=_click_type(kind, field), required=field.is_required())
+    flag = spelling.name or f"--{name.replace('_', '-')}"
+    if kind is bool:
+        flag = f"{flag}/--no-{flag.removeprefix('--')}" if field.default else flag
+        return click.Option([flag, name], is_flag=True, default=field.default, help=help_line(field))
+    extra: dict[str, Any] = {}
+    if spelling.flag_value:
+        extra = {"is_flag": False, "flag_value": spelling.flag_value}
+    if not multiple and not field.is_required():
+        extra |= {"default": field.default, "show_default": field.default is not None}
+    return click.Option(
+        [flag, name],
+        type=_click_type(kind, field),
+        required=field.is_required(),
+        multiple=multiple,
+        metavar=spelling.metavar,
+        help=help_line(field),
+        **extra,
+    )
+
+
+def _click_type(kind: Any, field: FieldInfo) -> Any:
+    if get_origin(kind) is Literal:
+        return click.Choice(get_args(kind))
+    if kind is Path:
+        return click.Path(path_type=Path)
+    limits = {
+        key: getattr(item, key)
+        for item in field.metadata
+        for key in ("ge", "gt", "le", "lt")
+        if hasattr(item, key)
+    }
+    if not limits:
+        return kind
+    return (click.IntRange if kind is int else click.FloatRange)(
+        min=limits.get("ge", limits.get("gt")),
+        max=limits.get("le", limits.get("lt")),
+        min_open="gt" in limits,
+        max_open="lt" in limits,
+    )
