@@ -194,7 +194,7 @@ def work(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
     if world > 1:
-        from wands.train.engine import init_process_group
+        from wands.distributed.bootstrap import init_process_group
 
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
         os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_PORT=str(port))

@@ -141,7 +141,7 @@ def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tu
 
 def choose_processes() -> int:
     """Two; one where there is a single GPU, for each process needs its own. On a CPU they share the cores."""
-    from wands.train.engine import accelerator_type
+    from wands.distributed.bootstrap import accelerator_type
 
     return min(2, torch.cuda.device_count()) if accelerator_type() == "cuda" else 2
 

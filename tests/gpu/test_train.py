@@ -12,7 +12,7 @@ import torch
 from tests.support.runs import losses, run_training, weights
 from tests.support.steps import zero
 from tests.support.world import World
-from wands.train.engine import accelerator_type
+from wands.distributed.bootstrap import accelerator_type
 
 pytestmark = pytest.mark.gpu
 

@@ -13,10 +13,11 @@ from unittest import mock
 import torch
 
 from wands.config.recipe import load_recipe
+from wands.distributed.bootstrap import accelerator_type, init_process_group
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.train import loop
 from wands.train.checkpoint import find_checkpoint
-from wands.train.engine import accelerator_type, build_engine, init_process_group
+from wands.train.engine import build_engine
 from wands.train.loop import train
 from wands.train.metrics import read_metrics
 from wands.train.run import TrainingRun, prepare_run

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from tests.support.runs import groups_of, make_run, release
 from wands.data.patchify import unpatchify
+from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.distributed.layout import ContextLayout
 from wands.flow.noise import add_noise
@@ -26,7 +27,7 @@ from wands.model.files.lora_files import LORA_FILE
 from wands.model.files.lora_keys import LoraPair, lora_to_diffusers
 from wands.model.lora import find_targets
 from wands.train.batches import rank_shards
-from wands.train.engine import build_engine, build_model, init_process_group
+from wands.train.engine import build_engine, build_model
 from wands.train.run import TrainingRun
 from wands.train.step import train_step
 from wands.variants import TEXT_LEN

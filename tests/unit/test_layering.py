@@ -47,7 +47,6 @@ EXCEPTIONS = {
     ("wands.sampling.pipeline", "wands.train.checkpoint"),
     ("wands.sampling.pipeline", "wands.train.checkpoint_weights"),
     ("wands.sampling.sharing", "wands.train.consistency"),
-    ("wands.sampling.sharing", "wands.train.engine"),
 }
 # package -> the only files of wands that may import it
 ONE_IMPORTER = {

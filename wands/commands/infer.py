@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from wands.data.clips.video import save_video
+from wands.distributed.bootstrap import start_together
 from wands.files import atomic_path
 from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_sheet
 from wands.sampling.images import Pictures, read_pictures
@@ -38,7 +39,6 @@ from wands.sampling.requests import (
 )
 from wands.sampling.sample import call_pipeline, each_request, sample, shift_key
 from wands.sampling.sharing import check_commands, own_device, plan_ranks, share_pipeline
-from wands.train.engine import start_together
 
 log = logging.getLogger(__name__)
 

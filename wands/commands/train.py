@@ -9,19 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from wands.config.recipe import Recipe, load_recipe
+from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node, start_together
 from wands.encoders.components import fingerprint_pipeline
 from wands.errors import ConfigError
 from wands.files import write_text
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
 from wands.train.checkpoint import find_checkpoint, list_steps
 from wands.train.ds_config import load_ds_config
-from wands.train.engine import (
-    accelerator_type,
-    check_offload,
-    init_process_group,
-    ranks_per_node,
-    start_together,
-)
+from wands.train.engine import check_offload
 from wands.train.run import Log, TrainingRun, prepare_run, read_model
 from wands.train.state import TrainState
 from wands.train.summary import start_block

@@ -17,6 +17,7 @@ from wands import __version__
 from wands.attention.ulysses import ContextAttention
 from wands.attention.varlen import choose_backend
 from wands.config.recipe import ParallelConfig
+from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node
 from wands.distributed.dims import ParallelDims, ProcessGroups, choose_degrees
 from wands.errors import ConfigError
 from wands.sampling.images import Pictures
@@ -24,7 +25,6 @@ from wands.sampling.pipeline import AnyPipeline, PipelineSource, takes_pictures
 from wands.sampling.requests import SampleRequest
 from wands.sampling.sharded import shard_transformer
 from wands.train.consistency import check_agreement, tensor_checksum
-from wands.train.engine import accelerator_type, init_process_group, ranks_per_node
 from wands.variants import Variant
 
 log = logging.getLogger(__name__)

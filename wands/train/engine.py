@@ -1,13 +1,10 @@
-"""The process group, the learning rate schedule, and one DeepSpeed engine that knows nothing of context parallelism."""
+"""Learning rate schedule, model, and one DeepSpeed engine that knows nothing of context parallelism."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +12,9 @@ import torch
 from wands.attention.ulysses import OPERATORS, ContextAttention
 from wands.attention.varlen import choose_backend
 from wands.config.recipe import OptimConfig, Recipe
+from wands.distributed.bootstrap import accelerator_type
 from wands.distributed.dims import ProcessGroups
-from wands.errors import ConfigError, WandsError
+from wands.errors import ConfigError
 from wands.model.files.loading import load_transformer
 from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, add_lora, load_start
@@ -47,117 +45,6 @@ def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], floa
         return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * falling
 
     return multiplier
-
-
-def accelerator_type() -> str:
-    """What DeepSpeed sees on this machine, "cuda" or "cpu" (DS_ACCELERATOR overrides)."""
-    from deepspeed.accelerator import get_accelerator
-
-    return "cuda" if get_accelerator().device_name() == "cuda" else "cpu"
-
-
-def ranks_per_node() -> int:
-    """Processes that the launcher started on each node, the same number on every rank: on uneven nodes their mean."""
-    # The degrees of context parallelism follow from it. A rank that counted only the processes of its own node would choose
-    # other degrees than a rank on a larger one, and both would wait for ever.
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    for nodes in ("GROUP_WORLD_SIZE", "CROSS_SIZE"):  # torchrun, DeepSpeed's launcher
-        if nodes in os.environ:
-            return max(world_size // int(os.environ[nodes]), 1)
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-
-
-def init_process_group() -> tuple[int, int, torch.device]:
-    """Join the world that the launcher describes (one process when there is none).
-
-    Returns:
-        rank, world size, and this rank's device, already current.
-    """
-    import deepspeed
-
-    if "RANK" not in os.environ:  # plain `wands train`
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
-    device_type = accelerator_type()
-    device = (
-        torch.device(device_type, int(os.environ.get("LOCAL_RANK", "0")))
-        if device_type == "cuda"
-        else torch.device("cpu")
-    )
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        # Ranks that each start a thread per core spin against each other and slow down a hundredfold.
-        torch.set_num_threads(max((os.cpu_count() or 1) // ranks_per_node(), 1))
-    # DeepSpeed's 10 minutes end a run whose first rank is still writing a large checkpoint while the others wait for it.
-    timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "60")))
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
-    return torch.distributed.get_rank(), torch.distributed.get_world_size(), device
-
-
-def check_gpus() -> None:
-    """Refuse more processes on this node than it has GPUs; all of them find it.
-
-    Raises:
-        ConfigError: as that.
-    """
-    if accelerator_type() != "cuda":
-        return
-    # torchrun calls it LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE.
-    started = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
-    if started > (present := torch.cuda.device_count()):
-        raise ConfigError(
-            f"{started} processes were started on a node with {present} GPUs, and each needs one; start at most {present}."
-        )
-
-
-@contextlib.contextmanager
-def start_together() -> Iterator[None]:
-    """Run a rank's preparation; ranks that a launcher started then tell each other how it went.
-
-    A rank that is alone with a mistake would otherwise leave the ranks of other nodes waiting for it, and a launcher that sees
-    one rank leave stops the others before the first has said why. The process group exists afterwards.
-
-    Raises:
-        WandsError: what the first rank with a mistake found, on every rank.
-        Exception: a rank's own, where it is none that a user can mend; the other ranks raise a WandsError that names it.
-    """
-    alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ  # no launcher
-    if not alone:
-        check_gpus()  # without a GPU a rank could not even tell the others
-    mine: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        mine = error
-    if alone:
-        if mine is not None:
-            raise mine
-        return
-    init_process_group()
-    said: tuple[type[WandsError], str] | None = None
-    if isinstance(mine, WandsError):
-        said = type(mine), str(mine)
-    elif mine is not None:
-        said = WandsError, f"{type(mine).__name__}: {mine}"
-    found: list[tuple[type[WandsError], str] | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, said)
-    if mine is not None and not isinstance(mine, WandsError):
-        raise mine
-    for rank, one in enumerate(found):
-        if one is not None:
-            kind, text = one
-            where = "" if rank == 0 else f"[rank {rank}] "
-            raise kind(where + text, agreed=True) from mine
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def check_offload(ds_config: Mapping[str, Any]) -> None:

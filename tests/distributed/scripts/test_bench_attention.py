@@ -17,8 +17,8 @@ import torch
 from attention_variants import Variant, make_inputs
 
 from wands.attention.varlen import choose_backend
+from wands.distributed.bootstrap import init_process_group
 from wands.distributed.layout import CommBytes, ContextPlan
-from wands.train.engine import init_process_group
 
 HEADS = 4
 PACKS = [(9, 6, 14), (40, 3, 1, 7), (2, 1, 3, 1)]

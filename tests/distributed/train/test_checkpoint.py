@@ -19,13 +19,13 @@ import torch
 
 from tests.support.runs import make_run, run_training
 from wands.commands import train as train_command
+from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import build_empty, load_config
 from wands.train import checkpoint
 from wands.train.checkpoint import STATE_FILE, find_checkpoint, list_steps, load_state, save_checkpoint
 from wands.train.control import ControlRequest, ControlRequests
-from wands.train.engine import init_process_group
 from wands.train.metrics import read_metrics
 
 ZERO2 = {"zero_optimization": {"stage": 2}}

@@ -17,6 +17,7 @@ import torch
 from tests.support.runs import losses, make_run, run_training, weights
 from wands.data.cache.reader import CacheWriter
 from wands.data.sampler import StepPlan
+from wands.distributed.bootstrap import init_process_group
 from wands.errors import WandsError
 from wands.train import consistency as watchdog
 from wands.train.consistency import (
@@ -28,7 +29,6 @@ from wands.train.consistency import (
     tensor_checksum,
     weights_checksums,
 )
-from wands.train.engine import init_process_group
 from wands.train.run import TrainingRun
 
 Said = tuple[str, str, bool] | None

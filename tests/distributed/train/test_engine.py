@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,18 +15,11 @@ from tests.support.runs import groups_of, make_run
 from tests.support.steps import zero
 from tests.support.world import WorldPool
 from wands.config.recipe import load_recipe
-from wands.errors import CacheError, ConfigError
+from wands.distributed.bootstrap import init_process_group
+from wands.errors import ConfigError
 from wands.train import engine
 from wands.train.ds_config import _KNOWN, _NOT_HERE, build_ds_config, learning_rate, load_ds_config
-from wands.train.engine import (
-    build_model,
-    build_schedule,
-    check_gpus,
-    check_offload,
-    init_process_group,
-    ranks_per_node,
-    start_together,
-)
+from wands.train.engine import build_model, build_schedule, check_offload
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("zero.json", "recipe.yaml")
@@ -69,20 +61,6 @@ def test_batch_arithmetic_must_agree():
     assert build(
         {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}, "train.bins_per_step=2"
     )
-
-
-def timeout_of_the_world(minutes: str | None) -> float:
-    from torch.distributed.distributed_c10d import _get_default_group
-
-    if minutes is not None:
-        os.environ["DEEPSPEED_TIMEOUT"] = minutes
-    init_process_group()
-    return _get_default_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-
-
-def test_ranks_wait_for_one_that_writes(new_world):
-    assert new_world(2, timeout_of_the_world, None) == [3600.0] * 2
-    assert new_world(2, timeout_of_the_world, "3") == [180.0] * 2
 
 
 def test_keys_without_effect_are_refused_with_their_cure():
@@ -403,100 +381,3 @@ def test_learning_rate_scaling_with_the_batch():
     assert scaled() == pytest.approx(1e-4)
     assert scaled("optim.scale_lr=linear") == pytest.approx(4e-4)
     assert scaled("optim.scale_lr=sqrt") == pytest.approx(2e-4)
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, 1),
-        # torchrun on four nodes, DeepSpeed's launcher on two, a launcher of one's own, one that says nothing of nodes
-        ({"WORLD_SIZE": "32", "GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"}, 8),
-        ({"WORLD_SIZE": "16", "CROSS_SIZE": "2", "LOCAL_SIZE": "8"}, 8),
-        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}, 4),
-        ({"WORLD_SIZE": "4"}, 4),
-    ],
-)
-def test_ranks_per_node_under_each_launcher(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: int
-):
-    set_launcher(monkeypatch, environment)
-    assert ranks_per_node() == expected
-
-
-@pytest.mark.parametrize("slots", [(8, 4), (2, 4, 3), (1, 1, 7)])
-def test_ranks_on_uneven_nodes_agree_about_their_number(
-    monkeypatch: pytest.MonkeyPatch, slots: tuple[int, ...]
-):
-    """Each rank chooses the degrees for itself: with the number of its own node they would differ."""
-    names = (("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("CROSS_SIZE", "LOCAL_SIZE"))
-    for nodes, local in names:
-        seen = set()
-        for here in slots:
-            set_launcher(
-                monkeypatch, {"WORLD_SIZE": str(sum(slots)), nodes: str(len(slots)), local: str(here)}
-            )
-            seen.add(ranks_per_node())
-        assert seen == {sum(slots) // len(slots)}
-
-
-def set_launcher(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
-    for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE", "CROSS_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-
-
-def _start_with_mistakes_on(ranks: tuple[int, ...]) -> tuple[str, bool] | None:
-    try:
-        with start_together():
-            if int(os.environ["RANK"]) in ranks:
-                raise CacheError(f"cache={os.environ['RANK']} is not there")
-    except CacheError as error:
-        return str(error), error.agreed
-    assert torch.distributed.is_initialized()
-    return None
-
-
-def _start_with_a_crash_on_rank_1() -> str:
-    try:
-        with start_together():
-            if os.environ["RANK"] == "1":
-                raise PermissionError("secret.yaml")
-    except Exception as error:
-        return f"{type(error).__name__} {error}"
-    return "started"
-
-
-def _start_four_times() -> tuple[list[tuple[str, bool] | None], str]:
-    return [_start_with_mistakes_on(ranks) for ranks in ((1,), (0, 1), ())], _start_with_a_crash_on_rank_1()
-
-
-def test_a_mistake_of_one_rank_ends_all_with_its_sentence(new_world):
-    """What is no mistake of the user's is named on the others, and kept on its own rank."""
-    (mistakes, other), (same_mistakes, own) = new_world(2, _start_four_times)
-    assert mistakes == same_mistakes
-    assert mistakes == [("[rank 1] cache=1 is not there", True), ("cache=0 is not there", True), None]
-    assert (other, own) == ("WandsError [rank 1] PermissionError: secret.yaml", "PermissionError secret.yaml")
-
-
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine, "accelerator_type", lambda: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(ConfigError, match="4 processes were started on a node with 2 GPUs"), start_together():
-        raise AssertionError("not reached")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    check_gpus()
-
-
-def test_without_a_launcher_a_mistake_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(CacheError, match=r"^no cache$") as caught, start_together():
-        raise CacheError("no cache")
-    assert not caught.value.agreed
-    with start_together():
-        pass
-    assert not torch.distributed.is_initialized()

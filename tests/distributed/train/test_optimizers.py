@@ -17,11 +17,12 @@ from tests.support.runs import groups_of, losses, make_run, release, run_trainin
 from tests.support.steps import zero
 from tests.support.world import WorldPool
 from wands.config.recipe import OptimConfig
+from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import build_empty
 from wands.train.batches import rank_shards
 from wands.train.checkpoint import find_checkpoint
-from wands.train.engine import build_engine, build_model, build_schedule, init_process_group
+from wands.train.engine import build_engine, build_model, build_schedule
 from wands.train.optimizers import build_optimizer, is_hidden_matrix, muon_ratio, state_bytes_per_param
 from wands.train.step import train_step
 from wands.train.summary import start_block

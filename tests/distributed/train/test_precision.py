@@ -16,6 +16,7 @@ from tests.support.runs import groups_of, losses, make_run, run_training
 from tests.support.steps import Grid, Step, optimizer_step, save_random_lora, worst, zero
 from tests.support.world import WorldPool
 from wands.config.recipe import load_recipe
+from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
 from wands.model.lora import MergedLoras
@@ -23,7 +24,7 @@ from wands.model.quantize import QuantizedLinear
 from wands.model.weight_dtypes import WeightDtypePolicy, stored_bytes
 from wands.train.checkpoint import load_exported_state
 from wands.train.checkpoint_weights import load_full_weights, load_lora_of
-from wands.train.engine import build_model, init_process_group
+from wands.train.engine import build_model
 from wands.train.loop import build_state
 from wands.train.precision import split_by_dtype, weight_dtype_policy
 from wands.train.summary import start_block

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.runs import losses, make_run, release, run_training
+from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError
 from wands.flow import rng as keys
@@ -18,7 +19,7 @@ from wands.flow.noise import add_noise
 from wands.train import checkpoint as checkpoint_module
 from wands.train.batches import rank_shards
 from wands.train.checkpoint import find_checkpoint
-from wands.train.engine import build_engine, build_model, init_process_group
+from wands.train.engine import build_engine, build_model
 from wands.train.step import train_step
 
 ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}}

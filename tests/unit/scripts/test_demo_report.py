@@ -200,7 +200,7 @@ def test_steps_need_two_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 def test_no_process_shares_a_gpu(
     accelerator: str, gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
-    monkeypatch.setattr("wands.train.engine.accelerator_type", lambda: accelerator)
+    monkeypatch.setattr("wands.distributed.bootstrap.accelerator_type", lambda: accelerator)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("sys.argv", ["demo_report.py", "processes"])
     assert demo_report.main() == 0

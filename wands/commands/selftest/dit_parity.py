@@ -18,6 +18,7 @@ from wands.attention.varlen import choose_backend
 from wands.commands.selftest.parity_pack import Comparison, Pack
 from wands.commands.selftest.parity_setup import Outcome, Setup, Skipped, free_memory
 from wands.config.recipe import ParallelConfig
+from wands.distributed.bootstrap import init_process_group, ranks_per_node
 from wands.distributed.dims import ParallelDims, ProcessGroups, choose_degrees
 from wands.distributed.layout import ContextLayout
 from wands.encoders.components import quiet_without_terminal
@@ -25,7 +26,6 @@ from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import build_empty, load_transformer
 from wands.model.files.names import rename_all, to_diffusers, to_official
 from wands.model.transformer import PackedWanTransformer
-from wands.train.engine import init_process_group, ranks_per_node
 from wands.variants import Expert
 
 PARAMETERS = (

@@ -1,0 +1,118 @@
+"""Process group start-up: the accelerator, the ranks per node, and errors that every rank raises together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from wands.errors import ConfigError, WandsError
+
+
+def accelerator_type() -> str:
+    """Return DeepSpeed's accelerator on this machine, "cuda" or "cpu"; DS_ACCELERATOR overrides the detection."""
+    from deepspeed.accelerator import get_accelerator
+
+    return "cuda" if get_accelerator().device_name() == "cuda" else "cpu"
+
+
+def ranks_per_node() -> int:
+    """Return the number of processes per node, equal on every rank: the mean if nodes have different numbers."""
+    # The context-parallel degrees depend on this number. A rank that counted only the processes of its node would choose
+    # other degrees than a rank on a larger node, and both would hang.
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    for nodes in ("GROUP_WORLD_SIZE", "CROSS_SIZE"):  # torchrun, DeepSpeed's launcher
+        if nodes in os.environ:
+            return max(world_size // int(os.environ[nodes]), 1)
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def init_process_group() -> tuple[int, int, torch.device]:
+    """Join the process group that the launcher describes; without a launcher, create a group of one process.
+
+    Returns:
+        Rank, world size, and this rank's device, already set as the current device.
+    """
+    import deepspeed
+
+    if "RANK" not in os.environ:  # plain `wands train`
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    if accelerator_type() == "cuda":
+        backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    else:
+        backend, device = "gloo", torch.device("cpu")
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Ranks that each start a thread per core compete for the cores and run a hundred times slower.
+            torch.set_num_threads(max((os.cpu_count() or 1) // ranks_per_node(), 1))
+    # DeepSpeed's default of 10 minutes is too short for ranks that wait while the first rank writes a large checkpoint.
+    timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "60")))
+    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def check_gpus() -> None:
+    """Check that this node has a GPU for each of its processes.
+
+    Raises:
+        ConfigError: if the launcher started more processes on this node than the node has GPUs.
+    """
+    if accelerator_type() != "cuda":
+        return
+    # torchrun sets LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE.
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+    if num_processes > (num_gpus := torch.cuda.device_count()):
+        raise ConfigError(
+            f"{num_processes} processes were started on a node with {num_gpus} GPUs, and each process needs a GPU. "
+            f"Start at most {num_gpus} processes per node."
+        )
+
+
+@contextlib.contextmanager
+def start_together() -> Iterator[None]:
+    """Run the body on every rank, then exchange the outcome, so that either no rank raises or all ranks raise.
+
+    Without the exchange, a rank that fails alone leaves the ranks of other nodes waiting, and the launcher stops the other
+    ranks before they print their errors. Under a launcher the process group exists afterwards.
+
+    Raises:
+        WandsError: on every rank, with the message of the lowest rank that failed.
+        Exception: on a rank whose body raised anything but a WandsError; other ranks raise a WandsError that names it.
+    """
+    has_launcher = os.environ.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in os.environ
+    if not has_launcher:
+        yield
+        return
+    check_gpus()  # a rank without a GPU cannot join the exchange
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    _, world_size, _ = init_process_group()
+    message: tuple[type[WandsError], str] | None = None
+    if isinstance(failure, WandsError):
+        message = type(failure), str(failure)
+    elif failure is not None:
+        message = WandsError, f"{type(failure).__name__}: {failure}"
+    messages: list[tuple[type[WandsError], str] | None] = [None] * world_size
+    dist.all_gather_object(messages, message)
+    if failure is not None and not isinstance(failure, WandsError):
+        raise failure
+    for rank, message in enumerate(messages):
+        if message is not None:
+            error_class, text = message
+            prefix = "" if rank == 0 else f"[rank {rank}] "
+            raise error_class(prefix + text, agreed=True) from failure
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
