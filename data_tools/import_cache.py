@@ -31,7 +31,7 @@ from data_tools.import_shards import check_latents
 from data_tools.merge import to_variant
 from wands.data.cache.format import array_names, checksum, reason, to_bits
 from wands.data.cache.reader import CacheWriter
-from wands.data.clips.archive import TarReader
+from wands.data.clips.archives import TarReader
 from wands.encoders.components import CONFIG_FILES, find_part, fingerprint_pipeline, read_variant
 from wands.errors import ConfigError, DataError
 from wands.variants import TEXT_LEN

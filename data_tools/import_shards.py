@@ -29,8 +29,8 @@ from data_tools.exit_code import mistakes_are_2
 from data_tools.tfrecord import parse_example, parse_tensor, read_records
 from wands.data.cache.format import write_whole
 from wands.data.cache.reader import CacheWriter
-from wands.data.clips.archive import TAR_EXTENSIONS, TarReader
-from wands.data.clips.source import Rejection
+from wands.data.clips.archives import TAR_EXTENSIONS, TarReader
+from wands.data.clips.layouts import Rejection
 from wands.encoders.components import CONFIG_FILES, find_part, fingerprint_pipeline, read_json, read_variant
 from wands.encoders.text import CLEANING_VERSION, TextEncoder, clean_caption
 from wands.errors import ConfigError, DataError

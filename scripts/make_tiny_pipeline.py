@@ -150,7 +150,7 @@ def read_captions(source: Path) -> list[str]:
     if source.suffix == ".txt" and source.is_file():
         captions = [line.strip() for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
     else:
-        from wands.data.clips.source import load_source
+        from wands.data.clips.layouts import load_source
         from wands.errors import WandsError
 
         try:

@@ -30,7 +30,7 @@ from wands.commands.preprocess.preprocess import preprocess
 from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec
-from wands.data.clips.source import ManifestRow, Rejection, load_source
+from wands.data.clips.layouts import ClipRecord, Rejection, load_source
 from wands.data.clips.video import decode_clip, save_video
 from wands.encoders.components import fingerprint_pipeline
 from wands.encoders.text import TextEncoder
@@ -271,9 +271,9 @@ def test_bug_file_name_as_caption_is_caught(
     preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **SMALL)
     assert_every_caption_is_written(LatentCache(tmp_path / "cache"), one_clip)
 
-    def named(*args: Any, **kwargs: Any) -> tuple[list[ManifestRow], list[Rejection]]:
+    def named(*args: Any, **kwargs: Any) -> tuple[list[ClipRecord], list[Rejection]]:
         rows, rejected = load_source(*args, **kwargs)
-        return rows + [ManifestRow(r.key, Path(r.path), Path(r.path).stem) for r in rejected], []
+        return rows + [ClipRecord(r.key, Path(r.path), Path(r.path).stem) for r in rejected], []
 
     monkeypatch.setattr(module, "load_source", named)
     preprocess(str(one_clip), tmp_path / "wrong", tiny_pipeline, **SMALL)

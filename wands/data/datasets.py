@@ -17,7 +17,7 @@ from wands.data.cache.reader import LatentCache
 from wands.data.collate import Sample
 from wands.data.holdout import hold_out
 from wands.data.mock import MockDataset
-from wands.data.repeats import Visits, exact, repeats_of_weights
+from wands.data.repeats import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import CacheError, ConfigError
 from wands.variants import DiTShape, Variant
 
@@ -45,7 +45,7 @@ class Dataset(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class SelectedSource:
     """One source as a run uses it.
 
     Attributes:
@@ -61,21 +61,21 @@ class Part:
     repeat: Fraction
 
 
-class Sources:
+class CombinedDataset:
     """Samples of several sources behind the names of one cache.
 
-    A row is a possible visit to a sample within an epoch (`wands.data.repeats.Visits`): a sample that is to be
+    A row is a possible visit to a sample within an epoch (`wands.data.repeats.RepeatSchedule`): a sample that is to be
     visited twice has two. Noise is drawn for the name of a sample and the number of the visit, so one name
     must be one clip: a key that an earlier source has with other content is lengthened by its checksum,
     "key#1a2b3c4d"; with the same content it is the same clip, and its visits are counted through. So neither
     paths nor sources that are added at the end change what a sample is called.
 
     Args:
-        parts: the sources.
+        sources: the sources.
         seed: `train.seed`, for the order in which fractions of a source are visited.
 
     Attributes:
-        parts: likewise.
+        sources: likewise.
         keys: name of each row.
         null_text_embeds: embedding of the empty caption, bf16 [L, D].
         visits: the rows of each epoch.
@@ -86,18 +86,18 @@ class Sources:
         ConfigError: an epoch might visit nothing.
     """
 
-    def __init__(self, parts: Sequence[Part], seed: int) -> None:
-        self.parts = tuple(parts)
-        self.null_text_embeds = parts[0].data.null_text_embeds
-        numbers = [len(part.chosen) for part in parts]
-        self.visits = Visits(numbers, [part.repeat for part in parts], seed)
-        rows = self.visits.sample_of
-        names = _settle_names(parts)
+    def __init__(self, sources: Sequence[SelectedSource], seed: int) -> None:
+        self.sources = tuple(sources)
+        self.null_text_embeds = sources[0].data.null_text_embeds
+        numbers = [len(part.chosen) for part in sources]
+        self.schedule = RepeatSchedule(numbers, [part.repeat for part in sources], seed)
+        rows = self.schedule.sample_of
+        names = _settle_names(sources)
         self.keys = [names[i] for i in rows.tolist()]
-        self._part_of = np.repeat(np.arange(len(parts)), numbers)[rows]
-        self._position_of = np.concatenate([part.chosen for part in parts])[rows]
+        self._part_of = np.repeat(np.arange(len(sources)), numbers)[rows]
+        self._position_of = np.concatenate([part.chosen for part in sources])[rows]
         places, first_shard = [], 0
-        for part in parts:
+        for part in sources:
             stored = part.data.places[part.chosen]
             for _ in range(ceil(part.repeat)):
                 places.append(stored + np.array([first_shard, 0]))
@@ -106,8 +106,8 @@ class Sources:
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
         """Video tokens of every row, int64 [rows]."""
-        lens = [part.data.num_tokens(patch_size)[part.chosen] for part in self.parts]
-        return np.concatenate(lens)[self.visits.sample_of]
+        lens = [part.data.num_tokens(patch_size)[part.chosen] for part in self.sources]
+        return np.concatenate(lens)[self.schedule.sample_of]
 
     def latent_shape(self, i: int) -> tuple[int, int, int]:
         """Latent (frames, height, width) of a row, without reading it."""
@@ -120,7 +120,7 @@ class Sources:
         return replace(data.read(position, frames), sample_id=self.keys[i])
 
     def _find(self, i: int) -> tuple[Data, int]:
-        return self.parts[self._part_of[i]].data, int(self._position_of[i])
+        return self.sources[self._part_of[i]].data, int(self._position_of[i])
 
 
 def open_data(
@@ -136,7 +136,7 @@ def open_data(
     One cache or mock data of which every sample is visited once an epoch is given as it is.
 
     An epoch: with `repeat` r every sample of the source is visited r times; a fraction takes other samples each
-    epoch (`wands.data.repeats.Visits`). With `weight` an epoch is as many visits as the sources together have
+    epoch (`wands.data.repeats.RepeatSchedule`). With `weight` an epoch is as many visits as the sources together have
     samples, of which each source gets its share.
 
     Args:
@@ -164,7 +164,9 @@ def open_data(
     if len(opened) == 1 and len(chosen[0]) == len(opened[0].keys) and repeats == [1]:
         return opened[0]
     names = [source.path for source in asked]
-    return Sources([Part(*items) for items in zip(names, opened, chosen, repeats, strict=True)], seed)
+    return CombinedDataset(
+        [SelectedSource(*items) for items in zip(names, opened, chosen, repeats, strict=True)], seed
+    )
 
 
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
@@ -174,14 +176,14 @@ def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
         section: `data` of the recipe.
         data: what `open_data` made of it.
     """
-    if isinstance(data, Sources):
-        parts = [(part.name, len(part.chosen), len(part.data.keys), part.repeat) for part in data.parts]
+    if isinstance(data, CombinedDataset):
+        sources = [(part.name, len(part.chosen), len(part.data.keys), part.repeat) for part in data.sources]
     else:
         name = "mock" if section.mock is not None else _asked_for(section)[0].path
-        parts = [(name, len(data.keys), len(data.keys), Fraction(1))]
+        sources = [(name, len(data.keys), len(data.keys), Fraction(1))]
     return [
         {"path": path, "num_samples": num, "num_other_side": of - num, "repeat": float(repeat)}
-        for path, num, of, repeat in parts
+        for path, num, of, repeat in sources
     ]
 
 
@@ -268,14 +270,14 @@ def _choose_side(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray
     return [np.flatnonzero(some == (section.split == "holdout")) for some in held]
 
 
-def _settle_names(parts: Sequence[Part]) -> list[str]:
-    """What the chosen samples are called, one name for one content; see `Sources`."""
-    if len(parts) == 1:
-        keys = parts[0].data.keys
-        return [keys[i] for i in parts[0].chosen.tolist()]
+def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
+    """What the chosen samples are called, one name for one content; see `CombinedDataset`."""
+    if len(sources) == 1:
+        keys = sources[0].data.keys
+        return [keys[i] for i in sources[0].chosen.tolist()]
     names: list[str] = []
     first_with: dict[str, tuple[int, int]] = {}
-    for number, part in enumerate(parts):
+    for number, part in enumerate(sources):
         keys, contents = part.data.keys, _contents(part.data)
         for i in part.chosen.tolist():
             source, content = first_with.setdefault(keys[i], (number, contents[i]))

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from wands.data.clips.manifest import CLIP_EXTENSIONS
+from wands.data.clips.records import CLIP_EXTENSIONS
 
 SUFFIX = re.compile(
     rf"(?:@\d+\.\d+(?:-\d+\.\d+)?|~[0-9a-f]{{8}}|{'|'.join(map(re.escape, CLIP_EXTENSIONS))})+\Z",
     re.IGNORECASE,
 )
-"""What may follow a clip's name in the keys of its windows and further captions (`ManifestRow.key`), and its extension."""
+"""What may follow a clip's name in the keys of its windows and further captions (`ClipRecord.key`), and its extension."""
 
 
 def clip_name(key: str) -> str:

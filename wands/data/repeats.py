@@ -17,7 +17,7 @@ from wands.errors import ConfigError
 from wands.flow.rng import permutation
 
 
-class Visits:
+class RepeatSchedule:
     """The rows of each epoch.
 
     A source of N samples with `repeat` r has ceil(r) copies. All but the last are visited whole in each epoch.
@@ -53,8 +53,8 @@ class Visits:
         ends = np.cumsum([num * times for num, times in zip(num_samples, copies, strict=True)]).tolist()
         self._first_rows = [0, *ends]
         self._orders = [permutation(num, seed, "visits", number) for number, num in enumerate(num_samples)]
-        self.at_least = sum(floor(r * num) for r, num in zip(self.repeats, self.num_samples, strict=True))
-        if not self.at_least:
+        self.min_samples = sum(floor(r * num) for r, num in zip(self.repeats, self.num_samples, strict=True))
+        if not self.min_samples:
             shares = " + ".join(
                 f"{num} x {float(r):.3g}" for num, r in zip(num_samples, repeats, strict=True)
             )
@@ -63,7 +63,7 @@ class Visits:
             )
 
     @property
-    def always_the_same(self) -> bool:
+    def is_constant(self) -> bool:
         """Every epoch visits every row."""
         return all(repeat.denominator == 1 for repeat in self.repeats)
 

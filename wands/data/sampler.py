@@ -18,7 +18,7 @@ from wands.data.packing import (
     plan_epoch,
     storage_windows,
 )
-from wands.data.repeats import Visits
+from wands.data.repeats import RepeatSchedule
 from wands.errors import DataError
 from wands.flow.rng import permutation
 
@@ -36,7 +36,7 @@ class StepPlan:
         num_tokens: of all bins.
         mean_samples: of the steps of this epoch.
         mean_tokens: likewise.
-        occurrence_of: for every sample of the data, how many of the same name stand before it.
+        repeat_index_of: for every sample of the data, how many of the same name stand before it.
     """
 
     step: int
@@ -47,11 +47,11 @@ class StepPlan:
     num_tokens: int
     mean_samples: float
     mean_tokens: float
-    occurrence_of: np.ndarray = field(repr=False, compare=False)
+    repeat_index_of: np.ndarray = field(repr=False, compare=False)
 
     def repeat_indices(self, bin: Bin) -> list[int]:
         """Which visit within the epoch each sample of a bin is, as the collator wants it."""
-        return [int(self.occurrence_of[i]) for i in bin]
+        return [int(self.repeat_index_of[i]) for i in bin]
 
     @property
     def denominators(self) -> dict[str, float]:
@@ -110,7 +110,7 @@ class PlanSampler:
         epochs: int = 1,
         max_steps: int | None = None,
         level_bins: int | None = None,
-        visits: Visits | None = None,
+        schedule: RepeatSchedule | None = None,
         buffer_size: int | None = None,
         places: np.ndarray | None = None,
     ) -> None:
@@ -123,12 +123,12 @@ class PlanSampler:
         self.cost = cost
         self.level_bins = level_bins
         self.bin_cost = bin_costs(self.seq_lens, cost)
-        self._visits = visits if visits is None or not visits.always_the_same else None
+        self._schedule = schedule if schedule is None or not schedule.is_constant else None
         self._windows: list[np.ndarray] | None = None
         if buffer_size is not None:
             assert places is not None
             self._windows = storage_windows(places, buffer_size, seed)
-        self._occurrence_of = _occurrences(keys)
+        self._repeat_index_of = _count_earlier(keys)
         self._counted: dict[tuple[int, ...], int] = {}
         self._first_steps = [0]  # of epochs 0, 1, ..., as far as anybody has asked
         self._total_of = (-1, (0, 0))
@@ -138,9 +138,9 @@ class PlanSampler:
 
     def num_steps(self, epoch: int) -> int:
         """Optimizer steps of an epoch."""
-        if self._visits is None:
+        if self._schedule is None:
             return self.steps_per_epoch
-        phase = self._visits.phase(epoch)
+        phase = self._schedule.phase(epoch)
         if phase not in self._counted:
             self._counted[phase] = count_steps(
                 self.seq_lens,
@@ -152,7 +152,7 @@ class PlanSampler:
 
     def first_step(self, epoch: int) -> int:
         """The global step that an epoch begins with."""
-        if self._visits is None:
+        if self._schedule is None:
             return epoch * self.steps_per_epoch
         while len(self._first_steps) <= epoch:
             self._first_steps.append(self._first_steps[-1] + self.num_steps(len(self._first_steps) - 1))
@@ -160,7 +160,7 @@ class PlanSampler:
 
     def epoch_of(self, step: int) -> int:
         """The epoch that a global step belongs to."""
-        if self._visits is None:
+        if self._schedule is None:
             return step // self.steps_per_epoch
         while self._first_steps[-1] <= step:
             self.first_step(len(self._first_steps))
@@ -190,12 +190,12 @@ class PlanSampler:
             num_tokens=int(self.seq_lens[samples].sum()),
             mean_samples=num_samples / plan.num_steps,
             mean_tokens=num_tokens / plan.num_steps,
-            occurrence_of=self._occurrence_of,
+            repeat_index_of=self._repeat_index_of,
         )
 
     def rows(self, epoch: int) -> np.ndarray | None:
         """The rows that an epoch visits, int64; None for all of them."""
-        return None if self._visits is None else self._visits.rows(epoch)
+        return None if self._schedule is None else self._schedule.rows(epoch)
 
     def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
         """The steps from `start_step` to the end of the run."""
@@ -204,13 +204,13 @@ class PlanSampler:
     def _totals(self, epoch: int) -> tuple[int, int]:
         """Samples and tokens of an epoch; the latest one asked for is kept."""
         if self._total_of[0] != epoch:
-            lens = self.seq_lens if self._visits is None else self.seq_lens[self._visits.rows(epoch)]
+            lens = self.seq_lens if self._schedule is None else self.seq_lens[self._schedule.rows(epoch)]
             self._total_of = (epoch, (len(lens), int(lens.sum())))
         return self._total_of[1]
 
     def _windows_of(self, epoch: int) -> list[np.ndarray] | None:
         """What an epoch visits, as `plan_epoch` takes it."""
-        rows = None if self._visits is None else self._visits.rows(epoch)
+        rows = None if self._schedule is None else self._schedule.rows(epoch)
         if self._windows is None:
             return None if rows is None else [rows]
         windows = [self._windows[i] for i in permutation(len(self._windows), self.seed, epoch, "windows")]
@@ -247,7 +247,7 @@ def check_enough_samples(num_samples: int, dp_size: int) -> None:
         )
 
 
-def _occurrences(keys: Sequence[str]) -> np.ndarray:
+def _count_earlier(keys: Sequence[str]) -> np.ndarray:
     """How many of the same name stand before each."""
     repeat_indices = np.zeros(len(keys), dtype=np.int64)
     if len(set(keys)) == len(keys):

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from wands.data.cache.format import from_bits, to_bits
-from wands.data.cache.write_ahead_log import Journal, Record, read_records
+from wands.data.cache.write_ahead_log import LogRecord, WriteAheadLog, read_records
 
 
 def caption_name(caption: str) -> str:
@@ -17,7 +17,7 @@ def caption_name(caption: str) -> str:
     return hashlib.blake2b(caption.encode(), digest_size=16).hexdigest()
 
 
-def store_text(journal: Journal, caption: str, embeds: Tensor) -> None:
+def store_text(journal: WriteAheadLog, caption: str, embeds: Tensor) -> None:
     """Append the embedding of a caption, bf16 [L, D].
 
     Raises:
@@ -31,7 +31,7 @@ class TextSpool:
 
     def __init__(self, journals: Iterable[Path]) -> None:
         """Look through the journals; what is added to them later is not seen."""
-        self._places: dict[str, Record] = {}
+        self._places: dict[str, LogRecord] = {}
         for journal in journals:
             self._places.update((record.name, record) for record in read_records(journal))
 

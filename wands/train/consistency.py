@@ -20,7 +20,7 @@ from torch import Tensor
 from wands import __version__
 from wands.data.cache.format import first_difference
 from wands.data.cache.reader import LatentCache
-from wands.data.datasets import Sources
+from wands.data.datasets import CombinedDataset
 from wands.data.packing import Step
 from wands.data.sampler import StepPlan
 from wands.errors import ConfigError, DataError, WandsError
@@ -101,7 +101,7 @@ def _describe_data(run: TrainingRun) -> dict[str, Any]:
         "names": _digest(names),
         "lengths": _digest(lengths),
     }
-    caches = [part.data for part in run.data.parts] if isinstance(run.data, Sources) else [run.data]
+    caches = [part.data for part in run.data.sources] if isinstance(run.data, CombinedDataset) else [run.data]
     for number, cache in enumerate(caches):
         if isinstance(cache, LatentCache):
             # Another encoding of the same clips has the same names and lengths; its bits have other checksums.

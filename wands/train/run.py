@@ -14,7 +14,7 @@ import numpy as np
 from wands.config.recipe import FlowConfig, Recipe
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import PackingCollator
-from wands.data.datasets import Dataset, Sources, open_data
+from wands.data.datasets import CombinedDataset, Dataset, open_data
 from wands.data.packing import assign_bins
 from wands.data.patchify import grid_size
 from wands.data.sampler import PlanSampler, StepPlan, check_enough_samples
@@ -97,8 +97,8 @@ class TrainingRun:
         """Changes when a sample, its length, the order or the visits change: the position in the data depends on all of them."""
         rows = zip(self.data.keys, self.seq_lens.tolist(), strict=True)
         text = "".join([f"{key}\0{length}\n" for key, length in rows])
-        if isinstance(self.data, Sources):
-            text += repr([str(repeat) for repeat in self.data.visits.repeats])
+        if isinstance(self.data, CombinedDataset):
+            text += repr([str(repeat) for repeat in self.data.schedule.repeats])
         if self.recipe.packing.buffer_size is not None:  # windows follow the places in the shards
             text += hashlib.sha256(np.ascontiguousarray(self.data.places).tobytes()).hexdigest()
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -252,7 +252,9 @@ def prepare_run(
     if recipe.model.init == "pretrained":
         for expert in experts:
             check_weights(recipe.model.path, expert.subfolder)
-    check_enough_samples(data.visits.at_least if isinstance(data, Sources) else len(data.keys), dp_size)
+    check_enough_samples(
+        data.schedule.min_samples if isinstance(data, CombinedDataset) else len(data.keys), dp_size
+    )
     collator = PackingCollator(
         shape, recipe.flow, recipe.train.seed, data.null_text_embeds, variant.conditions, recipe.drops
     )
@@ -283,7 +285,7 @@ def _build_sampler(recipe: Recipe, data: Dataset, shape: DiTShape) -> PlanSample
         epochs=recipe.train.epochs,
         max_steps=recipe.train.max_steps,
         level_bins=recipe.packing.level_bins,
-        visits=data.visits if isinstance(data, Sources) else None,
+        schedule=data.schedule if isinstance(data, CombinedDataset) else None,
         buffer_size=recipe.packing.buffer_size,
         places=data.places,
     )

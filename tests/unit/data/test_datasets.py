@@ -15,7 +15,7 @@ import torch
 from wands.config.recipe import DataConfig, load_recipe
 from wands.data import datasets as sources_module
 from wands.data.cache.reader import CacheWriter, LatentCache
-from wands.data.datasets import Dataset, Sources, describe_data, list_sources, open_data
+from wands.data.datasets import CombinedDataset, Dataset, describe_data, list_sources, open_data
 from wands.errors import CacheError, ConfigError, WandsError
 from wands.variants import VARIANTS
 
@@ -103,10 +103,10 @@ def test_clip_states_that_the_model_does_not_look_at_do_not_part_caches(caches):
 
 def test_visits_are_rows_and_rows_know_where_they_lie(caches):
     data = open_section(sources=[{"path": caches("a"), "repeat": 1.5}, {"path": caches("b"), "repeat": 2}])
-    assert isinstance(data, Sources)
+    assert isinstance(data, CombinedDataset)
     assert len(data.keys) == 2 * 7 + 2 * 4
-    assert [len(data.visits.rows(epoch)) for epoch in (0, 1)] == [7 + 3 + 8, 7 + 4 + 8]
-    over_two = Counter(data.keys[row] for epoch in (0, 1) for row in data.visits.rows(epoch))
+    assert [len(data.schedule.rows(epoch)) for epoch in (0, 1)] == [7 + 3 + 8, 7 + 4 + 8]
+    over_two = Counter(data.keys[row] for epoch in (0, 1) for row in data.schedule.rows(epoch))
     assert over_two["clip1"] == 3
     assert over_two["other"] == 4
     assert over_two["clip6"] == 7  # in both
@@ -122,7 +122,7 @@ def test_weights_are_shares(caches):
     data = open_section(sources=[{"path": caches("a"), "weight": 1}, {"path": caches("b"), "weight": 3}])
     found = np.zeros(2)
     for epoch in range(40):
-        rows = data.visits.rows(epoch)
+        rows = data.schedule.rows(epoch)
         assert abs(len(rows) - 11) <= 1
         found += np.bincount(data._part_of[rows], minlength=2)
     assert found / found.sum() == pytest.approx([0.25, 0.75], abs=0.005)

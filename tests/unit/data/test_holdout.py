@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_tools.split import name_hash
-from wands.data.clips.manifest import Scan
+from wands.data.clips.records import Scan
 from wands.data.holdout import clip_name, hold_out
 
 KEYS = st.text(st.characters(exclude_categories=("Cs",)) | st.just("\udcff"), max_size=12)

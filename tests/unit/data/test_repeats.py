@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from wands.data.repeats import Visits, exact, repeats_of_weights
+from wands.data.repeats import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import ConfigError
 
 SOURCES = st.lists(
@@ -18,12 +18,12 @@ SOURCES = st.lists(
 )
 
 
-def visits_of(sources: list[tuple[int, float]], seed: int = 0) -> Visits:
+def visits_of(sources: list[tuple[int, float]], seed: int = 0) -> RepeatSchedule:
     assume(sum(floor(exact(repeat) * num) for num, repeat in sources) > 0)
-    return Visits([num for num, _ in sources], [exact(repeat) for _, repeat in sources], seed)
+    return RepeatSchedule([num for num, _ in sources], [exact(repeat) for _, repeat in sources], seed)
 
 
-def by_hand(visits: Visits, num_epochs: int) -> list[list[tuple[int, int, int]]]:
+def by_hand(visits: RepeatSchedule, num_epochs: int) -> list[list[tuple[int, int, int]]]:
     """(source, sample, copy) of each visit of each epoch: whole copies, then the next samples of an endless list."""
     epochs: list[list[tuple[int, int, int]]] = [[] for _ in range(num_epochs)]
     for source, (num, repeat) in enumerate(zip(visits.num_samples, visits.repeats, strict=True)):
@@ -53,7 +53,7 @@ def test_as_an_explicit_list_would_have_it(sources: list[tuple[int, float]], see
         rows = visits.rows(epoch).tolist()
         assert rows == sorted(set(rows))
         assert sorted(named[row] for row in rows) == sorted(wanted)
-        assert len(rows) >= visits.at_least
+        assert len(rows) >= visits.min_samples
 
 
 @settings(max_examples=40, deadline=None)
@@ -78,8 +78,8 @@ def test_a_half_is_followed_by_the_other_half():
     assert halves[2:] == halves[:2]
     assert [visits.phase(epoch) for epoch in (0, 1)] == [visits.phase(epoch) for epoch in (2, 3)]
     assert halves[0] != set(visits_of([(10, 0.5)], seed=1).rows(0).tolist())
-    assert not visits.always_the_same
-    assert visits_of([(10, 2), (3, 1)]).always_the_same
+    assert not visits.is_constant
+    assert visits_of([(10, 2), (3, 1)]).is_constant
 
 
 @settings(max_examples=60, deadline=None)
@@ -106,4 +106,4 @@ def test_weights_in_the_ratio_of_the_sizes_are_one_visit_each():
 
 def test_an_epoch_without_a_visit_is_refused():
     with pytest.raises(ConfigError, match=r"less than one sample an epoch \(3 x 0\.3 \+ 2 x 0\.4\); raise"):
-        Visits([3, 2], [exact(0.3), exact(0.4)], 0)
+        RepeatSchedule([3, 2], [exact(0.3), exact(0.4)], 0)

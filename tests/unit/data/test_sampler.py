@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import wands.data.sampler as sampler_module
 from wands.data.packing import assign_bins, plan_epoch
-from wands.data.repeats import Visits, exact
+from wands.data.repeats import RepeatSchedule, exact
 from wands.data.sampler import PlanSampler
 from wands.errors import DataError
 
@@ -162,8 +162,8 @@ def test_a_data_set_smaller_than_a_step_still_gives_every_rank_its_forwards(num_
 # ---- epochs that visit other rows, or in windows of the storage
 
 
-def shares(repeat: float, num: int = len(LENS)) -> Visits:
-    return Visits([num], [exact(repeat)], seed=0)
+def shares(repeat: float, num: int = len(LENS)) -> RepeatSchedule:
+    return RepeatSchedule([num], [exact(repeat)], seed=0)
 
 
 def build_shares(repeat: float, **changes) -> PlanSampler:
@@ -171,7 +171,7 @@ def build_shares(repeat: float, **changes) -> PlanSampler:
     lens = [LENS[i] for i in visits.sample_of]
     keys = [f"clip{i}" for i in visits.sample_of]
     places = np.array([divmod(i, 4) for i in range(len(lens))])
-    return build(lens, keys, visits=visits, places=places, **changes)
+    return build(lens, keys, schedule=visits, places=places, **changes)
 
 
 @pytest.mark.parametrize("buffer_size", [None, 1, 5, 100])
@@ -219,7 +219,7 @@ def test_epochs_may_differ_in_steps_and_are_counted_once_each(monkeypatch: pytes
         "count_steps",
         lambda *args, **kwargs: counted.append(1) or count_steps(*args, **kwargs),
     )
-    sampler = build(lens, visits=Visits([12], [Fraction(1, 4)], 0), bins_per_step=1, epochs=40)
+    sampler = build(lens, schedule=RepeatSchedule([12], [Fraction(1, 4)], 0), bins_per_step=1, epochs=40)
     found = [sampler.num_steps(epoch) for epoch in range(40)]
     assert len(set(found[:4])) > 1
     assert found == found[:4] * 10

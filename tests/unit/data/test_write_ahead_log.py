@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wands.data.cache.write_ahead_log import Journal, read_records
+from wands.data.cache.write_ahead_log import WriteAheadLog, read_records
 from wands.errors import CacheError
 
 RECORDS = [(f"key {n}", [np.arange(6 + n, dtype=np.uint16), np.full((2, 3), n, np.uint16)]) for n in range(3)]
@@ -19,7 +19,7 @@ RECORDS = [(f"key {n}", [np.arange(6 + n, dtype=np.uint16), np.full((2, 3), n, n
 def fill(path: Path) -> list[int]:
     """Write all records; returns the size of the file after each."""
     path.touch()
-    journal = Journal(path)
+    journal = WriteAheadLog(path)
     sizes = []
     for name, arrays in RECORDS:
         journal.add(name, arrays, {"caption": name + " ä"})
@@ -47,7 +47,7 @@ def test_torn_at_any_byte_it_goes_on(tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         number = sum(size <= length for size in sizes)
         assert_holds(path, number)
-        journal = Journal(path)
+        journal = WriteAheadLog(path)
         assert (journal.num_records, journal.num_bytes) == (number, [0, *sizes][number])
         name, arrays = RECORDS[number]
         journal.add(name, arrays, {"caption": name + " ä"})
@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_never_a_record(tmp_path: Path) -> None:
 
 def test_cleared_it_is_empty(tmp_path: Path) -> None:
     fill(tmp_path / "a.journal")
-    journal = Journal(tmp_path / "a.journal")
+    journal = WriteAheadLog(tmp_path / "a.journal")
     journal.clear()
     assert (journal.num_records, journal.num_bytes) == (0, 0)
     journal.add(*RECORDS[0], {"caption": RECORDS[0][0] + " ä"})

@@ -23,8 +23,8 @@ from wands.commands.progress import progress
 from wands.data.clips.captions import clean_caption, estimate_tokens
 from wands.data.clips.clip import ClipSpec, check_frames, further_specs, split_bounds
 from wands.data.clips.isolated import Crash, map_isolated
-from wands.data.clips.manifest import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ManifestRow
-from wands.data.clips.source import load_source
+from wands.data.clips.layouts import load_source
+from wands.data.clips.records import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ClipRecord
 from wands.data.clips.video import decode_clip, probe
 from wands.data.clips.video_file import VideoInfo
 from wands.data.packing import plan_epoch
@@ -69,7 +69,7 @@ def check(
     """Look at every clip of a source as `wands preprocess` with the same options will.
 
     Args:
-        source: folder, table or Hugging Face dataset, see `wands.data.clips.source.load_source`.
+        source: folder, table or Hugging Face dataset, see `wands.data.clips.layouts.load_source`.
         model: diffusers pipeline folder or Hub id: its DiT's config names the variant and its tokenizer counts
             caption tokens. Default: Wan 2.1's strides and rate, and an estimate.
         height: exact height in pixels, with `width`.
@@ -136,7 +136,7 @@ def check(
         CheckedClip(item.key, item.path, source=look.source, reason=item.reason, thumbnail=look.thumbnail)
         for item, look in zip(rejections, looks[len(rows) :], strict=True)
     ]
-    first_with: dict[str, ManifestRow] = {}
+    first_with: dict[str, ClipRecord] = {}
     digests: set[str] = set()
     cache_bytes = 0
     for row, caption, look in zip(rows, captions, looks, strict=False):  # looks go on

@@ -22,9 +22,9 @@ from wands.commands.preprocess.decoding import NO_MEMORY, Decoder, Piece, check_
 from wands.commands.preprocess.work_folder import DTYPES, Lines, Run, WorkerStats
 from wands.commands.progress import progress
 from wands.data.cache.format import disk_error, to_bits
-from wands.data.cache.write_ahead_log import Journal, read_records
+from wands.data.cache.write_ahead_log import WriteAheadLog, read_records
 from wands.data.cache.writer import ShardWriter
-from wands.data.clips.source import Rejection
+from wands.data.clips.layouts import Rejection
 from wands.encoders.image import WindowEncoder
 from wands.encoders.spool import TextSpool, store_text
 from wands.encoders.text import TextEncoder
@@ -65,7 +65,7 @@ def encode_share(work: Path, slot: int, token: str, device: torch.device, text_d
 def encode_captions(work: Path, slot: int, run: Run, device: torch.device) -> None:
     """The pass over captions; UMT5 is loaded if there is a piece for this worker, and gone afterwards."""
     claims, pieces = Claims(work / "captions.claims"), Lines(work / "captions.jsonl")
-    journal = Journal(work / f"text-{slot}.journal", durable=False)
+    journal = WriteAheadLog(work / f"text-{slot}.journal", durable=False)
     encoder = None
     try:
         with _shown("captions", claims, slot) as show:
@@ -86,7 +86,7 @@ class _ClipPass:
 
     def __init__(self, work: Path, slot: int, run: Run, device: torch.device) -> None:
         self.work, self.slot, self.run, self.device = work, slot, run, device
-        self.journal = Journal(work / f"samples-{slot}.journal")
+        self.journal = WriteAheadLog(work / f"samples-{slot}.journal")
         self.stats = WorkerStats()
 
     def encode(self) -> None:

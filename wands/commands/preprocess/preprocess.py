@@ -25,7 +25,7 @@ from wands.commands.preprocess.workers import Crew, follow_leader, tell_follower
 from wands.data.cache.format import write_whole
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.clips.clip import ClipSpec, further_specs, split_bounds
-from wands.data.clips.source import load_source
+from wands.data.clips.layouts import load_source
 from wands.encoders.components import CONFIG_FILES, find_part, fingerprint_pipeline, read_json, read_variant
 from wands.encoders.spool import TextSpool
 from wands.encoders.text import CLEANING_VERSION
@@ -71,7 +71,7 @@ def preprocess(
     starts: each takes the next clip that nobody has. All need the source and `out` on a file system they share.
 
     Args:
-        source: folder, table or Hugging Face dataset, see `wands.data.clips.source.load_source`.
+        source: folder, table or Hugging Face dataset, see `wands.data.clips.layouts.load_source`.
         out: cache folder.
         model: diffusers pipeline folder or Hub id; its VAE, text encoder and tokenizer are used, and the
             config of its DiT names the variant.

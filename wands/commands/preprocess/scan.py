@@ -13,11 +13,11 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from wands.commands.preprocess.work_folder import Clip, Row
-from wands.data.cache.format import Entry
+from wands.data.cache.format import IndexEntry
 from wands.data.clips.captions import clean_caption
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
-from wands.data.clips.manifest import IMAGE_EXTENSIONS
-from wands.data.clips.source import ManifestRow, Rejection
+from wands.data.clips.layouts import ClipRecord, Rejection
+from wands.data.clips.records import IMAGE_EXTENSIONS
 
 SCAN_THREADS = 16
 
@@ -45,8 +45,8 @@ class Scan:
     @classmethod
     def of(
         cls,
-        rows: Sequence[ManifestRow],
-        entries: Mapping[str, Entry],
+        rows: Sequence[ClipRecord],
+        entries: Mapping[str, IndexEntry],
         rejected: Sequence[Rejection],
         spec: ClipSpec,
         more_pixels: Sequence[int] = (),
@@ -116,11 +116,11 @@ class Scan:
             return None
         return _plan(self.spec, self.more_pixels, display_size)
 
-    def accepted(self, entries: Mapping[str, Entry]) -> set[str]:
+    def accepted(self, entries: Mapping[str, IndexEntry]) -> set[str]:
         """Keys of every sample that the source gives: a row's own, or those of its windows and sizes."""
         return {key for key, entry in entries.items() if self._is_wanted(key, entry)}
 
-    def _is_wanted(self, key: str, entry: Entry) -> bool:
+    def _is_wanted(self, key: str, entry: IndexEntry) -> bool:
         row, sign, suffix = key.partition("#")
         if self.contents.get(row) != entry.content:
             return False
@@ -149,12 +149,12 @@ def _plan(
 class _Stored:
     """The samples that have the latents of one range of one file, by suffix; of several rows any will do."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, IndexEntry]
 
     @staticmethod
-    def of(entries: Mapping[str, Entry]) -> dict[str, _Stored]:
+    def of(entries: Mapping[str, IndexEntry]) -> dict[str, _Stored]:
         """By digest of the video."""
-        found: dict[str, dict[str, Entry]] = defaultdict(dict)
+        found: dict[str, dict[str, IndexEntry]] = defaultdict(dict)
         for key, entry in entries.items():
             if entry.video:
                 found[entry.video]["".join(key.partition("#")[1:])] = entry
@@ -163,7 +163,7 @@ class _Stored:
     @cached_property
     def windows(self) -> set[str] | None:
         """Suffixes of the clip's windows; None while no size has all of them."""
-        by_size: dict[str, dict[str, Entry]] = defaultdict(dict)
+        by_size: dict[str, dict[str, IndexEntry]] = defaultdict(dict)
         for suffix, entry in self.entries.items():
             window, size = split_suffix(suffix)
             by_size[size][window] = entry
@@ -175,12 +175,12 @@ class _Stored:
         return next((entry.display_size for entry in self.entries.values() if entry.display_size), ())
 
 
-def _are_whole(windows: Mapping[str, Entry]) -> bool:
+def _are_whole(windows: Mapping[str, IndexEntry]) -> bool:
     last = [int(window[1:] or 0) for window, entry in windows.items() if entry.last]
     return len(last) == 1 and len(windows) == 1 + last[0]
 
 
-def _examine(row: ManifestRow) -> Clip | Rejection:
+def _examine(row: ClipRecord) -> Clip | Rejection:
     caption = clean_caption(row.caption)
     if not caption:
         return Rejection(row.key, str(row.path), "empty caption once cleaned; write one")
@@ -199,7 +199,7 @@ _PIECE, _PIECES = 1 << 16, 8
 _WHOLE = 1 << 24
 
 
-def _digests(row: ManifestRow, caption: str) -> tuple[str, str]:
+def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
     """What a sample is made from, and what its latents are: the file's content, range, caption.
 
     Size and time of change alone would encode a data set anew because it was copied. The settings are the same in all of a cache.

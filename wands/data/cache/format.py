@@ -166,7 +166,7 @@ def first_difference(ours: Any, theirs: Any, name: str = "") -> tuple[str, Any, 
 
 
 @dataclass(frozen=True)
-class Entry:
+class IndexEntry:
     """One sample of a finished shard."""
 
     key: str
@@ -198,7 +198,7 @@ class Entry:
         crc32: int,
         meta: Mapping[str, Any],
         offsets: tuple[int, ...],
-    ) -> Entry:
+    ) -> IndexEntry:
         """From what a shard holds of a sample; `meta` is its metadata."""
         c, f, h, w = latent_shape
         return cls(
@@ -267,7 +267,7 @@ class CacheIndex:
         return self.grid_sizes(patch_size).prod(axis=1)
 
     @classmethod
-    def build(cls, path: Path, entries: Sequence[Entry], null_text: np.ndarray) -> CacheIndex:
+    def build(cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray) -> CacheIndex:
         """Index the entries of finished shards in `path`, sorted by key."""
         entries = sorted(entries, key=lambda entry: entry.key)
         names = tuple(sorted({entry.shard for entry in entries}))
@@ -406,7 +406,7 @@ def read_offsets(group: h5py.Group) -> tuple[int, ...]:
     return tuple(at or 0 for at in found)
 
 
-def shard_id(entries: Sequence[Entry]) -> str:
+def shard_id(entries: Sequence[IndexEntry]) -> str:
     """What tells a shard from any other, of the same size too."""
     return digest([[entry.key, entry.crc32, entry.offsets] for entry in entries])
 
@@ -420,7 +420,7 @@ def read_shard_id(path: Path) -> str:
         raise CacheError(_damaged_shard(path, error)) from None
 
 
-def read_entries(path: Path, fingerprint: str) -> Iterator[Entry]:
+def read_entries(path: Path, fingerprint: str) -> Iterator[IndexEntry]:
     """Every sample of a finished shard.
 
     Raises:
@@ -429,7 +429,7 @@ def read_entries(path: Path, fingerprint: str) -> Iterator[Entry]:
     try:
         with open_shard(path, fingerprint) as file:
             for name, group in file["samples"].items():
-                yield Entry.of(
+                yield IndexEntry.of(
                     json.loads(group.attrs["key"]),
                     path.name,
                     int(name),

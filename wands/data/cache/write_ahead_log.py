@@ -25,7 +25,7 @@ _MAGIC = b"wjr1"
 
 
 @dataclass(frozen=True)
-class Record:
+class LogRecord:
     """Where one record lies.
 
     Attributes:
@@ -64,7 +64,7 @@ class Record:
         return [part.reshape(shape) for part, shape in zip(np.split(bits, cuts), self.shapes, strict=True)]
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[LogRecord]:
     """Every whole record of a journal, without its arrays; a torn end is left out, and all behind a damaged header.
 
     Args:
@@ -85,11 +85,11 @@ def read_records(path: Path) -> Iterator[Record]:
             shapes = tuple(tuple(shape) for shape in header["shapes"])
             if num_bytes != 2 * sum(int(np.prod(shape)) for shape in shapes):
                 return
-            yield Record(header["name"], header["meta"], path, offset, shapes, crc32)
+            yield LogRecord(header["name"], header["meta"], path, offset, shapes, crc32)
             position = offset + num_bytes
 
 
-class Journal:
+class WriteAheadLog:
     """Appends records to a file, new or begun by a process that was killed. One process at a time.
 
     Attributes:

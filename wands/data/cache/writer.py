@@ -29,7 +29,7 @@ from wands.data.cache.format import (
     LIBVER,
     MANIFEST_NAME,
     CacheIndex,
-    Entry,
+    IndexEntry,
     build_manifest,
     checksum,
     differences,
@@ -48,7 +48,7 @@ from wands.data.cache.format import (
     to_text,
     write_whole,
 )
-from wands.data.cache.write_ahead_log import Record, read_records
+from wands.data.cache.write_ahead_log import LogRecord, read_records
 from wands.errors import CacheError
 from wands.files import publish
 from wands.variants import Variant
@@ -84,9 +84,9 @@ class ShardWriter:
         self.path = path
         self.max_samples, self.max_bytes = max_samples, max_bytes
         self.digest, self._next = fingerprint, first
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, IndexEntry] = {}
         self._file: h5py.File | None = None
-        self._pending: list[Entry] = []
+        self._pending: list[IndexEntry] = []
         self._num_bytes = 0
         self._rows: dict[
             str, int
@@ -148,7 +148,7 @@ class ShardWriter:
         except (OSError, RuntimeError) as error:
             raise self._drop_shard(size, error) from None
         self._pending.append(
-            Entry.of(
+            IndexEntry.of(
                 *(key, shard_name(self._next), row, tuple(latents.shape), len(text_embeds), crc32, meta),
                 offsets,
             )
@@ -158,7 +158,7 @@ class ShardWriter:
         if row + 1 >= self.max_samples or self._num_bytes >= self.max_bytes:
             self.finish_shard()
 
-    def add_record(self, record: Record) -> None:
+    def add_record(self, record: LogRecord) -> None:
         """Append the samples of a journal's record, those that a finished shard does not hold.
 
         Args:
@@ -327,7 +327,7 @@ class CacheWriter(ShardWriter):
         return frozenset(self._entries)
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, IndexEntry]:
         """Every sample in a finished shard by its key."""
         return self._entries
 

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from wands.data.clips.manifest import CLIP_EXTENSIONS
-from wands.data.clips.table import RANGE_COLUMNS, Columns
+from wands.data.clips.records import CLIP_EXTENSIONS
+from wands.data.clips.tables import RANGE_COLUMNS, Columns
 from wands.errors import CacheError, DataError
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, VideoReformatter
 
 from wands.data.clips.clip import TIME_SLACK, ClipSpec, Geometry, TooSmallError, plan_sizes, plan_windows
-from wands.data.clips.video_file import BROKEN, LONGEST_HOLD, Frame, Reader, VideoInfo
+from wands.data.clips.video_file import BROKEN, LONGEST_HOLD, VideoFrame, VideoInfo, VideoReader
 from wands.errors import DataError
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ class DecodedClip:
     interlaced: bool = False
 
 
-def _choose(reader: Reader, frames: Iterator[Frame], times: Iterable[float]) -> Iterator[Frame]:
+def _choose(
+    reader: VideoReader, frames: Iterator[VideoFrame], times: Iterable[float]
+) -> Iterator[VideoFrame]:
     """For each time the last frame that starts at or before it; ends early where the stream ends.
 
     Raises:
@@ -85,7 +87,7 @@ def _choose(reader: Reader, frames: Iterator[Frame], times: Iterable[float]) -> 
 class _Renderer:
     """Turns decoded pictures into upright RGB of the planned size."""
 
-    def __init__(self, reader: Reader, geometry: Geometry) -> None:
+    def __init__(self, reader: VideoReader, geometry: Geometry) -> None:
         self._reader, self._geometry = reader, geometry
         self._turns = reader.info.rotation // 90
         self._reformatter = VideoReformatter()
@@ -117,7 +119,7 @@ class _Renderer:
 
 
 def _read_windows(
-    reader: Reader, spec: ClipSpec, start: float | None, end: float | None, more_pixels: Sequence[int]
+    reader: VideoReader, spec: ClipSpec, start: float | None, end: float | None, more_pixels: Sequence[int]
 ) -> Iterator[DecodedClip]:
     duration = reader.info.duration
     slack = reader.tolerance(duration)
@@ -167,7 +169,7 @@ def _read_windows(
         raise _too_small(reader, sizes.refused)
 
 
-def _too_small(reader: Reader, error: TooSmallError) -> TooSmallError:
+def _too_small(reader: VideoReader, error: TooSmallError) -> TooSmallError:
     return TooSmallError(f"video={reader.path} {error}")
 
 
@@ -201,7 +203,7 @@ def decode_clip(
     """
     path = Path(path)
     try:
-        with Reader(path) as reader:
+        with VideoReader(path) as reader:
             yield from _read_windows(reader, spec, start, end, more_pixels)
     except BROKEN as error:
         raise DataError(_cannot_read(path, error)) from error
@@ -217,7 +219,7 @@ def probe(path: Path) -> VideoInfo:
     """
     path = Path(path)
     try:
-        with Reader(path) as reader:
+        with VideoReader(path) as reader:
             return reader.info
     except BROKEN as error:
         raise DataError(_cannot_read(path, error)) from error
@@ -241,7 +243,7 @@ def frame_times(path: Path) -> tuple[float, ...] | None:
 
 @lru_cache(maxsize=64)  # a table cuts many windows of one clip, in rows that follow each other
 def _frame_times(path: Path, size: int, changed: int) -> tuple[float, ...] | None:
-    with Reader(path) as reader:
+    with VideoReader(path) as reader:
         return reader.frame_times()
 
 

@@ -78,7 +78,7 @@ class VideoInfo:
 
 
 @dataclass(frozen=True)
-class Frame:
+class VideoFrame:
     """A decoded picture, shown from ``time`` to ``end``; ``after_loss``: pictures before it were lost."""
 
     time: float
@@ -120,7 +120,7 @@ def _is_mirrored_by_exif(path: Path) -> bool:
         return False
 
 
-class Reader:
+class VideoReader:
     """An open video stream. Damage inside it does not raise: the frames concerned are marked."""
 
     def __init__(self, path: Path) -> None:
@@ -285,7 +285,7 @@ class Reader:
         # VP8 alone stores its reference pictures, which are never shown, in packets with times of their own.
         return self._stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
 
-    def frames(self, start: float) -> Iterator[Frame]:
+    def frames(self, start: float) -> Iterator[VideoFrame]:
         """Frames in display order, the first at or before ``start``. To be called once."""
         if start > 0 and self._can_seek:
             self._container.seek(
@@ -306,7 +306,7 @@ class Reader:
         except BROKEN:
             return  # seen on FLV only: nothing behind it can be read, so the file is a truncated one
 
-    def _decode(self) -> Iterator[Frame]:
+    def _decode(self) -> Iterator[VideoFrame]:
         damaged = lost = False
         end, before = 0.0, None
         clock: deque[int] = deque()  # timestamps of packets that have not come out as a frame yet
@@ -332,5 +332,5 @@ class Reader:
                 before = time
                 healed = picture.key_frame and not self._is_avi
                 damaged = picture.is_corrupt or (damaged and not healed)
-                yield Frame(time, end, picture, damaged, lost)
+                yield VideoFrame(time, end, picture, damaged, lost)
                 lost = False

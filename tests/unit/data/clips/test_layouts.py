@@ -1,692 +1,755 @@
-"""Every layout of another trainer, built as that trainer documents it, with real tiny clips."""
+"""Scanning a source. Nothing is decoded there, so clips are files of a few bytes."""
 
 import errno
-import io
 import json
 import os
-import tarfile
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from tests.unit.data.clips.test_video import UNEVEN_MS, numbers, write_clip
-from wands.data.clips.archive import TarReader
-from wands.data.clips.clip import ClipSpec
-from wands.data.clips.manifest import ManifestRow, Rejection
-from wands.data.clips.source import load_source
-from wands.data.clips.video import decode_clip, save_video
+from wands.data.clips.hf_dataset import write_clip
+from wands.data.clips.layouts import VIDEO_EXTENSIONS, ClipRecord, load_source
+from wands.data.clips.records import clip_key
 from wands.errors import CacheError, DataError
 
-FPS = 8
 
-
-def clip(path: Path, shade: int, num_frames: int = 9) -> Path:
-    """A real mp4 whose brightness tells which one it is."""
-    frames = np.full((num_frames, 32, 48, 3), shade, np.uint8)
-    frames[:, ::4] = np.arange(num_frames, dtype=np.uint8)[:, None, None, None] * 20
-    save_video(path, frames, FPS)
-    return path
-
-
-def image(path: Path, shade: int) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.full((32, 48, 3), shade, np.uint8)).save(path)
-    return path
-
-
-def write(path: Path, content: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
-
-
-def load(source: Path, **options: Any) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
-    """Rows as key: (file name, caption) and rejections as key: reason; every row decodes."""
-    rows, rejections = load_source(str(source), **options)
-    for row in rows:
-        assert row.path.is_absolute()
-        assert len(next(decode_clip(row.path, ClipSpec(fps=FPS, max_frames=5))).frames) in (1, 5)
-    assert all("; " in rejection.reason for rejection in rejections), rejections
-    return {row.key: (row.path.name, row.caption) for row in rows}, {r.key: r.reason for r in rejections}
-
-
-def test_diffsynth_metadata_csv(tmp_path: Path) -> None:
-    """DiffSynth-Studio: --dataset_base_path data --dataset_metadata_path data/metadata.csv."""
-    clip(tmp_path / "video_1.mp4", 40)
-    clip(tmp_path / "sub/video_2.mp4", 80)
-    lines = [
-        "video,prompt,input_image,end_image",
-        'video_1.mp4,"from sunset to night, a small town",first.png,',
-        "sub/video_2.mp4,a dog runs,,",
-        "video_3.mp4,not there,,",
-        "sub/video_2.mp4",
-    ]
-    write(tmp_path / "metadata.csv", "\n".join(lines))
-    rows, rejected = load(tmp_path)
-    assert rows == {
-        "video_1": ("video_1.mp4", "from sunset to night, a small town"),
-        "sub/video_2": ("video_2.mp4", "a dog runs"),
-    }
-    assert set(rejected) == {"metadata.csv:4", "metadata.csv:5"}
-    assert "no such file" in rejected["metadata.csv:4"]
-    assert "missing caption" in rejected["metadata.csv:5"]
-
-
-def test_diffsynth_old_layout_keeps_clips_in_train(tmp_path: Path) -> None:
-    """DiffSynth-Studio before 2.0: data/metadata.csv with file_name,text and data/train/."""
-    clip(tmp_path / "train/video_00001.mp4", 40)
-    write(tmp_path / "metadata.csv", 'file_name,text\nvideo_00001.mp4,"video description"\n')
-    assert load(tmp_path) == ({"train/video_00001": ("video_00001.mp4", "video description")}, {})
-
-
-def test_diffsynth_image_column(tmp_path: Path) -> None:
-    image(tmp_path / "1.jpg", 40)
-    clip(tmp_path / "1.mp4", 40)
-    write(tmp_path / "metadata.csv", "image,video,prompt\n1.jpg,,a still\n,1.mp4,a clip\n")
-    assert load(tmp_path) == ({"1.jpg": ("1.jpg", "a still"), "1.mp4": ("1.mp4", "a clip")}, {})
-
-
-def test_musubi_jsonl(tmp_path: Path) -> None:
-    """musubi-tuner: video_jsonl_file / image_jsonl_file of a dataset TOML, absolute paths."""
-    a, b = clip(tmp_path / "videos/video1.mp4", 40), image(tmp_path / "images/image1.jpg", 80)
-    lines = [
-        {"video_path": str(a), "caption": "A caption for video1"},
-        {"image_path": str(b), "caption": "A caption for image1"},
-        {"video_path": str(a.with_name("gone.mp4")), "caption": "x", "control_path": "/c.mp4"},
-        {"video_path": str(a)},
-    ]
-    table = write(tmp_path / "my_videos.jsonl", "\n".join(map(json.dumps, lines)) + "\n{half a line")
-    rows, rejected = load(table)
-    assert rows == {
-        "videos/video1": ("video1.mp4", "A caption for video1"),
-        "images/image1": ("image1.jpg", "A caption for image1"),
-    }
-    assert set(rejected) == {f"my_videos.jsonl:{line}" for line in (3, 4, 5)}
-
-
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-@pytest.mark.parametrize("place", ["", "train/"])
-def test_hf_videofolder(tmp_path: Path, kind: str, place: str) -> None:
-    """`datasets`' videofolder: metadata beside the clips, of the whole or of one split."""
-    clip(tmp_path / f"{place}0001.mp4", 40)
-    clip(tmp_path / f"{place}more/0002.mp4", 80)
-    items = [("0001.mp4", "one"), ("more/0002.mp4", "two"), ("0003.mp4", "three")]
-    text = (
-        "file_name,text\n" + "".join(f"{file},{text}\n" for file, text in items)
-        if kind == "csv"
-        else "".join(json.dumps({"file_name": file, "text": text}) + "\n" for file, text in items)
-    )
-    write(tmp_path / f"{place}metadata.{kind}", text)
-    rows, rejected = load(tmp_path)
-    assert rows == {"0001": ("0001.mp4", "one"), "more/0002": ("0002.mp4", "two")}
-    assert list(rejected) == [f"metadata.{kind}:{4 if kind == 'csv' else 3}"]
-    if place:  # the other split has no table, and nothing of train may be taken for it
-        write(tmp_path / "test" / f"metadata.{kind}", text)
-        assert load(tmp_path, split="test")[0] == {}
-
-
-def test_videox_fun_json(tmp_path: Path) -> None:
-    """VideoX-Fun: datasets/internal_datasets/{train/, json_of_internal_datasets.json}."""
-    clip(tmp_path / "train/00000001.mp4", 40)
-    image(tmp_path / "train/00000002.jpg", 80)
-    listing = [
-        {"file_path": "train/00000001.mp4", "text": "Young men in a car.", "type": "video"},
-        {"file_path": "train/00000002.jpg", "text": "A small dog.", "type": "image", "width": 48},
-        {"file_path": "train/00000003.mp4", "text": "Gone.", "type": "video"},
-        "train/00000001.mp4",
-    ]
-    table = write(tmp_path / "json_of_internal_datasets.json", listing)
-    for source in (tmp_path, table):
-        rows, rejected = load(source)
-        assert rows == {
-            "train/00000001": ("00000001.mp4", "Young men in a car."),
-            "train/00000002": ("00000002.jpg", "A small dog."),
-        }
-        assert set(rejected) == {f"{table.name}:3", f"{table.name}:4"}
-
-
-@pytest.mark.parametrize("merge", ["", "relative", "absolute"])
-def test_fastvideo_json(tmp_path: Path, merge: str) -> None:
-    """FastVideo: videos/, videos2caption.json and, in older releases, merge.txt that joins the two."""
-    clip(tmp_path / "videos/1.mp4", 40)
-    image(tmp_path / "videos/0.jpg", 80)
-    size = {"resolution": {"width": 48, "height": 32}, "fps": 8.0, "duration": 1.125}
-    listing = [
-        {"path": "1.mp4", **size, "cap": ["a caption", "another caption", "a caption"]},
-        {"path": "0.jpg", "cap": ["a picture"]},
-        {"path": "2.mp4", **size, "cap": ["gone"]},
-        {"path": "1.mp4", **size, "cap": []},
-    ]
-    write(tmp_path / "videos2caption.json", listing)
-    base = {"relative": "", "absolute": f"{tmp_path}/"}.get(merge)
-    if base is not None:
-        text = f"{base}videos,{base}videos2caption.json\n{base}gone,{base}gone.json\nno comma\n"
-        write(tmp_path / "merge.txt", text)
-    rows, rejected = load(tmp_path)
-    folder = "" if merge else "videos/"
-    second = f"{folder}1~f76cfed7"
-    assert {key: caption for key, (_, caption) in rows.items()} == {
-        f"{folder}0": "a picture",
-        f"{folder}1": "a caption",
-        second: "another caption",
-    }
-    assert rows[second][0] == "1.mp4"
-    assert {f"videos2caption.json:{line}" for line in (1, 3, 4)} <= set(rejected)
-    assert "twice" in rejected["videos2caption.json:1"]
-    assert set(rejected) >= ({"merge.txt:2", "merge.txt:3"} if merge else set())
-
-
-def captioned_folder(folder: Path) -> Path:
-    """diffusion-pipe: a directory with captions.json, {file name: [captions]}."""
-    clip(folder / "clip_1.mp4", 40)
-    clip(folder / "clip_2.mp4", 80)
-    clip(folder / "unlisted.mp4", 120)
-    image(folder / "image_1.png", 160)
-    write(
-        folder / "captions.json",
-        {
-            "clip_1.mp4": ["A cat sleeps.", "An orange cat on a sofa."],
-            "clip_2.mp4": ["A dog."],
-            "image_1.png": ["A tree.", "A green tree."],
-            "gone.mp4": ["Nothing."],
-        },
-    )
+def lay(folder: Path, files: dict[str, str | bytes]) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     return folder
 
 
-def test_diffusion_pipe_captions_json(tmp_path: Path) -> None:
-    rows, rejected = load(captioned_folder(tmp_path))
-    assert sorted(rows.values()) == [
-        ("clip_1.mp4", "A cat sleeps."),
-        ("clip_1.mp4", "An orange cat on a sofa."),
-        ("clip_2.mp4", "A dog."),
-        ("image_1.png", "A green tree."),
-        ("image_1.png", "A tree."),
-    ]
-    assert rows["clip_1"][1] == "A cat sleeps."
-    second = next(key for key in rows if key.startswith("clip_1~"))
-    assert set(rejected) == {"unlisted", "captions.json:gone.mp4"}
-    assert "no entry in captions.json" in rejected["unlisted"]
+def keys(rows: list[ClipRecord]) -> list[str]:
+    return [row.key for row in rows]
 
-    # a caption more, or first, leaves the keys of the others as they are
-    write(tmp_path / "captions.json", {"clip_1.mp4": ["New.", "A cat.", "An orange cat on a sofa."]})
-    assert load(tmp_path)[0][second][1] == "An orange cat on a sofa."
+
+def reasons(source: Path, **options: Any) -> dict[str, str]:
+    return {rejection.key: rejection.reason for rejection in load_source(str(source), **options)[1]}
+
+
+# ---------------------------------------------------------------- folders
+
+
+def test_folder_with_captions_beside_the_clips(tmp_path: Path) -> None:
+    lay(
+        tmp_path,
+        {
+            "b.mp4": "x",
+            "b.txt": "\ufeff A dog.\n",
+            "a/deep/c.MOV": "x",
+            "a/deep/c.json": '{"cap": ["A cat."]}',
+            "日本/été.webm": "x",
+            "日本/été.txt": "桜",
+            "both.mkv": "x",
+            "both.txt": "from txt",
+            "both.json": '{"caption": "from json"}',
+            "readme.txt": "no clip belongs to me",
+            ".hidden.mp4": "x",
+            ".trash/d.mp4": "x",
+        },
+    )
+    rows, rejections = load_source(str(tmp_path))
+    assert rejections == []
+    assert rows == [
+        ClipRecord("a/deep/c", tmp_path / "a/deep/c.MOV", "A cat."),
+        ClipRecord("b", tmp_path / "b.mp4", "A dog."),
+        ClipRecord("both", tmp_path / "both.mkv", "from txt"),
+        ClipRecord("日本/été", tmp_path / "日本/été.webm", "桜"),
+    ]
+
+
+def test_kinds_that_are_not_read_are_told(tmp_path: Path) -> None:
+    lay(
+        tmp_path,
+        {
+            "a.mp4": "x",
+            "a.txt": "one",
+            "a.avif": "its cover",
+            "d/dvd.VOB": "x",
+            "d/dvd.txt": "two",
+            "d/bare.heic": "x",
+            "d/new.codec": "x",
+            "d/new.json": '{"caption": "three"}',
+            "d/weights.bin": "x",
+            "d/weights.json": '{"layers": 3}',
+            "d/noending": "x",
+            "d/noending.txt": "four",
+            "d/LICENSE": "x",
+            "d/LICENSE.txt": "x",
+            "d/LICENSE-MIT.txt": "x",
+            "d/alone.txt": "no caption has a clip here",
+        },
+    )
+    rows, rejections = load_source(str(tmp_path))
+    assert keys(rows) == ["a"]
+    assert {r.key: r.reason for r in rejections} == {
+        "a.avif": ".avif files are not read; convert it to .png",
+        "d/bare": ".heic files are not read; convert it to .png",
+        "d/dvd": ".vob files are not read, though dvd.txt has a caption; convert it to .mp4",
+        "d/new": ".codec files are not read, though new.json has a caption; convert it to .mp4 or .png",
+        "d/noending": "a file without an extension is not read, though noending.txt has a caption; "
+        "convert it to .mp4 or .png",
+    }
+    (tmp_path / "a.mp4").unlink()
+    assert load_source(str(tmp_path))[0] == []  # and no word that the folder were empty
+
+
+def test_captions_without_a_clip_are_told(tmp_path: Path) -> None:
+    lay(
+        tmp_path,
+        {
+            "a.mp4": "x",
+            "a.txt": "one",
+            "a.tags.txt": "more of a",
+            "a.mp4.txt": "more of a",
+            "b.txt": "lost its clip",
+            "c.json": '{"caption": "lost its clip"}',
+            "test_1.txt": "lost its clip",
+            "README.txt": "x",
+            "Readme_en.txt": "x",
+            "test.txt": "x",
+            "prompts.txt": "x",
+            "license.txt": "x",
+            "config.json": '{"prompt": "x"}',
+            "other.json": '{"fps": 8}',
+            "index.jsonl": '{"caption": "x"}',
+            "texts/b.txt": "no clips here",
+        },
+    )
+    rows, rejections = load_source(str(tmp_path))
+    assert keys(rows) == ["a"]
+    assert {r.key: r.reason for r in rejections} == {
+        name: f"no clip of its name lies beside it; add {Path(name).stem}.mp4, or remove the text"
+        for name in ("b.txt", "c.json", "test_1.txt")
+    }
+
+
+def test_captions_in_capital_letters(tmp_path: Path) -> None:
+    lay(
+        tmp_path,
+        {
+            "UP.MP4": "x",
+            "UP.TXT": "one",
+            "UP.JPG": "its poster",
+            "b.mp4": "x",
+            "b.Json": '{"caption": "two"}',
+            "c.mp4": "x",
+            "c.TXT": "not this",
+            "c.json": '{"caption": "three"}',
+        },
+    )
+    rows, rejections = load_source(str(tmp_path))
+    assert [(row.path.name, row.caption) for row in rows] == [
+        ("UP.MP4", "one"),
+        ("b.mp4", "two"),
+        ("c.mp4", "three"),
+    ]
+    assert [r.reason for r in rejections] == [
+        "taken for the poster of UP.MP4; rename it if it is a clip of its own"
+    ]
+
+
+@pytest.mark.parametrize("column", ["caption", "prompt", "text", "cap"])
+def test_json_caption_names(tmp_path: Path, column: str) -> None:
+    lay(tmp_path, {"a.mp4": "x", "a.json": json.dumps({column: "yes", "fps": 3})})
+    assert load_source(str(tmp_path))[0][0].caption == "yes"
+
+
+def test_every_unusable_clip_says_why(tmp_path: Path) -> None:
+    lay(
+        tmp_path,
+        {
+            "none.mp4": "x",
+            "empty.mp4": "x",
+            "empty.txt": " \n\t",
+            "latin.mp4": "x",
+            "latin.txt": "caf\xe9".encode("latin-1"),
+            "bad.mp4": "x",
+            "bad.json": "{",
+            "list.mp4": "x",
+            "list.json": "[]",
+            "nokey.mp4": "x",
+            "nokey.json": '{"title": "x"}',
+            "number.mp4": "x",
+            "number.json": '{"caption": 7}',
+            "half.mp4": "x",
+            "half.json": '{"caption": "\\ud800"}',
+            "good.mp4": "x",
+            "good.txt": "good",
+        },
+    )
+    (tmp_path / "broken.mp4").symlink_to(tmp_path / "gone.mp4")
+    rows, rejections = load_source(str(tmp_path))
+    assert keys(rows) == ["good"]
+    found = {rejection.key: rejection.reason for rejection in rejections}
+    assert len(found) == len(rejections) == 9
+    for key, part in {
+        "none": "missing caption; write one in none.txt or none.json",
+        "empty": "empty caption; write one in empty.txt",
+        "latin": "latin.txt cannot be read",
+        "bad": "bad.json cannot be read",
+        "list": "list.json holds a list; write an object",
+        "nokey": "missing caption; write one in nokey.json",
+        "number": "caption is a int, not text",
+        "half": "caption is not valid Unicode",
+        "broken": "no such file",
+    }.items():
+        assert part in found[key]
+        assert "; " in found[key]
+    assert [rejection.key for rejection in rejections] == sorted(found)
+
+
+def test_names_that_are_not_utf8_are_rejected_printably(tmp_path: Path) -> None:
+    raw = os.fsencode(tmp_path) + b"/caf\xe9"
+    for ending in (b".mp4", b".txt"):
+        with open(raw + ending, "w") as file:
+            file.write("x")
+    rows, rejections = load_source(str(tmp_path))
+    assert rows == []
+    assert "not valid UTF-8; rename it" in rejections[0].reason
+    assert (rejections[0].key + rejections[0].path).encode("utf-8")
+
+
+def test_links_are_followed_but_never_round(tmp_path: Path) -> None:
+    lay(tmp_path / "src", {"a/clip.mp4": "x", "a/clip.txt": "one"})
+    lay(tmp_path / "elsewhere", {"far.mp4": "x", "far.txt": "two"})
+    (tmp_path / "src/a/loop").symlink_to(tmp_path / "src")
+    (tmp_path / "src/z").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "src/a")
+    rows, rejections = load_source(str(tmp_path / "src"))
+    assert keys(rows) == ["a/clip", "z/far"]
+    assert rejections == []
+
+
+def test_keys_are_unique_and_leave_hash_to_the_decoder(tmp_path: Path) -> None:
+    names = ["a.mp4", "a.mov", "a.mp4.avi", "d/a.mp4", "take#1.mp4", "take%231.mov"]
+    lay(tmp_path, {name: "x" for name in names} | {f"{name.rsplit('.', 1)[0]}.txt": "t" for name in names})
+    rows, rejections = load_source(str(tmp_path))
+    assert keys(rows) == ["a.mov", "a.mp4", "a.mp4.avi", "d/a", "take%231.mov", "take%231.mp4"]
+    assert rejections == []
+    assert load_source(str(tmp_path)) == (rows, rejections)
+    lay(tmp_path, {"take#1.mov": "x"})  # would get the key of take%231.mov
+    rows, rejections = load_source(str(tmp_path))
+    assert len(set(keys(rows))) == len(rows) == 5
+    assert [rejection.reason for rejection in rejections] == [
+        "another clip has the same key; rename one of them"
+    ] * 2
+
+
+# ---------------------------------------------------------------- tables
+
+CLIPS = {"clips/a.mp4": "x", "clips/b.mp4": "x", "c.mp4": "x"}
+ROWS = [
+    ("clips/a.mp4", 'A "dog", running'),
+    ("clips/b.mp4", "Ein Hund läuft"),
+    ("c.mp4", "line one\nline two"),
+]
+
+
+def table_text(kind: str, video: str, caption: str, rows: list[tuple[str, str]] = ROWS) -> str:
+    if kind == "csv":
+        cells = [['"' + cell.replace('"', '""') + '"' for cell in row] for row in [(video, caption), *rows]]
+        return "\r\n".join(",".join(row) for row in cells) + "\r\n"
+    items = [{video: path, caption: text} for path, text in rows]
+    return json.dumps(items) if kind == "json" else "\n".join(map(json.dumps, items)) + "\n\n"
+
+
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("video", ["video", "video_path", "file_name", "file_path", "path", "Video"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "json"])
+def test_tables_of_every_kind_and_column(tmp_path: Path, kind: str, video: str, bom: bytes) -> None:
+    caption = {"csv": "caption", "jsonl": "prompt", "json": "text"}[kind]
+    lay(tmp_path, CLIPS | {f"metadata.{kind}": bom + table_text(kind, video, caption).encode()})
+    for source in (tmp_path, tmp_path / f"metadata.{kind}"):
+        rows, rejections = load_source(str(source))
+        assert rejections == []
+        assert rows == [
+            ClipRecord("c", tmp_path / "c.mp4", "line one\nline two"),
+            ClipRecord("clips/a", tmp_path / "clips/a.mp4", 'A "dog", running'),
+            ClipRecord("clips/b", tmp_path / "clips/b.mp4", "Ein Hund läuft"),
+        ]
+
+
+def test_relative_source_gives_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay(tmp_path, CLIPS | {"list.jsonl": table_text("jsonl", "path", "cap")})
+    monkeypatch.chdir(tmp_path)
+    assert {row.path for row in load_source("list.jsonl")[0]} == {tmp_path / name for name in CLIPS}
+
+
+def test_paths_may_be_absolute_or_climb(tmp_path: Path) -> None:
+    lay(tmp_path, {"far/x.mp4": "x", "y.mp4": "x"})
+    text = table_text("csv", "video", "caption", [(str(tmp_path / "far/x.mp4"), "x"), ("../y.mp4", "y")])
+    lay(tmp_path / "in", {"metadata.csv": text})
+    rows, rejections = load_source(str(tmp_path / "in"))
+    assert rejections == []
+    assert [row.path for row in rows] == [tmp_path / "far/x.mp4", tmp_path / "y.mp4"]
+    assert keys(rows) == [str(tmp_path / "far/x")[1:], str(tmp_path / "y")[1:]]
+
+
+def test_named_columns_win(tmp_path: Path) -> None:
+    row = {"video": "no.mp4", "clip": "c.mp4", "caption": "no", "long_text": "yes"}
+    lay(tmp_path, CLIPS | {"metadata.json": json.dumps([row])})
+    rows, rejections = load_source(
+        str(tmp_path / "metadata.json"), video_column="CLIP", caption_column="Long_Text"
+    )
+    assert (keys(rows), rows[0].caption, rejections) == (["c"], "yes", [])
+    with pytest.raises(
+        DataError, match=r"no video column: looked for film among caption, clip, long_text, video;"
+    ):
+        load_source(str(tmp_path / "metadata.json"), video_column="film")
+    with pytest.raises(
+        DataError, match=r"no caption column: looked for poem among .*; name it with caption_column"
+    ):
+        load_source(str(tmp_path / "metadata.json"), caption_column="poem")
+
+
+def test_windows_cut_one_clip_into_several(tmp_path: Path) -> None:
+    text = "video,caption,start,end\nc.mp4,one,0,2.5\nc.mp4,two,2.5,\nc.mp4,three,,\nc.mp4,four,,1\n"
+    lay(tmp_path, CLIPS | {"metadata.csv": text})
+    rows, rejections = load_source(str(tmp_path / "metadata.csv"))
+    assert rejections == []
+    assert [(row.key, row.caption, row.start, row.end) for row in rows] == [
+        ("c", "three", None, None),
+        ("c@0.000-1.000", "four", None, 1.0),
+        ("c@0.000-2.500", "one", 0.0, 2.5),
+        ("c@2.500", "two", 2.5, None),
+    ]
 
 
 @pytest.mark.parametrize(("written", "on_disk"), [("NFC", "NFD"), ("NFD", "NFC")])
-def test_diffusion_pipe_accents_composed_otherwise(tmp_path: Path, written: Any, on_disk: Any) -> None:
-    name, there = (unicodedata.normalize(form, "café.mp4") for form in (written, on_disk))
-    data = clip(tmp_path / "set" / there, 40).read_bytes()
-    tar(tmp_path / "set/a.tar", [(f"in {there}", data)])
-    write(tmp_path / "set/captions.json", {name: ["one"], f"in {name}": ["two"]})
-    rows, rejected = load(tmp_path / "set", cache_dir=tmp_path / "cache")
-    assert rejected == {}
-    assert rows[name[:-4]] == (there, "one")
-    assert [caption for _, caption in rows.values()] == ["two", "one"]
-    clip(tmp_path / "set" / name, 80)  # now the captions are this one's
-    rows, rejected = load(tmp_path / "set", cache_dir=tmp_path / "cache")
-    assert rows[name[:-4]] == (name, "one")
-    assert list(rejected) == [there[:-4]]
+def test_accents_may_be_composed_otherwise_than_on_disk(tmp_path: Path, written: Any, on_disk: Any) -> None:
+    name, there = (unicodedata.normalize(form, "été/café.mp4") for form in (written, on_disk))
+    lay(tmp_path, {f"videos/{there}": "x", "list.csv": f"video,caption\n{name},one\n"})
+    rows, rejections = load_source(str(tmp_path / "list.csv"))
+    assert rows == [ClipRecord(f"videos/{name[:-4]}", tmp_path / "videos" / there, "one")]
+    assert rejections == []
+    lay(tmp_path, {f"videos/{name}": "y"})  # that of exactly this name comes first
+    assert load_source(str(tmp_path / "list.csv"))[0][0].path == tmp_path / "videos" / name
+
+
+def test_rows_of_one_clip_give_it_several_captions(tmp_path: Path) -> None:
+    lines = ["c.mp4,one,", "c.mp4,two,", "c.mp4,one,", "c.mp4,two,", "c.mp4,one,1", "c.mp4,three,1"]
+    lay(tmp_path, CLIPS | {"list.csv": "\n".join(["video,caption,start", *lines])})
+    rows, rejections = load_source(str(tmp_path / "list.csv"))
+    assert [(row.key, row.caption) for row in rows] == [
+        ("c", "one"),
+        ("c@1.000", "one"),
+        ("c@1.000~8b5b9db0", "three"),
+        ("c~3fc4ccfe", "two"),  # as if one row had both
+    ]
+    twice = "duplicate of an earlier row; keep one of them"
+    assert [(r.key, r.reason) for r in rejections] == [("c", twice)] * 2
+    both = {"video": "c.mp4", "caption": ["one", "two"]}
+    again = {"video": "c.mp4", "caption": ["three", "one"]}
+    lay(tmp_path, {"list.jsonl": f"{json.dumps(both)}\n{json.dumps(again)}"})
+    rows, rejections = load_source(str(tmp_path / "list.jsonl"))
+    assert keys(rows) == ["c", "c~3fc4ccfe", "c~8b5b9db0"]
+    assert [r.reason for r in rejections] == [twice]
+
+
+def test_every_unusable_row_says_why(tmp_path: Path) -> None:
+    lines = [
+        '{"video": "c.mp4", "caption": "good"}',
+        '{"video": "c.mp4", "caption": " good"}',
+        '{"video": "clips/../c.mp4", "caption": "good"}',
+        '{"video": "gone.mp4", "caption": "x"}',
+        '{"video": "clips", "caption": "x"}',
+        '{"video": "https://a.b/c.mp4", "caption": "x"}',
+        '{"caption": "x"}',
+        '{"video": 3, "caption": "x"}',
+        '{"video": "clips/a.mp4"}',
+        '{"video": "clips/a.mp4", "caption": "  "}',
+        '{"video": "clips/a.mp4", "caption": null}',
+        '{"video": "clips/a.mp4", "caption": "x", "start": "a"}',
+        '{"video": "clips/a.mp4", "caption": "x", "start": 3, "end": 2}',
+        '{"video": "clips/a.mp4", "caption": "x", "start": -1}',
+        '{"video": "clips/a.mp4", "caption": "x", "end": NaN}',
+        "{broken",
+        '["clips/a.mp4", "x"]',
+        '{"video": "clips/b.mp4", "caption": []}',
+        '{"video": "a\\u0000.mp4", "caption": "x"}',
+    ]
+    lay(tmp_path, CLIPS | {"metadata.jsonl": "\n".join(lines).encode() + b"\n\xff\xfe\n"})
+    rows, rejections = load_source(str(tmp_path))
+    assert keys(rows) == ["c"]
+    assert rows[0].caption == "good"
+    assert len(rejections) == len(lines)  # one row is good, and one more line is not UTF-8
+    assert [r.key for r in rejections] == sorted(r.key for r in rejections)
+    assert [r.reason for r in rejections if r.key == "c"] == [
+        "duplicate of an earlier row; keep one of them"
+    ] * 2
+    found = {r.key: r.reason for r in rejections if r.key != "c"}
+    for line, part in {
+        4: f"no such file (looked for {tmp_path / 'gone.mp4'})",
+        5: "no such file",
+        6: "a URL is no file",
+        7: "no video in this row",
+        8: "no video in this row",
+        9: "missing caption; write one in metadata.jsonl:9",
+        10: "empty caption",
+        11: "missing caption",
+        12: "start=a is no number of seconds",
+        13: "start=3.0 end=2.0 must be 0 <= start < end",
+        14: "start=-1.0 end=None must be",
+        15: "end=nan is no number",
+        16: "unreadable line",
+        17: "not an object",
+        18: "missing caption",
+        19: "no such file",
+        20: "unreadable line",
+    }.items():
+        assert part in found.pop(f"metadata.jsonl:{line}")
+    assert found == {}
+
+
+def test_clips_beside_a_table_that_it_does_not_list_are_told(tmp_path: Path) -> None:
+    names = ["a.mp4", "b.mp4", "é.mp4", "d/c.mp4", "d/bad.mp4", "d/last.png", "pose.mp4", "forgotten.mov"]
+    names += ["b.mov", "d/cover.png", "few/1.mp4", "few/2.mp4", *(f"many/{i:02}.mp4" for i in range(11))]
+    rows = [
+        {"video": "a.mp4", "caption": "a", "control": "pose.mp4", "stills": ["d/last.png", 3]},
+        {"video": "b.mp4", "caption": "b"},
+        {"video": unicodedata.normalize("NFD", "é.mp4"), "caption": "e"},
+        {"video": "link/c.mp4", "caption": "c"},
+        {"video": "d/bad.mp4"},
+    ]
+    lay(tmp_path, {name: "x" for name in names} | {"metadata.json": json.dumps(rows)})
+    (tmp_path / "link").symlink_to(tmp_path / "d")
+    found, rejections = load_source(str(tmp_path))
+    assert len(found) == 4
+    alone = "no readable row in metadata.json names it; write one with its caption, or move it elsewhere"
+    assert {r.key: r.reason for r in rejections} == {
+        "b.mov": alone,  # b is the key of the other
+        "forgotten": alone,
+        "few/1": alone,
+        "few/2": alone,
+        "metadata.json:5": "missing caption; write one in metadata.json:5",
+        "metadata.json:many": "no readable row in metadata.json names 11 clips of this folder (00.mp4, "
+        "01.mp4 ...); write rows with their captions, or move them elsewhere",
+    }
+    # Who names the table wants what is in it.
+    assert [r.key for r in load_source(str(tmp_path / "metadata.json"))[1]] == ["metadata.json:5"]
+    rows.append({"video": "d/last.png", "caption": "a still"})
+    lay(tmp_path, {"metadata.json": json.dumps(rows)})
+    assert reasons(tmp_path)["d/cover"] == alone
+
+
+def test_csv_mistakes(tmp_path: Path) -> None:
+    text = "video,caption\nc.mp4,a dog, running\nclips/a.mp4\nclips/b.mp4,fine\n"
+    lay(tmp_path, CLIPS | {"metadata.csv": text})
+    assert keys(load_source(str(tmp_path))[0]) == ["clips/b"]
+    found = reasons(tmp_path)
+    assert "more cells than the header; put a caption with commas in double quotes" in found["metadata.csv:2"]
+    assert "missing caption" in found["metadata.csv:3"]
+    lay(tmp_path, {"metadata.csv": "video;caption\nc.mp4;a dog\n"})
+    with pytest.raises(DataError, match="no video column"):
+        load_source(str(tmp_path))
+
+
+def test_an_unclosed_quote_of_a_csv_costs_one_row(tmp_path: Path) -> None:
+    rest = [f"{letter}.mp4,{letter}" for letter in "bcdefgh"]
+    rest[2] = 'd.mp4,"d, and\nmore"'
+    rest[4] = 'f.mp4,"f ""quoted"" " \t'
+    lines = [
+        "video,caption",
+        'a.mp4,"a cat on a mat',
+        *rest,
+        '"A.mp4" ,"a 12" screen"',
+        "i.mp4,i",
+        'j.mp4,"j',
+    ]
+    lay(tmp_path, {f"{letter}.mp4": "x" for letter in "abcdefghijA"} | {"list.csv": "\n".join(lines)})
+    rows, rejections = load_source(str(tmp_path / "list.csv"))
+    assert [(row.key, row.caption) for row in rows] == [
+        ("b", "b"),
+        ("c", "c"),
+        ("d", "d, and\nmore"),
+        ("e", "e"),
+        ("f", 'f "quoted"'),
+        ("g", "g"),
+        ("h", "h"),
+        ("i", "i"),
+    ]
+    cure = '; close its double quotes, double those inside a cell (""), use commas between cells'
+    assert [(r.key, r.reason.removesuffix(cure)) for r in rejections] == [
+        ("list.csv:11", "unreadable row (',' expected after '\"')"),
+        ("list.csv:13", "unreadable row (unexpected end of data)"),
+        ("list.csv:2", "unreadable row (',' expected after '\"')"),
+    ]
+    lay(tmp_path, {"list.csv": 'video,"caption\na.mp4,one\n'})
+    with pytest.raises(
+        DataError, match=r"list\.csv:1 is an unreadable row \(unexpected end of data\); close"
+    ):
+        load_source(str(tmp_path / "list.csv"))
+
+
+def test_rows_of_a_csv_are_numbered_by_the_line_where_they_begin(tmp_path: Path) -> None:
+    text = 'video,caption\r\n\r\ngone.mp4,"one\r\n\r\ntwo"\r\nlost.mp4,"three"\r\n'
+    lay(tmp_path, {"list.csv": text})
+    assert list(reasons(tmp_path / "list.csv")) == ["list.csv:3", "list.csv:6"]
+
+
+# ---------------------------------------------------------------- sources that cannot be used at all
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("files", "source", "message"),
     [
-        ("{", "cannot be read"),
-        ("3", "a list of objects is wanted"),
-        ("{}", "lists no clip"),
-        ('{"clip.mp4": ["a", 3]}', None),
-        ('{"clip.mp4": []}', None),
+        ({}, "gone", r"source=.*gone does not exist .*; correct the path"),
+        ({}, "gone.csv", "does not exist"),
+        ({"notes.txt": "x"}, "", r"holds no clip; looked for .*\.mp4"),
+        ({"a.mp4": "x"}, "a.mp4", r"a\.mp4 is no table; give a \.csv, \.jsonl or \.json file, or a folder"),
+        ({"metadata.csv": "video,caption\n"}, "", "lists no clip"),
+        ({"metadata.csv": ""}, "", "lists no clip"),
+        ({"metadata.json": "[]"}, "", "lists no clip"),
+        ({"metadata.json": "{"}, "", r"cannot be read .*; save it as UTF-8 json"),
+        ({"metadata.json": '"a.mp4"'}, "", "a list of objects is wanted, found str"),
+        ({"metadata.csv": "video,caption\na,b".encode("utf-16")}, "", "save it as UTF-8 csv"),
+        (
+            {"metadata.csv": "a", "metadata.json": "[]"},
+            "",
+            "holds metadata.csv and metadata.json; name the one",
+        ),
     ],
 )
-def test_diffusion_pipe_malformed(tmp_path: Path, content: str, message: str | None) -> None:
-    clip(tmp_path / "clip.mp4", 40)
-    write(tmp_path / "captions.json", content)
-    if message:
-        with pytest.raises(DataError, match=message):
-            load_source(str(tmp_path))
-    else:
-        problem = "caption is a int, not text; write text" if "3" in content else "missing caption; write one"
-        assert load(tmp_path) == ({}, {"clip": f"{problem} in captions.json"})
+def test_unusable_sources_end_in_one_sentence(
+    tmp_path: Path, files: dict[str, str | bytes], source: str, message: str
+) -> None:
+    lay(tmp_path, files)
+    with pytest.raises(DataError, match=message) as caught:
+        load_source(str(tmp_path / source))
+    assert "\n" not in str(caught.value)
 
 
-def test_captions_json_as_a_list_names_clips_twice(tmp_path: Path) -> None:
-    clip(tmp_path / "clip.mp4", 40)
-    listing = [{"file_name": "clip.mp4", "caption": text} for text in ("one", "two", "one")]
-    write(tmp_path / "captions.json", listing)
-    rows, rejected = load(tmp_path)
-    assert rows == {"clip": ("clip.mp4", "one"), "clip~3fc4ccfe": ("clip.mp4", "two")}
-    assert "duplicate of an earlier row" in rejected["clip"]
+def test_mistyped_paths_are_not_sought_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
+    lay(tmp_path, {"data/clips/a.mp4": "x"})
+    for source in ("clips", "data/clip", "./owner/name", "a/b/c", "~/nothing/here"):
+        with pytest.raises(DataError, match="does not exist"):
+            load_source(source)
+    with pytest.raises(DataError, match="source= is empty"):
+        load_source(" ")
 
 
-@pytest.mark.parametrize(
-    ("videos", "captions"),
-    [("videos.txt", "prompts.txt"), ("videos.txt", "captions.txt"), ("video.txt", "prompt.txt")],
-)
-def test_finetrainers_line_aligned(tmp_path: Path, videos: str, captions: str) -> None:
-    """finetrainers, CogVideoX: line n of one file belongs to line n of the other."""
-    clip(tmp_path / "videos/00000.mp4", 40)
-    clip(tmp_path / "videos/00001.mp4", 80)
-    write(tmp_path / videos, "videos/00000.mp4\nvideos/00001.mp4\nvideos/00002.mp4\nvideos/00001.mp4\n")
-    write(tmp_path / captions, "A cat, black and white\nA dog\nGone\n\n")
-    with pytest.raises(DataError, match=r"has 4 lines and .* 3; line n"):
-        load_source(str(tmp_path))
-    write(tmp_path / captions, "A cat, black and white\r\nA dog\r\nGone\r\nA dog\r\n")
-    for source in (tmp_path, tmp_path / videos):
-        rows, rejected = load(source)
-        assert rows == {
-            "videos/00000": ("00000.mp4", "A cat, black and white"),
-            "videos/00001": ("00001.mp4", "A dog"),
-        }
-        assert set(rejected) == {f"{videos}:3", "videos/00001"}
-    write(tmp_path / "caption.txt", "which of the two counts?\n" * 4)
-    with pytest.raises(DataError, match="holds 2 files of captions"):
-        load_source(str(tmp_path))
+def test_every_extension_is_found(tmp_path: Path) -> None:
+    names = [f"c{index}{extension}" for index, extension in enumerate(VIDEO_EXTENSIONS)]
+    lay(tmp_path, {name: "x" for name in names} | {f"{Path(name).stem}.txt": "t" for name in names})
+    assert len(load_source(str(tmp_path))[0]) == len(VIDEO_EXTENSIONS) > 10
 
 
-def test_sidecars_that_are_named_like_a_listing(tmp_path: Path) -> None:
-    names = {"video": ".txt", "prompt": ".txt", "captions": ".json", "metadata": ".json"}
-    for stem, ending in names.items():
-        clip(tmp_path / f"{stem}.mp4", 40)
-        caption = f"caption of {stem}"
-        write(tmp_path / f"{stem}{ending}", caption if ending == ".txt" else {"caption": caption})
-    rows, rejected = load(tmp_path)
-    assert rows == {stem: (f"{stem}.mp4", f"caption of {stem}") for stem in names}
-    assert rejected == {}
+# ---------------------------------------------------------------- Hugging Face datasets
 
 
-def test_dfm_sidecars(tmp_path: Path) -> None:
-    """NVIDIA DFM, Megatron-Bridge: flat folder of .mp4 with .json, in older releases .jsonl, of the same name."""
-    for index in range(5):
-        clip(tmp_path / f"video_{index}.mp4", 40 * index)
-    write(tmp_path / "video_0.json", {"caption": "A cat."})
-    write(tmp_path / "video_1.jsonl", json.dumps({"vila_caption": "A dog."}) + "\n" + "{}\n")
-    write(tmp_path / "video_2.json", {"title": "no caption"})
-    write(tmp_path / "video_3.jsonl", "not json")
-    rows, rejected = load(tmp_path)
-    assert rows == {"video_0": ("video_0.mp4", "A cat."), "video_1": ("video_1.mp4", "A dog.")}
-    assert set(rejected) == {"video_2", "video_3", "video_4"}
-
-
-def test_dfm_meta_json_counts_frames(tmp_path: Path) -> None:
-    """NVIDIA DFM: meta.json with start_frame and end_frame, both inclusive."""
-    for name in ("a.mp4", "b.mp4"):
-        clip(tmp_path / name, 40, num_frames=17)
-    entry = {"file_name": "a.mp4", "start_frame": 4, "end_frame": 8, "vila_caption": "part"}
-    whole = {"file_name": "b.mp4", "start_frame": 0, "end_frame": 16, "vila_caption": "whole"}
-    bad = [
-        entry | {"start_frame": 9},
-        entry | {"start_frame": "x"},
-        {"file_name": "a.mp4", "end_frame": 3, "vila_caption": "half"},
-    ]
-    (tmp_path / "text.mp4").write_text("no clip")
-    broken = entry | {"file_name": "text.mp4"}
-    write(tmp_path / "meta.json", [entry, whole, *bad, broken])
-    rows, rejections = load_source(str(tmp_path))
-    assert rows == [
-        ManifestRow("a@0.500-1.125", tmp_path / "a.mp4", "part", 0.5, 1.125),
-        ManifestRow("b", tmp_path / "b.mp4", "whole"),
-    ]
-    assert [r.key for r in rejections] == [f"meta.json:{line}" for line in (3, 4, 5, 6)]
-    window = next(decode_clip(rows[0].path, ClipSpec(fps=FPS), rows[0].start, rows[0].end)).frames
-    assert [round(float(frame[0].mean()) / 20) for frame in window] == [4, 5, 6, 7, 8]
-
-
-def test_a_range_in_a_file_beside_a_clip(tmp_path: Path) -> None:
-    for stem in "abcd":
-        clip(tmp_path / f"{stem}.mp4", 40, num_frames=17)
-    write(tmp_path / "a.json", {"caption": "seconds", "start": 0.5, "end": 1.5})
-    write(tmp_path / "b.json", {"caption": "frames", "start_frame": 4, "end_frame": 8})
-    write(tmp_path / "c.jsonl", json.dumps({"caption": "open", "start": 1}))
-    write(tmp_path / "d.json", {"caption": "none", "start": 2, "end": 1})
-    rows, rejections = load_source(str(tmp_path))
-    assert rows == [
-        ManifestRow("a@0.500-1.500", tmp_path / "a.mp4", "seconds", 0.5, 1.5),
-        ManifestRow("b@0.500-1.125", tmp_path / "b.mp4", "frames", 0.5, 1.125),
-        ManifestRow("c@1.000", tmp_path / "c.mp4", "open", 1.0),
-    ]
-    assert [(r.key, "start=2.0 end=1.0" in r.reason) for r in rejections] == [("d", True)]
-
-
-@pytest.mark.parametrize("whole", [int, float])
-def test_frames_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: type) -> None:
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two usable rows (one as bytes, one as a path) and three that are not."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
-    clip(tmp_path / "a.mp4", 40, num_frames=17)
-    rows = {
-        "video": ["../a.mp4"] * 4,
-        "caption": ["frames", "seconds", "all", "turned"],
-        "Start_Frame": [whole(4), None, whole(0), whole(9)],
-        "end_frame": [whole(8), None, whole(16), whole(8)],
-        "start": [None, 0.5, None, None],
-    }
-    (tmp_path / "data").mkdir()
-    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "data/train-0.parquet")
-    found, rejections = load_source(str(tmp_path / "data"))
-    assert [(row.caption, row.start, row.end) for row in found] == [
-        ("all", None, None),
-        ("seconds", 0.5, None),
-        ("frames", 0.5, 1.125),
+    lay(tmp_path, {"real.mp4": "real"})
+    videos = [
+        {"bytes": b"bytes", "path": "deep/in.mp4"},
+        {"bytes": None, "path": str(tmp_path / "real.mp4")},
+        {"bytes": b"other", "path": None},
+        {"bytes": None, "path": "gone.mp4"},
+        {"bytes": None, "path": None},
     ]
-    assert [(r.key, "start_frame=9" in r.reason) for r in rejections] == [("train:3", True)]
+    captions = ["one", "two", "  ", "x", "x"]
+    return datasets.Dataset.from_dict({"video": videos, "text": captions, "unused": [0] * 5})
 
 
-@pytest.mark.parametrize("name", ["uneven.mp4", "uneven.mkv"])
-def test_frames_are_counted_where_the_rate_varies(tmp_path: Path, name: str) -> None:
-    write_clip(tmp_path / name, num_frames=74, stamps_ms=UNEVEN_MS)
-    ranges = [(40, 60), (3, 20), (55, 71), (0, 70), (50, 73), (60, 200)]
-    table = [{"video": name, "caption": "x", "start_frame": a, "end_frame": b} for a, b in ranges]
-    for number, row in enumerate(table):
-        write(tmp_path / "metadata.json", [row])
-        (found,), rejections = load_source(str(tmp_path))
-        assert not rejections
-        clip = decode_clip(found.path, ClipSpec(fps=240), found.start, found.end)
-        first, last = ranges[number]
-        if last == 200:
-            with pytest.raises(DataError, match=r"lasts .* less than end="):
-                next(clip)
-            continue
-        seen = sorted(set(numbers(next(clip).frames)))
-        assert seen[0] == first
-        # The header of the mp4 ends inside the last two frames, and what it does not promise is not taken.
-        assert seen == list(range(first, last + 1)) or last == 73
-
-
-def test_images_are_clips_of_one_frame(tmp_path: Path) -> None:
-    """Folders of diffusion-pipe, musubi, ai-toolkit: image.png + image.txt, videos among them."""
-    for index, name in enumerate(["a.png", "b.jpg", "c.webp", "d.JPEG", "poster.jpg", "mute.png"]):
-        image(tmp_path / name, 30 * index)
-    for stem in ("a", "b", "c", "d", "poster"):
-        write(tmp_path / f"{stem}.txt", f"caption of {stem}")
-    clip(tmp_path / "poster.mp4", 40)
-    rows, rejected = load(tmp_path)
-    assert {key: caption for key, (_, caption) in rows.items()} == {
-        stem: f"caption of {stem}" for stem in ("a", "b", "c", "d", "poster")
-    }
-    assert rows["poster"][0] == "poster.mp4"
-    assert set(rejected) == {"poster", "mute"}
-    assert "poster of poster.mp4" in rejected["poster"]
-    still = next(decode_clip(tmp_path / "c.webp", ClipSpec(fps=16, max_frames=81)))
-    assert still.frames.shape == (1, 32, 48, 3)
-    assert abs(int(still.frames[0, 5, 5, 0]) - 60) <= 3
-
-
-# ---------------------------------------------------------------- archives
-
-
-def tar(path: Path, members: list[tuple[str, bytes]], mode: str = "w") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return path
-
-
-@pytest.fixture
-def mp4(tmp_path: Path) -> list[bytes]:
-    return [clip(tmp_path / "made" / f"{i}.mp4", 30 * i).read_bytes() for i in range(4)]
-
-
-def shard_members(mp4: list[bytes]) -> list[tuple[str, bytes]]:
-    return [
-        ("000000.mp4", mp4[0]),
-        ("000000.txt", b"A cat."),
-        ("000001.mp4", mp4[1]),
-        ("000001.json", json.dumps({"caption": ["A dog.", "A brown dog."], "fps": 8}).encode()),
-        ("000002.mp4", mp4[2]),
-        ("000003.txt", b"no clip"),
-        ("__key__/000004.mp4", mp4[3]),
-        ("__key__/000004.json", b'{"caption": "deep", "start": 0, "end": 0.5}'),
-        ("__key__/000004.depth.mp4", mp4[0]),
-        ("__key__/000004.jpg", b"a thumbnail"),
+def check_dataset(source: Path, tmp_path: Path, split: str) -> None:
+    rows, rejections = load_source(str(source), split=split, cache_dir=tmp_path / "clips")
+    by_caption = {row.caption: row for row in rows}
+    assert set(by_caption) == {"one", "two"}
+    assert by_caption["one"].key == "in-277089d91c0b"  # sha256 of the bytes: the same in any order of rows
+    assert by_caption["one"].path.parent == tmp_path / "clips"
+    assert by_caption["one"].path.suffix == ".mp4"
+    assert by_caption["one"].path.read_bytes() == b"bytes"
+    assert by_caption["two"].path.read_bytes() == b"real"
+    assert [(r.key, r.reason.split(";")[0].split(" (")[0]) for r in rejections] == [
+        (f"{split}:2", "empty caption"),
+        (f"{split}:3", "no such file"),
+        (f"{split}:4", "no video in this row"),
     ]
 
 
-def no_clip_again(copy: Callable[..., None]) -> Callable[..., None]:
-    def checked(reader: TarReader, member: tarfile.TarInfo, target: Any) -> None:
-        assert not member.name.endswith(".mp4")
-        copy(reader, member, target)
+def test_folder_of_parquet_files(dataset: Any, tmp_path: Path) -> None:
+    (tmp_path / "pq").mkdir()
+    dataset.to_parquet(tmp_path / "pq/train-0.parquet")
+    check_dataset(tmp_path / "pq", tmp_path, "train")
+    stamp = next((tmp_path / "clips").iterdir()).stat().st_mtime_ns
+    check_dataset(tmp_path / "pq", tmp_path, "train")
+    assert next((tmp_path / "clips").iterdir()).stat().st_mtime_ns == stamp  # written once
+    with pytest.raises(DataError, match=r"could not be loaded as a Hugging Face dataset \(Bad split: dev"):
+        load_source(str(tmp_path / "pq"), split="dev")
+    with pytest.raises(DataError, match="no caption column"):
+        load_source(str(tmp_path / "pq"), caption_column="poem")
 
-    return checked
+
+def test_folder_of_save_to_disk(dataset: Any, tmp_path: Path) -> None:
+    import datasets
+
+    dataset.save_to_disk(tmp_path / "one")
+    check_dataset(tmp_path / "one", tmp_path, "train")
+    datasets.DatasetDict(dev=dataset).save_to_disk(tmp_path / "many")
+    check_dataset(tmp_path / "many", tmp_path, "dev")
+    with pytest.raises(DataError, match="has no split train; use one of dev"):
+        load_source(str(tmp_path / "many"))
 
 
-@pytest.mark.parametrize("ending", [".tar", ".tar.gz", ".tgz"])
-def test_webdataset_tars(
-    tmp_path: Path, mp4: list[bytes], ending: str, monkeypatch: pytest.MonkeyPatch
+def test_video_feature_is_never_decoded(dataset: Any, tmp_path: Path) -> None:
+    import datasets
+
+    usable = dataset.select([0, 1]).cast_column("video", datasets.Video())  # decoding would need torchcodec
+    usable.save_to_disk(tmp_path / "video")
+    rows, rejections = load_source(str(tmp_path / "video"), cache_dir=tmp_path / "clips")
+    assert sorted(row.path.read_bytes() for row in rows) == [b"bytes", b"real"]
+    assert rejections == []
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "suffix"),
+    [
+        ("https://cdn.example.com/a.mp4?X-Amz-Signature=" + "a" * 300, "a-277089d91c0b", ".mp4"),
+        ("https://cdn.example.com/deep/a.MP4?from=b.c/d#e", "a-277089d91c0b", ".MP4"),
+        ("a?b.mp4", "a?b-277089d91c0b", ".mp4"),
+        ("hf://datasets/a/b/c#d?e.mp4", "c%23d?e-277089d91c0b", ".mp4"),
+        ("clip." + "x" * 240, "clip-277089d91c0b", ""),
+        ("noise.sh", "noise-277089d91c0b", ""),
+    ],
+)
+def test_bytes_are_named_by_what_a_clip_can_be(tmp_path: Path, written: str, key: str, suffix: str) -> None:
+    name, path = write_clip(b"bytes", written, tmp_path)
+    assert clip_key(name) == key
+    assert path.suffix == suffix
+    assert path.read_bytes() == b"bytes"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_refuses_bytes_ends_in_one_sentence(
+    dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """WebDataset: shard-000000.tar, a sample is all members with one key; each sample in one shard."""
-    mode = "w" if ending == ".tar" else "w:gz"
-    source = tmp_path / "shards"
-    tar(source / f"shard-000000{ending}", shard_members(mp4), mode)
-    tar(source / f"shard-000001{ending}", [("000000.mp4", mp4[3]), ("000000.txt", b"Last.")], mode)
-    cache = tmp_path / "cache"
-    rows, rejected = load(source, cache_dir=cache)
-    assert {key: caption for key, (_, caption) in rows.items()} == {
-        "shard-000000/000000": "A cat.",
-        "shard-000000/000001": "A dog.",
-        "shard-000000/000001~" + next(k for k in rows if "~" in k).split("~")[1]: "A brown dog.",
-        "shard-000000/__key__/000004@0.000-0.500": "deep",
-        "shard-000001/000000": "Last.",
-    }
-    others = {f"shard-000000{ending}:__key__/000004.{other}" for other in ("depth.mp4", "jpg")}
-    assert set(rejected) == {"shard-000000/000002", "shard-000000/000003"} | others
-    assert all("beside __key__/000004.mp4" in rejected[other] for other in others)
-    assert "missing caption" in rejected["shard-000000/000002"]
-    assert "no clip among its members (txt)" in rejected["shard-000000/000003"]
-    by_key = {row.key: row.path for row in load_source(str(source), cache_dir=cache)[0]}
-    assert by_key["shard-000000/000000"].read_bytes() == mp4[0]
-    assert by_key["shard-000000/000001"].read_bytes() == mp4[1]
-    assert {path.parent for path in by_key.values()} == {cache}
-    assert len(list(cache.iterdir())) == 4  # what has no caption is not written
-    written = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
-    with monkeypatch.context() as patch:  # a later run reads no clip again
-        patch.setattr(TarReader, "_copy", no_clip_again(TarReader._copy))
-        assert {row.key: row.path for row in load_source(str(source), cache_dir=cache)[0]} == by_key
-    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == written
-    single = load_source(str(source / f"shard-000001{ending}"), cache_dir=cache)[0]
-    assert [row.key for row in single] == ["shard-000001/000000"]
-
-
-def test_diffusion_pipe_tar_with_captions_json(tmp_path: Path, mp4: list[bytes]) -> None:
-    folder = tmp_path / "set"
-    tar(folder / "part.tar", [("a 1.0.mp4", mp4[0]), ("b.mp4", mp4[1])])
-    write(folder / "captions.json", {"a 1.0.mp4": ["one", "two"], "c.mp4": ["gone"]})
-    rows, rejected = load(folder, cache_dir=tmp_path / "cache")
-    assert sorted(caption for _, caption in rows.values()) == ["one", "two"]
-    assert set(rejected) == {"part/b", "captions.json:c.mp4"}
-
-
-def test_archives_never_write_outside_the_target(tmp_path: Path, mp4: list[bytes]) -> None:
-    source, cache = tmp_path / "a/b/source", tmp_path / "a/b/cache"
-    path = source / "evil.tar"
-    source.mkdir(parents=True)
-    secret = write(tmp_path / "secret.mp4", "secret")
-    names = ["../../up.mp4", f"{tmp_path}/absolute.mp4", "x/../../y.mp4"]
-    with tarfile.open(path, "w") as archive:
-        for name in [*names, "good.mp4", "good.txt", "good.mp4"]:
-            info = tarfile.TarInfo(name)
-            data = b"caption" if name.endswith("txt") else mp4[0]
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-        for kind, name in [(tarfile.SYMTYPE, "link.mp4"), (tarfile.LNKTYPE, "hard.mp4")]:
-            info = tarfile.TarInfo(name)
-            info.type, info.linkname = kind, str(secret)
-            archive.addfile(info)
-        for kind, name in [(tarfile.CHRTYPE, "device.mp4"), (tarfile.FIFOTYPE, "pipe.mp4")]:
-            info = tarfile.TarInfo(name)
-            info.type = kind
-            archive.addfile(info)
-        folder = tarfile.TarInfo("folder")
-        folder.type = tarfile.DIRTYPE
-        archive.addfile(folder)
-    before = {p for p in tmp_path.rglob("*")}
-    rows, rejections = load_source(str(source), cache_dir=cache)
-    assert [row.key for row in rows] == ["evil/good"]
-    written = {p for p in tmp_path.rglob("*")} - before
-    assert {p.parent for p in written if p.is_file()} == {cache}
-    assert not (tmp_path / "absolute.mp4").exists()
-    reasons = {rejection.key: rejection.reason for rejection in rejections}
-    for name in names:
-        assert "leads out of the archive" in reasons[f"evil.tar:{name}"]
-    for name in ("link.mp4", "hard.mp4"):
-        assert f"a link (to {secret})" in reasons[f"evil.tar:{name}"]
-    for name in ("device.mp4", "pipe.mp4"):
-        assert "no regular file" in reasons[f"evil.tar:{name}"]
-    assert "same name" in reasons["evil.tar:good.mp4"]
-    assert len(reasons) == 8
-
-
-def test_a_full_disk_ends_the_scan(tmp_path: Path, mp4: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tar(tmp_path / "a.tar", shard_members(mp4))
+    (tmp_path / "pq").mkdir()
+    dataset.to_parquet(tmp_path / "pq/train-0.parquet")
+    (tmp_path / "text").write_text("no folder")
+    with pytest.raises(
+        CacheError, match=r"text/clips cannot take in\.mp4 \(Not a directory: 5 bytes\); free"
+    ):
+        load_source(str(tmp_path / "pq"), cache_dir=tmp_path / "text/clips")
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(TarReader, "_copy", full)
-    with TarReader(path) as reader:
-        video = reader.samples[0].members["mp4"]
-        with pytest.raises(CacheError, match=r"cannot take 000000\.mp4 .*No space left.*HF_DATASETS_CACHE"):
-            reader.unpack(video, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(CacheError, match=r"No space left.*HF_DATASETS_CACHE"):
+        write_clip(b"bytes", "a.mp4", tmp_path / "full")
+    assert list((tmp_path / "full").iterdir()) == []
 
 
-def cuts(data: bytes) -> list[int]:
-    """Where to cut: inside the last member, at its header, inside its header, before the end mark."""
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        last = archive.getmembers()[-1]
-    end = last.offset_data + (last.size + 511) // 512 * 512
-    return [last.offset_data + 1, last.offset, last.offset + 100, end]
-
-
-def test_damaged_archives_say_so(tmp_path: Path, mp4: list[bytes]) -> None:
-    members = [("a.mp4", mp4[0]), ("a.txt", b"A cat."), ("b.txt", b"A dog."), ("b.mp4", mp4[1])]
-    data = tar(tmp_path / "whole.tar", members).read_bytes()
-    assert load_source(str(tmp_path / "whole.tar"), cache_dir=tmp_path / "cache")[1] == []
-    for number, cut in enumerate(cuts(data)):
-        path = tmp_path / f"cut{number}.tar"
-        path.write_bytes(data[:cut])
-        rows, rejected = load(path, cache_dir=tmp_path / "cache")
-        assert f"cut{number}/a" in rows
-        assert "damaged or cut off" in rejected[f"cut{number}.tar"], (number, rejected)
-        assert (f"cut{number}/b" in rows) == (cut == cuts(data)[-1])
-    for name, content in [
-        ("empty.tar", b""),
-        ("text.tar", b"text" * 999),
-        ("z.tar.gz", b"\x1f\x8b" + data[:999]),
-    ]:
-        (tmp_path / name).write_bytes(content)
-        rows, rejections = load_source(str(tmp_path / name), cache_dir=tmp_path / "cache")
-        assert rows == []
-        assert [rejection.key for rejection in rejections] == [name]
-        assert "replace it" in rejections[0].reason
-
-
-def test_random_damage_to_an_archive_never_crashes(tmp_path: Path, mp4: list[bytes]) -> None:
-    data = bytearray(tar(tmp_path / "whole.tar", shard_members(mp4)).read_bytes())
-    rng = np.random.default_rng(0)
-    path = tmp_path / "hurt.tar"
-    for _ in range(150):
-        hurt = data.copy()
-        start = int(rng.integers(len(hurt) // 512)) * 512  # most damage to headers, where the structure is
-        for _ in range(int(rng.integers(1, 20))):
-            hurt[start + int(rng.integers(512))] = int(rng.integers(256))
-        path.write_bytes(hurt)
-        rows, rejections = load_source(str(path), cache_dir=tmp_path / "cache")
-        assert len(rows) + len(rejections) > 0
-        assert all(isinstance(rejection, Rejection) and rejection.reason for rejection in rejections)
-
-
-def test_encoded_shards_point_to_their_importer(tmp_path: Path) -> None:
-    members = [("000000.pth", b"x"), ("000000.pickle", b"x"), ("000000.json", b"{}")]
-    tar(tmp_path / "energon/shard-000000.tar", members)
-    rows, rejections = load_source(str(tmp_path / "energon"))
-    assert rows == []
-    assert "data_tools.import_shards" in rejections[0].reason
-    (tmp_path / "tfrec").mkdir()
-    (tmp_path / "tfrec/file_00-10.tfrec").touch()
-    with pytest.raises(DataError, match=r"data_tools\.import_shards"):
-        load_source(str(tmp_path / "tfrec"))
-
-
-def test_pictures_of_a_readme_do_not_hide_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_dataset_by_name(dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    data = clip(tmp_path / "made.mp4", 40).read_bytes()
-    source = tmp_path / "repo"
-    image(source / "assets/banner.png", 40)
-    rows = {"video": [{"bytes": data, "path": "a.mp4"}], "caption": ["one"]}
-    os.makedirs(source / "data")
-    datasets.Dataset.from_dict(rows).to_parquet(source / "data/train-00000-of-00001.parquet")
-    found, rejections = load_source(str(source), cache_dir=tmp_path / "clips")
-    assert [row.caption for row in found] == ["one"]
+    snapshot = lay(tmp_path / "hub/snapshots" / ("0" * 40), {"videos/a.mp4": "x"})
+    rows = {"Video": [str(snapshot / "videos/a.mp4")], "CAPTION": ["one"], "start": [0.5]}
+    asked = []
+
+    def load_dataset(name: str, split: str, streaming: bool) -> Any:
+        asked.append((name, split, streaming))
+        return datasets.Dataset.from_dict(rows).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found, rejections = load_source("owner/name", split="test")
+    assert asked == [("owner/name", "test", True)]
+    assert found == [ClipRecord("videos/a@0.500", snapshot / "videos/a.mp4", "one", 0.5)]
     assert rejections == []
 
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("first line\nsecond line")
 
-NASTY = [
-    {"video": "x" * 5000, "caption": "long"},
-    {"video": "clip.mp4", "caption": "x", "start": 10**400},
-    {"video": "clip.mp4", "caption": "x", "start_frame": float("inf"), "end_frame": 1},
-    {"video": "clip.mp4", "caption": {"a": 1}},
-    {"video": ["clip.mp4"], "caption": "x"},
-    {"video": "clip.mp4", "caption": ["x", None]},
-    {"video": "clip.mp4/x", "caption": "x"},
-    {"video": "~/clip.mp4", "caption": "x"},
-]
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match=r"\(first line\)"):
+        load_source("owner/name")
 
 
-def test_nasty_values_are_rejected(tmp_path: Path) -> None:
-    clip(tmp_path / "clip.mp4", 40)
-    write(tmp_path / "metadata.jsonl", "\n".join(map(json.dumps, NASTY)) + "\n" + "[" * 100_000)
-    rows, rejected = load(tmp_path)
-    assert rows == {}
-    assert len(rejected) == len(NASTY) + 1
-    (tmp_path / "metadata.jsonl").unlink()
-    write(tmp_path / "clip.json", "[" * 100_000)
-    assert "cannot be read" in load(tmp_path)[1]["clip"]
-    write(tmp_path / "meta.json", "[" * 100_000)
-    with pytest.raises(DataError, match="cannot be read"):
-        load_source(str(tmp_path))
+def test_streamed_rows_that_name_files_of_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    import huggingface_hub
+
+    hub, asked = lay(tmp_path / "hub", {"videos/a.mp4": "x", "videos/b.mp4": "y"}), []
+
+    def hf_hub_download(repo: str, name: str, repo_type: str, revision: str | None) -> str:
+        asked.append((repo, name, repo_type, revision))
+        if not (hub / name).is_file():
+            raise FileNotFoundError(f"404: {name}\nmore")
+        return str(hub / name)
+
+    videos = ["videos/a.mp4", "hf://datasets/o/n@refs%2Fpr%2F1/videos/b.mp4", "videos/c.mp4", "../../x.mp4"]
+    rows = {"clip": videos, "text": ["one", "two", "three", "four"], "other": [0] * 4}
+    stream = datasets.Dataset.from_dict(rows).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    found, rejections = load_source("o/n", video_column="clip", caption_column="text")
+    assert found == [
+        ClipRecord("videos/a", hub / "videos/a.mp4", "one"),
+        ClipRecord("videos/b", hub / "videos/b.mp4", "two"),
+    ]
+    assert asked == [
+        ("o/n", "videos/a.mp4", "dataset", None),
+        ("o/n", "videos/b.mp4", "dataset", "refs/pr/1"),
+        ("o/n", "videos/c.mp4", "dataset", None),
+    ]
+    assert [(r.key, r.reason) for r in rejections] == [
+        ("train:2", "videos/c.mp4 cannot be fetched from the Hub (404: videos/c.mp4); check the row"),
+        ("train:3", "its path leads out of the dataset's repository; correct it"),
+    ]
 
 
-LISTINGS = {
-    "metadata.csv": "video,prompt,start,end\nclip.mp4,a cat,0,1\nimage.png,a tree,,\n",
-    "metadata.jsonl": '{"video_path": "clip.mp4", "caption": "a"}\n{"image_path": "image.png", "caption": "b"}\n',
-    "metadata.json": '[{"file_path": "clip.mp4", "text": "a cat", "type": "video", "start": 0.5}]',
-    "meta.json": '[{"file_name": "clip.mp4", "start_frame": 0, "end_frame": 5, "vila_caption": "a"}]',
-    "videos2caption.json": '[{"path": "clip.mp4", "cap": ["a", "b"], "fps": 8.0}]',
-    "captions.json": '{"clip.mp4": ["a", "b"], "image.png": ["c"]}',
-    "videos.txt": "clip.mp4\nimage.png\n",
-    "merge.txt": ".,table.json\n",
-}
+def test_streamed_webdataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` names the columns of WebDataset tars by their members' endings."""
+    import datasets
+
+    rows = {"__key__": ["a", "b"], "mp4": [{"bytes": b"x", "path": "a.mp4"}] * 2, "txt": ["one", ""]}
+    stream = datasets.Dataset.from_dict(rows).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    found, rejections = load_source("o/n", cache_dir=tmp_path)
+    assert [(row.caption, row.path.read_bytes()) for row in found] == [("one", b"x")]
+    assert [rejection.key for rejection in rejections] == ["train:1"]
 
 
-@pytest.mark.parametrize("name", LISTINGS)
-def test_random_damage_to_a_listing_never_crashes(tmp_path: Path, name: str) -> None:
-    clip(tmp_path / "clip.mp4", 40)
-    image(tmp_path / "image.png", 80)
-    write(tmp_path / "prompts.txt", "a cat\na tree\n")
-    write(tmp_path / "table.json", [{"path": "clip.mp4", "cap": ["a"]}])
-    rng, outcomes = np.random.default_rng(0), set()
-    for _ in range(150):
-        data = bytearray(LISTINGS[name].encode())
-        for place in rng.integers(len(data), size=int(rng.integers(1, 6))):
-            data[place] = rng.choice([rng.integers(256), *b'\0"{}[],:\n\\/.'])
-        (tmp_path / name).write_bytes(data)
-        try:
-            rows, rejections = load_source(str(tmp_path / name))
-            outcomes.add("read")
-            assert len(rows) + len(rejections) > 0
-        except DataError as error:
-            outcomes.add("refused" if "; " in str(error) else str(error))
-    assert "read" in outcomes
-    assert outcomes <= {"read", "refused"}
+def test_a_stream_that_breaks_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def rows() -> Any:
+        yield {"video": "/gone.mp4", "text": "one"}
+        raise ConnectionError("reset by peer\nmore")
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    with pytest.raises(DataError, match=r"source=o/n could not be loaded .* \(reset by peer\); check"):
+        load_source("o/n")
+
+
+def test_no_network_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError) as caught:
+        load_source("nobody/nothing-of-this-name")
+    message = str(caught.value)
+    assert message.startswith(
+        "source=nobody/nothing-of-this-name could not be loaded as a Hugging Face dataset ("
+    )
+    assert message.endswith("the network, or give a folder of clips")
+    assert "\n" not in message

@@ -8,9 +8,9 @@ from collections.abc import Container, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from wands.data.clips.archive import TAR_EXTENSIONS, TarReader, TarSample
+from wands.data.clips.archives import TAR_EXTENSIONS, TarReader, TarSample
 from wands.data.clips.hf_dataset import clips_dir
-from wands.data.clips.manifest import (
+from wands.data.clips.records import (
     CLIP_EXTENSIONS,
     IMAGE_EXTENSIONS,
     VIDEO_EXTENSIONS,
@@ -21,7 +21,7 @@ from wands.data.clips.manifest import (
     read_range,
     safe_name,
 )
-from wands.data.clips.table import Columns
+from wands.data.clips.tables import Columns
 from wands.errors import DataError
 
 # diffusion-pipe: the folder is the data set, this file has its captions.

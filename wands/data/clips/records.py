@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from wands.data.clips.table import read_frames, read_window
+from wands.data.clips.tables import read_frames, read_window
 from wands.errors import DataError
 
 # fmt: off
@@ -24,7 +24,7 @@ CLIP_EXTENSIONS = (*VIDEO_EXTENSIONS, *IMAGE_EXTENSIONS)
 
 
 @dataclass(frozen=True)
-class ManifestRow:
+class ClipRecord:
     """One clip to be decoded.
 
     Attributes:
@@ -118,7 +118,7 @@ class Scan:
         for index, caption in enumerate(dict.fromkeys(captions)):
             self.entries.append(_Entry(name, path, caption, *window, further=index > 0))
 
-    def finish(self) -> tuple[list[ManifestRow], list[Rejection]]:
+    def finish(self) -> tuple[list[ClipRecord], list[Rejection]]:
         """Drop duplicates, settle the keys, sort both lists by key.
 
         A later row of the same clip and range with another caption is a further caption of it.
@@ -141,7 +141,7 @@ class Scan:
             if key == full and fulls[full] > 1:
                 self.reject(full, entry.path, "another clip has the same key; rename one of them")
             else:
-                rows.append(ManifestRow(key, entry.path, entry.caption, entry.start, entry.end))
+                rows.append(ClipRecord(key, entry.path, entry.caption, entry.start, entry.end))
         rows.sort(key=lambda row: row.key)
         self.rejections.sort(key=lambda rejection: (rejection.key, rejection.path, rejection.reason))
         return rows, self.rejections
