@@ -69,7 +69,11 @@ def _rank_main(
         MASTER_PORT=str(port),
     )
     import torch
+    from deepspeed.accelerator import get_accelerator
 
+    if get_accelerator().device_name() == "cpu":
+        # On CPUs with fp16 instructions DeepSpeed refuses float64 models under ZeRO-3 and runs Muon in fp16.
+        type(get_accelerator()).is_fp16_supported = lambda self: False
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays: looking through it for cycles takes a second
     while True:

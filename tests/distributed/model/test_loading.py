@@ -214,7 +214,7 @@ def test_hub_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(hub, "snapshot_download", fetch)
     with pytest.raises(
-        ConfigError, match=r"model\.path=someone/wan is no folder here .*check the name"
+        ConfigError, match=r"model\.path=someone/wan is not a folder and cannot .*check the name"
     ) as error:
         load_config("someone/wan")
     assert "\n" not in str(error.value)
