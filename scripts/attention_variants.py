@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wands.attention.kernels.registry import Backend
+from wands.attention.packed import PackedMeta
 from wands.attention.ring import ring_attention
-from wands.attention.ulysses import ContextAttention
+from wands.attention.ulysses import context_attention
 from wands.attention.varlen import Segments, varlen_attention
 from wands.distributed.dims import ParallelDims, ProcessGroups
-from wands.distributed.layout import ContextLayout, ContextPlan, PackedMeta
+from wands.distributed.layout import ContextLayout, ContextPlan
 
 HEAD_DIM = 128
 
@@ -147,11 +148,11 @@ def context_parallel(
     """`degrees` is (ring, ulysses); their product is the world."""
     device, (ring, ulysses) = inputs[0].device, degrees
     groups = groups_of(ring, ulysses, device)
-    layout = ContextLayout.build(lens, ulysses_degree=ulysses, ring_degree=ring, cp_rank=groups.grid.cp_rank)
-    attention = ContextAttention(backend, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
+    layout = ContextLayout.build(lens, ulysses_degree=ulysses, ring_degree=ring, cp_rank=groups.dims.cp_rank)
+    attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
     positions = torch.zeros(layout.num_tokens, 3, dtype=torch.int64)
     ones = (1,) * len(lens)
-    meta = PackedMeta(positions, layout.segment_ids, layout.plan.chunk_lens, layout.local_lens, ones).to(
+    meta = PackedMeta(positions, layout.segment_ids, layout.plan.chunk_lens, layout.local_seq_lens, ones).to(
         device
     )
     formula = layout.plan.comm_bytes(inputs[0][0].numel(), inputs[0].itemsize).total
@@ -161,7 +162,7 @@ def context_parallel(
 def all_gather_kv(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend) -> Variant:
     world, rank, device = dist.get_world_size(), dist.get_rank(), inputs[0].device
     layouts = [ContextLayout.build(lens, ring_degree=world, cp_rank=i) for i in range(world)]
-    segments = Segments.build(layouts[rank].local_lens, lens, device)
+    segments = Segments.build(layouts[rank].local_seq_lens, lens, device)
     gathered = torch.cat([layout.token_index for layout in layouts])
     order = torch.empty(sum(lens), dtype=torch.int64)  # packed token -> row of what is gathered
     order[gathered[gathered >= 0]] = (gathered >= 0).nonzero()[:, 0]

@@ -6,7 +6,7 @@
 single kernel       the whole pack in one process, the other ranks idle
 blocks of a ring    the same process computes all R x R blocks of a ring, one after the other, and merges them: what
                     cutting the kernel costs, without any traffic
-ulysses, ring,      wands: ContextAttention over ContextLayout; `plain` is DeepSpeed's DistributedAttention with its three
+ulysses, ring,      wands: context_attention over ContextLayout; `plain` is DeepSpeed's DistributedAttention with its three
 hybrid              all-to-alls of q, k and v, the others send them in one
 all-gather of k, v  the dumb way: gather keys and values of all ranks, put them in packed order, one kernel call, and
                     reduce-scatter their gradients; queries lie as in wands' ring

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 import diffusers
 import torch
 
-from wands.attention.ulysses import OPERATORS, ContextAttention
+from wands.attention.packed import PackedMeta, segment_ids_of
+from wands.attention.ulysses import OPERATORS, context_attention
 from wands.attention.varlen import choose_backend
-from wands.distributed.layout import PackedMeta, segment_ids_of
 from wands.model.checkpointing import SelectiveCheckpoint
 from wands.model.transformer import PackedWanTransformer
 from wands.train.peak_memory import PeakMemory
@@ -92,7 +92,7 @@ def build_step(args: argparse.Namespace) -> tuple[PackedWanTransformer, Callable
     ).to(device)
     dtype = torch.bfloat16 if args.compute == "bf16" else torch.float32
     backend = choose_backend("auto", device, dtype, HEAD_DIM[args.device])
-    model.set_attention(ContextAttention(backend), backend)
+    model.set_attention(context_attention(backend), backend)
     lens = (args.tokens - args.tokens // 3, args.tokens // 3)
     positions = torch.zeros(args.tokens, 3, dtype=torch.int64)
     texts = (TEXT_TOKENS,) * len(lens)

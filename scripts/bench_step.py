@@ -29,10 +29,10 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wands.attention.ulysses import ContextAttention
+from wands.attention.ulysses import context_attention
 from wands.attention.varlen import choose_backend
 from wands.config.recipe import FlowConfig
-from wands.data.collate import PackingCollator, Sample, Shard
+from wands.data.collate import PackingCollator, RankSlice, Sample
 from wands.distributed.layout import ContextLayout
 from wands.model.transformer import PackedWanTransformer
 from wands.variants import TEXT_LEN, DiTShape
@@ -69,7 +69,7 @@ def build_models(device: str) -> tuple[WanTransformer3DModel, PackedWanTransform
     packed.load_state_dict(stock.state_dict())
     name, dtype = ("torch", torch.bfloat16) if device == "cuda" else ("cpu", torch.float32)
     backend = choose_backend(name, device, dtype)
-    packed.set_attention(ContextAttention(backend), backend)
+    packed.set_attention(context_attention(backend), backend)
     for model in (stock, packed):
         model.to(device).train()
         if device == "cuda":
@@ -77,7 +77,7 @@ def build_models(device: str) -> tuple[WanTransformer3DModel, PackedWanTransform
     return stock, packed
 
 
-def packed_step(model: PackedWanTransformer, shard: Shard, timesteps: Tensor) -> Step:
+def packed_step(model: PackedWanTransformer, shard: RankSlice, timesteps: Tensor) -> Step:
     def step() -> None:
         model(shard.tokens, shard.meta, timesteps, shard.text_embeds).float().square().sum().backward()
 
@@ -135,7 +135,7 @@ def measure(device: str, rounds: int, text_len: int | None, clock: Callable[[], 
     shape = DiTShape.from_config(stock.config)
     collate = PackingCollator(shape, FlowConfig(cfg_dropout=0.0), 0, samples[0].text_embeds)
     batch = collate(samples, [0] * len(samples), 0)
-    shard = batch.shard(ContextLayout.build(batch.seq_lens)).to(device)
+    shard = batch.rank_slice(ContextLayout.build(batch.seq_lens)).to(device)
     samples = [Sample(s.sample_id, s.latents.to(device), s.text_embeds.to(device)) for s in samples]
     timesteps = torch.linspace(20, 980, len(samples), device=device)
     steps = {

@@ -27,7 +27,7 @@ def main() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from wands.attention.kernels.registry import backend_named
+    from wands.attention.kernels.registry import get_backend
     from wands.model.transformer import PackedWanTransformer
 
     found: dict[str, dict[str, int]] = {}
@@ -54,8 +54,8 @@ def main() -> None:
                 model = kind(attention_head_dim=128, **bench_step.WIDTHS[device])
             model.enable_gradient_checkpointing()
             models.append(move(model).train())
-        backend = backend_named("torch")
-        models[1].set_attention(bench_step.ContextAttention(backend), backend)
+        backend = get_backend("torch")
+        models[1].set_attention(bench_step.context_attention(backend), backend)
         return models[0], models[1]
 
     def seconds(step: Callable[[], None], model: Any, device: str, clock: Any) -> float:

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wands.attention.ulysses import ContextAttention
+from wands.attention.packed import PackedMeta
+from wands.attention.ulysses import context_attention
 from wands.attention.varlen import Segments, choose_backend, varlen_attention
 from wands.distributed.dims import ParallelDims, ProcessGroups
-from wands.distributed.layout import ContextLayout, PackedMeta
+from wands.distributed.layout import ContextLayout
 
 HEADS, DIM = 4, 8
 
@@ -48,7 +49,7 @@ def groups_of(ring: int, ulysses: int) -> ProcessGroups:
 def meta_of(layout: ContextLayout) -> PackedMeta:
     positions = torch.zeros(layout.num_tokens, 3, dtype=torch.int64)
     ones = (1,) * len(layout.seq_lens)
-    return PackedMeta(positions, layout.segment_ids, layout.plan.chunk_lens, layout.local_lens, ones)
+    return PackedMeta(positions, layout.segment_ids, layout.plan.chunk_lens, layout.local_seq_lens, ones)
 
 
 def shard_rows(x: Tensor, layout: ContextLayout) -> Tensor:
@@ -78,10 +79,10 @@ def attend(
     """Shard the pack, attend and differentiate on this rank, and join: out, dq, dk, dv in float64."""
     groups = groups_of(ring, ulysses)
     layout = ContextLayout.build(
-        seq_lens, ulysses_degree=ulysses, ring_degree=ring, cp_rank=groups.grid.cp_rank
+        seq_lens, ulysses_degree=ulysses, ring_degree=ring, cp_rank=groups.dims.cp_rank
     )
     kernel = choose_backend(backend, "cpu", inputs[0].dtype)
-    attention = ContextAttention(kernel, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
+    attention = context_attention(kernel, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
     *leaves, dout = [shard_rows(x, layout).requires_grad_() for x in inputs]
     out = attention(*leaves, meta_of(layout))
     dout = dout.detach().clone()

@@ -51,7 +51,7 @@ def run_step(
     import torch
 
     from wands.attention.kernels.registry import BACKENDS
-    from wands.attention.ulysses import OPERATORS, ContextAttention
+    from wands.attention.ulysses import OPERATORS, context_attention
     from wands.config.recipe import load_recipe
     from wands.data.collate import PackingCollator
     from wands.distributed.layout import ContextLayout
@@ -75,7 +75,7 @@ def run_step(
     layout = ContextLayout.build(
         batch.seq_lens, ring_degree=ring_degree, ulysses_degree=ulysses_degree, cp_rank=0
     )
-    shard = batch.shard(layout)
+    shard = batch.rank_slice(layout)
 
     model = build_empty(config)
     if recipe.lora:
@@ -85,7 +85,7 @@ def run_step(
         given: set[str] = set()
         kernel = "torch" if recipe.precision.compute == "bf16" else "reference"
         backend = BACKENDS[kernel] = watched(BACKENDS[kernel], given)
-        model.set_attention(ContextAttention(backend, **groups), backend)
+        model.set_attention(context_attention(backend, **groups), backend)
         if recipe.drops:
             model.set_dropout(recipe.model.dropout, 0.0)
         # Pages in place of pinned memory, copies without a stream.

@@ -10,9 +10,10 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
+from wands.attention.packed import PackedMeta
 from wands.attention.varlen import Segments, choose_backend, varlen_attention
 from wands.data.patchify import patchify
-from wands.distributed.layout import ContextLayout, PackedMeta
+from wands.distributed.layout import ContextLayout
 from wands.model.transformer import PackedWanTransformer
 from wands.variants import TEXT_LEN
 
@@ -117,7 +118,7 @@ def make_meta(
         torch.cat(positions),
         layout.segment_ids,
         layout.plan.chunk_lens,
-        layout.local_lens,
+        layout.local_seq_lens,
         tuple(text_lens),
         tuple(length for lens in parted for length in lens),
     )
@@ -174,7 +175,7 @@ def run_stock(stock: WanTransformer3DModel, pack: Pack, per_token: bool = False)
         padded = torch.cat([text, text.new_zeros(TEXT_LEN - len(text), text.shape[1])])
         timesteps, image = timestep[None], None
         if pack.num_cond_tokens or per_token:
-            timesteps = timestep.repeat(pack.meta.seq_lens[i])[None]
+            timesteps = timestep.repeat(pack.meta.local_seq_lens[i])[None]
             timesteps[:, : (pack.num_cond_tokens or (0,) * len(pack.latents))[i]] = 0
         if pack.images:
             image = pack.images[i][None]

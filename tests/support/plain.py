@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from wands.attention.kernels.flash import FlashBackend
-from wands.attention.kernels.registry import Backend, backend_named, choose_backend
+from wands.attention.kernels.registry import Backend, choose_backend, get_backend
 from wands.attention.packed import Segments
 
 HEADS, DIM = 3, 16
@@ -47,7 +47,7 @@ def plain_attention(
 def cuda_backend(name: str) -> Backend:
     """The kernel, behind its check, where its package is installed and the GPU is one of its own."""
     pytest.importorskip(CUDA_BACKENDS[name])
-    backend = backend_named(name)
+    backend = get_backend(name)
     assert isinstance(backend, FlashBackend)
     if not backend.runs_on(torch.cuda.get_device_capability()):
         pytest.skip(f"needs compute capability {backend.capability}")

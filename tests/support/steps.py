@@ -144,7 +144,7 @@ def optimizer_step(
         plan = run.sampler.step_plan(0)
         denominator = run.denominator(plan)
         [expert] = run.experts
-        shards = rank_shards(run, plan, groups.grid)
+        shards = rank_shards(run, plan, groups.dims)
         result = train_step(engine, shards, run, groups, device, denominator, expert.sigma_range)
         loss = result.loss.double()
         dist.all_reduce(loss)

@@ -249,7 +249,7 @@ def test_the_checks_of_cache_and_heads_are_what_refuses(
     from make_tiny_pipeline import build_tiny_pipeline
 
     from wands.data.cache.reader import LatentCache
-    from wands.distributed.dims import Degrees
+    from wands.distributed.dims import ContextDegrees
     from wands.train import run as module
 
     twelve = tmp_path / "twelve"
@@ -276,7 +276,9 @@ def test_the_checks_of_cache_and_heads_are_what_refuses(
     vae = ("train", "--dry-run", "--set", f"model.path={other}", "--set", f"data.cache={cache}")
     assert "was encoded for" in refused(*vae)
 
-    monkeypatch.setattr(module, "choose_degrees", lambda parallel, **_: Degrees(parallel.group_size, 1))
+    monkeypatch.setattr(
+        module, "choose_degrees", lambda parallel, **_: ContextDegrees(parallel.group_size, 1)
+    )
     monkeypatch.setattr(LatentCache, "check_fits", lambda *args: None)
     assert invoke(*vae).exit_code == 0
     monkeypatch.setenv("WORLD_SIZE", "8")

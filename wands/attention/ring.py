@@ -1,12 +1,12 @@
-"""Ring attention on packed rows: keys and values travel, every rank attends to each block as it comes by.
+"""Ring attention on packed rows: keys and values travel around the ring, and every rank attends to each block it receives.
 
-Forward and backward are custom operators. To activation checkpointing they are single nodes, so its selective policy can
-keep the forward's result instead of going round again, and torch.compile takes their gradient as given. An operator's
-arguments are tensors, numbers and strings; that is why lengths come as a flat list and groups by name.
+Forward and backward are custom operators. Activation checkpointing therefore sees each of them as one node, and can keep the
+forward's result instead of repeating the ring; torch.compile uses the registered gradient. Arguments of an operator are tensors,
+numbers and strings, so the chunk lengths are passed as one flat list, and process groups by name.
 
-Letters: N rows of a ring row, H heads, D head dim, R ring degree, S samples.
-Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers"; the backward is Dao et al. 2022, algorithm 4, with
-each block given the log-sum-exp of the whole row.
+Letters: N tokens of a ring row, H heads, D head dim, R ring degree, S samples.
+Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers"; Dao et al. 2022, algorithm 4, for the backward, in which
+each block uses the log-sum-exp of all blocks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from wands.attention.kernels.registry import Backend, backend_named
-from wands.attention.packed import Segments
-from wands.distributed.layout import ChunkLens, ring_rounds
+from wands.attention.kernels.registry import Backend, get_backend
+from wands.attention.packed import ChunkLens, PackedMeta, Segments
+from wands.distributed.layout import ring_rounds
+
+
+class RingAttention:
+    """Self-attention of a ring row: the callable (q, k, v, meta) -> out for `ring_attention`.
+
+    Args:
+        backend: attention kernel.
+        group: ranks of the ring; None if R is 1.
+        grad_group: a second communicator over the ranks of `group`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        group: dist.ProcessGroup | None = None,
+        grad_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.backend, self.group, self.grad_group = backend, group, grad_group
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
+        """Attend inside samples: [N, H, D] three times -> [N, H, D]."""
+        return ring_attention(q, k, v, meta.chunk_lens, self.backend, self.group, self.grad_group)
 
 
 def ring_attention(
@@ -34,23 +56,23 @@ def ring_attention(
     group: dist.ProcessGroup | None = None,
     grad_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Attend inside samples that are spread over the rows of a ring; without a ring, inside one row.
+    """Attend inside samples whose chunks are spread over the ring rows.
 
     Args:
-        q: [N, H, D], this rank's row; what lies behind its samples is padding and gives 0.
+        q: [N, H, D], this rank's ring row. Rows after the last sample are padding, and their output is 0.
         k: [N, H, D].
         v: [N, H, D].
-        chunk_lens: tokens of each sample in each row of the ring.
-        backend: the kernel.
-        group: the ring; None when R is 1.
-        grad_group: the same ranks, another communicator, for the gradients of k and v.
+        chunk_lens: number of tokens of each sample in each ring row, [R][S].
+        backend: attention kernel.
+        group: ranks of the ring; None if R is 1.
+        grad_group: a second communicator over the ranks of `group`, for the gradients of k and v.
 
     Returns:
         [N, H, D] in q's dtype.
     """
     degree = len(chunk_lens)
     assert degree == (group.size() if group else 1), f"{degree} rows in a ring of {group and group.size()}"
-    names = [one.group_name if one else "" for one in (group, grad_group)]
+    names = [peers.group_name if peers else "" for peers in (group, grad_group)]
     lens = [length for row in chunk_lens for length in row]
     out, _ = torch.ops.wands.ring_forward(q, k, v, lens, degree, *names, backend.name, q.shape[-1] ** -0.5)
     return out
@@ -68,21 +90,25 @@ def ring_forward(
     backend: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """See `ring_attention`; returns out [N, H, D] and its log-sum-exp [H, N]. `grad_group` is on its way to the backward."""
-    chunk_lens, kernel = _by_row(tuple(lens), degree), backend_named(backend)
+    """Run the forward of `ring_attention`; `grad_group` is an argument because the backward needs it.
+
+    Returns:
+        out [N, H, D], and its log-sum-exp [H, N].
+    """
+    chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:
         out, lse = kernel.forward(q, k, v, _segments(chunk_lens[0], chunk_lens[0], q.device), scale)
-        return out.contiguous(), lse.contiguous()  # some kernels keep the order of q's axes in memory
-    peers = _resolve_process_group(group)
-    rank, rounds = dist.get_rank(peers), ring_rounds(chunk_lens)
-    out = torch.zeros_like(q, dtype=_wide(q), memory_format=torch.contiguous_format)
-    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_wide(q))
+        return out.contiguous(), lse.contiguous()  # some kernels return the memory order of q
+    ring = _resolve_process_group(group)
+    rank, rounds = dist.get_rank(ring), ring_rounds(chunk_lens)
+    out = torch.zeros_like(q, dtype=_fp32_or_wider(q), memory_format=torch.contiguous_format)
+    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_fp32_or_wider(q))
     block = torch.stack([k, v])
     for step in range(rounds):
-        coming = _PassOn(block, peers) if step + 1 < rounds else None  # under way while the kernel works
+        transfer = _RingTransfer(block, ring) if step + 1 < rounds else None  # runs during the kernel
         segments = _segments(chunk_lens[rank], chunk_lens[(rank - step) % degree], q.device)
         _merge(out, lse, *kernel.forward(q, block[0], block[1], segments, scale))
-        block = coming.wait() if coming else block
+        block = transfer.wait() if transfer else block
     return out.to(q.dtype), lse
 
 
@@ -101,41 +127,45 @@ def ring_backward(
     backend: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; those of k and v begin at the next row, follow their block, and come home at last."""
-    chunk_lens, kernel = _by_row(tuple(lens), degree), backend_named(backend)
+    """Return the gradients of q, k and v.
+
+    The gradient of a block of k and v follows the block around the ring. Each rank adds its part and sends the sum on; the last
+    transfer brings the sum to the rank that owns the block.
+    """
+    chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:
         segments = _segments(chunk_lens[0], chunk_lens[0], q.device)
         dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, segments, scale)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    peers, grad_peers = _resolve_process_group(group), _resolve_process_group(grad_group)
-    rank, rounds = dist.get_rank(peers), ring_rounds(chunk_lens)
-    dq = torch.zeros_like(q, dtype=_wide(q), memory_format=torch.contiguous_format)
+    ring, grad_ring = _resolve_process_group(group), _resolve_process_group(grad_group)
+    rank, rounds = dist.get_rank(ring), ring_rounds(chunk_lens)
+    dq = torch.zeros_like(q, dtype=_fp32_or_wider(q), memory_format=torch.contiguous_format)
     block = torch.stack([k, v])
-    home: Tensor | None = None  # what this row finds for its own block; the others' finds travel
-    behind: _PassOn | None = None
+    own_dblock: Tensor | None = None  # this rank's part of its own block's gradient, which does not travel
+    grad_transfer: _RingTransfer | None = None
     for step in range(rounds):
-        coming = _PassOn(block, peers) if step + 1 < rounds else None
+        transfer = _RingTransfer(block, ring) if step + 1 < rounds else None
         segments = _segments(chunk_lens[rank], chunk_lens[(rank - step) % degree], q.device)
-        part, *parts = kernel.backward(dout, q, block[0], block[1], out, lse, segments, scale)
-        dq += part
-        dblock = torch.stack(parts).to(_wide(q))
+        dq_part, *dkv_part = kernel.backward(dout, q, block[0], block[1], out, lse, segments, scale)
+        dq += dq_part
+        dblock = torch.stack(dkv_part).to(_fp32_or_wider(q))
         if step == 0:
-            home = dblock
+            own_dblock = dblock
         else:
-            if behind:
-                dblock += behind.wait()
-            behind = _PassOn(dblock, grad_peers)
-        block = coming.wait() if coming else block
-    assert home is not None
-    if behind:
-        home += behind.wait()
-    dk, dv = home.unbind()
-    # Copies: what an operator returns may not share memory.
+            if grad_transfer:
+                dblock += grad_transfer.wait()
+            grad_transfer = _RingTransfer(dblock, grad_ring)
+        block = transfer.wait() if transfer else block
+    assert own_dblock is not None
+    if grad_transfer:
+        own_dblock += grad_transfer.wait()
+    dk, dv = own_dblock.unbind()
+    # Copies, because the results of an operator must not share memory.
     return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
 
-class _PassOn:
-    """A buffer on its way to the next row of the ring, and the one that the row before sends meanwhile."""
+class _RingTransfer:
+    """Asynchronous transfer: send a block to the next rank of the ring, receive a block from the previous rank."""
 
     def __init__(self, block: Tensor, group: dist.ProcessGroup) -> None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -146,42 +176,41 @@ class _PassOn:
         )
 
     def wait(self) -> Tensor:
-        """What has arrived."""
+        """Wait for both directions and return the received block."""
         for work in self._works:
             work.wait()
         return self._received
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Fold the attention to one block of keys into that of the blocks before, in place, in fp32 or wider."""
-    merged = torch.logaddexp(lse, part_lse)
-    finite = merged.masked_fill(merged == -torch.inf, 0.0)  # rows that have attended to nothing yet stay 0
-    weight, part_weight = ((x - finite).exp().mT.unsqueeze(-1) for x in (lse, part_lse))
-    out.mul_(weight).addcmul_(part.to(out.dtype), part_weight)
+def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge the attention to one block of keys into `out` and `lse`, in place, in fp32 or wider."""
+    merged = torch.logaddexp(lse, block_lse)
+    finite = merged.masked_fill(merged == -torch.inf, 0.0)  # rows that have no key yet stay 0
+    weight, block_weight = ((x - finite).exp().mT.unsqueeze(-1) for x in (lse, block_lse))
+    out.mul_(weight).addcmul_(block_out.to(out.dtype), block_weight)
     lse.copy_(merged)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _fp32_or_wider(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
 @lru_cache(maxsize=256)
-def _by_row(lens: tuple[int, ...], degree: int) -> ChunkLens:
-    size = len(lens) // degree
-    return tuple(lens[row * size : (row + 1) * size] for row in range(degree))
+def _split_rows(lens: tuple[int, ...], degree: int) -> ChunkLens:
+    num_samples = len(lens) // degree
+    return tuple(lens[row * num_samples : (row + 1) * num_samples] for row in range(degree))
 
 
 @lru_cache(maxsize=512)
 def _segments(lens_q: tuple[int, ...], lens_k: tuple[int, ...], device: torch.device) -> Segments:
-    """Made once for all layers: every `cu_seqlens` is a copy to the device."""
+    """Build segments once for all layers, because every `cu_seqlens` is a copy to the device."""
     return Segments.build(lens_q, lens_k, device)
 
 
 @ring_forward.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
-        q.shape[1], q.shape[0], dtype=_wide(q)
-    )
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=_fp32_or_wider(q))
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
 @ring_backward.register_fake
@@ -189,17 +218,14 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, .
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.plan = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output)
 
 
-def _gradient(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.wands.ring_backward(dout.contiguous(), *ctx.saved_tensors, *ctx.plan)
-    return *grads, *(None for _ in ctx.plan)
+def _backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.wands.ring_backward(dout.contiguous(), *ctx.saved_tensors, *ctx.options)
+    return *grads, *(None for _ in ctx.options)
 
 
-ring_forward.register_autograd(_gradient, setup_context=_remember)
-
-OPERATOR = torch.ops.wands.ring_forward.default
-"""What selective activation checkpointing must keep, or every ring goes round twice."""
+ring_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -1,9 +1,9 @@
-"""Hybrid context parallelism: DeepSpeed's Ulysses all-to-all round the ring, one callable for the model.
+"""Ulysses attention: DeepSpeed's DistributedAttention, with ring attention as its local attention.
 
-The two exchanges are custom operators, each the other's gradient: like the ring they are single nodes to activation
-checkpointing, which can keep what has arrived instead of sending it again.
+The two exchanges are custom operators, and each is the gradient of the other. Activation checkpointing therefore sees every
+exchange as one node, and can keep the received tensors instead of sending them again.
 
-Letters: L local tokens, N = L * ulysses_degree rows of a ring row, H heads, D head dim.
+Letters: L local tokens, N = L * U tokens of a ring row, H heads, D head dim, U Ulysses degree.
 Sources: Jacobs et al. 2023, "DeepSpeed Ulysses"; Fang and Zhao 2024, "USP".
 """
 
@@ -13,87 +13,105 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from wands.attention.kernels.registry import Backend
-from wands.attention.ring import OPERATOR, ring_attention
-from wands.distributed.layout import ChunkLens, PackedMeta
+from wands.attention.packed import PackedMeta
+from wands.attention.ring import RingAttention
 
-SCATTER_HEADS, GATHER_TOKENS, BATCH_FIRST = 2, 1, 0
-"""Of a [B, L, H, D] tensor: the axis that is cut, the axis that grows, and where the batch is."""
+BATCH_AXIS, TOKEN_AXIS, HEAD_AXIS = 0, 1, 2
+"""Axes of a [B, L, H, D] tensor."""
 
 
-class ContextAttention:
-    """Self-attention of packed tokens that are spread over a context-parallel group, or over no group at all.
+def context_attention(
+    backend: Backend,
+    ulysses: dist.ProcessGroup | None = None,
+    ring: dist.ProcessGroup | None = None,
+    ring_grad: dist.ProcessGroup | None = None,
+    *,
+    fused: bool = True,
+) -> UlyssesAttention | RingAttention:
+    """Build the self-attention of packed tokens that a context-parallel group shares.
 
     Args:
-        backend: the kernel that each rank runs.
-        ulysses: ranks that share heads.
-        ring: ranks that share samples.
-        ring_grad: the same ranks, another communicator.
-        fused: send q, k and v in one all-to-all instead of DeepSpeed's three; the same bits arrive.
+        backend: attention kernel of every rank.
+        ulysses: ranks that share heads; None if the Ulysses degree is 1.
+        ring: ranks that share samples; None if the ring degree is 1.
+        ring_grad: a second communicator over the ranks of `ring`.
+        fused: send q, k and v in one all-to-all instead of three.
+
+    Returns:
+        A callable (q, k, v, meta) -> out, with all tensors [L, H, D]; see `wands.model.transformer.SelfAttention`.
+    """
+    attention = RingAttention(backend, ring, ring_grad)
+    return attention if ulysses is None else UlyssesAttention(attention, ulysses, fused=fused)
+
+
+class UlyssesAttention(DistributedAttention):
+    """DistributedAttention on packed tokens, with one all-to-all for q, k and v.
+
+    Without `fused`, the forward is DeepSpeed's own, with three all-to-alls. Both return the same bits.
+
+    Args:
+        local_attention: attention of the tokens of a ring row and some of the heads, (q, k, v, meta) -> out.
+        group: ranks that share heads; the group size U divides H.
+        fused: send q, k and v in one all-to-all.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        ulysses: dist.ProcessGroup | None = None,
-        ring: dist.ProcessGroup | None = None,
-        ring_grad: dist.ProcessGroup | None = None,
-        *,
-        fused: bool = True,
+        self, local_attention: RingAttention, group: dist.ProcessGroup, *, fused: bool = True
     ) -> None:
-        self.backend, self.ulysses, self.fused = backend, ulysses, fused
-        self._ring = (ring, ring_grad)
-        if ulysses is not None:
-            from deepspeed.sequence.layer import DistributedAttention
+        def batched_attention(q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
+            return local_attention(q[0], k[0], v[0], meta)[None]
 
-            self._plain = DistributedAttention(
-                self._one_row, ulysses, scatter_idx=SCATTER_HEADS, gather_idx=GATHER_TOKENS
-            )
+        super().__init__(batched_attention, group, scatter_idx=HEAD_AXIS, gather_idx=TOKEN_AXIS)
+        self.fused = fused
+        self._group = group.group_name, group.size()
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
-        """[L, H, D] three times and where the tokens are -> [L, H, D]."""
-        if self.ulysses is None:
-            return ring_attention(q, k, v, meta.chunk_lens, self.backend, *self._ring)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
+        """Attend inside samples whose tokens the context-parallel group shares.
+
+        Args:
+            q: [L, H, D].
+            k: [L, H, D].
+            v: [L, H, D].
+            meta: chunk lengths of the pack.
+
+        Returns:
+            [L, H, D].
+        """
         if not self.fused:
-            return self._plain(q[None], k[None], v[None], BATCH_FIRST, None, meta.chunk_lens)[0]
-        peers = (self.ulysses.group_name, self.ulysses.size())
-        rows = torch.ops.wands.to_heads(torch.stack([q, k, v]), *peers)  # [3, N, H / U, D]
-        q, k, v = rows[:, None].unbind()
-        return torch.ops.wands.to_tokens(self._one_row(q, k, v, meta.chunk_lens), *peers)[0]
-
-    def _one_row(self, q: Tensor, k: Tensor, v: Tensor, chunk_lens: ChunkLens) -> Tensor:
-        """[1, N, H / U, D]: a whole ring row in its own order, some of the heads."""
-        return ring_attention(q[0], k[0], v[0], chunk_lens, self.backend, *self._ring)[None]
+            return super().forward(q[None], k[None], v[None], BATCH_AXIS, None, meta)[0]
+        q, k, v = torch.ops.wands.to_heads(torch.stack([q, k, v]), *self._group).unbind()  # [N, H / U, D]
+        out = self.local_attn(q[None], k[None], v[None], meta)
+        return torch.ops.wands.to_tokens(out, *self._group)[0]
 
 
 @torch.library.custom_op("wands::to_heads", mutates_args=())
 def to_heads(x: Tensor, group: str, degree: int) -> Tensor:
-    """Exchange the tokens of all heads for all tokens of some heads, inside a Ulysses group.
+    """Exchange local tokens of all heads for all tokens of some heads.
 
     Args:
         x: [B, L, H, D].
-        group: by its name.
-        degree: U, ranks in the group; it divides H.
+        group: name of the Ulysses group.
+        degree: U, the number of ranks in the group; U divides H.
 
     Returns:
         [B, N, H / U, D].
     """
-    return _exchange(x, SCATTER_HEADS, GATHER_TOKENS, group)
+    return _all_to_all(x, HEAD_AXIS, TOKEN_AXIS, group)
 
 
 @torch.library.custom_op("wands::to_tokens", mutates_args=())
 def to_tokens(x: Tensor, group: str, degree: int) -> Tensor:
     """Undo `to_heads`: [B, N, H / U, D] -> [B, L, H, D]."""
-    return _exchange(x, GATHER_TOKENS, SCATTER_HEADS, group)
+    return _all_to_all(x, TOKEN_AXIS, HEAD_AXIS, group)
 
 
-def _exchange(x: Tensor, scatter: int, gather: int, group: str) -> Tensor:
-    from deepspeed.sequence.layer import single_all_to_all
-
-    return single_all_to_all(x, scatter, gather, BATCH_FIRST, _resolve_process_group(group))
+def _all_to_all(x: Tensor, scatter_axis: int, gather_axis: int, group: str) -> Tensor:
+    return single_all_to_all(x, scatter_axis, gather_axis, BATCH_AXIS, _resolve_process_group(group))
 
 
 @to_heads.register_fake
@@ -108,24 +126,26 @@ def _(x: Tensor, group: str, degree: int) -> Tensor:
     return x.new_empty(batch, tokens // degree, heads * degree, dim)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.peers = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.group = inputs
 
 
-def _back_to_tokens(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return torch.ops.wands.to_tokens(grad, *ctx.peers), None, None
+def _to_heads_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.wands.to_tokens(grad, *ctx.group), None, None
 
 
-def _back_to_heads(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return torch.ops.wands.to_heads(grad, *ctx.peers), None, None
+def _to_tokens_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.wands.to_heads(grad, *ctx.group), None, None
 
 
-to_heads.register_autograd(_back_to_tokens, setup_context=_remember)
-to_tokens.register_autograd(_back_to_heads, setup_context=_remember)
+to_heads.register_autograd(_to_heads_backward, setup_context=_setup_context)
+to_tokens.register_autograd(_to_tokens_backward, setup_context=_setup_context)
 
 OPERATORS = {
     "attn_input": (torch.ops.wands.to_heads.default,),
-    "attn_output": (OPERATOR, torch.ops.wands.to_tokens.default),
+    "attn_output": (torch.ops.wands.ring_forward.default, torch.ops.wands.to_tokens.default),
 }
-"""Whose results activation checkpointing keeps under which name. Without a Ulysses group nothing is exchanged, and with
-`fused=False` DeepSpeed's own exchanges cannot be kept."""
+"""Tensor names of `wands.model.checkpointing` -> operators whose results activation checkpointing keeps under the name.
+
+With `fused=False`, DeepSpeed's own exchanges are repeated in backward: they are not operators.
+"""

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from wands.attention.packed import PackedMeta
 from wands.config.recipe import FlowConfig
 from wands.data.conditions import condition_tokens
 from wands.data.patchify import grid_size, patchify
-from wands.distributed.layout import ContextLayout, PackedMeta
+from wands.distributed.layout import ContextLayout
 from wands.errors import DataError
 from wands.flow.rng import SampleKey, rng
 from wands.variants import TEXT_LEN, DiTShape
@@ -46,7 +47,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Shard:
+class RankSlice:
     """What one rank forwards: its tokens of a batch and what the model must know of them.
 
     Attributes:
@@ -83,7 +84,7 @@ class Shard:
             return noisy_tokens
         return torch.cat([noisy_tokens, self.condition_tokens], dim=1)
 
-    def to(self, device: torch.device | str) -> Shard:
+    def to(self, device: torch.device | str) -> RankSlice:
         """The same shard with its tensors on `device`; the layout, which only the host reads, stays."""
         return replace(
             self,
@@ -111,7 +112,7 @@ class PackedBatch:
         num_cond_tokens: tokens at the start of each sample that are given and stay clean, of TI2V's first frames.
         condition_tokens: fp32 [T, P'], see `wands.data.conditions`, or None.
         image_embeds: [S, I, E], or None.
-        dropout_keys: one per sample, see `PackedMeta.sample_keys`, or none.
+        dropout_keys: one per sample, see `PackedMeta.dropout_keys`, or none.
     """
 
     tokens: Tensor
@@ -150,7 +151,7 @@ class PackedBatch:
         """Text tokens of each sample, trimmed."""
         return tuple(self.cu_seqlens_text.diff().tolist())
 
-    def shard(self, layout: ContextLayout) -> Shard:
+    def rank_slice(self, layout: ContextLayout) -> RankSlice:
         """The part of the batch that `layout` gives this rank.
 
         Args:
@@ -163,7 +164,7 @@ class PackedBatch:
         def local(rows: Tensor) -> Tensor:
             return rows[index].masked_fill_(pads.unsqueeze(1), 0.0)
 
-        return Shard(
+        return RankSlice(
             tokens=local(self.tokens),
             meta=self._meta(layout),
             text_embeds=self.text_embeds,
@@ -189,11 +190,11 @@ class PackedBatch:
             positions=positions[layout.token_index.clamp(min=0)],
             segment_ids=layout.segment_ids,
             chunk_lens=layout.plan.chunk_lens,
-            seq_lens=layout.local_lens,
+            local_seq_lens=layout.local_seq_lens,
             text_lens=self.text_lens,
             timestep_lens=tuple(timestep_lens),
             timestep_samples=tuple(owners),
-            sample_keys=self.dropout_keys,
+            dropout_keys=self.dropout_keys,
         )
 
 
@@ -258,13 +259,15 @@ class PackingCollator:
             cu_seqlens_text=_cu_seqlens([len(rows) for rows in texts]),
             keys=keys,
             weights=torch.ones(len(samples), dtype=torch.float32),
-            num_cond_tokens=tuple(self.clean_len(key, grid) for key, grid in zip(keys, grids, strict=True)),
+            num_cond_tokens=tuple(
+                self.num_cond_tokens(key, grid) for key, grid in zip(keys, grids, strict=True)
+            ),
             condition_tokens=self._conditions_of(samples),
             image_embeds=torch.stack(pictures) if pictures else None,
             dropout_keys=self._dropout_keys(keys),
         )
 
-    def clean_len(self, key: SampleKey, grid: tuple[int, int, int]) -> int:
+    def num_cond_tokens(self, key: SampleKey, grid: tuple[int, int, int]) -> int:
         """Tokens at the start of a sample that this visit gives clean: those of its first frame, or none.
 
         Args:

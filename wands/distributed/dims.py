@@ -62,7 +62,7 @@ class ParallelDims:
         return self.cp_rank % self.ulysses_degree
 
 
-class Degrees(NamedTuple):
+class ContextDegrees(NamedTuple):
     """How many ranks share heads, and how many share each sample's tokens."""
 
     ulysses: int
@@ -82,7 +82,9 @@ def check_world(parallel: ParallelConfig, world_size: int) -> None:
         )
 
 
-def choose_degrees(parallel: ParallelConfig, *, num_heads: int, ranks_per_node: int, model: str) -> Degrees:
+def choose_degrees(
+    parallel: ParallelConfig, *, num_heads: int, ranks_per_node: int, model: str
+) -> ContextDegrees:
     """Turn what the recipe asks for into the two degrees.
 
     `cp_size` alone takes the largest Ulysses degree that divides the heads, the group and the node, because an
@@ -109,7 +111,7 @@ def choose_degrees(parallel: ParallelConfig, *, num_heads: int, ranks_per_node: 
         degree = f"parallel.ulysses_degree={ulysses}"
         found = degree if parallel.ulysses_degree else f"{_asked(parallel)} leaves {degree}, which"
         raise ConfigError(f"{found} must divide num_heads={num_heads} of {model}; use one of {legal}.")
-    return Degrees(ulysses, size // ulysses)
+    return ContextDegrees(ulysses, size // ulysses)
 
 
 def _asked(parallel: ParallelConfig) -> str:
@@ -122,14 +124,14 @@ class ProcessGroups:
     """The process groups of one rank; None where the degree is 1 and there is nobody to talk to.
 
     Attributes:
-        grid: where this rank stands.
+        dims: where this rank stands.
         ulysses: all-to-all of heads.
         ring: keys and values on their way round.
         ring_grad: their gradients; a communicator of its own, or the two would wait for each other.
         cp: all ranks that share a bin.
     """
 
-    grid: ParallelDims
+    dims: ParallelDims
     ulysses: dist.ProcessGroup | None = None
     ring: dist.ProcessGroup | None = None
     ring_grad: dist.ProcessGroup | None = None

@@ -45,7 +45,7 @@ def write_lora(
         folder = out / EXPERT_NAMES[part] if in_folders else out
         folder.mkdir(parents=True, exist_ok=True)
         pairs = {
-            module: LoraPair(pair.down.to(dtype), pair.folded().up.to(dtype))
+            module: LoraPair(pair.lora_A.to(dtype), pair.folded().lora_B.to(dtype))
             for module, pair in load_lora_of(step_dir, part, ema).items()
         }
         _check_finite(pairs)
@@ -80,7 +80,7 @@ def _save(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -
 
 def _check_finite(pairs: Mapping[str, LoraPair]) -> None:
     for module, pair in pairs.items():
-        if not (torch.isfinite(pair.down).all() and torch.isfinite(pair.up).all()):
+        if not (torch.isfinite(pair.lora_A).all() and torch.isfinite(pair.lora_B).all()):
             raise CheckpointError(
                 f"export: the LoRA of {module} is not finite; the run has diverged, export an older step."
             )

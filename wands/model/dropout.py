@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wands.distributed.layout import PackedMeta, segment_ids_of
+from wands.attention.packed import PackedMeta, segment_ids_of
 
 _CHUNK = 2**24  # channels hashed at a time: what is in between takes some 100 MB at most
 _SIDES = {"tokens": 1, "text": 2, "image": 3, "time": 4}
@@ -38,9 +38,9 @@ class RowKeys:
             meta: with a key for each sample.
             image_len: rows of each sample's pictures, 0 for none.
         """
-        assert len(meta.sample_keys) == len(meta.seq_lens), "dropout needs meta.sample_keys"
+        assert len(meta.dropout_keys) == len(meta.local_seq_lens), "dropout needs meta.dropout_keys"
         device = meta.segment_ids.device
-        samples = torch.tensor(meta.sample_keys, dtype=torch.int64).to(device, non_blocking=True)
+        samples = torch.tensor(meta.dropout_keys, dtype=torch.int64).to(device, non_blocking=True)
         frame, row, column = meta.positions.unbind(1)
         owners = meta.timestep_samples or tuple(range(len(samples)))
         counts = {

@@ -96,8 +96,8 @@ def add_lora(
             up.weight.zero_()
             if start and name in start:
                 pair = start[name]
-                down.weight.copy_(pair.down)
-                up.weight.copy_(pair.up.double() * (pair.scale * lora.rank / lora.scaled_alpha))
+                down.weight.copy_(pair.lora_A)
+                up.weight.copy_(pair.lora_B.double() * (pair.scale * lora.rank / lora.scaled_alpha))
 
 
 def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair] | None = None) -> int:
@@ -181,7 +181,7 @@ class MergedLoras:
         linears = find_targets(model, "all-linear")
         for _, pairs in self._loras:
             for module, pair in pairs.items():
-                found = (len(pair.up), pair.down.shape[1])
+                found = (len(pair.lora_B), pair.lora_A.shape[1])
                 linear = linears.get(module)
                 if linear is None or found != (linear.out_features, linear.in_features):
                     what = "no linear layer here" if linear is None else f"of {[*linear.weight.shape]} here"
@@ -208,10 +208,10 @@ def _check_start(targets: Mapping[str, nn.Linear], lora: LoraConfig, start: Mapp
     for name, pair in start.items():
         linear = targets[name]
         wanted = (lora.rank, linear.in_features), (linear.out_features, lora.rank)
-        if (tuple(pair.down.shape), tuple(pair.up.shape)) != wanted:
+        if (tuple(pair.lora_A.shape), tuple(pair.lora_B.shape)) != wanted:
             raise ConfigError(
-                f"lora.init_from={lora.init_from}: {name} is of rank {len(pair.down)} for {pair.down.shape[1]} to "
-                f"{len(pair.up)} features, wanted is lora.rank={lora.rank} for {linear.in_features} to "
+                f"lora.init_from={lora.init_from}: {name} is of rank {len(pair.lora_A)} for {pair.lora_A.shape[1]} to "
+                f"{len(pair.lora_B)} features, wanted is lora.rank={lora.rank} for {linear.in_features} to "
                 f"{linear.out_features}; set lora.rank to its rank, or give a LoRA of this model."
             )
 

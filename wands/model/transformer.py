@@ -23,8 +23,8 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanTrans
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
+from wands.attention.packed import PackedMeta
 from wands.attention.varlen import Backend, PaddedSegments, Segments, padded_attention, varlen_attention
-from wands.distributed.layout import PackedMeta
 from wands.model.checkpointing import SelectiveCheckpoint
 from wands.model.dropout import RowKeys, add_dropout
 from wands.model.modulation import gated_add, modulate
@@ -104,7 +104,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         self.enable_gradient_checkpointing(self.recomputation)
 
     def set_dropout(self, p: float, lora_p: float = 0.0) -> None:
-        """Drop in training; forward then needs `meta.sample_keys`.
+        """Drop in training; forward then needs `meta.dropout_keys`.
 
         Args:
             p: share of what diffusers drops: results of the attentions and hidden states of the feed-forwards.
@@ -136,7 +136,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         assert timesteps.dtype == torch.float32, (
             f"timesteps are {timesteps.dtype}: bf16 has 294 of 1000 values"
         )
-        assert len(timesteps) == len(meta.timestep_row_lens), (len(timesteps), meta.timestep_row_lens)
+        assert len(timesteps) == len(meta.padded_timestep_lens), (len(timesteps), meta.padded_timestep_lens)
         if self.row_keys is not None and self.training:
             self.row_keys.set(meta, 0 if image_embeds is None else image_embeds.shape[1])
         patches = self.patch_embedding(tokens)
@@ -147,7 +147,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         image = self._embed_image(image_embeds, compute_dtype)
         rotation = rotation_of(self.rope, meta.positions)
         context = Context(
-            PaddedSegments.build(meta.row_lens, meta.text_lens, TEXT_LEN, tokens.device),
+            PaddedSegments.build(meta.padded_seq_lens, meta.text_lens, TEXT_LEN, tokens.device),
             None if image is None else _image_segments(meta, image),
         )
         for block in self.blocks:
@@ -159,7 +159,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         shift, scale = (self.scale_shift_table + temb[:, None]).unbind(1)
         normed = self.norm_out(_stock_float(hidden))
         prediction = self.proj_out(
-            modulate(normed, 1 + scale, shift, meta.timestep_row_lens).to(hidden.dtype)
+            modulate(normed, 1 + scale, shift, meta.padded_timestep_lens).to(hidden.dtype)
         )
         channels = self.config.out_channels or self.config.in_channels
         return prediction.unflatten(1, (-1, channels)).mT.flatten(1)  # the head's order is (pt, ph, pw, C)
@@ -207,8 +207,8 @@ class Context:
 
 
 def _image_segments(meta: PackedMeta, image: Tensor) -> Segments:
-    num_samples = len(meta.seq_lens)
-    return Segments.build(meta.row_lens, [len(image) // num_samples] * num_samples, image.device)
+    num_samples = len(meta.local_seq_lens)
+    return Segments.build(meta.padded_seq_lens, [len(image) // num_samples] * num_samples, image.device)
 
 
 class PackedWanBlock(WanTransformerBlock):
@@ -237,7 +237,7 @@ class PackedWanBlock(WanTransformerBlock):
             context: rows of each sample against its text and pictures.
             compute_dtype: dtype of matmuls and attention.
         """
-        lens = meta.timestep_row_lens
+        lens = meta.padded_timestep_lens
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + table.float()).unbind(1)
         x = modulate(self.norm1(_stock_float(hidden)), 1 + scale, shift, lens).to(compute_dtype)
         x = self.attn1(x, rotation=rotation, meta=meta)

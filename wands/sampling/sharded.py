@@ -20,8 +20,9 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor
 
+from wands.attention.packed import PackedMeta
 from wands.data.patchify import grid_size
-from wands.distributed.layout import ContextLayout, PackedMeta
+from wands.distributed.layout import ContextLayout
 from wands.model.transformer import SelfAttention
 from wands.variants import TEXT_LEN
 
@@ -150,7 +151,7 @@ def _places(
     mine = layouts[cp_rank]
     index = mine.token_index.clamp(min=0)
     positions = torch.cartesian_prod(*map(torch.arange, grid))[index]
-    meta = PackedMeta(positions, mine.segment_ids, mine.plan.chunk_lens, mine.local_lens, (TEXT_LEN,))
+    meta = PackedMeta(positions, mine.segment_ids, mine.plan.chunk_lens, mine.local_seq_lens, (TEXT_LEN,))
     return meta.to(device), index.to(device), order.to(device)
 
 

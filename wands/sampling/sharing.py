@@ -14,7 +14,6 @@ import torch
 import transformers
 
 from wands import __version__
-from wands.attention.ulysses import ContextAttention
 from wands.attention.varlen import choose_backend
 from wands.config.recipe import ParallelConfig
 from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node
@@ -151,6 +150,10 @@ def share_pipeline(pipeline: AnyPipeline, grid: ParallelDims) -> None:
     Raises:
         ConfigError: weights or scheduler of the ranks differ; the same sentence on all of them.
     """
+    from wands.attention.ulysses import (
+        context_attention,  # imports DeepSpeed, which one process does not need
+    )
+
     assert grid.dp_size == 1, f"{grid.dp_size} groups would sample the same video"
     _, _, device = init_process_group()
     _check_pipelines(pipeline, device)
@@ -164,7 +167,7 @@ def share_pipeline(pipeline: AnyPipeline, grid: ParallelDims) -> None:
         backend = choose_backend("auto", device, transformer.dtype, transformer.config.attention_head_dim)
         shard_transformer(
             transformer,
-            ContextAttention(backend, groups.ulysses, groups.ring, groups.ring_grad),
+            context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad),
             ulysses_degree=grid.ulysses_degree,
             ring_degree=grid.ring_degree,
             cp_rank=grid.cp_rank,

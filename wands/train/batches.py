@@ -8,7 +8,7 @@ import threading
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from wands.data.collate import Shard
+from wands.data.collate import RankSlice
 from wands.data.packing import Bin, assign_bins
 from wands.data.patchify import frames_of_tokens, grid_size
 from wands.data.sampler import StepPlan
@@ -17,7 +17,7 @@ from wands.distributed.layout import ContextLayout
 from wands.train.run import TrainingRun
 
 
-def rank_shards(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Shard]:
+def rank_shards(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[RankSlice]:
     """Read, pack and cut what one rank forwards in one step: every rank derives it alone.
 
     With packing off the same bins go through one sample at a time; ranks with fewer samples add forwards of weight zero, because
@@ -34,7 +34,7 @@ def rank_shards(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Sh
     return [read_shard(run, pack, plan, grid) for pack in packs]
 
 
-def read_shard(run: TrainingRun, pack: Bin, plan: StepPlan, grid: ParallelDims) -> Shard:
+def read_shard(run: TrainingRun, pack: Bin, plan: StepPlan, grid: ParallelDims) -> RankSlice:
     """One rank's share of one pack; of the data it reads only the frames that its tokens come from."""
     lens = [int(run.seq_lens[i]) for i in pack] or [1]  # the collator's one token of padding
     layout = ContextLayout.build(
@@ -47,7 +47,7 @@ def read_shard(run: TrainingRun, pack: Bin, plan: StepPlan, grid: ParallelDims) 
         samples.append(run.data.read(i, None if tokens == (0, length) else frames))
     names = [(sample.sample_id, run.data.keys[i]) for sample, i in zip(samples, pack, strict=True)]
     assert all(found == wanted for found, wanted in names), f"read {names}, not what was planned"
-    return run.collator(samples, plan.repeat_indices(pack), plan.epoch).shard(layout)
+    return run.collator(samples, plan.repeat_indices(pack), plan.epoch).rank_slice(layout)
 
 
 def _check_step(run: TrainingRun, plan: StepPlan, ranks: Sequence[Sequence[Bin]]) -> None:
@@ -66,7 +66,7 @@ def _check_step(run: TrainingRun, plan: StepPlan, ranks: Sequence[Sequence[Bin]]
 
 def prefetched(
     run: TrainingRun, grid: ParallelDims, start_step: int
-) -> Generator[tuple[StepPlan, list[Shard]], None, None]:
+) -> Generator[tuple[StepPlan, list[RankSlice]], None, None]:
     """Shards of the coming steps, read ahead in a thread so that the device does not wait for the disk."""
     plans = run.sampler.iterate(start_step)
     if run.recipe.data.prefetch == 0:

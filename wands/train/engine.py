@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wands.attention.ulysses import OPERATORS, ContextAttention
+from wands.attention.ulysses import OPERATORS, context_attention
 from wands.attention.varlen import choose_backend
 from wands.config.recipe import OptimConfig, Recipe
 from wands.distributed.bootstrap import accelerator_type
@@ -110,7 +110,7 @@ def build_model(
         merge=MergedLoras.load(recipe.model.merge_loras, expert),
         storage=weight_dtype_policy(recipe),
     )
-    attention = ContextAttention(
+    attention = context_attention(
         backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all
     )
     model.set_attention(attention, backend)

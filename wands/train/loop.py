@@ -64,8 +64,8 @@ def train(
 
     with (
         ControlRequests(run.output_dir) as requests,
-        _SampleLog(run, groups.grid, step) as sample_log,
-        contextlib.closing(prefetched(run, groups.grid, step)) as batches,
+        _SampleLog(run, groups.dims, step) as sample_log,
+        contextlib.closing(prefetched(run, groups.dims, step)) as batches,
     ):
         waiting_since = asked = time.perf_counter()
         for plan, mine in batches:

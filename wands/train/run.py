@@ -18,7 +18,7 @@ from wands.data.datasets import CombinedDataset, Dataset, open_data
 from wands.data.packing import assign_bins
 from wands.data.patchify import grid_size
 from wands.data.sampler import PlanSampler, StepPlan, check_enough_samples
-from wands.distributed.dims import Degrees, ParallelDims, check_world, choose_degrees
+from wands.distributed.dims import ContextDegrees, ParallelDims, check_world, choose_degrees
 from wands.errors import ConfigError
 from wands.flow.rng import SampleKey
 from wands.model.files.loading import build_empty, check_weights, load_config, load_index
@@ -62,7 +62,7 @@ class TrainingRun:
     sampler: PlanSampler
     collator: PackingCollator
     world_size: int
-    degrees: Degrees
+    degrees: ContextDegrees
 
     @property
     def zero_stage(self) -> int:
@@ -136,7 +136,7 @@ class TrainingRun:
                 for i, repeat_index in zip(one, plan.repeat_indices(one), strict=True):
                     key = SampleKey(self.data.keys[i], repeat_index, plan.epoch)
                     grid = grid_size(self.data.latent_shape(i), self.shape.patch_size)
-                    value -= self.collator.clean_len(key, grid)
+                    value -= self.collator.num_cond_tokens(key, grid)
         return value
 
     def load(self, device_type: str) -> Load:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wands.data.collate import Shard
+from wands.data.collate import RankSlice
 from wands.distributed.dims import ProcessGroups
 from wands.flow.loss import flow_matching_loss, loss_weights
 from wands.flow.noise import add_noise
@@ -44,7 +44,7 @@ class StepResult:
 
 def train_step(
     engine: Any,
-    shards: list[Shard],
+    shards: list[RankSlice],
     run: TrainingRun,
     groups: ProcessGroups,
     device: torch.device,
@@ -103,7 +103,7 @@ def train_step(
 
 
 def _name_losses(
-    forwarded: list[tuple[Shard, torch.Tensor, torch.Tensor]], groups: ProcessGroups
+    forwarded: list[tuple[RankSlice, torch.Tensor, torch.Tensor]], groups: ProcessGroups
 ) -> list[SampleLoss]:
     """The errors of a step's clips with their names; the sample that stands for an empty bin is left out."""
     sums = torch.cat([errors for _, _, errors in forwarded])

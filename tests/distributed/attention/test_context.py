@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.context import attend, groups_of, make_inputs, meta_of, shard_rows, whole
-from wands.attention import ring
-from wands.attention import ulysses as hybrid
+from wands.attention import ring, ulysses
 from wands.attention.kernels import registry as backends
-from wands.attention.ulysses import ContextAttention
+from wands.attention.ulysses import context_attention
 from wands.attention.varlen import Segments, choose_backend
 from wands.distributed.layout import ContextLayout
 from wands.model.checkpointing import SelectiveCheckpoint
@@ -102,8 +101,8 @@ def leaks(grid: tuple[int, int], break_order: bool = False) -> list[str]:
     """Names of results in which a sample saw that another one changed."""
     lens = PACKS["twelve"]
     if break_order:  # what another trainer does: lengths of the samples in packed order, rows in rank order
-        right = hybrid.ring_attention
-        hybrid.ring_attention = lambda q, k, v, chunk_lens, *rest: right(
+        right = ring.ring_attention
+        ring.ring_attention = lambda q, k, v, chunk_lens, *rest: right(
             q, k, v, tuple((*row[1:], row[0]) for row in chunk_lens), *rest
         )
     ends = torch.tensor([0, *lens]).cumsum(0).tolist()
@@ -150,7 +149,7 @@ def one_block_lse() -> float:
             own_out, own_lse = right.forward(q, k, v, segments, scale)
             return right.backward(dout, q, k, v, own_out, own_lse, segments, scale)
 
-    ring.backend_named = lambda name: LocalLse
+    ring.get_backend = lambda name: LocalLse
     return max(worst_errors((2, 1), torch.float64, True).values())
 
 
@@ -160,7 +159,7 @@ def test_a_local_log_sum_exp_in_backward_would_be_seen(run_world):
 
 def attended_pads() -> float:
     """The trap of tail padding that counts as the last sample's tokens."""
-    right = hybrid.ring_attention
+    right = ring.ring_attention
 
     def wrong(q, k, v, chunk_lens, *rest):
         pads = [len(q) - sum(row) for row in chunk_lens]
@@ -168,7 +167,7 @@ def attended_pads() -> float:
             q, k, v, tuple((*row[:-1], row[-1] + n) for row, n in zip(chunk_lens, pads, strict=True)), *rest
         )
 
-    hybrid.ring_attention = wrong
+    ring.ring_attention = wrong
     return max(worst_errors((2, 2), torch.float64, True).values())
 
 
@@ -215,9 +214,9 @@ def checkpointed(mode: str, grid: tuple[int, int]) -> tuple[int, int, list[Tenso
     """How often a rank's kernel ran forward and how often it exchanged in one step, and the gradients of q, k and v."""
     groups, lens = groups_of(*grid), PACKS["unequal"]
     layout = ContextLayout.build(
-        lens, ulysses_degree=grid[1], ring_degree=grid[0], cp_rank=groups.grid.cp_rank
+        lens, ulysses_degree=grid[1], ring_degree=grid[0], cp_rank=groups.dims.cp_rank
     )
-    attention = ContextAttention(
+    attention = context_attention(
         choose_backend("cpu", "cpu", torch.float32), groups.ulysses, groups.ring, groups.ring_grad
     )
     kernel = mock.Mock(wraps=backends.BACKENDS["cpu"])
@@ -229,7 +228,7 @@ def checkpointed(mode: str, grid: tuple[int, int]) -> tuple[int, int, list[Tenso
     run: Any = block
     if KEPT[mode] is not None:
         run = lambda *inputs: again(block, *inputs)  # noqa: E731
-        again = SelectiveCheckpoint([], *KEPT[mode], hybrid.OPERATORS)
+        again = SelectiveCheckpoint([], *KEPT[mode], ulysses.OPERATORS)
     with (
         mock.patch.dict(backends.BACKENDS, cpu=kernel),
         mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange,
@@ -264,9 +263,9 @@ def compiled(grid: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients of the attention inside a function, eager and compiled."""
     groups, lens = groups_of(*grid), PACKS["unequal"]
     layout = ContextLayout.build(
-        lens, ulysses_degree=grid[1], ring_degree=grid[0], cp_rank=groups.grid.cp_rank
+        lens, ulysses_degree=grid[1], ring_degree=grid[0], cp_rank=groups.dims.cp_rank
     )
-    attention = ContextAttention(
+    attention = context_attention(
         choose_backend("cpu", "cpu", torch.float32), groups.ulysses, groups.ring, groups.ring_grad
     )
     meta = meta_of(layout)
@@ -308,9 +307,9 @@ def exchanges_keep_the_rules() -> list[Tensor]:
     """What comes back from there and back."""
     peers = (groups_of(1, 2).ulysses.group_name, 2)
     x = torch.randn(3, 5, 4, 8, requires_grad=True)
-    torch.library.opcheck(hybrid.to_heads, (x, *peers))
+    torch.library.opcheck(ulysses.to_heads, (x, *peers))
     there = torch.ops.wands.to_heads(x.detach(), *peers)
-    torch.library.opcheck(hybrid.to_tokens, (there.requires_grad_(), *peers))
+    torch.library.opcheck(ulysses.to_tokens, (there.requires_grad_(), *peers))
     return [x.detach(), torch.ops.wands.to_tokens(there.detach(), *peers)]
 
 

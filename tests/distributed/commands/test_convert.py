@@ -478,7 +478,7 @@ def test_lora_of_two_experts_becomes_two_files(pipelines: dict[str, Path], tmp_p
     files = sorted(path.name for path in report.out.iterdir())
     assert files == ["high_noise_pair.safetensors", "low_noise_pair.safetensors"]
     low = read_lora(tensors(report.out / files[1]))["transformer"]["blocks.0.attn1.to_q"]
-    assert torch.equal(low.up, keys["transformer_2.blocks.0.attn1.to_q.lora_B.weight"].bfloat16())
+    assert torch.equal(low.lora_B, keys["transformer_2.blocks.0.attn1.to_q.lora_B.weight"].bfloat16())
     assert [row.read for row in report.rows] == [len(keys) // 2] * 2
     for_diffusers = convert(str(tmp_path / "pair.safetensors"), tmp_path / "two", to="diffusers")
     assert "load_into_transformer_2=True" in for_diffusers.notes[0]

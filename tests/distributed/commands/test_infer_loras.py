@@ -67,7 +67,7 @@ class Trained:
         return {
             f"{prefix}{name}.lora_{half}.weight": value.contiguous()
             for name, pair in self.pairs[part].items()
-            for half, value in zip("AB", (pair.down, pair.up), strict=True)
+            for half, value in zip("AB", (pair.lora_A, pair.lora_B), strict=True)
         }
 
 

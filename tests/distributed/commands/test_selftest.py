@@ -154,7 +154,7 @@ def last_states_of_clip(patch: Patch) -> None:
 
 
 def first_frame_at_t(patch: Patch) -> None:
-    patch.setattr(PackingCollator, "clean_len", lambda *_: 0)
+    patch.setattr(PackingCollator, "num_cond_tokens", lambda *_: 0)
 
 
 def latent_frames_shifted(patch: Patch) -> None:
@@ -193,13 +193,17 @@ def a_range_before_the_shift(patch: Patch) -> None:
 
 
 def attention_across_samples(patch: Patch) -> None:
-    class Blind(selftest_dit.ContextAttention):
-        def __call__(self, q: Any, k: Any, v: Any, meta: Any) -> torch.Tensor:
-            chunk_lens = tuple((sum(row),) for row in meta.chunk_lens)
-            blind = type("Meta", (), {"chunk_lens": chunk_lens})()
-            return super().__call__(q, k, v, blind)
+    def build(*args: Any) -> Any:
+        attention = context_attention(*args)
 
-    patch.setattr(selftest_dit, "ContextAttention", Blind)
+        def attend_to_all_samples(q: Any, k: Any, v: Any, meta: Any) -> torch.Tensor:
+            chunk_lens = tuple((sum(row),) for row in meta.chunk_lens)
+            return attention(q, k, v, type("Meta", (), {"chunk_lens": chunk_lens})())
+
+        return attend_to_all_samples
+
+    context_attention = selftest_dit.context_attention
+    patch.setattr(selftest_dit, "context_attention", build)
 
 
 def two_names_become_one(patch: Patch) -> None:

@@ -108,7 +108,7 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
             engine = build_engine(
                 build_model(run, groups, device), run.ds_config, run.recipe, run.sampler.total_steps
             )
-            batches = prefetched(run, groups.grid, 0)
+            batches = prefetched(run, groups.dims, 0)
             average = None
             if run.recipe.ema:
                 from wands.train.ema import WeightAverage

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tests.support.context import groups_of
 from tests.support.packs import CONFIG, IMAGE_ROWS, KINDS, randomize
-from wands.attention.ulysses import ContextAttention
+from wands.attention.packed import PackedMeta
+from wands.attention.ulysses import context_attention
 from wands.attention.varlen import Segments, choose_backend, varlen_attention
 from wands.distributed.dims import ParallelDims, ProcessGroups
-from wands.distributed.layout import PackedMeta
 from wands.model.transformer import SelfAttention
 from wands.sampling.sharded import shard_transformer
 from wands.variants import TEXT_LEN
@@ -99,7 +99,7 @@ def predict_conditioned(model: WanTransformer3DModel, kind: str) -> list[Tensor]
 def predict_conditioned_on_ranks(degrees: tuple[int, int]) -> dict[str, list[Tensor]]:
     groups = groups_of(*degrees)
     kernel = choose_backend("auto", "cpu", torch.float64)
-    attention = ContextAttention(kernel, groups.ulysses, groups.ring, groups.ring_grad)
+    attention = context_attention(kernel, groups.ulysses, groups.ring, groups.ring_grad)
     return {
         kind: predict_conditioned(shard(build(torch.float64, kind), attention, groups), kind)
         for kind in CONDITIONED
@@ -110,7 +110,7 @@ def predict_with_whole_timesteps() -> list[Tensor]:
     """The mistake: each rank takes the timesteps of the first tokens for those of its own."""
     groups = groups_of(2, 1)
     kernel = choose_backend("auto", "cpu", torch.float64)
-    attention = ContextAttention(kernel, groups.ulysses, groups.ring, groups.ring_grad)
+    attention = context_attention(kernel, groups.ulysses, groups.ring, groups.ring_grad)
     model = shard(build(torch.float64, "ti2v"), attention, groups)
     hooks = model.condition_embedder._forward_pre_hooks
     for handle, hook in list(hooks.items()):
@@ -134,7 +134,7 @@ def predict_on_ranks(degrees: list[tuple[int, int]]) -> list[dict[torch.dtype, l
         of_degrees = {}
         for dtype in (*BOUNDS, torch.bfloat16):
             kernel = choose_backend("auto", "cpu", dtype)
-            attention = ContextAttention(kernel, groups.ulysses, groups.ring, groups.ring_grad)
+            attention = context_attention(kernel, groups.ulysses, groups.ring, groups.ring_grad)
             of_degrees[dtype] = predict(shard(build(dtype), attention, groups), dtype)
         found.append(of_degrees)
     return found
@@ -145,7 +145,7 @@ def predict_without_exchange(ring: int) -> list[Tensor]:
     kernel = choose_backend("auto", "cpu", torch.float64)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
-        return varlen_attention(q, k, v, Segments.build(meta.row_lens), kernel)
+        return varlen_attention(q, k, v, Segments.build(meta.padded_seq_lens), kernel)
 
     return predict(shard(build(torch.float64), attend, groups_of(ring, 1)), torch.float64)
 
@@ -153,7 +153,7 @@ def predict_without_exchange(ring: int) -> list[Tensor]:
 def shard(
     model: WanTransformer3DModel, attention: SelfAttention, groups: ProcessGroups
 ) -> WanTransformer3DModel:
-    grid = groups.grid
+    grid = groups.dims
     shard_transformer(
         model,
         attention,

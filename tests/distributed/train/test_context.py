@@ -36,7 +36,7 @@ from tests.support.steps import (
 )
 from tests.support.world import WorldPool
 from wands.attention import ring
-from wands.data.collate import PackedBatch, Shard
+from wands.data.collate import PackedBatch, RankSlice
 from wands.distributed.dims import ParallelDims
 from wands.distributed.layout import ContextLayout
 from wands.flow import noise as noise_module
@@ -102,7 +102,7 @@ def test_the_step_has_what_is_hard(tiny_pipeline: Path, tmp_path: Path):
     order = [lens[i] for i in run.sampler.step_plan(0).bins[0]]
     ranks = [ContextLayout.build(order, ulysses_degree=2, ring_degree=2, cp_rank=rank) for rank in range(4)]
     assert any(rank.num_valid < rank.num_tokens for rank in ranks)
-    assert any(0 in rank.local_lens for rank in ranks)
+    assert any(0 in rank.local_seq_lens for rank in ranks)
 
 
 def test_the_subset_is_pairwise():
@@ -220,7 +220,7 @@ def noise_of_a_shard(
     """As `draw_noise`, but each rank draws only for the tokens it holds."""
     noise = torch.zeros(layout.num_tokens, channels)
     start = 0
-    for key, length in zip(keys, layout.local_lens, strict=True):
+    for key, length in zip(keys, layout.local_seq_lens, strict=True):
         drawn = rng(seed, key, "noise").standard_normal((length, channels), dtype=np.float32)
         noise[start : start + length] = torch.from_numpy(drawn)
         start += length
@@ -238,10 +238,10 @@ def in_place_of(mask: int) -> type[ContextLayout]:
     return Other
 
 
-shard_of = PackedBatch.shard
+shard_of = PackedBatch.rank_slice
 
 
-def shard_with_positions_anew(batch: PackedBatch, layout: ContextLayout) -> Shard:
+def shard_with_positions_anew(batch: PackedBatch, layout: ContextLayout) -> RankSlice:
     """Every rank counts positions from the first token of the pack."""
     first = ContextLayout.build(
         batch.seq_lens, ulysses_degree=layout.plan.ulysses_degree, ring_degree=layout.plan.ring_degree
@@ -253,7 +253,7 @@ def shard_with_positions_anew(batch: PackedBatch, layout: ContextLayout) -> Shar
 
 def kernel_with_local_lse(name: str) -> Any:
     """A kernel whose backward takes each block of keys for all of them."""
-    right = backend_named(name)
+    right = get_backend(name)
 
     def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, segments: Any, scale: float) -> Any:
         return right.backward(dout, q, k, v, *right.forward(q, k, v, segments, scale), segments, scale)
@@ -261,15 +261,15 @@ def kernel_with_local_lse(name: str) -> Any:
     return SimpleNamespace(forward=right.forward, backward=backward)
 
 
-backend_named = ring.backend_named
+get_backend = ring.get_backend
 
 MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "loss counted on every rank": lambda: mock.patch.object(step, "loss_weights", scaled_loss),
     "noise drawn per shard": lambda: mock.patch.object(noise_module, "draw_noise", noise_of_a_shard),
     "ring rows swapped": lambda: mock.patch.object(batches, "ContextLayout", in_place_of(2)),
     "order of a row lost": lambda: mock.patch.object(batches, "ContextLayout", in_place_of(1)),
-    "positions begin anew": lambda: mock.patch.object(PackedBatch, "shard", shard_with_positions_anew),
-    "log-sum-exp of one block": lambda: mock.patch.object(ring, "backend_named", kernel_with_local_lse),
+    "positions begin anew": lambda: mock.patch.object(PackedBatch, "rank_slice", shard_with_positions_anew),
+    "log-sum-exp of one block": lambda: mock.patch.object(ring, "get_backend", kernel_with_local_lse),
 }
 
 
@@ -299,7 +299,7 @@ def counted_step(*args: Any) -> tuple[Step, Counter[str]]:
     calls: Counter[str] = Counter()
 
     def counting(name: str) -> Any:
-        kernel = backend_named(name)
+        kernel = get_backend(name)
 
         def forward(*inputs: Any) -> Any:
             calls["forward"] += 1
@@ -311,7 +311,7 @@ def counted_step(*args: Any) -> tuple[Step, Counter[str]]:
 
         return SimpleNamespace(forward=forward, backward=backward)
 
-    with mock.patch.object(ring, "backend_named", counting):
+    with mock.patch.object(ring, "get_backend", counting):
         return optimizer_step(*args), calls
 
 

@@ -207,7 +207,7 @@ def test_warm_up_and_rare_updates_of_the_loras_of_two_experts(
         written = load_file(folder / where / LORA_FILE)
         assert len(written) == 2 * len(pairs)
         for module, pair in pairs.items():
-            assert torch.equal(written[f"transformer.{module}.lora_A.weight"], pair.down)
+            assert torch.equal(written[f"transformer.{module}.lora_A.weight"], pair.lora_A)
     merged = export(tmp_path / "run", tmp_path / "merged", ema=True, merge=True)
     for part in ("transformer", "transformer_2"):
         stock = WanTransformer3DModel.from_pretrained(merged / part).state_dict()

@@ -244,7 +244,7 @@ def test_a_lora_of_one_expert_is_not_given_to_the_other(tmp_path: Path):
         )
     for expert, value in ((high, 1.0), (low, 2.0)):
         [pair] = load_lora(tmp_path / "pair", expert, "lora.init_from").values()
-        assert float(pair.down[0, 0]) == value
+        assert float(pair.lora_A[0, 0]) == value
 
 
 def test_targets_that_choose_nothing(tiny_pipeline: Path, tmp_path: Path):

@@ -85,7 +85,7 @@ def record(model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any
         plan = training_run.sampler.step_plan(step)
         train_step(
             engine,
-            rank_shards(training_run, plan, groups.grid),
+            rank_shards(training_run, plan, groups.dims),
             training_run,
             groups,
             device,

@@ -139,7 +139,7 @@ def clipped_update(model: Path, out: Path, bug: str) -> tuple[float, float]:
     plan = run.sampler.step_plan(0)
     assert all(plan.bins)
     groups = ProcessGroups(run.grid(0))
-    train_step(engine, rank_shards(run, plan, groups.grid), run, groups, device, plan.denominators["sample"])
+    train_step(engine, rank_shards(run, plan, groups.dims), run, groups, device, plan.denominators["sample"])
     moved = sum(
         float((value.detach() - before[name]).square().sum())
         for name, value in engine.module.named_parameters()

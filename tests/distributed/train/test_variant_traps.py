@@ -16,8 +16,9 @@ import wands.flow.noise as corrupt_module
 from tests.support.runs import make_run
 from tests.support.steps import Step, optimizer_step, stock_gradients, worst, zero
 from tests.support.world import WorldPool
-from wands.data.collate import PackedBatch, Shard
-from wands.distributed.layout import ContextLayout, PackedMeta
+from wands.attention.packed import PackedMeta
+from wands.data.collate import PackedBatch, RankSlice
+from wands.distributed.layout import ContextLayout
 from wands.flow import sigmas as sigmas_module
 from wands.flow.noise import NoisyBatch, add_noise
 from wands.flow.rng import philox
@@ -132,7 +133,7 @@ def loss_on_the_first_frame() -> Any:
 
 
 def first_frame_in_the_denominator() -> Any:
-    return mock.patch.object(Shard, "trained_lens", property(lambda self: self.layout.seq_lens))
+    return mock.patch.object(RankSlice, "trained_lens", property(lambda self: self.layout.seq_lens))
 
 
 def one_timestep_for_all_tokens() -> Any:
@@ -162,7 +163,9 @@ def clean_rows_not_told_apart() -> Any:
 
 
 def _with_conditions(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
-    return mock.patch.object(Shard, "model_input", lambda self, noisy: change(noisy, self.condition_tokens))
+    return mock.patch.object(
+        RankSlice, "model_input", lambda self, noisy: change(noisy, self.condition_tokens)
+    )
 
 
 def conditions_noised() -> Any:
@@ -183,9 +186,9 @@ def mask_left_out() -> Any:
 
 
 def picture_of_another_sample() -> Any:
-    right = Shard.to
+    right = RankSlice.to
     return mock.patch.object(
-        Shard,
+        RankSlice,
         "to",
         lambda self, device: (lambda s: replace(s, image_embeds=s.image_embeds.roll(1, 0)))(
             right(self, device)

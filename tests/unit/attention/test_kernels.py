@@ -23,7 +23,7 @@ from tests.support.plain import (
 from wands.attention.kernels import registry as backends
 from wands.attention.kernels.contract import ReferenceBackend
 from wands.attention.kernels.flash import FLASH_BACKENDS, FlashBackend
-from wands.attention.kernels.registry import backend_named
+from wands.attention.kernels.registry import get_backend
 from wands.attention.kernels.self_check import TOLERANCE as CHECK_TOLERANCE
 from wands.attention.kernels.self_check import KernelError, check_backend
 from wands.attention.varlen import Backend, Segments, choose_backend
@@ -236,7 +236,7 @@ def test_the_check_finds(mistake: str, dtype: torch.dtype):
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_the_check_lets_right_kernels_pass(name: str, dtype: torch.dtype, head_dim: int):
     before = torch.get_rng_state()
-    worst = check_backend(backend_named(name), "cpu", dtype, head_dim)
+    worst = check_backend(get_backend(name), "cpu", dtype, head_dim)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.finfo(dtype).eps / 8 < worst < CHECK_TOLERANCE[dtype] / 3  # rounding, and room for a GPU's
 
@@ -350,18 +350,18 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["flash2", "flash3", "flash4"])
 def test_flash_attn_is_called_as_its_interface_asks(name: str, packages):
-    assert check_backend(backend_named(name), "cpu", BF16, head_dim=32) < 1e-2
+    assert check_backend(get_backend(name), "cpu", BF16, head_dim=32) < 1e-2
     for lens_q, lens_k in CASES.values():
-        check_against_plain(backend_named(name), lens_q, lens_k, BF16)
+        check_against_plain(get_backend(name), lens_q, lens_k, BF16)
 
 
 def test_torch_kernel_is_called_as_its_interface_asks():
     """Shapes only: it has no arithmetic without CUDA."""
     rows = [torch.empty(n, HEADS, 64, device="meta", dtype=BF16) for n in (13, 9, 9)]
     segments = Segments.build((5, 6), (4, 3), "meta")
-    out, lse = backend_named("torch").forward(*rows, segments, 0.3)
+    out, lse = get_backend("torch").forward(*rows, segments, 0.3)
     assert (out.shape, lse.shape, lse.dtype) == (rows[0].shape, (HEADS, 13), torch.float32)
-    grads = backend_named("torch").backward(out, *rows, out, lse, segments, 0.3)
+    grads = get_backend("torch").backward(out, *rows, out, lse, segments, 0.3)
     assert [grad.shape for grad in grads] == [x.shape for x in rows]
 
 
@@ -545,4 +545,4 @@ def test_the_config_knows_every_backend():
 
     for name in ("auto", *backends.BACKENDS):
         assert AttentionConfig(backend=name).backend == name
-    assert all(backend_named(name).name == name for name in backends.BACKENDS)
+    assert all(get_backend(name).name == name for name in backends.BACKENDS)

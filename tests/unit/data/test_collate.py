@@ -63,15 +63,15 @@ def test_an_empty_bin_is_one_zero_token_of_no_weight():
     assert not batch.tokens.any()
     assert batch.tokens.shape == (1, 64)
     assert torch.equal(batch.text_embeds, NULL)
-    shard = batch.shard(ContextLayout.build(batch.seq_lens))
+    shard = batch.rank_slice(ContextLayout.build(batch.seq_lens))
     assert shard.meta.positions.tolist() == [[0, 0, 0]]
 
 
 def test_the_shard_of_a_lone_rank_is_the_whole_batch():
     batch = collator()(THREE, [0, 0, 0], 0)
-    shard = batch.shard(ContextLayout.build(batch.seq_lens)).to("cpu")
+    shard = batch.rank_slice(ContextLayout.build(batch.seq_lens)).to("cpu")
     assert torch.equal(shard.tokens, batch.tokens)
-    assert shard.meta.seq_lens == (2, 12, 2)
+    assert shard.meta.local_seq_lens == (2, 12, 2)
     assert shard.meta.text_lens == (3, 1, 5)
     assert shard.meta.chunk_lens == ((2, 12, 2),)
     assert shard.meta.segment_ids.tolist() == [0] * 2 + [1] * 12 + [2] * 2
@@ -86,7 +86,7 @@ def test_a_shard_takes_the_layouts_tokens_and_zeroes_pads():
     batch = collator()([THREE[1]], [0], 0)
     layout = ContextLayout.build((12,), ring_degree=5, cp_rank=2)  # rows of 3, 3, 2, 2 and 2 tokens
     assert layout.token_index.tolist() == [6, 7, -1]
-    shard = batch.shard(layout)
+    shard = batch.rank_slice(layout)
     assert torch.equal(shard.tokens[:2], batch.tokens[6:8])
     assert not shard.tokens[2].any()
     assert shard.meta.positions[:2].tolist() == [[1, 1, 0], [1, 1, 1]]
@@ -95,7 +95,7 @@ def test_a_shard_takes_the_layouts_tokens_and_zeroes_pads():
 
 def test_a_layout_of_another_batch_is_a_programmer_mistake():
     with pytest.raises(AssertionError):
-        collator()(THREE, [0, 0, 0], 0).shard(ContextLayout.build((16,)))
+        collator()(THREE, [0, 0, 0], 0).rank_slice(ContextLayout.build((16,)))
 
 
 # Dropping captions.

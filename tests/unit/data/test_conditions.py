@@ -93,7 +93,7 @@ def check_model_input(
     text = torch.zeros(1, shape.text_dim)
     sample = Sample("clip", torch.zeros_like(noise), text, make(folder, frames, last_image), embeds)
     batch = PackingCollator(shape, FlowConfig(), 0, text, row.conditions)([sample], [0], 0)
-    shard = batch.shard(ContextLayout.build(batch.seq_lens))
+    shard = batch.rank_slice(ContextLayout.build(batch.seq_lens))
     found = shard.model_input(patchify(noise, PATCH))
     wanted = patchify(wanted, PATCH)
     assert found.shape == wanted.shape
@@ -148,7 +148,7 @@ def test_the_models_input_is_the_stock_pipelines(
     check_model_input(folder, variant)  # nothing else has changed
 
 
-def check_clean_frame(folder: Path, clean_len: Callable[[PackingCollator, Tensor], int]) -> None:
+def check_clean_frame(folder: Path, num_cond_tokens: Callable[[PackingCollator, Tensor], int]) -> None:
     """TI2V: the first latent frame of a clip is that of its first frame alone, and its tokens are those at timestep 0."""
     frames, pipeline = clip(64, 96), load(folder)
     first = pipeline.video_processor.preprocess(Image.fromarray(frames[0]), 64, 96)
@@ -164,7 +164,7 @@ def check_clean_frame(folder: Path, clean_len: Callable[[PackingCollator, Tensor
     collator = PackingCollator(shape, FlowConfig(i2v_ratio=1.0), 0, text, ("text", "first_frame"))
     timesteps = (mask[0][0][:, ::2, ::2] * 700.0).flatten()  # as the pipeline makes them
     expected = torch.full((len(timesteps),), 700.0)
-    expected[: clean_len(collator, latents)] = 0
+    expected[: num_cond_tokens(collator, latents)] = 0
     assert torch.equal(timesteps, expected)
 
 

@@ -7,14 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wands.distributed.layout import (
-    ContextLayout,
-    ContextPlan,
-    PackedMeta,
-    ring_rounds,
-    segment_ids_of,
-    split_over_ring,
-)
+from wands.attention.packed import PackedMeta, segment_ids_of
+from wands.distributed.layout import ContextLayout, ContextPlan, ring_rounds, split_over_ring
 
 PACKS = st.lists(st.one_of(st.integers(1, 8), st.integers(1, 400)), min_size=1, max_size=12)
 DEGREES = st.integers(1, 5)
@@ -52,7 +46,7 @@ def test_a_ranks_own_numbers_agree_with_its_index(seq_lens: list[int], ring: int
         valid = layout.token_index[: layout.num_valid]
         assert torch.equal(layout.segment_ids[: layout.num_valid], sample_of[valid])
         assert (layout.segment_ids[layout.num_valid :] == len(seq_lens) - 1).all()
-        assert layout.local_lens == tuple(sample_of[valid].bincount(minlength=len(seq_lens)).tolist())
+        assert layout.local_seq_lens == tuple(sample_of[valid].bincount(minlength=len(seq_lens)).tolist())
         ranges = [
             list(range(start + first, start + last))
             for start, (first, last) in zip(starts, layout.token_ranges, strict=True)
@@ -160,16 +154,16 @@ def make_meta(seq_lens: tuple[int, ...], num_rows: int) -> PackedMeta:
 
 
 def test_rows_behind_the_last_sample_count_as_its_rows():
-    assert make_meta((3, 2), 5).row_lens == (3, 2)
+    assert make_meta((3, 2), 5).padded_seq_lens == (3, 2)
     meta = make_meta((3, 2), 8)
-    assert meta.row_lens == (3, 5)
+    assert meta.padded_seq_lens == (3, 5)
     assert meta.segment_ids.bincount().tolist() == [3, 5]
 
 
 def test_meta_keeps_its_parts_when_moved():
     moved = make_meta((3, 2), 5).to("meta")
     assert moved.positions.device.type == moved.segment_ids.device.type == "meta"
-    assert (moved.seq_lens, moved.text_lens, moved.chunk_lens) == ((3, 2), (1, 1), ((3, 2),))
+    assert (moved.local_seq_lens, moved.text_lens, moved.chunk_lens) == ((3, 2), (1, 1), ((3, 2),))
 
 
 def test_meta_refuses_parts_that_do_not_belong_together():

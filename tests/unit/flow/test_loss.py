@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import wands.flow.loss as loss_module
-from wands.distributed.layout import segment_ids_of
+from wands.attention.packed import segment_ids_of
 from wands.flow.loss import flow_matching_loss, loss_weights
 
 P = 5

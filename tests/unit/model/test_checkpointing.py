@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.packs import CONFIG, Pack, build_pair, make_pack, run_packed
 from tests.unit.model.test_offload import CPU, LateLane
 from tests.unit.model.test_transformer import weighted_grads
-from wands.attention.ulysses import OPERATORS, ContextAttention
+from wands.attention.ulysses import OPERATORS, context_attention
 from wands.attention.varlen import choose_backend
 from wands.config.recipe import LoraConfig
 from wands.model import offload as host_store
@@ -50,7 +50,7 @@ MODES = [
 def build(kind: str, mode: Mode) -> PackedWanTransformer:
     _, model = build_pair(kind=kind)
     backend = choose_backend("cpu", "cpu", torch.float32)
-    model.set_attention(ContextAttention(backend), backend)
+    model.set_attention(context_attention(backend), backend)
     set_mode(model, mode)
     return model
 
@@ -301,7 +301,7 @@ def test_offload_on_a_gpu():
     for mode in (Mode("none"), *MODES):
         model = build("t2v", mode).cuda()
         backend = choose_backend("torch", torch.device("cuda"), torch.bfloat16)
-        model.set_attention(ContextAttention(backend), backend)
+        model.set_attention(context_attention(backend), backend)
         tokens, timesteps, text = (x.cuda() for x in (pack.tokens, pack.row_timesteps, pack.text_embeds))
         for _ in range(3):
             model.zero_grad(set_to_none=True)

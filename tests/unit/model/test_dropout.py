@@ -74,7 +74,7 @@ def _stock_with_masks(stock: nn.Module, pack: Pack) -> torch.Tensor:
             module.lora_dropout["default"] = _Masked(f"{name}.lora", LORA_P, now)
     outputs = []
     places = [(f << 42) + (r << 21) + c for f, r, c in pack.meta.positions.tolist()]
-    starts = [0, *itertools.accumulate(pack.meta.seq_lens)]
+    starts = [0, *itertools.accumulate(pack.meta.local_seq_lens)]
     for i, (start, stop) in enumerate(itertools.pairwise(starts)):
         clean = pack.num_cond_tokens[i] if pack.num_cond_tokens else 0
         per_token = bool(pack.num_cond_tokens)  # then the stock model takes a timestep for each
@@ -91,7 +91,7 @@ def _stock_with_masks(stock: nn.Module, pack: Pack) -> torch.Tensor:
             pack.timesteps[i : i + 1],
             replace(
                 pack.meta,
-                seq_lens=(stop - start,),
+                local_seq_lens=(stop - start,),
                 timestep_lens=(),
                 text_lens=(1,),
                 segment_ids=pack.meta.segment_ids[start:stop],
@@ -126,7 +126,7 @@ def test_the_stock_model_with_the_masks_of_each_sample(kind: str, lora: bool):
             model.double()
     counts = [2 if clean else 1 for clean in pack.num_cond_tokens or (0,) * 5]
     owners = tuple(i for i, count in enumerate(counts) for _ in range(count))
-    meta = replace(pack.meta, sample_keys=KEYS[:5], timestep_samples=owners)
+    meta = replace(pack.meta, dropout_keys=KEYS[:5], timestep_samples=owners)
     packed.set_dropout(P, LORA_P if lora else 0.0)
     wanted = _stock_with_masks(stock.train(), pack)
     found = run_packed(packed.train(), replace(pack, meta=meta))

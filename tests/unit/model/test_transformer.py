@@ -115,8 +115,8 @@ def test_order_of_samples_does_not_matter():
         make_meta([grids[i] for i in order], [len(pack.texts[i]) for i in order]),
     )
     with torch.no_grad():
-        expected = run_packed(packed, pack).split(pack.meta.seq_lens)
-        found = run_packed(packed, shuffled).split(shuffled.meta.seq_lens)
+        expected = run_packed(packed, pack).split(pack.meta.local_seq_lens)
+        found = run_packed(packed, shuffled).split(shuffled.meta.local_seq_lens)
     for place, sample in enumerate(order):
         torch.testing.assert_close(found[place], expected[sample], rtol=0, atol=1e-12)
 

@@ -21,7 +21,7 @@ def run(tiny_pipeline: Path, tmp_path: Path) -> TrainingRun:
     return make_run(tiny_pipeline, tmp_path, ("train.bins_per_step=2",), world_size=2)
 
 
-def shards_of(run: TrainingRun) -> list[batches.Shard]:
+def shards_of(run: TrainingRun) -> list[batches.RankSlice]:
     plan = run.sampler.step_plan(0)
     return [shard for rank in (0, 1) for shard in rank_shards(run, plan, run.grid(rank))]
 
@@ -82,7 +82,7 @@ def cumulate(change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
         (deal_a_bin_twice, "_check_step"),
         (forget_visits, "_check_step"),
         (read_the_neighbour, "read_shard"),
-        (read_another_length, "shard"),
+        (read_another_length, "rank_slice"),
         (cumulate(lambda ends: ends.flip(0)), "__post_init__"),  # not monotone
         (cumulate(lambda ends: ends + 1), "__post_init__"),  # does not begin at 0
         (cumulate(lambda ends: ends * 2), "__post_init__"),  # does not end at the token count

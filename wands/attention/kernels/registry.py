@@ -18,7 +18,7 @@ from wands.attention.kernels.flash import FLASH_BACKENDS, CpuBackend, FlashBacke
 from wands.attention.kernels.self_check import check_backend
 from wands.errors import ConfigError
 
-__all__ = ["Backend", "backend_named", "choose_backend"]
+__all__ = ["Backend", "choose_backend", "get_backend"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def backend_named(name: str) -> Backend:
+def get_backend(name: str) -> Backend:
     """The kernel of that name, always the same object; whether it can run here is `choose_backend`'s to ask.
 
     Args:
@@ -57,14 +57,14 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
     if name == "auto":
         chosen = _first_right(device, dtype, head_dim)
         _log_once(logging.INFO, f"attention.backend=auto: {chosen} ({where})")
-        return backend_named(chosen)
+        return get_backend(chosen)
     refusal = f"attention.backend={name} cannot run on {where}"
     if obstacle := _obstacle(name, device, dtype):
         raise ConfigError(f"{refusal} ({obstacle[0]}); {obstacle[1]}.")
-    if isinstance(backend_named(name), FlashBackend) and (fault := _fault(name, device, dtype, head_dim)):
+    if isinstance(get_backend(name), FlashBackend) and (fault := _fault(name, device, dtype, head_dim)):
         raise ConfigError(f"{refusal} (it fails the check of its results: {fault}); use auto.")
     _log_once(logging.INFO, f"attention.backend={name} ({where})")
-    return backend_named(name)
+    return get_backend(name)
 
 
 def _first_right(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
@@ -87,7 +87,7 @@ def _first_right(device: torch.device, dtype: torch.dtype, head_dim: int) -> str
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str] | None:
     """What keeps a kernel from running there at all, and the cure."""
-    backend = backend_named(name)
+    backend = get_backend(name)
     if name == "cpu" and device.type != "cpu":
         return "its kernel is for CPUs", "use auto"
     if not isinstance(backend, FlashBackend):
@@ -116,7 +116,7 @@ def _installed(package: str) -> bool:
 def _fault(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """What is wrong with a kernel's results there; empty when they are right."""
     try:
-        check_backend(backend_named(name), device, dtype, head_dim)
+        check_backend(get_backend(name), device, dtype, head_dim)
     except Exception as error:  # a package of another version or build fails in ways of its own
         first_line = next(iter(str(error).splitlines()), "")
         return f"{type(error).__name__}: {first_line[:300]}"

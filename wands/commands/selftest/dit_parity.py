@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 
-from wands.attention.ulysses import ContextAttention
+from wands.attention.ulysses import context_attention
 from wands.attention.varlen import choose_backend
 from wands.commands.selftest.parity_pack import Comparison, Pack
 from wands.commands.selftest.parity_setup import Outcome, Setup, Skipped, free_memory
@@ -114,7 +114,7 @@ class DiTChecks:
         if "cp" not in self._found:
             self._try_once("cp")
             groups = _meet(self.setup)
-            grid, fp32 = groups.grid, torch.float32
+            grid, fp32 = groups.dims, torch.float32
             pack = Pack(self.setup, self.expert, i2v_ratio=1.0)
             model = self._load_in_turn()
             right = pack.ask_packed(model, dtype=fp32)
@@ -181,7 +181,7 @@ class DiTChecks:
     ) -> None:
         backend = choose_backend("auto", self.setup.device, dtype, self.setup.variant.dit.head_dim)
         rings = () if groups is None else (groups.ulysses, groups.ring, groups.ring_grad)
-        model.set_attention(ContextAttention(backend, *rings), backend)
+        model.set_attention(context_attention(backend, *rings), backend)
 
     CHECKS: ClassVar[dict[str, Callable[[Any], Outcome]]] = {
         "names": check_names,

@@ -160,7 +160,7 @@ class Pack:
             dtype: of the computation; by default the one that is tested.
         """
         device, mine = self.setup.device, layout or self.whole
-        shard = self.batch.shard(mine).to(device)
+        shard = self.batch.rank_slice(mine).to(device)
         noisy = add_noise(
             shard.tokens, mine, shard.keys, self.flow, SEED, shard.num_cond_tokens, self.sigma_range
         )

@@ -31,27 +31,27 @@ from wands.model.files.names import (
 
 @dataclass(frozen=True)
 class LoraPair:
-    """The two matrices of one module's LoRA: what they add to the weight is `scale * up @ down`.
+    """The two matrices of one module's LoRA: they add `scale * lora_B @ lora_A` to the weight.
 
     Attributes:
-        down: [R, I], "A".
-        up: [O, R], "B".
+        lora_A: [R, I].
+        lora_B: [O, R].
         scale: alpha / R.
     """
 
-    down: Tensor
-    up: Tensor
+    lora_A: Tensor
+    lora_B: Tensor
     scale: float = 1.0
 
     def folded(self) -> LoraPair:
         """The same with scale 1, as every loader reads it; exact where the scale is a power of two."""
         if self.scale == 1.0:
             return self
-        return LoraPair(self.down, (self.up.double() * self.scale).to(self.up.dtype))
+        return LoraPair(self.lora_A, (self.lora_B.double() * self.scale).to(self.lora_B.dtype))
 
     def delta(self) -> Tensor:
         """What it adds to its module's weight, [O, I] in float64."""
-        return self.scale * (self.up.double() @ self.down.double())
+        return self.scale * (self.lora_B.double() @ self.lora_A.double())
 
 
 _PART = re.compile(r"\.(?:lora_(?P<half>A|B|down|up)(?:\.[\w-]+)?\.weight|(?P<alpha>alpha))$")
@@ -98,7 +98,7 @@ def read_lora(
         except KeyError:
             unknown.append(key)
             continue
-        half = {"A": "down", "B": "up"}.get(match["half"], match["half"] or "alpha")
+        half = {"down": "A", "up": "B"}.get(match["half"], match["half"] or "alpha")
         if half in halves.setdefault(place, {}):
             raise CheckpointError(f"{where} holds several adapters (again {key}); give one at a time.")
         halves[place][half] = value
@@ -108,7 +108,7 @@ def read_lora(
             "of lora_A and lora_B (or lora_down and lora_up) and alpha."
         )
     broken = [
-        f"{expert}.{module}" for (expert, module), own in halves.items() if not {"down", "up"} <= own.keys()
+        f"{expert}.{module}" for (expert, module), own in halves.items() if not {"A", "B"} <= own.keys()
     ]
     if broken:
         raise CheckpointError(
@@ -116,16 +116,16 @@ def read_lora(
         )
     loras: dict[str, dict[str, LoraPair]] = {}
     for (expert, module), own in halves.items():
-        down, up = own["down"], own["up"]
-        if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1]:
+        lora_A, lora_B = own["A"], own["B"]
+        if lora_A.ndim != 2 or lora_B.ndim != 2 or lora_A.shape[0] != lora_B.shape[1]:
             raise CheckpointError(
-                f"{where}: {module} has lora_A {list(down.shape)} and lora_B {list(up.shape)}, which do not fit; give a LoRA "
-                "of linear layers."
+                f"{where}: {module} has lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)}, which do not fit; give "
+                "a LoRA of linear layers."
             )
-        rank = down.shape[0]
+        rank = lora_A.shape[0]
         own_alpha = float(own["alpha"]) if "alpha" in own else (alphas or {}).get(expert)
         scale = 1.0 if own_alpha is None else own_alpha / rank
-        loras.setdefault(expert, {})[module] = LoraPair(down, up, scale)
+        loras.setdefault(expert, {})[module] = LoraPair(lora_A, lora_B, scale)
     return loras
 
 
@@ -162,7 +162,7 @@ def lora_to_comfyui(pairs: Mapping[str, LoraPair], *, prefix: str = COMFYUI_LORA
 
 def _folded_halves(pair: LoraPair) -> tuple[Tensor, Tensor]:
     folded = pair.folded()
-    return folded.down, folded.up
+    return folded.lora_A, folded.lora_B
 
 
 def _place(key: str) -> tuple[str, str]:

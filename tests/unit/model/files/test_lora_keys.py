@@ -88,7 +88,7 @@ def test_diffusers_modules_under_any_prefix(prefix: str, adapter: str):
     keys = {
         f"{prefix}{module}.lora_{half}{adapter}.weight": value
         for module, pair in lora.items()
-        for half, value in (("A", pair.down), ("B", pair.up))
+        for half, value in (("A", pair.lora_A), ("B", pair.lora_B))
     }
     assert_same(lora_to_diffusers(read_lora(keys)), lora_to_diffusers({"transformer": lora}))
 
@@ -153,7 +153,7 @@ def test_two_experts_in_one_file():
 def test_folding_is_exact_for_powers_of_two_and_close_otherwise():
     pair = next(iter(make_lora().values()))
     for scale, exact in ((0.5, True), (1.0, True), (1.7, False)):
-        scaled = LoraPair(pair.down, pair.up, scale)
+        scaled = LoraPair(pair.lora_A, pair.lora_B, scale)
         folded = scaled.folded()
         assert folded.scale == 1.0
         assert torch.equal(folded.delta(), scaled.delta()) or not exact
