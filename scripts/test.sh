@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
-# All set-up, then the whole test suite; where there is a GPU, also the tests that need one, which the others do not see.
-# Arguments go to pytest: bash scripts/test.sh tests/data -k cache
+# Set up the environment and run the tests. The tiers are described in tests/README.md.
+#   bash scripts/test.sh                  default tier, what CI runs
+#   bash scripts/test.sh --all [ARGS]     also the tests marked slow and kill
+#   bash scripts/test.sh PATH [ARGS]      pytest with these arguments
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh dev
 say "real clips for the tests"
 python scripts/fetch_clips.py .setup/clips
 say "tests"
-if [ $# -gt 0 ]; then
+tier="not slow and not kill and not full and not gpu"
+if [ "${1:-}" = --all ]; then
+  tier="not full and not gpu"
+  shift
+elif [ $# -gt 0 ]; then
   exec python -m pytest "$@"
 fi
-python -m pytest -n 2 --dist loadfile # a file's tests share what the first of them has made
+python -m pytest -n 3 --dist worksteal -m "$tier" "$@"
 if [ "${DS_ACCELERATOR:-}" != cpu ]; then
   say "tests that need a GPU"
   python -m pytest -m gpu

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+MARKER_OF_FOLDER = {"distributed": "dist", "launch": "launch", "gpu": "gpu"}
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from tests.support.world import WorldPool  # noqa: E402
@@ -28,15 +30,19 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests of the CPU see no GPU: what commands choose by themselves would be another device with other numbers."""
+    """Hide the GPU from CPU tests: commands would choose it and give other numbers."""
     if re.search(r"(?<!not )\bgpu\b", config.getoption("-m") or "") and torch.cuda.is_available():
         return
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by their folder; skip what this machine cannot run and the matrices that nobody selected."""
     chosen = config.getoption("-m") or ""
     for item in items:
+        if marker := MARKER_OF_FOLDER.get(item.path.relative_to(TESTS).parts[0]):
+            item.add_marker(marker)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA: pytest -m gpu"))
         if item.get_closest_marker("full") and "full" not in chosen:

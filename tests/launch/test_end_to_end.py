@@ -184,6 +184,7 @@ def test_clips_to_samples(job: dict[str, Path], worlds: WorldPool):
     assert "loss.png" in files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", [deepspeed, pytest.param(torchrun, marks=pytest.mark.full)])
 def test_a_mistake_under_a_launcher_is_said_once(job: dict[str, Path], launch):
     done = launch(*settings(job, "mistake", "packing.max_tokens=8"), check=False)
@@ -200,6 +201,7 @@ def test_one_process_without_a_launcher(job: dict[str, Path]):
     assert (job["root"] / "single" / "recipe.yaml").is_file()
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_in_one_sentence(job: dict[str, Path]):
     """A file size limit of 100 KiB: the run trains, cannot save, says so once and leaves nothing half written."""
     command = ["wands", "train", *settings(job, "full", "train.max_steps=1")]

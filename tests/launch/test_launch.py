@@ -321,6 +321,7 @@ def test_slurm_says_what_is_missing(fake, start, more: dict[str, str], arguments
 # ---- two nodes on loopback
 
 
+@pytest.mark.slow
 def test_two_nodes_share_a_bin_stop_resume_and_equal_one_process(
     fake, start, tiny_pipeline: Path, tmp_path: Path, run_world
 ):
@@ -381,6 +382,7 @@ def test_two_nodes_share_a_bin_stop_resume_and_equal_one_process(
     assert runs.losses(rows) == pytest.approx(runs.losses(alone), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistaken", [pytest.param((0, 1), marks=pytest.mark.full), (1,)])
 def test_a_mistake_ends_both_nodes_with_its_sentence(
     fake, start, tiny_pipeline: Path, tmp_path: Path, mistaken: tuple[int, ...]

@@ -59,6 +59,7 @@ def assert_found(out: Path, whole: Path) -> None:
     assert len((out / QUARANTINE_NAME).read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_workers_that_a_clip_ends_are_started_again(
     source: Path, tiny_pipeline: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

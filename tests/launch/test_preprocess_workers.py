@@ -121,6 +121,7 @@ def test_two_workers_make_the_cache_of_one(
     assert samples_in_shards(out) == len(LatentCache(out))
 
 
+@pytest.mark.slow
 def test_ranks_of_a_launcher_make_the_cache_of_one(
     source: Path, tiny_pipeline: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -163,6 +164,7 @@ def wait_for(condition: Any, seconds: float = 120.0) -> Any:
     return value
 
 
+@pytest.mark.kill
 def test_a_killed_worker_is_replaced_by_the_others(
     source: Path, tiny_pipeline: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -177,6 +179,7 @@ def test_a_killed_worker_is_replaced_by_the_others(
     assert_equal_caches(out, undisturbed)
 
 
+@pytest.mark.slow
 def test_no_orphan_outlives_the_leader(source: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
     process = start(source, tmp_path / "cache", tiny_pipeline, workers=2)
     workers = wait_for(lambda: len(found := children(process)) == 2 and found)
@@ -228,6 +231,7 @@ def stored_bytes(work: Path) -> int:
         return 0
 
 
+@pytest.mark.kill
 @pytest.mark.parametrize(
     ("num_kills", "workers"),
     [

@@ -23,6 +23,7 @@ def train(recipe: str, settings: list[str]) -> None:
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.slow
 def test_loss_compare_accepts_packing_and_refuses_another_seed(
     tiny_pipeline: Path,
     tmp_path: Path,

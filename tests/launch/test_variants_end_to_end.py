@@ -41,6 +41,7 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 HELD_BY_OTHERS = ("wan2.1-i2v-14b", "wan2.2-t2v-a14b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

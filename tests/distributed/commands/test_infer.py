@@ -635,6 +635,7 @@ def test_torchrun_tells_once_what_all_ranks_find(tiny_pipeline: Path, tmp_path: 
     assert refused.stderr.count("infer.ring_degree") == 1
 
 
+@pytest.mark.slow
 def test_torchrun_tells_the_mistake_of_a_rank_that_is_not_the_first(
     tiny_pipeline: Path, tmp_path: Path
 ) -> None:

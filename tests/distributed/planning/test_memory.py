@@ -145,10 +145,12 @@ def test_one_rank(tmp_path, new_world):
     check(ALONE, new_world(1, measure, tmp_path, ALONE))
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path, new_world):
     check(PAIRS, new_world(2, measure, tmp_path, PAIRS))
 
 
+@pytest.mark.slow
 def test_accumulated_gradients(tmp_path, new_world):
     cases = [case(0, "full", "fp32"), case(2, "none", "fp32")]
     check(cases, new_world(1, measure, tmp_path, cases, 2))
@@ -161,6 +163,7 @@ def test_the_whole_grid(tmp_path, new_world, stage):
     check(cases, new_world(2, measure, tmp_path, cases, timeout=1800.0))
 
 
+@pytest.mark.slow
 def test_what_a_plan_proposes_has_room(tmp_path, new_world):
     """On two ranks with 50 MB each: the fastest of each DeepSpeed config, run as the plan says."""
     recipe = load_recipe(None, [*DATA, "precision.compute=fp32", "train.bins_per_step=2"])

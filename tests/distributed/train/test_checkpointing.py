@@ -32,8 +32,10 @@ MODES = {
     "settings",
     [
         ("precision.compute=bf16", "lora.rank=2", "lora.targets=attention+ffn"),
-        ("precision.compute=bf16", "model.trainable=[blocks.*.attn1.*]"),
-        ("packing.enabled=false",),
+        pytest.param(
+            ("precision.compute=bf16", "model.trainable=[blocks.*.attn1.*]"), marks=pytest.mark.slow
+        ),
+        pytest.param(("packing.enabled=false",), marks=pytest.mark.slow),
     ],
     ids=["lora in bf16", "frozen in bf16", "one sample at a time"],
 )

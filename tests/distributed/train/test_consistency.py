@@ -469,7 +469,10 @@ def checked_run(model: Path, out: Path, ds: dict[str, Any], check: bool) -> tupl
     return run_training(model, out, ("train.max_steps=4",), ds), found
 
 
-@pytest.mark.parametrize(("stage", "threshold"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 100)])
+@pytest.mark.parametrize(
+    ("stage", "threshold"),
+    [*(pytest.param(*case, marks=pytest.mark.slow) for case in [(0, 0), (1, 0), (2, 0), (3, 100)]), (3, 0)],
+)
 def test_checking_changes_no_bit(stage: int, threshold: int, tiny_pipeline: Path, tmp_path: Path, run_world):
     runs = {}
     for check in (False, True):

@@ -142,7 +142,11 @@ def test_the_whole_matrix(
     assert error <= TOLERANCE
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize(
+    "grid",
+    [pytest.param(grid, marks=() if grid == TWO_BY_TWO else pytest.mark.slow) for grid in GRIDS],
+    ids=str,
+)
 def test_float64_is_stock_diffusers(grid: Grid, worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path):
     """Through every ZeRO stage that reduces float64, with each parameter sharded."""
     number = GRIDS.index(grid)
@@ -160,17 +164,25 @@ def test_float64_is_stock_diffusers(grid: Grid, worlds: WorldPool, tiny_pipeline
 @pytest.mark.parametrize(
     "change", ["packing.enabled=false", "loss.reduction=token", "parallel.fused_all_to_all=false"]
 )
+@pytest.mark.parametrize(
+    ("grid", "stage"),
+    [
+        (TWO_BY_TWO, 3),
+        *(pytest.param(grid, 2, marks=pytest.mark.slow) for grid in (Grid(2, 2, 1), Grid(2, 1, 2))),
+    ],
+    ids=str,
+)
 def test_other_ways_through_the_same_step(
-    change: str, worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
+    grid: Grid, stage: int, change: str, worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
 ):
     overrides = (*CLIPS, "train.bins_per_step=2", change)
     one_process = worlds[1].run(optimizer_step, tiny_pipeline, tmp_path, overrides, zero(0))[0]
-    for grid, stage in ((Grid(2, 2, 1), 2), (Grid(2, 1, 2), 2), (TWO_BY_TWO, 3)):
-        spread = (*overrides, *grid.overrides)
-        ranks = worlds[grid.world_size].run(optimizer_step, tiny_pipeline, tmp_path, spread, zero(stage))
-        assert check_step(ranks, one_process) <= TOLERANCE, grid
+    spread = (*overrides, *grid.overrides)
+    ranks = worlds[grid.world_size].run(optimizer_step, tiny_pipeline, tmp_path, spread, zero(stage))
+    assert check_step(ranks, one_process) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_where_float32_itself_is_worse(worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path):
     """With captions of a few tokens the 500 equal text pads make `attn2.to_k.bias` a difference of nearly equal sums: one process
     is further than TOLERANCE from its own float64 there. Spreading the step moves no gradient further than that."""
@@ -329,8 +341,7 @@ KEPT = {
     ("stage", "grid"),
     [
         (2, TWO_BY_TWO),
-        (3, Grid(1, 1, 2)),
-        (3, Grid(1, 2, 1)),
+        *(pytest.param(3, grid, marks=pytest.mark.slow) for grid in (Grid(1, 1, 2), Grid(1, 2, 1))),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in [(2, Grid(1, 1, 2)), (2, Grid(1, 2, 1)), (3, TWO_BY_TWO)]
@@ -406,7 +417,15 @@ def series(
 @pytest.mark.parametrize(
     ("grid", "ds_name", "steps"),
     [
-        *((grid, list(DS_CONFIGS)[i % len(DS_CONFIGS)], 8) for i, grid in enumerate(GRIDS)),
+        *(
+            pytest.param(
+                grid,
+                list(DS_CONFIGS)[i % len(DS_CONFIGS)],
+                8,
+                marks=() if grid == TWO_BY_TWO else pytest.mark.slow,
+            )
+            for i, grid in enumerate(GRIDS)
+        ),
         *(pytest.param(*pair, 20, marks=pytest.mark.full) for pair in itertools.product(GRIDS, DS_CONFIGS)),
     ],
     ids=str,

@@ -57,6 +57,7 @@ def test_profiler_and_tensorboard(tiny_pipeline: Path, tmp_path: Path, run_world
     assert list((tmp_path / "board").rglob("events.*"))
 
 
+@pytest.mark.slow
 def test_offload(tiny_pipeline: Path, tmp_path: Path, run_world):
     plain = losses(run_world(2, run_training, tiny_pipeline, tmp_path / "plain", STEPS, zero(3))[0])
     section = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}

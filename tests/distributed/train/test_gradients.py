@@ -55,7 +55,7 @@ def stock(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Stoc
     return gradients
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_stage_gives_the_stock_gradient(
     stage: int, world_size: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool, stock: Stock
@@ -76,7 +76,9 @@ def test_stage_zero_in_float32(tiny_pipeline: Path, tmp_path: Path, worlds: Worl
     assert error <= rounding
 
 
-@pytest.mark.parametrize("name", DS_CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "zero3" else pytest.mark.slow) for name in DS_CONFIGS]
+)
 def test_every_shipped_json_gives_the_stock_gradient(
     name: str, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool, stock: Stock
 ):

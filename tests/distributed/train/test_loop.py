@@ -28,7 +28,7 @@ def reference(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run
     return losses(run_world(1, run_training, tiny_pipeline, out, ("train.max_steps=5",), zero(0))[0])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_loss_series_is_the_same_at_every_stage_and_world(
     stage: int, world_size: int, reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world
@@ -63,7 +63,7 @@ def sample_losses(out: Path) -> dict[tuple[Any, ...], float]:
     return {(row["step"], row["sample_id"], row["epoch"], row["sigma"]): row["loss"] for row in rows}
 
 
-@pytest.mark.parametrize("reduction", ["sample", "token"])
+@pytest.mark.parametrize("reduction", ["sample", pytest.param("token", marks=pytest.mark.slow)])
 def test_packing_off_gives_the_same_loss_per_sample(
     reduction: str, tiny_pipeline: Path, tmp_path: Path, run_world
 ):
@@ -85,7 +85,9 @@ def test_packing_off_gives_the_same_loss_per_sample(
     assert runs["false"] == pytest.approx(runs["true"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "world_size"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1), (3, 2)]
+)
 def test_k_plus_k_is_2k_bitwise(stage: int, world_size: int, tiny_pipeline: Path, tmp_path: Path, run_world):
     """Stopping and resuming in the middle of an epoch changes no bit of losses, gradient norms or weights."""
     schedule = ("optim.schedule=cosine", "optim.warmup=2", "flow.cfg_dropout=0.3")
@@ -108,6 +110,7 @@ def test_k_plus_k_is_2k_bitwise(stage: int, world_size: int, tiny_pipeline: Path
     assert len({row["loss"] for row in straight}) == 6
 
 
+@pytest.mark.slow
 def test_the_gradient_norm_is_the_same_with_and_without_zero(tiny_pipeline: Path, tmp_path: Path, run_world):
     norms = []
     for stage in (0, 1, 2, 3):
@@ -140,6 +143,7 @@ def test_bf16_follows_fp32(reference: list[float], tiny_pipeline: Path, tmp_path
         assert series != reference
 
 
+@pytest.mark.slow
 def test_checkpointed_activations_change_nothing(
     reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world
 ):

@@ -270,7 +270,7 @@ def run_eagerly(*args: Any) -> list[dict[str, Any]]:
         ("adamw8bit", 2, ("precision.weights=bf16", "precision.compute=bf16")),
         ("adafactor", 0, ()),
         ("muon", 1, ("optim.grad_clip=0",)),
-        ("muon", 3, ("optim.grad_clip=0",)),
+        pytest.param("muon", 3, ("optim.grad_clip=0",), marks=pytest.mark.slow),
     ],
 )
 def test_resume_is_bitwise(
@@ -316,7 +316,9 @@ def _check_resume(state: Any, model: Path, out: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("steps", [40, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "steps", [pytest.param(40, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.full)]
+)
 def test_the_losses_of_8_bits_stay_in_their_band(
     steps: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
@@ -428,7 +430,7 @@ ON_HOST = {
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [
-        *(("fused", stage) for stage in range(4)),
+        *(pytest.param("fused", stage, marks=() if stage == 2 else pytest.mark.slow) for stage in range(4)),
         pytest.param(
             "on host", 2, marks=pytest.mark.full
         ),  # compiled for a minute where it is for the first time

@@ -39,6 +39,10 @@ def full(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def start(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_lora(tiny_pipeline, tmp_path_factory.mktemp("lora"))
@@ -79,7 +83,9 @@ def step(worlds: WorldPool, pipeline: Path, out: Path, grid: Grid, stage: int, *
     return worlds[grid.world_size].run(optimizer_step, pipeline, out, settings, zero(stage))
 
 
-@pytest.mark.parametrize(("stage", "grid"), [(0, DP), full(1, CP), (2, DP), full(3, DP), (3, CP)], ids=str)
+@pytest.mark.parametrize(
+    ("stage", "grid"), [slow(0, DP), full(1, CP), slow(2, DP), full(3, DP), (3, CP)], ids=str
+)
 def test_a_frozen_base_in_bf16_changes_no_bit(
     stage: int, grid: Grid, start: Path, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
@@ -112,13 +118,13 @@ def on_decoded(
 @pytest.mark.parametrize(
     ("quantize", "stage", "grid", "checkpointing"),
     [
-        ("int8", 0, DP, "none"),
+        slow("int8", 0, DP, "none"),
         full("int8", 1, DP, "full"),
         full("int8", 2, CP, "none"),
         ("int8", 3, DP, "full"),
         full("int8", 3, CP, "none"),
         ("nf4", 2, DP, "none"),
-        ("nf4", 3, CP, "full"),
+        slow("nf4", 3, CP, "full"),
     ],
     ids=str,
 )
@@ -181,7 +187,7 @@ def test_zero_3_leaves_each_rank_its_share(
             assert size / 2 <= held[dtype] <= size / 2 + padding
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [slow(1), 2])
 def test_trained_weights_in_bf16_take_the_steps_of_fp32(
     stage: int, rounded: Path, tmp_path: Path, worlds: WorldPool
 ):
@@ -213,7 +219,7 @@ def test_trained_weights_in_bf16_take_the_steps_of_fp32(
     assert all(torch.equal(again[name], value) for name, value in found.items())
 
 
-@pytest.mark.parametrize("stage", [1, 2])  # which keep them in different files
+@pytest.mark.parametrize("stage", [slow(1), 2])  # which keep them in different files
 def test_frozen_weights_in_bf16_are_exported_in_fp32(
     stage: int, rounded: Path, tmp_path: Path, worlds: WorldPool
 ):
@@ -249,7 +255,7 @@ def test_a_lora_on_codes_resumes_bitwise_and_merges_into_the_weights(
     assert all(torch.equal(merged[name], update(name, weight)) for name, weight in base.items())
 
 
-@pytest.mark.parametrize("steps", [40, full(100)])
+@pytest.mark.parametrize("steps", [slow(40), full(100)])
 def test_the_losses_stay_in_their_band(steps: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
     """Largest deviation of any loss, seen in 40 steps: 0.03 % for trained weights in bf16, 0.02 % for int8, 0.2 % for nf4."""
 

@@ -116,7 +116,9 @@ TWO = (
 )
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_both_experts_are_two_runs_of_one(
     stage: int, pipelines: dict[str, Path], tmp_path: Path, worlds: WorldPool
 ):

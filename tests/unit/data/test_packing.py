@@ -85,10 +85,10 @@ def test_never_more_bins_than_best_fit_decreasing(lens: list[int]):
 @pytest.mark.parametrize(
     ("mix", "max_tokens", "fill", "bias"),
     [
-        ("A", 75_600, 0.97, 0.45),
-        ("A", 131_072, 0.985, 0.28),
+        pytest.param("A", 75_600, 0.97, 0.45, marks=pytest.mark.slow),
+        pytest.param("A", 131_072, 0.985, 0.28, marks=pytest.mark.slow),
         ("B", 75_600, 0.97, 0.17),
-        ("B", 131_072, 0.99, 0.07),
+        pytest.param("B", 131_072, 0.99, 0.07, marks=pytest.mark.slow),
     ],
 )
 def test_realistic_lengths_are_packed_full_and_level(mix: str, max_tokens: int, fill: float, bias: float):
@@ -123,6 +123,7 @@ def test_steps_of_several_groups_are_whole_too(
     assert found.num_steps == plan(lens, bins_per_step=size).num_steps
 
 
+@pytest.mark.slow
 def test_levelling_micro_steps_alone_keeps_steps_mixed():
     lens = length_mix(*MIXES["A"], num_samples=8000)
     cost = SHAPE.forward_flops
@@ -184,6 +185,7 @@ def test_length_bias_is_the_plain_one_and_chance_has_its_share(bins_per_step: in
     assert alike.length_bias() == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_steps_keep_about_the_order_of_nothing():
     """Steps are shuffled: cost does not drift through the epoch."""
     lens = length_mix(*MIXES["A"], num_samples=6000)
@@ -388,6 +390,7 @@ def opened(order: Sequence[int], places: np.ndarray, num_handles: int = 32) -> i
     return count
 
 
+@pytest.mark.slow
 def test_windows_read_each_shard_in_one_go():
     """What `packing.buffer_size` is for: 5,000 clips in 79 shards, windows of 16 of them."""
     lens = length_mix(*MIXES["A"], num_samples=5000)

@@ -116,6 +116,7 @@ def test_a_damaged_sample_is_named_and_not_copied(
     assert merge(tmp_path / "out", [parts[0], parts[2]]).num_copied == 9  # two were whole
 
 
+@pytest.mark.kill
 def test_killed_at_any_moment_the_next_run_goes_on(tmp_path: Path) -> None:
     """Ten kill -9 at random moments, more until one comes late enough; a run that finishes before its kill starts anew."""
     write_cache(tmp_path / "a", range(300), max_samples=150)

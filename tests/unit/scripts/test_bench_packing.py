@@ -70,6 +70,7 @@ def test_the_verdict_sees_a_better_scheme():
     assert ours.line([row("less level", 0.98, 0.97, 0.1), ours]).endswith("none")
 
 
+@pytest.mark.slow
 def test_it_runs_and_prints_one_table():
     command = [
         sys.executable,

@@ -143,6 +143,7 @@ def test_the_smallest_cp_that_fits(gpus: int):
     assert bench_scaling.smallest_fit(shape, [75600], gpus, nothing) is None
 
 
+@pytest.mark.slow
 def test_the_script_prints_every_size_and_draws(tmp_path: Path):
     plot = tmp_path / "scaling.png"
     script = Path(bench_scaling.__file__)

@@ -234,7 +234,16 @@ def test_every_variant_of_the_demo_has_a_shipped_vae(name):
     ]
 
 
-@pytest.mark.parametrize("clip", ["bikes.mp4", "bigbuckbunny.mp4", "carphone_pristine.mp4", "cityCC0.mpg"])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        "bikes.mp4",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("bigbuckbunny.mp4", "carphone_pristine.mp4", "cityCC0.mpg")
+        ),
+    ],
+)
 def test_shipped_vae_on_real_clips(shipped_vae, clips_dir, clip):
     scale = shipped_vae.config.scale_factor_spatial // 8
     window = train_tiny_vae.load_clip(clips_dir / clip, 96 * 144 * scale**2, max_seconds=1)[4:13]
@@ -278,6 +287,7 @@ def test_channels_of_a_narrower_decoder_lead_with_means_and_differences():
     assert sorted(whole_clip_vae.leading_first(48, 40)) == list(range(48))
 
 
+@pytest.mark.slow
 def test_linear_start_is_a_working_autoencoder(clips_dir):
     """Principal components and least squares beat a random start by far: latents whitened, pixels back."""
     frames = train_tiny_vae.load_clip(clips_dir / "carphone_pristine.mp4", 48 * 64, max_seconds=0.8)
