@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,7 @@ def layer(module: str) -> int:
     return LAYERS[prefix]
 
 
+@cache
 def imports(source: str) -> list[tuple[str, bool]]:
     """(module, at module level) of every import; `from wands.x import y` counts as wands.x."""
     tree = ast.parse(source)

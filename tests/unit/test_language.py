@@ -1,0 +1,256 @@
+"""Plain English in wands, data_tools and scripts: how docstrings begin, words that are not used, names with two meanings.
+
+Each test reports all offenders at once. A file in UNFINISHED is not judged yet; nothing is added to that list.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [
+    path for folder in ("wands", "data_tools", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+FIRST_WORDS = re.compile(r"(What|Which|Where|How|Of|Whose|Who|In what)\b")
+PRIVATE_WORDS = re.compile(
+    r"\b(likewise|mend(s|ed|ing)?|told|beside|of its own|is told of|goes on"
+    r"|(go|goes|going|gone|turn|turns|turned) round|round (the|a|an|it|them|this|each|every)\b)",
+    re.IGNORECASE,
+)
+UNFINISHED = {
+    "wands/attention/__init__.py",
+    "wands/attention/kernels/flash.py",
+    "wands/attention/kernels/registry.py",
+    "wands/attention/packed.py",
+    "wands/attention/ring.py",
+    "wands/attention/ulysses.py",
+    "wands/commands/check/__init__.py",
+    "wands/commands/check/check.py",
+    "wands/commands/check/check_report.py",
+    "wands/commands/convert/__init__.py",
+    "wands/commands/convert/convert.py",
+    "wands/commands/convert/convert_lora.py",
+    "wands/commands/convert/convert_parts.py",
+    "wands/commands/convert/convert_pipeline.py",
+    "wands/commands/export.py",
+    "wands/commands/infer.py",
+    "wands/commands/pack.py",
+    "wands/commands/plan.py",
+    "wands/commands/preprocess/__init__.py",
+    "wands/commands/preprocess/claims.py",
+    "wands/commands/preprocess/decoding.py",
+    "wands/commands/preprocess/leader.py",
+    "wands/commands/preprocess/preprocess.py",
+    "wands/commands/preprocess/preprocess_report.py",
+    "wands/commands/preprocess/scan.py",
+    "wands/commands/preprocess/work_folder.py",
+    "wands/commands/preprocess/workers.py",
+    "wands/commands/progress.py",
+    "wands/commands/push.py",
+    "wands/commands/selftest/dit_parity.py",
+    "wands/commands/selftest/encoder_parity.py",
+    "wands/commands/selftest/expert_ranges.py",
+    "wands/commands/selftest/parity_pack.py",
+    "wands/commands/selftest/parity_setup.py",
+    "wands/commands/selftest/selftest.py",
+    "wands/commands/timestep_histogram.py",
+    "wands/config/options.py",
+    "wands/config/recipe.py",
+    "wands/data/bins.py",
+    "wands/data/cache/format.py",
+    "wands/data/cache/reader.py",
+    "wands/data/cache/write_ahead_log.py",
+    "wands/data/cache/writer.py",
+    "wands/data/clips/clip.py",
+    "wands/data/clips/hf_dataset.py",
+    "wands/data/clips/isolated.py",
+    "wands/data/clips/layouts.py",
+    "wands/data/clips/listings.py",
+    "wands/data/clips/records.py",
+    "wands/data/clips/sidecars.py",
+    "wands/data/clips/tables.py",
+    "wands/data/clips/video_file.py",
+    "wands/data/collate.py",
+    "wands/data/conditions.py",
+    "wands/data/datasets.py",
+    "wands/data/holdout.py",
+    "wands/data/packing.py",
+    "wands/data/repeats.py",
+    "wands/data/sampler.py",
+    "wands/distributed/__init__.py",
+    "wands/distributed/dims.py",
+    "wands/distributed/layout.py",
+    "wands/encoders/components.py",
+    "wands/encoders/image.py",
+    "wands/encoders/spool.py",
+    "wands/export/__init__.py",
+    "wands/export/lora_weights.py",
+    "wands/export/model_card.py",
+    "wands/export/upload.py",
+    "wands/flow/loss.py",
+    "wands/flow/noise.py",
+    "wands/flow/rng.py",
+    "wands/model/checkpointing.py",
+    "wands/model/dropout.py",
+    "wands/model/files/encoder_names.py",
+    "wands/model/files/loading.py",
+    "wands/model/files/lora_files.py",
+    "wands/model/files/lora_keys.py",
+    "wands/model/files/official.py",
+    "wands/model/files/tensor_files.py",
+    "wands/model/freezing.py",
+    "wands/model/lora.py",
+    "wands/model/offload.py",
+    "wands/model/transformer.py",
+    "wands/model/weight_dtypes.py",
+    "wands/planning/__init__.py",
+    "wands/planning/activations.py",
+    "wands/planning/hardware.py",
+    "wands/planning/memory.py",
+    "wands/planning/search.py",
+    "wands/planning/step_time.py",
+    "wands/sampling/__init__.py",
+    "wands/sampling/contact_sheet.py",
+    "wands/sampling/images.py",
+    "wands/sampling/loras.py",
+    "wands/sampling/pipeline.py",
+    "wands/sampling/requests.py",
+    "wands/sampling/sample.py",
+    "wands/sampling/sharded.py",
+    "wands/sampling/sharing.py",
+    "wands/train/checkpoint.py",
+    "wands/train/consistency.py",
+    "wands/train/control.py",
+    "wands/train/ds_config.py",
+    "wands/train/ema.py",
+    "wands/train/engine.py",
+    "wands/train/loop.py",
+    "wands/train/metrics.py",
+    "wands/train/optimizers.py",
+    "wands/train/peak_memory.py",
+    "wands/train/precision.py",
+    "wands/train/run.py",
+    "wands/train/state.py",
+    "wands/train/step.py",
+    "wands/train/summary.py",
+    "wands/variants.py",
+    "data_tools/__init__.py",
+    "data_tools/exit_code.py",
+    "data_tools/export.py",
+    "data_tools/import_cache.py",
+    "data_tools/import_shards.py",
+    "data_tools/merge.py",
+    "data_tools/split.py",
+    "data_tools/tfrecord.py",
+    "data_tools/verify.py",
+    "scripts/attention_variants.py",
+    "scripts/bench_attention.py",
+    "scripts/bench_cache.py",
+    "scripts/bench_memory.py",
+    "scripts/bench_packing.py",
+    "scripts/bench_scaling.py",
+    "scripts/bench_step.py",
+    "scripts/demo_report.py",
+    "scripts/fetch_clips.py",
+    "scripts/make_tiny_pipeline.py",
+    "scripts/mutate.py",
+    "scripts/train_tiny_vae.py",
+    "scripts/whole_clip_vae.py",
+}
+TWO_MEANINGS = {"Scan"}
+"""Class and file names that still have two meanings."""
+SAME_FILE_NAME = {
+    "__init__.py": "Python",
+}
+"""File names that may be in several folders, each with the reason."""
+
+
+@cache
+def texts(path: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """Docstrings, and all texts (strings, docstrings, comments), each with its line."""
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    docstrings, strings = [], []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings.append((node.lineno, node.value))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docstrings.append((node.lineno, str(node.value.value)))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            strings.append((token.start[0], token.string))
+    return docstrings, strings
+
+
+def judged() -> list[tuple[str, Path]]:
+    named = [(path.relative_to(ROOT).as_posix(), path) for path in FILES]
+    return [(name, path) for name, path in named if name not in UNFINISHED]
+
+
+def first_words(docstrings: list[tuple[int, str]]) -> list[str]:
+    return [f"{line}: {text.split('.')[0][:80]!r}" for line, text in docstrings if FIRST_WORDS.match(text)]
+
+
+def private_words(strings: list[tuple[int, str]]) -> list[str]:
+    return [
+        f"{line + text.count(chr(10), 0, match.start())}: {match[0]!r}"
+        for line, text in strings
+        for match in PRIVATE_WORDS.finditer(text)
+    ]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    offenders = [f"{name}:{found}" for name, path in judged() for found in first_words(texts(path)[0])]
+    assert not offenders, "\n".join(["Begin with a verb or a noun phrase:", *offenders])
+
+
+def test_words_are_those_of_everybody():
+    offenders = [f"{name}:{found}" for name, path in judged() for found in private_words(texts(path)[1])]
+    assert not offenders, "\n".join(["Use everyday words:", *offenders])
+
+
+def test_a_class_name_is_in_one_module():
+    modules = defaultdict(list)
+    for path in (ROOT / "wands").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules[node.name].append(path.relative_to(ROOT).as_posix())
+    offenders = [
+        f"{name}: {', '.join(sorted(paths))}"
+        for name, paths in sorted(modules.items())
+        if len(paths) > 1 and name not in TWO_MEANINGS
+    ]
+    assert not offenders, "\n".join(["Class names with two meanings:", *offenders])
+
+
+def test_a_file_name_is_in_one_folder():
+    folders = defaultdict(list)
+    for path in (ROOT / "wands").rglob("*.py"):
+        folders[path.name].append(path.relative_to(ROOT).as_posix())
+    offenders = [
+        f"{name}: {', '.join(sorted(paths))}"
+        for name, paths in sorted(folders.items())
+        if len(paths) > 1 and name not in SAME_FILE_NAME | dict.fromkeys(TWO_MEANINGS)
+    ]
+    assert not offenders, "\n".join(["File names with two meanings:", *offenders])
+
+
+def test_the_checks_see_offenders():
+    assert first_words([(3, "What a rank holds.")]) == ["3: 'What a rank holds'"]
+    assert first_words([(3, "In what the weights are kept."), (4, "Offset of a row."), (5, "Howto.")]) == [
+        "3: 'In what the weights are kept'"
+    ]
+    text = "A file.\n\nIt lies beside the other,\nand likewise goes round the ring."
+    assert [found.split(": ")[1] for found in private_words([(1, text)])] == [
+        "'beside'",
+        "'likewise'",
+        "'goes round'",
+    ]
+    assert private_words([(1, "besides, round(x) is a round number; amend it")]) == []
