@@ -21,7 +21,7 @@ FILES = [
 FIRST_WORDS = re.compile(r"(What|Which|Where|How|Of|Whose|Who|In what)\b")
 PRIVATE_WORDS = re.compile(
     r"\b(likewise|mend(s|ed|ing)?|told|beside|of its own|is told of|goes on"
-    r"|(go|goes|going|gone|turn|turns|turned) round|round (the|a|an|it|them|this|each|every)\b)",
+    r"|(go|goes|going|gone|turn|turns|turned) round|round (the|a|an|it|them|this|each|every))\b",
     re.IGNORECASE,
 )
 UNFINISHED = {
