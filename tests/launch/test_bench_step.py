@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.fake_cuda import build
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_a_pack_is_less_for_a_gpu_to_do_than_its_clips_alone(tmp_path: Path):
     """What a GPU's time beside matrix products and attention goes by: bytes to move, operators to start."""
     command = [sys.executable, "-m", "tests.support.bench_step_traffic", str(build(tmp_path))]

@@ -193,6 +193,7 @@ def test_a_mistake_under_a_launcher_is_said_once(job: dict[str, Path], launch):
     assert not (job["root"] / "mistake").exists()
 
 
+@pytest.mark.slow
 def test_one_process_without_a_launcher(job: dict[str, Path]):
     done = call("wands", "train", *settings(job, "single", "train.max_steps=2"))
     assert "1 ranks = dp 1 x" in done.stdout

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,22 @@ MISTAKES = {
     "a copy to the host": "copies to the CPU",
     "a copy that waits": "copies to the GPU when",
 }
+DEFAULT_TIER = {
+    f"{PLAIN}, {I2V}",
+    f"offloaded, {I2V}",
+    "ring 2 x ulysses 2 in bf16",
+    "a number asked for",
+    "a copy that waits",
+}
+
+
+def in_tiers(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in DEFAULT_TIER else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def step_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """`step_of(name)`: the result of a case. All cases of a tier run in one process, when the first of them is needed."""
     library = build(tmp_path_factory.mktemp("fake_cuda"))
     cases = {
         name: {"variant": variant, "settings": settings, "grids": grids}
@@ -66,14 +80,20 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for name, cp in INSIDE.items()
     }
     command = [sys.executable, "-m", "tests.support.fake_cuda_steps", str(library)]
-    done = subprocess.run(command, cwd=ROOT, input=json.dumps(cases), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+
+    @cache
+    def run(default_tier: bool) -> dict[str, Any]:
+        of_tier = {name: case for name, case in cases.items() if (name in DEFAULT_TIER) == default_tier}
+        done = subprocess.run(command, cwd=ROOT, input=json.dumps(of_tier), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return lambda name: run(name in DEFAULT_TIER)[name]
 
 
-@pytest.mark.parametrize("name", [*CASES, *INSIDE])
-def test_a_step_stays_on_the_gpu(name: str, steps: dict[str, Any]):
-    found = steps[name]
+@pytest.mark.parametrize("name", in_tiers([*CASES, *INSIDE]))
+def test_a_step_stays_on_the_gpu(name: str, step_of: Callable[[str], dict[str, Any]]):
+    found = step_of(name)
     assert "error" not in found, found["error"]
     assert found["gradients"] > 20
     assert found["without gradient"] == []
@@ -83,6 +103,6 @@ def test_a_step_stays_on_the_gpu(name: str, steps: dict[str, Any]):
     assert found["steps"] == 1
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_step_that_leaves_it_is_found_out(name: str, steps: dict[str, Any]):
-    assert MISTAKES[name] in steps[name]["error"]
+@pytest.mark.parametrize("name", in_tiers(MISTAKES))
+def test_a_step_that_leaves_it_is_found_out(name: str, step_of: Callable[[str], dict[str, Any]]):
+    assert MISTAKES[name] in step_of(name)["error"]

@@ -600,6 +600,7 @@ def test_kill_9_then_the_same_command_equals_an_undisturbed_run(
     assert not list((tmp_path / "cache").glob(".*"))
 
 
+@pytest.mark.slow
 def test_full_disk_is_one_sentence_and_the_next_run_goes_on(
     one_clip: Path, tiny_pipeline: Path, tmp_path: Path
 ) -> None:

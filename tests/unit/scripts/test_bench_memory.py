@@ -22,6 +22,7 @@ def lines(printed: str) -> dict[str, list[float]]:
     }
 
 
+@pytest.mark.slow
 def test_one_run_prints_every_mode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(sys, "argv", COMMAND.split())
     found = {}
