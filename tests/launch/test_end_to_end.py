@@ -87,8 +87,7 @@ def job(tiny_pipeline: Path, clips_dir: Path, tmp_path_factory: pytest.TempPathF
         shutil.copy(clips_dir / name, source)
         rows.append(json.dumps({"file_name": name, "caption": f"a clip of {name}", "start": 0, "end": end}))
     (source / "metadata.jsonl").write_text("\n".join(rows))
-    done = call(
-        "wands",
+    done = call_here(
         "preprocess",
         source,
         "--out",

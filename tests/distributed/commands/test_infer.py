@@ -378,7 +378,10 @@ def sample_unusually_on_ranks(folder: Path, kind: str) -> torch.Tensor:
     return sampling.call_pipeline(pipeline, SHARED[0], output_type="latent")[1]
 
 
-@pytest.mark.parametrize(("world_size", "degrees"), [(2, [(1, 2), (2, 1)]), (4, [(1, 4), (2, 2), (4, 1)])])
+@pytest.mark.parametrize(
+    ("world_size", "degrees"),
+    [(2, [(1, 2), (2, 1)]), pytest.param(4, [(1, 4), (2, 2), (4, 1)], marks=pytest.mark.slow)],
+)
 def test_ranks_sample_the_video_of_one_process(
     run_world, tiny_pipeline: Path, tmp_path: Path, world_size: int, degrees: list[tuple[int, int]]
 ) -> None:
@@ -573,6 +576,7 @@ def test_weights_are_compared_wherever_an_offload_keeps_them(tiny_pipeline: Path
             wanted = found
 
 
+@pytest.mark.slow
 def test_a_process_alone_asks_nothing_of_deepspeed(tiny_pipeline: Path, tmp_path: Path) -> None:
     """It takes seconds to load, and judges whether there is an accelerator by itself."""
     call = f"infer({str(tiny_pipeline)!r}, ['a'], out_dir=Path({str(tmp_path)!r}), **{SMALL})"
@@ -613,6 +617,7 @@ def launch(*options: object, rank_1: str = "") -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.slow
 def test_torchrun_samples_one_video_and_tells_once(tiny_pipeline: Path, tmp_path: Path) -> None:
     done = launch("--model", tiny_pipeline, "--out", tmp_path / "out", "--save-latents")
     assert done.returncode == 0, done.stderr

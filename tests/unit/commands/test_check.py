@@ -63,7 +63,7 @@ def report(clips: Path) -> CheckReport:
 # ---- the same as preprocess
 
 
-@pytest.mark.parametrize("mode", ["head", "slide"])
+@pytest.mark.parametrize("mode", ["head", pytest.param("slide", marks=pytest.mark.slow)])
 def test_it_says_what_preprocess_does(
     clips_dir: Path, tiny_pipeline: Path, tmp_path: Path, mode: str
 ) -> None:
