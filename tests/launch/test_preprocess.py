@@ -569,6 +569,7 @@ options = {WINDOWS!r}
     )
 
 
+@pytest.mark.kill
 def test_kill_9_then_the_same_command_equals_an_undisturbed_run(
     one_clip: Path, tiny_pipeline: Path, tmp_path: Path
 ) -> None:

@@ -129,6 +129,7 @@ def test_what_a_killed_run_had_in_hand_is_suspect(
     assert report.quarantine == tmp_path / "cache" / QUARANTINE_NAME
 
 
+@pytest.mark.slow
 def test_suspects_that_are_innocent_are_encoded_as_ever(
     source: Path, tiny_pipeline: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_two_workers_make_the_cache_of_one(
     source: Path, tiny_pipeline: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

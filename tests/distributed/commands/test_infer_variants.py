@@ -295,7 +295,7 @@ def sample_on_ranks(folders: dict[str, Path], ring: int, ulysses: int) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("world_size", "degrees"), [pytest.param(2, (2, 1), marks=pytest.mark.slow), (4, (2, 2))]
+    ("world_size", "degrees"), [(2, (2, 1)), pytest.param(4, (2, 2), marks=pytest.mark.slow)]
 )
 def test_ranks_sample_what_one_process_does(
     run_world, tiny_variant: Callable[[str], Path], world_size: int, degrees: tuple[int, int]

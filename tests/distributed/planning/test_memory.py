@@ -141,6 +141,7 @@ def check(cases: list[Case], of_ranks: list[list[tuple[int, Memory]]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_one_rank(tmp_path, new_world):
     check(ALONE, new_world(1, measure, tmp_path, ALONE))
 

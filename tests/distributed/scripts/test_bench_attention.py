@@ -75,6 +75,7 @@ def printed(world: int, port: int, args: Namespace) -> str:
     return text.getvalue()
 
 
+@pytest.mark.slow
 def test_one_run_prints_every_variant_and_the_formula_holds(new_world, monkeypatch: pytest.MonkeyPatch):
     def spawn(work: Callable[..., None], args: tuple[int, int, Namespace], nprocs: int) -> None:
         assert work is bench_attention.work

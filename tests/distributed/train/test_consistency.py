@@ -380,7 +380,14 @@ def drift(model: Path, out: Path, ds: dict[str, Any], odd: int) -> list[Said]:
 
 @pytest.mark.parametrize(
     ("stage", "world_size", "odd", "others"),
-    [(0, 2, 1, "rank 0"), (1, 2, 1, "rank 0"), (2, 4, 2, "ranks 0-1, 3"), (3, 4, 2, "ranks 0-1, 3")],
+    [
+        (0, 2, 1, "rank 0"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(1, 2, 1, "rank 0"), (2, 4, 2, "ranks 0-1, 3")]
+        ),
+        (3, 4, 2, "ranks 0-1, 3"),
+    ],
 )
 def test_weights_that_drifted_are_named(
     stage: int, world_size: int, odd: int, others: str, tiny_pipeline: Path, tmp_path: Path, run_world

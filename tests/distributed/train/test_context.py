@@ -162,7 +162,12 @@ def test_float64_is_stock_diffusers(grid: Grid, worlds: WorldPool, tiny_pipeline
 
 
 @pytest.mark.parametrize(
-    "change", ["packing.enabled=false", "loss.reduction=token", "parallel.fused_all_to_all=false"]
+    "change",
+    [
+        "packing.enabled=false",
+        pytest.param("loss.reduction=token", marks=pytest.mark.slow),
+        "parallel.fused_all_to_all=false",
+    ],
 )
 @pytest.mark.parametrize(
     ("grid", "stage"),
@@ -503,6 +508,7 @@ def what_is_left() -> tuple[int, int]:
     return len(engines), len(dist.distributed_c10d._world.pg_map)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_from_case_to_case(worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path):
     # ZeRO-3 only traces the first bin of a model; what it keeps of one comes with the next.
     overrides = (*CLIPS, "parallel.ring_degree=2", "train.bins_per_step=2")
