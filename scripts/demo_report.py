@@ -1,10 +1,11 @@
-"""What the demo shows: its clips, its prompts, and at the end how close each sample is to its own clip."""
+"""Helpers of demo.sh: clips, prompts, number of steps, progress bar, and the closing report."""
 
 from __future__ import annotations
 
 import argparse
 import csv
 import json
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,18 @@ if TYPE_CHECKING:
     from wands.data.cache.reader import LatentCache
 
 DEFAULT_VARIANT = "wan2.1-t2v-1.3b"
-STEPS, FEW_CLIPS = 1500, 4  # so many steps learn so few clips
-HEAVY_STEPS = 900  # of two experts, both of which every step updates, and of the wider DiT of 48 channels
+STEPS, FEW_CLIPS = 800, 4  # steps that learn this many clips by heart
+HEAVY_STEPS = 600  # two experts, which are both updated in every step, and the wider DiT of 48 channels
+MOST_STEPS = 1.5  # factor of steps for more clips, so that the demo stays short
+ENOUGH_PASSES = 400  # with fewer passes over the clips, samples show colours and layout, not details
+SECONDS_PER_STEP = 0.31  # two busy CPU cores
+OTHER_SECONDS = 120  # pipeline, cache, export, sampling
 PIXELS = {
     8: 12288,
     16: 40960,
 }  # largest frame, by the VAE's stride: at most 48 or 40 tokens of a latent frame
+
+STEP_LINE = re.compile(r"step +(\d+)/(\d+) +loss ([\d.]+)")
 
 # Window of each clip in seconds: different lengths, one shot each, something moves.
 WINDOWS = {
@@ -103,40 +110,83 @@ def write_prompts(cache_dir: Path, out: Path) -> None:
 
 
 def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tuple[int, str]:
-    """Training steps for a cache, and the sentence that says why.
+    """Return the number of training steps for a cache, and a sentence with the reason.
 
-    `STEPS` is enough while a step sees every clip. More clips take proportionally more, up to three times.
+    `STEPS` are enough while every step trains every clip. More clips get at most `MOST_STEPS` times as many.
 
     Args:
-        cache_dir: of `wands preprocess`.
-        heavy: a step takes about twice the time, see `HEAVY_STEPS`.
-        wanted: what the user asks for, taken as it is.
+        cache_dir: output of `wands preprocess`.
+        wanted: number that the user asked for; None chooses one.
+        heavy: a step takes about twice as long, see `HEAVY_STEPS`.
 
     Raises:
-        WandsError: no cache, or too few samples for two processes.
+        WandsError: if there is no cache, or too few samples for two processes.
     """
+    from wands.errors import DataError
+
+    passes_per_step, num_clips = _plan(cache_dir)
+    if num_clips < 2:
+        raise DataError(
+            f"the demo trains on two processes and needs at least two usable clips, not {num_clips}; add clips."
+        )
+    usual = HEAVY_STEPS if heavy else STEPS
+    factor = 1.0 if num_clips <= FEW_CLIPS else min(1 / passes_per_step, MOST_STEPS)
+    steps = wanted if wanted is not None else round(factor * usual)
+    minutes = (steps * SECONDS_PER_STEP * (2 if heavy else 1) + OTHER_SECONDS) / 60
+    passes = round(steps * passes_per_step)
+    return (
+        steps,
+        f"{steps} steps, {passes} passes over {num_clips} clips; about {minutes:.0f} minutes to the end",
+    )
+
+
+def _plan(cache_dir: Path) -> tuple[float, int]:
+    """Return the passes over the clips that one step makes, and the number of clips."""
     from wands.config.recipe import load_recipe
     from wands.data.cache.reader import LatentCache
     from wands.data.packing import plan_epoch
-    from wands.errors import DataError
 
     cache, recipe = LatentCache(cache_dir), load_recipe("tiny", [])
     if len(cache) < 2:
-        raise DataError(
-            f"the demo trains on two processes and needs two usable clips, not {len(cache)}; add one."
-        )
-    max_tokens, bins = recipe.packing.max_tokens, recipe.train.bins_per_step
-    lens = cache.num_tokens((1, 2, 2))
-    plan = plan_epoch(lens, max_tokens=max_tokens, bins_per_step=bins, seed=0, epoch=0, cost=(1.0, 0.0))
-    epoch = f"{len(cache)} clips, {lens.sum()} tokens, {plan.num_steps} steps of {bins} x {max_tokens} tokens for each pass"
-    if wanted is not None:
-        return wanted, f"{wanted} steps, as asked ({epoch})"
-    factor = 1 if len(cache) <= FEW_CLIPS else min(plan.num_steps, 3)
-    why = "" if factor == 1 else f", {factor} times the usual"
-    capped = len(cache) > FEW_CLIPS and plan.num_steps > factor
-    usual = HEAVY_STEPS if heavy else STEPS
-    short = f"; {plan.num_steps} times would be in proportion, set DEMO_STEPS" if capped else ""
-    return factor * usual, f"{factor * usual} steps{why} ({epoch}{short})"
+        return 1.0, len(cache)
+    plan = plan_epoch(
+        cache.num_tokens((1, 2, 2)),
+        max_tokens=recipe.packing.max_tokens,
+        bins_per_step=recipe.train.bins_per_step,
+        seed=0,
+        epoch=0,
+        cost=(1.0, 0.0),
+    )
+    return 1 / plan.num_steps, len(cache)
+
+
+def show_progress(log: Path, description: str) -> int:
+    """Copy a training's output from stdin to a log file and draw a progress bar from the lines with the loss.
+
+    Errors of wands are printed. Where stderr is not a terminal, a line is printed for every tenth of the steps.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    tenth = 0
+    with log.open("a") as file, Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(description, total=None)
+        for line in sys.stdin:
+            file.write(line)
+            file.flush()
+            if match := STEP_LINE.match(line):
+                step, total, loss = int(match[1]), int(match[2]), match[3]
+                bar.update(
+                    task, completed=step, total=total, description=f"{description}, loss {float(loss):.3f}"
+                )
+                if not console.is_terminal and step * 10 // total > tenth:
+                    tenth = step * 10 // total
+                    print(f"{description}: step {step} of {total}, loss {float(loss):.3f}", flush=True)
+            elif line.startswith(("wands:", "wands [")):
+                print(line, end="", file=sys.stderr)
+    return 0
 
 
 def choose_processes() -> int:
@@ -215,12 +265,17 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     clips, latents = ([made(video, taken) for video in videos] for videos in (clips, latents))
     table = np.array([[correlation(mine, clip) for clip in clips] for mine in latents])
 
+    metrics = read_metrics(out / "run")
+    passes = round(len(metrics) * _plan(out / "cache")[0])
+    short = f"{passes} passes over the clips: expect colours and layout, not details. "
+    note = short if passes < ENOUGH_PASSES else ""
     rows = []
     for i, sample in enumerate(samples):
         left, right = source_frames(cache, i), video_frames(out / "samples" / sample["file"])
-        rows.append(SheetRow(f"{cache.index.keys[i]}: {sample['prompt']}", left, right))
+        rows.append(
+            SheetRow(f"{note if i == 0 else ''}{cache.index.keys[i]}: {sample['prompt']}", left, right)
+        )
     save_contact_sheet(out / "contact_sheet.png", rows)
-    metrics = read_metrics(out / "run")
     steps, losses = [int(row["step"]) for row in metrics], loss_columns(metrics)
     save_loss_plot(out / "loss.png", {name: (steps, values) for name, values in losses.items()})
 
@@ -233,6 +288,8 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
         print(f"{name:<16}" + "".join(f"{value:>16.3f}" for value in row))
     nearest, verdict = judge(table, [cache.meta(i)["caption"] for i in range(len(cache))])
     print(f"\nwands demo: {verdict}")
+    if note:
+        print(f"  {'training':<13} {note}DEMO_STEPS=N trains longer.")
     fallen = True
     for name, values in losses.items():
         first, last = np.mean(values[:edge]), np.mean(values[-edge:])
@@ -242,7 +299,7 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
         )
         fallen = fallen and bool(last < 0.7 * first)
     if not fallen:
-        print("                the loss was to fall by 30 % at least: train longer, DEMO_STEPS=N")
+        print("                the loss must fall by at least 30 %: train longer with DEMO_STEPS=N")
     print(f"  time          {seconds // 60} min {seconds % 60} s, package set-up aside")
     for what, where in (
         ("contact sheet", "contact_sheet.png"), ("loss plot", "loss.png"), ("samples", "samples/*.mp4"),
@@ -286,12 +343,15 @@ def main() -> int:
     prompts = actions.add_parser("prompts", help="a prompt file from a cache")
     prompts.add_argument("cache", type=Path)
     prompts.add_argument("out", type=Path)
-    steps = actions.add_parser("steps", help="how many steps to train; the number alone goes to stdout")
+    steps = actions.add_parser("steps", help="number of training steps; only the number goes to stdout")
     steps.add_argument("cache", type=Path)
     steps.add_argument("wanted", type=int, nargs="?")
     steps.add_argument("--variant", default=DEFAULT_VARIANT)
-    actions.add_parser("processes", help="how many train")
-    pixels = actions.add_parser("pixels", help="how large frames may be")
+    actions.add_parser("processes", help="number of training processes")
+    bar = actions.add_parser("progress", help="progress bar of a training whose output is on stdin")
+    bar.add_argument("log", type=Path)
+    bar.add_argument("description")
+    pixels = actions.add_parser("pixels", help="largest area of a frame")
     pixels.add_argument("variant")
     closing = actions.add_parser("report", help="the closing block")
     closing.add_argument("out", type=Path)
@@ -304,6 +364,8 @@ def main() -> int:
         write_prompts(args.cache, args.out)
     elif args.action == "pixels":
         print(max_pixels(args.variant))
+    elif args.action == "progress":
+        return show_progress(args.log, args.description)
     elif args.action == "processes":
         print(choose_processes())
     elif args.action == "steps":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import shutil
 import subprocess
@@ -161,26 +162,26 @@ def test_clips_of_one_caption_cannot_be_told_apart():
 @pytest.mark.parametrize(
     ("shapes", "expected"),
     [
-        ([LARGE] * 4, 1500),  # two steps for each pass, but few clips
-        ([SHAPE] * 8, 1500),  # all in one step
-        ([LARGE] * 5, 4500),
-        ([LARGE] * 3 + [SHAPE] * 3, 3000),
-        ([LARGE] * 40, 4500),
+        ([LARGE] * 4, 800),  # two steps for each pass, but few clips
+        ([SHAPE] * 8, 800),  # all in one step
+        ([LARGE] * 5, 1200),
+        ([LARGE] * 3 + [SHAPE] * 3, 1200),
+        ([LARGE] * 40, 1200),
     ],
 )
 def test_steps_grow_with_the_passes(tmp_path: Path, shapes: list[tuple[int, int, int]], expected: int):
     cache = make_cache(tmp_path / "cache", shapes)
     steps, why = demo_report.choose_steps(cache, None)
     assert steps == expected
-    assert why.startswith(f"{expected} steps")
-    assert ("set DEMO_STEPS" in why) == (len(shapes) == 40)
+    assert why.startswith(f"{expected} steps, ")
+    assert f"{len(shapes)} clips; about {round((expected * 0.31 + 120) / 60)} minutes" in why
     assert demo_report.choose_steps(cache, 7)[0] == 7
-    assert demo_report.choose_steps(cache, None, heavy=True)[0] == expected * 0.6
+    assert demo_report.choose_steps(cache, None, heavy=True)[0] == expected * 0.75
 
 
 def test_steps_need_two_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     one = make_cache(tmp_path / "one", [SHAPE])
-    with pytest.raises(DataError, match="needs two usable clips, not 1"):
+    with pytest.raises(DataError, match="needs at least two usable clips, not 1"):
         demo_report.choose_steps(one, None)
     with pytest.raises(CacheError):
         demo_report.choose_steps(tmp_path / "none", None)
@@ -191,7 +192,21 @@ def test_steps_need_two_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         "sys.argv", ["demo_report.py", "steps", str(make_cache(tmp_path / "two", [SHAPE] * 2))]
     )
     assert demo_report.main() == 0
-    assert capsys.readouterr().out == "1500\n"
+    assert capsys.readouterr().out == "800\n"
+
+
+def test_progress_keeps_the_log_and_shows_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    lines = ["[INFO] launcher", *(f"step  {i}/40  loss {2 - i / 40:.5f}  lr 1e-3" for i in range(1, 41))]
+    output = "\n".join([*lines, "wands: model.path=x is not a folder", ""])
+    monkeypatch.setattr("sys.stdin", io.StringIO(output))
+    assert demo_report.show_progress(tmp_path / "log.txt", "training") == 0
+    assert (tmp_path / "log.txt").read_text() == output
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == "training: step 4 of 40, loss 1.900"
+    assert len(out.splitlines()) == 10
+    assert err == "wands: model.path=x is not a folder\n"
 
 
 @pytest.mark.parametrize(
@@ -218,15 +233,15 @@ def demo(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--out", "demo", "--clips", "demo/clips"), "lies inside --out"),
-        (("--out", "demo", "--clips", "demo"), "lies inside --out"),
-        (("--out", "demo", "--clips", "link"), "lies inside --out"),
-        (("--out", "demo", "--clips", "demo/clips/metadata.csv"), "lies inside --out"),
-        (("--out", "mine"), "holds files that are not a demo's"),
+        (("--out", "demo", "--clips", "demo/clips"), "is inside --out"),
+        (("--out", "demo", "--clips", "demo"), "is inside --out"),
+        (("--out", "demo", "--clips", "link"), "is inside --out"),
+        (("--out", "demo", "--clips", "demo/clips/metadata.csv"), "is inside --out"),
+        (("--out", "mine"), "contains files that no demo wrote"),
         (("--out",), "--out needs a folder"),
         (("--variant",), "--variant needs a name"),
         (("--variant", "wan3"), f"unknown variant wan3; one of {' '.join(VARIANTS)}"),
-        (("--lora", "high"), "--lora high is no rank"),
+        (("--lora", "high"), "--lora high is not a rank"),
         (("--what",), "unknown option --what"),
     ],
 )
