@@ -122,7 +122,7 @@ def _train(options: opts.TrainOptions) -> None:
 def _infer(options: opts.InferOptions) -> None:
     from wands.commands.infer import infer
 
-    results = infer(**dict(options))
+    results = infer(options)
     for result in results:
         click.echo(f"{result.video}  seed {result.request.seed}  {result.seconds:.1f} s")
     if results:  # only the first rank returns results

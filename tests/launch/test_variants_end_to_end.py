@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.runs import losses, run_training
+from tests.support.sampling import infer
 from tests.support.steps import zero
 from tests.support.world import WorldPool
-from wands.commands.infer import infer
 from wands.commands.preprocess.preprocess import preprocess
 from wands.data.cache.reader import LatentCache
 from wands.sampling.requests import SampleRequest

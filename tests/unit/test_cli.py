@@ -389,7 +389,7 @@ def test_an_output_dir_with_checkpoints_is_not_overwritten(tiny_pipeline: Path, 
 
 def test_export_and_infer_mistakes(tmp_path: Path, tiny_pipeline: Path):
     assert "holds no complete checkpoint" in refused("export", tmp_path, "--out", tmp_path / "out")
-    assert "infer.model=/no/model does not exist" in refused(
+    assert "--model=/no/model does not exist" in refused(
         "infer", "--model", "/no/model", "--prompt", "x", "--out", tmp_path / "o"
     )
     text = refused(

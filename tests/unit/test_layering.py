@@ -45,8 +45,6 @@ EXCEPTIONS = {
     ("wands.export.lora_weights", "wands.train.state"),
     ("wands.planning.memory", "wands.train.optimizers"),
     ("wands.planning.search", "wands.train.ds_config"),
-    ("wands.sampling.pipeline", "wands.train.checkpoint"),
-    ("wands.sampling.pipeline", "wands.train.checkpoint_weights"),
     ("wands.sampling.sharing", "wands.train.consistency"),
 }
 # package -> the only files of wands that may import it

@@ -1,34 +1,44 @@
-"""`wands infer`: prompts in; one mp4 each, a contact sheet and a record of what made them out.
+"""`wands infer`: sample videos from prompts; write one mp4 each, a contact sheet and a record of every option.
 
-Sampling is diffusers' own `WanPipeline` or `WanImageToVideoPipeline`, wherever the weights come from: what is seen here
-is what every user of an exported folder gets. Started by a launcher, all its processes share each video; every one runs the
-whole pipeline on the same latents but for the transformer, which they run together, and the first one decodes and writes.
+Sampling uses diffusers' own `WanPipeline` or `WanImageToVideoPipeline`, so every user of an exported folder gets the same video.
+Under a launcher all processes share each video. Every rank runs the whole pipeline on the same latents except the transformer,
+which the ranks run together. The first rank decodes and writes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import re
 import sys
 import tempfile
+import time
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any
 
+import diffusers
 import numpy as np
 import torch
+import transformers
+from safetensors.torch import save
 
+from wands import __version__
+from wands.config.options import InferOptions
 from wands.data.clips.video import save_video
-from wands.distributed.bootstrap import start_together
+from wands.distributed.bootstrap import accelerator_type, init_process_group, start_together
+from wands.distributed.dims import ParallelDims
+from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
 from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_sheet
-from wands.sampling.images import Pictures, read_pictures
+from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.loras import find_loras
-from wands.sampling.pipeline import AnyPipeline, PipelineSource, find_pipeline, load_pipeline
+from wands.sampling.pipeline import DiTSource, PipelineSource, find_pipeline, load_pipeline
 from wands.sampling.requests import (
     SampleRequest,
     SizeRule,
@@ -37,14 +47,14 @@ from wands.sampling.requests import (
     raise_problems,
     read_prompts,
 )
-from wands.sampling.sample import call_pipeline, each_request, sample, shift_key
-from wands.sampling.sharing import check_commands, own_device, plan_ranks, share_pipeline
+from wands.sampling.sample import decode_latents, pipeline_for, sample_latents, shift_key
+from wands.sampling.sharing import plan_ranks, public_config, share_pipeline
+from wands.train.checkpoint import check_average, find_checkpoint
+from wands.train.checkpoint_weights import load_full_weights
+from wands.train.consistency import check_agreement
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Several: TypeAlias = T | Sequence[T] | None
-"""Not given, once for all prompts, or as many times as there are prompts."""
 RECORD_FILE = "samples.jsonl"
 SHEET_FRAMES = 4
 
@@ -54,12 +64,12 @@ class InferResult:
     """One sample on disk.
 
     Attributes:
-        request: what was asked for, every option spelled out.
+        request: request with every option set.
         video: the mp4.
-        latents: safetensors with `latents` fp32 [C, f, h, w], normalised as in a cache; None when not kept.
-        contact_sheet: the PNG that shows all samples of the run.
+        latents: safetensors with `latents` fp32 [C, f, h, w], normalised as in a cache; None if not kept.
+        contact_sheet: PNG that shows all samples of the run.
         fps: frames per second of the mp4.
-        flow_shift: the shift that the scheduler used.
+        flow_shift: shift of the scheduler.
         seconds: wall time of sampling and decoding.
     """
 
@@ -72,245 +82,226 @@ class InferResult:
     seconds: float
 
 
-def infer(
-    model: str | Path,
-    prompts: Sequence[str | SampleRequest],
-    *,
-    out_dir: Path,
-    prompts_file: Path | None = None,
-    height: Several[int] = None,
-    width: Several[int] = None,
-    num_frames: Several[int] = None,
-    num_inference_steps: Several[int] = None,
-    guidance_scale: Several[float] = None,
-    guidance_scale_2: Several[float] = None,
-    flow_shift: Several[float] = None,
-    seed: Several[int] = None,
-    negative_prompt: Several[str] = None,
-    image: Several[str | Path | None] = None,
-    last_image: Several[str | Path | None] = None,
-    transformer: Path | None = None,
-    transformer_2: Path | None = None,
-    checkpoint: Path | None = None,
-    ema: bool = False,
-    lora: Sequence[str | Path] = (),
-    lora_2: Sequence[str | Path] = (),
-    offload: Literal["none", "model", "sequential"] = "none",
-    dtype: Literal["auto", "bf16", "fp32"] = "auto",
-    device: str | None = None,
-    fps: int | None = None,
-    save_latents: bool = False,
-    ulysses_degree: int | None = None,
-    ring_degree: int | None = None,
-) -> list[InferResult]:
-    """Sample every prompt and write the videos, one contact sheet and `samples.jsonl` into `out_dir`.
+def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) -> list[InferResult]:
+    """Sample every prompt and write the videos, one contact sheet and `samples.jsonl` into `options.out_dir`.
 
-    Files are numbered on from those already there; no video or sheet of an earlier run is touched. The same
-    request gives the same video, bit for bit on one machine, whatever stands before it. Under a launcher every
-    rank calls this, and they sample each video together: the same one but for rounding.
+    File numbers continue after the files in the folder; no earlier video or sheet is changed. On one machine a request gives the
+    same video bit for bit, whatever is sampled before it. Under a launcher every rank calls this function and the ranks sample
+    each video together, equal to the video of one process up to rounding.
 
     Args:
-        model: diffusers pipeline folder or Hub id.
-        prompts: texts, or requests (`read_prompts`) whose explicitly set fields win over the options below.
-        out_dir: made when missing.
-        prompts_file: more prompts, behind `prompts`; see `read_prompts`.
-        height: pixels, default 480. This and the next ten: once for all prompts, or once per prompt.
-        width: pixels, default 832.
-        num_frames: 4k+1, default 81.
-        num_inference_steps: default 50.
-        guidance_scale: default 5; up to 1 runs without guidance.
-        guidance_scale_2: of the low-noise expert of two; default: `guidance_scale`.
-        flow_shift: default: that of the pipeline's scheduler.
-        seed: default 0; given once, prompt i gets seed + i.
-        negative_prompt: default ""; any other needs a `guidance_scale` above 1.
-        image: picture that the video starts from, or a video, whose first frame is taken; cut to the size as clips are.
-        last_image: picture that it ends at, or a video, whose last frame is taken.
-        transformer: diffusers folder whose transformer takes the place of the pipeline's.
-        transformer_2: the same for the low-noise expert of two.
-        checkpoint: the DiTs straight from `wands train`: a run folder (newest step) or a step folder.
-        ema: the moving average of their weights that the checkpoint holds.
-        lora: "PATH" or "PATH=SCALE" each, PATH a folder, file or Hub id: LoRAs to add, in diffusers', PEFT's or ComfyUI's layout.
-        lora_2: the same for the low-noise expert, where the files do not say so themselves.
-        offload: "model" and "sequential" keep weights on the host and bring a model, or a layer, at a time.
-        dtype: of DiTs and text encoder, the others are fp32; "auto": bf16 on CUDA, fp32 on the CPU.
-        device: default: CUDA when there is one; under a launcher each rank takes the one of its own.
-        fps: of the mp4; default: the variant's.
-        save_latents: keep the final latents beside each mp4.
-        ulysses_degree: ranks that share heads, as in a recipe's `parallel`; default: the most that can.
-        ring_degree: ranks that share tokens; default: the rest of them all.
+        options: options of the command.
+        more_requests: requests to sample after the prompts of `options`; explicitly set fields win over the options.
 
     Returns:
-        One result per prompt, in order; none on ranks other than the first, which alone decodes and writes.
+        One result per request, in order; an empty list on ranks other than the first.
 
     Raises:
-        ConfigError: the model cannot be used, options are wrong, a picture cannot be read, or the ranks that were started
-            cannot share a video, or nothing can be written to `out_dir`: all at once, before weights are read. Also when the
-            ranks were given different things.
-        CheckpointError: the checkpoint is missing, incomplete, without an average, or of another model.
-        WandsError: a file cannot be written.
+        ConfigError: before weights are read, with all problems at once: if the model cannot be used, options are invalid, an
+            image cannot be read, the ranks cannot share a video, or the folder is not writable. Also if ranks got other options.
+        CheckpointError: if the checkpoint is missing, incomplete, without an average, or of another model.
+        WandsError: if a file cannot be written.
     """
-    options = {
-        "height": height,
-        "width": width,
-        "num_frames": num_frames,
-        "num_inference_steps": num_inference_steps,
-        "guidance_scale": guidance_scale,
-        "guidance_scale_2": guidance_scale_2,
-        "flow_shift": flow_shift,
-        "seed": seed,
-        "negative_prompt": negative_prompt,
-        "image": _names(image),
-        "last_image": _names(last_image),
-    }
     with start_together():
-        source = find_pipeline(
-            model,
-            transformer=transformer,
-            transformer_2=transformer_2,
-            checkpoint=checkpoint,
-            ema=ema,
-            loras=find_loras(lora, lora_2),
-        )
+        source = find_source(options)
         rule = SizeRule(source.vae_stride, source.variant.dit.patch_size)
-        asked = [*prompts, *(read_prompts(prompts_file) if prompts_file else [])]
-        requests, problems = build_requests(asked, options, rule)
+        prompts: list[str | SampleRequest] = list(options.prompts)
+        prompts += read_prompts(options.prompts_file) if options.prompts_file else []
+        fields = {key: getattr(options, key) for key in SampleRequest.model_fields if key != "prompt"}
+        requests, problems = build_requests([*prompts, *more_requests], fields, rule)
         problems += check_conditions(requests, source.variant)
-        grid, misfits = plan_ranks(source.variant, ulysses_degree, ring_degree)
-        if grid.world_size > 1:
-            device, refused = own_device(device)
-            misfits += refused
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        pictures, unreadable = read_pictures([] if problems else requests)
-        misfits += _out_problems(out_dir) if grid.rank == 0 else []  # the one that writes
-        raise_problems([*problems, *misfits, *_run_problems(offload, device, fps), *unreadable])
-    chosen = "bf16" if dtype == "bf16" or (dtype == "auto" and device != "cpu") else "fp32"
-    if grid.world_size > 1:
-        check_commands(source, requests, pictures, chosen, grid)
-    log.info(
-        "sampling %d videos on %s with %s", len(requests), device, source.checkpoint or transformer or model
-    )
-    with start_together():
-        pipeline = load_pipeline(
-            source,
-            dtype=torch.bfloat16 if chosen == "bf16" else torch.float32,
-            device=device,
-            offload=offload,
+        dims, degree_problems = plan_ranks(source.variant, options.ulysses_degree, options.ring_degree)
+        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if dims.world_size > 1:
+            device = "cpu" if accelerator_type() == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        images, image_problems = read_images([] if problems else requests)
+        raise_problems(
+            [*problems, *degree_problems, *_option_problems(options, device, dims), *image_problems]
         )
-    if grid.world_size > 1:
-        share_pipeline(pipeline, grid)
-    if grid.rank > 0:
-        _sample_along(pipeline, requests, pictures)
-        return []
-    return _run(
-        pipeline,
-        requests,
-        pictures,
-        out_dir,
-        fps or source.variant.fps,
-        save_latents,
-        _origin(source, chosen),
-    )
+    is_bf16 = options.dtype == "bf16" or (options.dtype == "auto" and device != "cpu")
+    origin = _describe_weights(source, options, "bf16" if is_bf16 else "fp32")
+    if dims.world_size > 1:
+        check_ranks(source, origin, requests, images, dims)
+    log.info("sampling %d videos on %s with %s", len(requests), device, source.dits["transformer"].label)
+    with start_together():
+        dtype = torch.bfloat16 if is_bf16 else torch.float32
+        pipeline = load_pipeline(source, dtype=dtype, device=device, offload=options.offload)
+    if dims.world_size > 1:
+        share_pipeline(pipeline, dims)
+    number = _next_number(options.out_dir)
+    results, rows = [], []
+    for i, (request, request_images) in enumerate(zip(requests, images, strict=True)):
+        view = pipeline_for(pipeline, request, request_images)
+        view.set_progress_bar_config(disable=dims.rank > 0 or not sys.stderr.isatty(), leave=False)
+        started = time.perf_counter()
+        latents = sample_latents(view, request, request_images)
+        if dims.rank > 0:
+            continue
+        frames = decode_latents(view, latents)
+        stem = f"{number + i:03d}_{_slug(request.prompt)}"
+        result = InferResult(
+            request=request,
+            video=options.out_dir / f"{stem}.mp4",
+            latents=options.out_dir / f"{stem}.safetensors" if options.save_latents else None,
+            contact_sheet=options.out_dir / f"contact_sheet_{number:03d}.png",
+            fps=options.fps or source.variant.fps,
+            flow_shift=float(view.scheduler.config[shift_key(view.scheduler)]),
+            seconds=time.perf_counter() - started,
+        )
+        _write(result, frames, latents, origin)
+        log.info("sample %d of %d in %.1f s: %s", i + 1, len(requests), result.seconds, result.video)
+        results.append(result)
+        rows.append(SheetRow(_label(request), pick_frames(frames, SHEET_FRAMES)))
+    if results:
+        save_contact_sheet(results[0].contact_sheet, rows, frames_per_row=SHEET_FRAMES)
+    return results
 
 
-def _names(given: Several[str | Path | None]) -> Several[str | None]:
-    if given is None:
-        return None
-    if isinstance(given, str | Path):
-        return str(given)
-    return [None if path is None else str(path) for path in given]
+def find_source(options: InferOptions) -> PipelineSource:
+    """Find the pipeline with the DiTs and LoRAs that the options name; no weight is read.
+
+    Args:
+        options: options of the command.
+
+    Raises:
+        ConfigError: if the pipeline cannot be used, a folder is not a diffusers transformer, or two options replace one DiT.
+        CheckpointError: if there is no complete checkpoint, or the checkpoint has no average.
+    """
+    dits = {}
+    for part, folder in (("transformer", options.transformer), ("transformer_2", options.transformer_2)):
+        if folder is None:
+            continue
+        label = f"--{part.replace('_', '-')}={folder}"
+        subfolder = part if (folder / part).is_dir() else ""
+        if not (folder / subfolder / "config.json").is_file():
+            raise ConfigError(
+                f"{label} is not a diffusers transformer folder (no config.json); give a folder that wands export wrote, or its "
+                f"{part} subfolder."
+            )
+        dits[part] = DiTSource(str(folder), subfolder, label)
+    if options.checkpoint is not None:
+        for part, dit in _find_trained(options.checkpoint, str(options.model), options.ema).items():
+            if part in dits:
+                raise ConfigError(f"{dits[part].label} and {dit.label} exclude each other; keep one.")
+            dits[part] = dit
+    elif options.ema:
+        raise ConfigError(
+            "--ema needs --checkpoint; a folder that wands export --ema wrote already contains the moving average."
+        )
+    return find_pipeline(options.model, dits, find_loras(options.lora, options.lora_2))
 
 
-def _origin(source: PipelineSource, dtype: str) -> dict[str, Any]:
-    """Where the weights of the samples come from, for the record."""
+def _find_trained(checkpoint: Path, model: str, ema: bool) -> dict[str, DiTSource]:
+    """Return the sources of the DiTs in a checkpoint."""
+    step, state = find_checkpoint(checkpoint)
+    if ema:
+        check_average(step, state)
+    # The checkpoint of a LoRA run does not contain its base. The base is `model`, unless the run initialised it at random.
+    base = None if state.recipe.get("model", {}).get("init") == "random" else model
+    return {
+        part: DiTSource(
+            str(step),
+            part,
+            f"--checkpoint={checkpoint}",
+            state.transformer_config,
+            partial(load_full_weights, step, part, base, ema),
+        )
+        for part in state.parts
+    }
+
+
+def _option_problems(options: InferOptions, device: str, dims: ParallelDims) -> list[str]:
+    problems = []
+    present = {"cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))}
+    if dims.world_size > 1 and options.device is not None:
+        problems.append(
+            f"--device={options.device} is one device for several processes; leave it out, so that each process uses its own."
+        )
+    elif device not in present | ({"cuda"} if len(present) > 1 else set()):
+        problems.append(f"--device={device} is not on this machine; use one of {', '.join(sorted(present))}.")
+    if options.offload != "none" and device == "cpu":
+        problems.append(
+            f"--offload={options.offload} needs an accelerator, and sampling runs on the CPU; use --offload=none."
+        )
+    if options.fps is not None and options.fps <= 0:
+        problems.append(f"--fps={options.fps} must be above 0; leave it out for the model's frame rate.")
+    return problems + (_out_problems(options.out_dir) if dims.rank == 0 else [])
+
+
+def _out_problems(out_dir: Path) -> list[str]:
+    """Return why `out_dir` is not writable; the check leaves no file and no folder."""
+    try:
+        if out_dir.exists() and not out_dir.is_dir():
+            return [f"--out={out_dir} is a file; give a folder."]
+        nearest = next(folder for folder in (out_dir, *out_dir.absolute().parents) if os.path.lexists(folder))
+        with tempfile.TemporaryFile(dir=nearest):
+            return []
+    except OSError as error:
+        return [f"--out={out_dir} cannot be written ({one_line(error)}); choose another folder."]
+
+
+def _describe_weights(source: PipelineSource, options: InferOptions, dtype: str) -> dict[str, Any]:
+    """Return the origin of the samples' weights, for the record."""
     origin: dict[str, Any] = {"model": source.model, "dtype": dtype}
-    for part, dit in source.dits.items():
-        if dit.checkpoint or dit.folder != source.model:
-            origin[part] = str(dit.checkpoint or dit.folder)
-    if source.ema:
+    origin |= {part: dit.folder for part, dit in source.dits.items() if dit.folder != source.model}
+    if options.ema:
         origin["ema"] = True
     if source.loras:
         origin["loras"] = [lora.record() for lora in source.loras]
     return origin
 
 
-def _run(
-    pipeline: AnyPipeline,
-    requests: Sequence[SampleRequest],
-    pictures: Sequence[Pictures],
-    out_dir: Path,
-    fps: int,
-    save_latents: bool,
+def check_ranks(
+    source: PipelineSource,
     origin: Mapping[str, Any],
-) -> list[InferResult]:
-    first = _next_number(out_dir)
-    sheet = out_dir / f"contact_sheet_{first:03d}.png"
-    results, rows = [], []
-    for i, (one, request, given) in enumerate(each_request(pipeline, requests, pictures)):
-        one.set_progress_bar_config(disable=not sys.stderr.isatty(), leave=False)
-        frames, latents, seconds = sample(one, request, given)
-        stem = f"{first + i:03d}_{_slug(request.prompt)}"
-        result = InferResult(
-            request=request,
-            video=out_dir / f"{stem}.mp4",
-            latents=out_dir / f"{stem}.safetensors" if save_latents else None,
-            contact_sheet=sheet,
-            fps=fps,
-            flow_shift=float(one.scheduler.config[shift_key(one.scheduler)]),
-            seconds=seconds,
-        )
-        _write(result, frames, latents, origin)
-        log.info("sample %d of %d in %.1f s: %s", i + 1, len(requests), seconds, result.video)
-        results.append(result)
-        rows.append(SheetRow(_label(request), pick_frames(frames, SHEET_FRAMES)))
-    save_contact_sheet(sheet, rows, frames_per_row=SHEET_FRAMES)
-    return results
-
-
-def _sample_along(
-    pipeline: AnyPipeline, requests: Sequence[SampleRequest], pictures: Sequence[Pictures]
+    requests: Sequence[SampleRequest],
+    images: Sequence[ConditionImages],
+    dims: ParallelDims,
 ) -> None:
-    """Do this rank's part of every sample; the first rank decodes them."""
-    for one, request, given in each_request(pipeline, requests, pictures):
-        one.set_progress_bar_config(disable=True)
-        call_pipeline(one, request, given, output_type="latent")
+    """Compare the command over all ranks; every rank must call this function.
 
+    Ranks with other seeds would write a mixture of their videos, and ranks with more prompts would wait forever.
 
-def _out_problems(out_dir: Path) -> list[str]:
-    """Why nothing could be written there, found out without leaving anything: what is refused later makes no folder."""
-    try:
-        if out_dir.exists() and not out_dir.is_dir():
-            return [f"infer.out={out_dir} is a file; give a folder."]
-        nearest = next(folder for folder in (out_dir, *out_dir.absolute().parents) if os.path.lexists(folder))
-        with tempfile.TemporaryFile(dir=nearest):
-            return []
-    except OSError as error:
-        return [f"infer.out={out_dir} cannot be written ({error.strerror or error}); choose another folder."]
+    Args:
+        source: from `find_pipeline`; each rank has searched for the newest step on its own.
+        origin: origin of the weights.
+        requests: requests with every option set.
+        images: images of each request; their contents are compared.
+        dims: from `plan_ranks`.
 
-
-def _run_problems(offload: str, device: str, fps: int | None) -> list[str]:
-    problems = []
-    present = {"cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))}
-    if device not in present | ({"cuda"} if len(present) > 1 else set()):
-        problems.append(
-            f"infer.device={device} is not on this machine; use one of {', '.join(sorted(present))}."
-        )
-    if offload != "none" and device == "cpu":
-        problems.append(
-            f"infer.offload={offload} brings weights to an accelerator, and infer.device={device} is none; "
-            "use infer.offload=none."
-        )
-    if fps is not None and fps <= 0:
-        problems.append(f"infer.fps={fps} must be above 0; leave it out for the model's own.")
-    return problems
+    Raises:
+        ConfigError: on every rank, naming the first difference and its ranks.
+    """
+    _, _, device = init_process_group()
+    model = {**origin, "config": public_config(source.config)}
+    model |= {part: f"{dit.folder}/{dit.subfolder}" for part, dit in source.dits.items()}
+    command: dict[str, Any] = {
+        "number of prompts": len(requests),
+        "dtype": model.pop("dtype"),
+        "ulysses_degree": dims.ulysses_degree,
+        "ring_degree": dims.ring_degree,
+    }
+    for i, (request, given) in enumerate(zip(requests, images, strict=True), start=1):
+        command[f"prompt {i}"] = request.model_dump() | {
+            f"contents of {key}": hashlib.sha256(image.tobytes()).hexdigest()[:16]
+            for key, image in vars(given).items()
+            if image is not None
+        }
+    software = {
+        "wands": __version__,
+        "torch": str(torch.__version__),
+        "diffusers": diffusers.__version__,
+        "transformers": transformers.__version__,
+    }
+    parts = {"software": software, "model": model, "command": command}
+    check_agreement({name: json.dumps(part, sort_keys=True) for name, part in parts.items()}, device)
 
 
 def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origin: Mapping[str, Any]) -> None:
     if result.latents:
-        from safetensors.torch import save
-
         with atomic_path(
             result.latents
-        ) as temporary:  # save_file would leave a file that only its owner may read
+        ) as temporary:  # save_file would make the file readable by its owner only
             temporary.write_bytes(save({"latents": latents.contiguous()}))
     with atomic_path(result.video) as temporary:
         save_video(temporary, frames, result.fps)
@@ -329,10 +320,10 @@ def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origi
 
 
 def _next_number(out_dir: Path) -> int:
-    """Return the first number that no file of an earlier run carries."""
+    """Return the first number that no file of an earlier run has."""
     names = [path.name for path in out_dir.iterdir()] if out_dir.is_dir() else []
-    taken = [int(match[1]) for name in names if (match := re.match(r"(?:contact_sheet_)?(\d{3,})[_.]", name))]
-    return max(taken, default=-1) + 1
+    used = [int(match[1]) for name in names if (match := re.match(r"(?:contact_sheet_)?(\d{3,})[_.]", name))]
+    return max(used, default=-1) + 1
 
 
 def _slug(prompt: str) -> str:

@@ -1,7 +1,8 @@
-"""Pictures that `wands infer` starts from, cut to a size as training clips are."""
+"""Images that a sample starts from or ends at, scaled and cropped as training clips are."""
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,63 +15,52 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, probe
 from wands.errors import DataError
-from wands.sampling.requests import SampleRequest
+from wands.sampling.requests import SampleRequest, flag_of
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """What a sample starts from and ends at, each RGB of the video's size; None where nothing was given."""
+class ConditionImages:
+    """First and last image of a sample, RGB at the video's size; None for an image that was not given."""
 
     image: Image.Image | None = None
     last_image: Image.Image | None = None
 
 
-def read_pictures(requests: Sequence[SampleRequest]) -> tuple[list[Pictures], list[str]]:
-    """Read the pictures of all requests.
+def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages], list[str]]:
+    """Read the images of all requests.
 
     Args:
-        requests: of legal sizes.
+        requests: requests of valid sizes.
 
     Returns:
-        The pictures, in order, and what is wrong with a file: one sentence each.
+        The images of each request, and one sentence per file that cannot be used.
     """
-    found: dict[tuple[str, int, int, bool], Image.Image | None] = {}
-    problems: list[str] = []
-
-    def read(key: str, path: str | None, request: SampleRequest) -> Image.Image | None:
-        if path is None:
-            return None
-        place = (path, request.height, request.width, key == "last_image")
-        if place not in found:
-            found[place] = None
+    read = functools.cache(read_image)  # many prompts may share an image
+    images, problems = [], []
+    for request in requests:
+        given: dict[str, Image.Image] = {}
+        for key in ("image", "last_image"):
+            if (path := getattr(request, key)) is None:
+                continue
             try:
-                found[place] = read_picture(
-                    Path(path), request.height, request.width, last=key == "last_image"
-                )
+                given[key] = read(Path(path), request.height, request.width, last=key == "last_image")
             except DataError as error:
-                problems.append(f"infer.{key}={path} cannot be used: {error}")
-        return found[place]
-
-    pictures = [
-        Pictures(read("image", request.image, request), read("last_image", request.last_image, request))
-        for request in requests
-    ]
-    return pictures, list(dict.fromkeys(problems))
+                problems.append(f"{flag_of(key)}={path} cannot be used: {error}")
+        images.append(ConditionImages(**given))
+    return images, list(dict.fromkeys(problems))
 
 
-def read_picture(path: Path, height: int, width: int, *, last: bool = False) -> Image.Image:
-    """Read a picture, or a frame of a video, as training would see it at this size.
-
-    It is scaled to cover the size and cut centrally, by the very code that decodes clips.
+def read_image(path: Path, height: int, width: int, *, last: bool = False) -> Image.Image:
+    """Read an image, or one frame of a video, scaled to cover the size and cropped centrally by the decoder of training clips.
 
     Args:
-        path: a video, or a picture in any format that FFmpeg or Pillow reads.
+        path: a video, or an image in any format that FFmpeg or Pillow reads.
         height: pixels.
         width: pixels.
-        last: take a video's last frame, not its first.
+        last: use a video's last frame instead of its first.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: if the file cannot be read.
     """
     try:
         return Image.fromarray(_decode(path, height, width, last))
@@ -80,8 +70,8 @@ def read_picture(path: Path, height: int, width: int, *, last: bool = False) -> 
                 upright = ImageOps.exif_transpose(opened).convert("RGB")
         except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError):
             raise refused from None
-    with tempfile.TemporaryDirectory(prefix="wands-picture-") as folder:
-        copy = Path(folder) / "picture.png"
+    with tempfile.TemporaryDirectory(prefix="wands-image-") as folder:
+        copy = Path(folder) / "image.png"
         upright.save(copy)
         return Image.fromarray(_decode(copy, height, width, last))
 
@@ -97,7 +87,7 @@ def _decode(path: Path, height: int, width: int, last: bool) -> np.ndarray:
     if not last:
         return next(decode_clip(path, ClipSpec(fps=1, max_frames=1, **size))).frames[0]
     info = probe(path)
-    # Four looks at every frame of the end: the last of them is at the last frame, however timestamps were rounded.
+    # Sample the end of the video at four times its frame rate: the last sample is the last frame, however timestamps are rounded.
     start = max(0.0, info.duration - max(0.25, 2 / info.fps))
     clip = next(decode_clip(path, ClipSpec(fps=4 * info.fps, **size), start=start or None))
     return clip.frames[-1]

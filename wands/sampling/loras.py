@@ -1,219 +1,195 @@
-"""LoRAs for `wands infer`: read in every layout that diffusers converts, and added to the DiTs that they were trained for."""
+"""LoRAs for sampling: find the files, read every layout that diffusers or wands converts, add them to their DiTs."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wands.errors import CheckpointError, ConfigError
-from wands.model.files.hub import fetch_model
+from wands.errors import CheckpointError, ConfigError, one_line
+from wands.files import read_json
+from wands.model.files.hub import fetch_model, is_hub_id
 from wands.model.files.lora_files import EXPERT_NAMES, find_lora_file, parts_in
 from wands.model.files.lora_keys import PEFT_FILE, lora_to_diffusers, read_lora
+from wands.model.files.names import EXPERTS
 
 log = logging.getLogger(__name__)
 PEFT_CONFIG = "adapter_config.json"
-_PEFT_PREFIX = "base_model.model."
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ("*.safetensors", f"*{PEFT_CONFIG}")  # a * of the Hub's patterns goes into folders
+PEFT_KEYS = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "lora_bias")
+"""Keys of PEFT's config that change what a LoRA adds to the weights."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """One LoRA as it was asked for.
+    """One LoRA file for one DiT.
 
     Attributes:
-        path: file, folder or Hub id.
-        part: "transformer" or "transformer_2", the DiT that it is for when it does not say so itself.
-        scale: what its update is multiplied by.
-        key: the option that named it, for messages.
-        file: where its weights lie on this machine; None before they are looked for.
+        path: file, folder or Hub id as the user gave it; the file itself if a folder contains one per expert.
+        file: the safetensors file on this machine.
+        subfolder: "transformer" or "transformer_2", the DiT for tensors whose keys name no DiT.
+        scale: factor on the LoRA's update.
+        flag: flag that gave the LoRA, for errors.
     """
 
     path: str
-    part: str = "transformer"
+    file: Path
+    subfolder: str = "transformer"
     scale: float = 1.0
-    key: str = "infer.lora"
-    file: Path | None = None
+    flag: str = "--lora"
+
+    @property
+    def label(self) -> str:
+        """Name of the LoRA in errors."""
+        return f"{self.flag}={self.path}"
 
     def record(self) -> dict[str, Any]:
-        """What tells it from others wherever it is used: where a machine keeps what it fetched does not."""
-        return {"path": self.path, "part": self.part, "scale": self.scale}
+        """Return the entry for `samples.jsonl`, equal on every machine."""
+        return {"path": self.path, "part": self.subfolder, "scale": self.scale}
 
 
 def find_loras(lora: Sequence[str | Path], lora_2: Sequence[str | Path] = ()) -> list[Lora]:
-    """Understand what was asked for, and fetch what lies on the Hub; files are looked for, none is read.
+    """Find the files of LoRAs and download missing ones from the Hub; no tensor is read.
 
     Args:
         lora: "PATH" or "PATH=SCALE" each.
         lora_2: the same for the low-noise expert.
 
     Raises:
-        ConfigError: a scale is no number, or there is no such LoRA.
+        ConfigError: if a scale is not a number, or a LoRA does not exist.
     """
-    asked = [_parse(str(text), "infer.lora", "transformer") for text in lora]
-    asked += [_parse(str(text), "infer.lora_2", "transformer_2") for text in lora_2]
-    for one in asked:
-        if not Path(one.path).exists() and not _HUB_ID.fullmatch(one.path):
-            raise ConfigError(f"{one.key}={one.path} does not exist; give a LoRA's folder, file or Hub id.")
-    return [found for one in asked for found in _with_files(one)]
+    given = [("--lora", EXPERTS[0], str(text)) for text in lora]
+    given += [("--lora-2", EXPERTS[1], str(text)) for text in lora_2]
+    parsed = [(flag, subfolder, *_parse(text, flag)) for flag, subfolder, text in given]
+    return [found for options in parsed for found in _find(*options)]
 
 
-def _with_files(lora: Lora) -> list[Lora]:
-    """What was asked for, once for each expert of which its folder names a file."""
-    here = Path(lora.path).exists()
-    root = Path(lora.path) if here else _fetched(lora)
-    parts = parts_in(root)
-    if not parts:
-        return [replace(lora, file=find_lora_file(root, lora.key))]
-    if lora.key == "infer.lora_2":
-        if lora.part not in parts:
-            raise ConfigError(
-                f"{lora.key}={lora.path} holds no LoRA of the low-noise expert; give one, or use infer.lora."
-            )
-        parts = [lora.part]
-    files = {part: find_lora_file(root, lora.key, part) for part in parts}
-    return [
-        replace(lora, path=str(file) if here else lora.path, part=part, file=file)
-        for part, file in files.items()
-    ]
+def _parse(text: str, flag: str) -> tuple[str, float]:
+    path, equals, number = text.rpartition("=")
+    if not equals or Path(text).exists():
+        return text, 1.0
+    try:
+        scale = float(number)
+    except ValueError:
+        scale = math.nan
+    if not math.isfinite(scale):
+        raise ConfigError(f"{flag}={text} must end in a number; write PATH or PATH=SCALE, such as PATH=0.8.")
+    return path, scale
 
 
-def _fetched(lora: Lora) -> Path:
-    """The folder with the weights of a Hub repository, wherever in it they lie.
+def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
+    """Return one LoRA, or one for each expert that a file or folder in `path` is named after."""
+    label, on_hub = f"{flag}={path}", is_hub_id(path)
+    root = _fetch(path, flag) if on_hub else Path(path)
+    experts = parts_in(root)
+    if not experts:
+        return [Lora(path, find_lora_file(root, flag), subfolder, scale, flag)]
+    if flag == "--lora-2":
+        if subfolder not in experts:
+            raise ConfigError(f"{label} contains no LoRA of the low-noise expert; give one, or use --lora.")
+        experts = [subfolder]
+    files = {expert: find_lora_file(root, flag, expert) for expert in experts}
+    return [Lora(path if on_hub else str(file), file, expert, scale, flag) for expert, file in files.items()]
 
-    diffusers would take whichever file it meets first, of two experts the high-noise one, and not say which.
+
+def _fetch(path: str, flag: str) -> Path:
+    """Return the folder of a Hub repository that contains the weights.
+
+    diffusers would load the first file that it meets: of two experts always the high-noise one, without a message.
     """
-    root = fetch_model(lora.path, key=lora.key, allow=_HUB_FILES)
+    root = fetch_model(path, key=flag, allow=("*.safetensors", f"*{PEFT_CONFIG}"))  # * matches folders too
     folders = sorted({file.parent for file in root.rglob("*.safetensors")})
     if not folders:
-        raise ConfigError(f"{lora.key}={lora.path} holds no .safetensors file; give a LoRA's repository.")
+        raise ConfigError(f"{flag}={path} contains no .safetensors file; give a LoRA's repository.")
     return folders[0] if len(folders) == 1 and folders[0].name not in EXPERT_NAMES.values() else root
-
-
-def _parse(text: str, key: str, part: str) -> Lora:
-    path, equals, scale = text.rpartition("=")
-    if not equals or Path(text).exists():
-        return Lora(text, part, key=key)
-    try:
-        value = float(scale)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ConfigError(f"{key}={text} must end in a number; write PATH or PATH=SCALE, such as PATH=0.8.")
-    return Lora(path, part, value, key)
 
 
 def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
     """Add LoRAs to the DiTs of a pipeline, unmerged, each with its scale.
 
     Args:
-        pipeline: diffusers', not offloaded yet.
+        pipeline: diffusers pipeline, not offloaded yet.
         loras: from `find_loras`.
 
     Raises:
-        ConfigError: a file is damaged, of a layout that diffusers does not know, or fits nothing.
+        ConfigError: if a file is damaged, has an unknown layout, or fits no module.
     """
-    added: dict[str, dict[str, float]] = {}
+    scales: dict[str, dict[str, float]] = {}
     for number, lora in enumerate(loras):
         name = f"lora_{number}"
-        for part, (state, metadata) in _read(pipeline, lora).items():
-            module = getattr(pipeline, part, None)
+        for subfolder, (state, metadata) in _read(pipeline, lora).items():
+            module = getattr(pipeline, subfolder, None)
             if module is None:
                 raise ConfigError(
-                    f"{lora.key}={lora.path} holds a LoRA of {part}, which the pipeline does not have; give one of this model."
+                    f"{lora.label} is a LoRA of {subfolder}, which the pipeline does not have; give one of this model."
                 )
-            _check_fit(lora, part, module, state)
+            _check_fit(lora, subfolder, module, state)
             try:
                 pipeline.load_lora_into_transformer(
                     state, transformer=module, adapter_name=name, metadata=metadata, low_cpu_mem_usage=True
                 )
             except (RuntimeError, ValueError, TypeError) as error:
-                raise _unusable(lora, f"does not fit the {part}", error) from None
-            added.setdefault(part, {})[name] = lora.scale
-    for part, scales in added.items():
-        getattr(pipeline, part).set_adapters(list(scales), list(scales.values()))
+                raise _unusable(lora, f"does not fit the {subfolder}", error) from None
+            scales.setdefault(subfolder, {})[name] = lora.scale
+    for subfolder, weights in scales.items():
+        getattr(pipeline, subfolder).set_adapters(list(weights), list(weights.values()))
 
 
 def _read(pipeline: Any, lora: Lora) -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Part of the pipeline -> its tensors and its LoraConfig, both keyed as for "transformer"."""
+    """Return subfolder -> (tensors, LoraConfig), all keys with the prefix "transformer."."""
     file = lora.file
-    assert file is not None, f"{lora.path} was not looked for"
-    metadata: dict[str, Any] | None
     try:
-        if (file.parent / PEFT_CONFIG).is_file() and file.name == PEFT_FILE:
-            state, metadata = _read_peft(file)
-        else:
-            state, metadata = pipeline.lora_state_dict(
-                str(file.parent), weight_name=file.name, return_lora_metadata=True, use_safetensors=True
-            )
-    except (
-        Exception
-    ) as error:  # a file of another kind fails in diffusers' conversion with whatever it trips over
+        state, metadata = pipeline.lora_state_dict(
+            str(file.parent), weight_name=file.name, return_lora_metadata=True, use_safetensors=True
+        )
+    except Exception as error:  # a file of another kind fails anywhere in diffusers' conversion
         raise _unusable(lora, "cannot be read as a LoRA", error) from None
-    if not any(key.startswith(("transformer.", "transformer_2.")) for key in state):
-        state, metadata = _read_unprefixed(lora, state), None
-    low = {key: value for key, value in state.items() if key.startswith("transformer_2.")}
-    groups = {"transformer_2": low}
-    if not (low and lora.part == "transformer_2"):
-        groups[lora.part] = {key: value for key, value in state.items() if key not in low}
+    config = file.with_name(PEFT_CONFIG)
+    if file.name == PEFT_FILE and config.is_file():  # diffusers reads neither PEFT's prefix nor its config
+        settings = read_json(config, label=f"{lora.label}: {PEFT_CONFIG}")
+        state = {
+            f"transformer.{key.removeprefix('base_model.model.')}": value for key, value in state.items()
+        }
+        metadata = {f"transformer.{key}": settings[key] for key in PEFT_KEYS if key in settings}
+    elif not any(key.startswith(("transformer.", "transformer_2.")) for key in state):
+        try:  # modules without a prefix, under diffusers' or official names
+            state, metadata = lora_to_diffusers(read_lora(state, where=lora.label)), None
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None
+    found = {
+        expert: (_select(state, f"{expert}."), _select(metadata or {}, f"{expert}.") or None)
+        for expert in EXPERTS
+    }
+    high, low = found.values()
+    if lora.subfolder == EXPERTS[1]:
+        return {EXPERTS[1]: low if low[0] else high}
+    return {expert: entries for expert, entries in found.items() if entries[0]}
+
+
+def _select(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {
-        part: (_renamed(tensors), _renamed(_of_part(metadata, tensors)) or None)
-        for part, tensors in groups.items()
-        if tensors
+        f"transformer.{key.removeprefix(prefix)}": value
+        for key, value in entries.items()
+        if key.startswith(prefix)
     }
 
 
-def _read_unprefixed(lora: Lora, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Modules without a trainer's prefix, under diffusers' or official names: diffusers would find no place for them."""
-    try:
-        return lora_to_diffusers(read_lora(state, where=f"{lora.key}={lora.path}"))
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _of_part(metadata: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    prefixes = tuple({key.partition(".")[0] + "." for key in tensors})
-    return {key: value for key, value in (metadata or {}).items() if key.startswith(prefixes)}
-
-
-def _renamed(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {re.sub(r"^transformer_2\.", "transformer.", key): value for key, value in entries.items()}
-
-
-def _read_peft(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What PEFT's own `save_pretrained` writes; diffusers reads its tensors, but neither its prefix nor its config."""
-    from peft import LoraConfig
-    from safetensors.torch import load_file
-
-    state = {f"transformer.{key.removeprefix(_PEFT_PREFIX)}": value for key, value in load_file(file).items()}
-    config = json.loads((file.parent / PEFT_CONFIG).read_text(encoding="utf-8"))
-    kept = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "lora_bias")
-    known = LoraConfig.__dataclass_fields__
-    return state, {f"transformer.{key}": config[key] for key in kept if key in config and key in known}
-
-
-def _check_fit(lora: Lora, part: str, module: Any, state: Mapping[str, Any]) -> None:
-    places = {name for name, _ in module.named_modules()}
+def _check_fit(lora: Lora, subfolder: str, module: Any, state: Mapping[str, Any]) -> None:
     targets = {key.split(".lora_")[0].removeprefix("transformer.") for key in state}
-    missing = sorted(targets - places)
+    missing = sorted(targets - {name for name, _ in module.named_modules()})
     if len(missing) == len(targets):
         raise ConfigError(
-            f"{lora.key}={lora.path} fits nothing in the {part} ({len(targets)} places, first {missing[0]}); give a LoRA of a "
-            "Wan model."
+            f"{lora.label} fits no module of the {subfolder} ({len(targets)} modules, first {missing[0]}); give a LoRA of a Wan "
+            "model."
         )
     if missing:
         log.warning(
-            "%s=%s: %d of %d places are not in the %s, first %s; they are left out",
-            *(lora.key, lora.path, len(missing), len(targets), part, missing[0]),
+            "%s: %d of %d modules are not in the %s and are skipped, first %s",
+            *(lora.label, len(missing), len(targets), subfolder, missing[0]),
         )
 
 
-def _unusable(lora: Lora, what: str, error: Exception) -> ConfigError:
-    reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
-    return ConfigError(f"{lora.key}={lora.path} {what} ({reason}); give a LoRA of this model.")
+def _unusable(lora: Lora, problem: str, error: Exception) -> ConfigError:
+    return ConfigError(f"{lora.label} {problem} ({one_line(error)}); give a LoRA of this model.")

@@ -1,30 +1,41 @@
-"""How the processes that a launcher started share each video of `wands infer`."""
+"""Share one video over ranks: all processes of a launcher sample it together with stock transformers.
+
+Between the first block and the head, everything but self-attention works token by token. The stock modules therefore stay
+unchanged, in the dtypes of the stock pipeline. Tokens and rotary angles are cut before the blocks, self-attention is replaced,
+and every rank joins the head's output. A sample differs from that of one process by no more than another attention kernel would
+change it, in bf16 too. `PackedWanTransformer`, whose residual stream is fp32 as in training, would give another sample in bf16.
+
+Letters: B samples of one size, N tokens of a sample, L tokens of this rank with its tail padding, H heads, D head dim.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
-import diffusers
 import torch
-import transformers
+import torch.distributed as dist
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttention
+from torch import Tensor
 
-from wands import __version__
+from wands.attention.packed import PackedMeta
 from wands.attention.varlen import choose_backend
 from wands.config.recipe import ParallelConfig
-from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node
+from wands.data.patchify import grid_size
+from wands.distributed.bootstrap import init_process_group, ranks_per_node
 from wands.distributed.dims import ParallelDims, ProcessGroups, choose_degrees
+from wands.distributed.layout import ContextLayout
 from wands.errors import ConfigError
-from wands.sampling.images import Pictures
-from wands.sampling.pipeline import AnyPipeline, PipelineSource, takes_pictures
-from wands.sampling.requests import SampleRequest
-from wands.sampling.sharded import shard_transformer
+from wands.model.transformer import SelfAttention
+from wands.sampling.pipeline import AnyPipeline
+from wands.sampling.sample import takes_images
 from wands.train.consistency import check_agreement, tensor_checksum
-from wands.variants import Variant
+from wands.variants import TEXT_LEN, Variant
 
 log = logging.getLogger(__name__)
 
@@ -32,164 +43,85 @@ log = logging.getLogger(__name__)
 def plan_ranks(
     variant: Variant, ulysses_degree: int | None = None, ring_degree: int | None = None
 ) -> tuple[ParallelDims, list[str]]:
-    """Find this rank's place; all ranks, alone without a launcher, are one context-parallel group.
+    """Choose the degrees of one context-parallel group of all ranks; without a launcher, of one rank.
 
     Args:
-        variant: whose heads are shared.
-        ulysses_degree: ranks that share heads; None chooses as for a recipe with `parallel.cp_size` alone.
-        ring_degree: ranks that share tokens; None is the rest.
+        variant: variant whose heads are shared.
+        ulysses_degree: ranks that share heads; None chooses the largest valid degree.
+        ring_degree: ranks that share tokens; None uses the remaining ranks.
 
     Returns:
-        The place, and what is wrong with it: nothing, or one sentence.
+        This rank's place, and the problems of the degrees: none, or one sentence.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    options = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree}
-    asked = {name: value for name, value in options.items() if value is not None}
-    assert min(asked.values(), default=1) > 0, asked
-    known = (ulysses_degree or 1) * (ring_degree or 1)
-    fits = known == world_size if ulysses_degree and ring_degree else world_size % known == 0
-    if not fits:
-        given = ", ".join(f"infer.{name}={value}" for name, value in asked.items())
-        return ParallelDims(world_size, rank), [
-            f"{given} must make up world_size={world_size}, because all processes share each video; start "
-            f"{known} with a launcher, or leave the options out."
+    dims = ParallelDims(world_size, rank)
+    options = {"--ulysses-degree": ulysses_degree, "--ring-degree": ring_degree}
+    given = {flag: value for flag, value in options.items() if value is not None}
+    product = (ulysses_degree or 1) * (ring_degree or 1)
+    assert product > 0, options
+    if world_size % product or (len(given) == 2 and product != world_size):
+        text = ", ".join(f"{flag}={value}" for flag, value in given.items())
+        return dims, [
+            f"{text} must make up world_size={world_size}, because all processes share each video; start {product} "
+            "with a launcher, or leave the options out."
         ]
     parallel = ParallelConfig(cp_size=world_size, ulysses_degree=ulysses_degree, ring_degree=ring_degree)
     try:
         degrees = choose_degrees(
-            parallel,
-            num_heads=variant.dit.num_heads,
-            ranks_per_node=ranks_per_node(),
-            model=variant.name,
+            parallel, num_heads=variant.dit.num_heads, ranks_per_node=ranks_per_node(), model=variant.name
         )
     except ConfigError as error:
-        text = str(error).replace("parallel.cp_size", "world_size").replace("parallel.", "infer.")
-        return ParallelDims(world_size, rank), [text]
+        text = str(error).replace("parallel.cp_size", "world_size")
+        for flag in options:
+            text = text.replace(f"parallel.{flag[2:].replace('-', '_')}", flag)
+        return dims, [text]
     return ParallelDims(world_size, rank, *degrees), []
 
 
-def own_device(asked: str | None) -> tuple[str, list[str]]:
-    """The device of one of several ranks, and what is wrong with it.
+def share_pipeline(pipeline: AnyPipeline, dims: ParallelDims) -> None:
+    """Meet the other ranks and make the pipelines of all ranks sample each video together.
 
-    Args:
-        asked: what the user wants, which cannot be.
-    """
-    problems = []
-    if asked is not None:
-        problems.append(
-            f"infer.device={asked} is one device for several processes; leave it out, each has its own."
-        )
-    if accelerator_type() == "cpu":
-        return "cpu", problems
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}", problems
-
-
-def check_commands(
-    source: PipelineSource,
-    requests: Sequence[SampleRequest],
-    pictures: Sequence[Pictures],
-    dtype: str,
-    grid: ParallelDims,
-) -> None:
-    """Compare over all ranks what each was asked for; every rank must call it.
-
-    Ranks with other seeds would write a mixture of their videos, and ranks with more prompts wait for the others for ever.
-
-    Args:
-        source: what was found; a checkpoint is its step folder, for each rank looked for the newest by itself.
-        requests: every option spelled out.
-        pictures: of each request; their contents are compared.
-        dtype: of transformer and text encoder, "auto" resolved.
-        grid: from `plan_ranks`.
-
-    Raises:
-        ConfigError: the same sentence on all ranks names the first thing that differs, and where.
-    """
-    _, _, device = init_process_group()
-    software = {
-        "wands": __version__,
-        "torch": str(torch.__version__),
-        "diffusers": diffusers.__version__,
-        "transformers": transformers.__version__,
-    }
-    model: dict[str, Any] = {"pipeline": source.model}
-    for part, dit in source.dits.items():
-        model[part] = "from the checkpoint" if dit.checkpoint else f"{dit.folder}/{dit.subfolder}"
-    model |= {
-        "checkpoint": source.checkpoint
-        and {"folder": str(source.checkpoint.parent), "step": source.checkpoint.name},
-        "ema": source.ema,
-        "config": _public(source.dit),
-        "loras": [lora.record() for lora in source.loras],
-    }
-    command: dict[str, Any] = {
-        "number of prompts": len(requests),
-        "dtype": dtype,
-        "ulysses_degree": grid.ulysses_degree,
-        "ring_degree": grid.ring_degree,
-    }
-    for i, (request, given) in enumerate(zip(requests, pictures, strict=True), start=1):
-        command[f"prompt {i}"] = request.model_dump() | {
-            f"contents of {key}": hashlib.sha256(picture.tobytes()).hexdigest()[:16]
-            for key, picture in vars(given).items()
-            if picture is not None
-        }
-    parts = {"software": software, "model": model, "command": command}
-    check_agreement({name: json.dumps(part, sort_keys=True) for name, part in parts.items()}, device)
-
-
-def share_pipeline(pipeline: AnyPipeline, grid: ParallelDims) -> None:
-    """Meet the other ranks and let their pipelines sample each video together.
-
-    From here on every rank must make the same calls; all of them then have the same latents.
+    Afterwards every rank must make the same calls; every rank gets the same latents.
 
     Args:
         pipeline: from `load_pipeline`.
-        grid: from `plan_ranks`.
+        dims: from `plan_ranks`.
 
     Raises:
-        ConfigError: weights or scheduler of the ranks differ; the same sentence on all of them.
+        ConfigError: on every rank, if weights or scheduler differ between ranks.
     """
-    from wands.attention.ulysses import (
-        context_attention,  # imports DeepSpeed, which one process does not need
-    )
+    # Imported here because the module imports DeepSpeed, which one process does not need.
+    from wands.attention.ulysses import context_attention
 
-    assert grid.dp_size == 1, f"{grid.dp_size} groups would sample the same video"
+    assert dims.dp_size == 1, f"{dims.dp_size} groups would sample the same video"
     _, _, device = init_process_group()
     _check_pipelines(pipeline, device)
-    groups = ProcessGroups.build(grid, device)
+    groups = ProcessGroups.build(dims, device)
     log.info(
-        "sampling on %d ranks: Ulysses %d x ring %d", grid.cp_size, grid.ulysses_degree, grid.ring_degree
+        "sampling on %d ranks: Ulysses %d x ring %d", dims.cp_size, dims.ulysses_degree, dims.ring_degree
     )
     for transformer in (pipeline.transformer, pipeline.transformer_2):
-        if transformer is None:
-            continue
-        backend = choose_backend("auto", device, transformer.dtype, transformer.config.attention_head_dim)
-        shard_transformer(
-            transformer,
-            context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad),
-            ulysses_degree=grid.ulysses_degree,
-            ring_degree=grid.ring_degree,
-            cp_rank=grid.cp_rank,
-            group=groups.cp,
-        )
+        if transformer is not None:
+            backend = choose_backend("auto", device, transformer.dtype, transformer.config.attention_head_dim)
+            attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad)
+            shard_transformer(transformer, attention, dims, groups.cp)
 
 
 def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
-    """Compare over all ranks what each loaded: a node's own copy of a folder may hold other bits under the same name.
+    """Compare scheduler and weights over all ranks: folders of one name may have other contents on another node.
 
-    Of the VAE only where every rank encodes pictures: one rank decodes.
+    The VAE counts only where every rank encodes images: one rank decodes.
     """
     config = pipeline.config
-    parts = {
+    parts: dict[str, Any] = {
         "pipeline": {
-            "scheduler": _public(pipeline.scheduler.config),
+            "scheduler": public_config(pipeline.scheduler.config),
             "boundary_ratio": config.boundary_ratio,
             "expand_timesteps": config.expand_timesteps,
         }
     }
     names = ["text_encoder", "image_encoder", "transformer", "transformer_2"]
-    if config.expand_timesteps or takes_pictures(pipeline):
+    if config.expand_timesteps or takes_images(pipeline):
         names.append("vae")
     for name in names:
         if (module := getattr(pipeline, name, None)) is not None:
@@ -199,24 +131,151 @@ def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
 
 @torch.no_grad()
 def _checksums(module: torch.nn.Module, device: torch.device) -> dict[str, str]:
-    """Name of each parameter -> 16 hex digits that change with its bits, wherever an offload keeps it."""
+    """Return name of each parameter -> 16 hex digits of its bits, wherever an offload keeps the parameter."""
     sums = {}
-    for place, part in module.named_modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            sums[f"{place}.{name}".lstrip(".")] = tensor_checksum(_held(part, name, parameter).to(device))
-    values = torch.stack(list(sums.values())).tolist()  # one wait for the device
-    return {name: f"{value % (1 << 64):016x}" for name, value in zip(sums, values, strict=True)}
+    for path, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            values = parameter
+            if parameter.is_meta:  # between two calls, accelerate's hooks hold the values
+                hooks = getattr(owner._hf_hook, "hooks", [owner._hf_hook])
+                weights = (getattr(hook, "weights_map", None) for hook in hooks)
+                values = next(found for found in weights if found is not None)[name]
+            sums[f"{path}.{name}".lstrip(".")] = tensor_checksum(values.to(device))
+    numbers = torch.stack(list(sums.values())).tolist()  # one synchronisation with the device
+    return {name: f"{number % (1 << 64):016x}" for name, number in zip(sums, numbers, strict=True)}
 
 
-def _held(part: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """The values of a parameter, which accelerate's hooks hold where it is on the meta device between two calls."""
-    if not parameter.is_meta:
-        return parameter
-    hooks = getattr(part._hf_hook, "hooks", [part._hf_hook])
-    weights = next(found for hook in hooks if (found := getattr(hook, "weights_map", None)) is not None)
-    return weights[name]
-
-
-def _public(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what diffusers notes in it for itself, such as its own version."""
+def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config of diffusers without private entries, such as diffusers' version."""
     return {key: value for key, value in config.items() if not key.startswith("_")}
+
+
+def shard_transformer(
+    transformer: WanTransformer3DModel,
+    self_attention: SelfAttention,
+    dims: ParallelDims,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Make a stock transformer, in place, share the tokens of each call with the transformers of the other ranks.
+
+    Arguments and results of a call stay the same. Every rank of the group must call with the same latents, timesteps and text,
+    and every rank gets the whole velocity, bit for bit the same.
+
+    Args:
+        transformer: stock model of any variant, whose weights stay whole on every rank. Timesteps may be per token.
+        self_attention: attends inside a sample that is spread over the group.
+        dims: place of this rank; its degrees are those of `self_attention`.
+        group: all ranks that share a sample, in the order of `dims.cp_rank`; None for one rank.
+    """
+    cut = _Cut(transformer.config.patch_size, dims, group)
+    transformer.rope.register_forward_hook(cut.angles)
+    transformer.condition_embedder.register_forward_pre_hook(cut.timesteps, with_kwargs=True)
+    transformer.blocks[0].register_forward_pre_hook(cut.tokens)
+    transformer.proj_out.register_forward_hook(cut.join)
+    for block in transformer.blocks:
+        block.attn1.set_processor(ShardedAttentionProcessor(self_attention, cut))
+
+
+class ShardedAttentionProcessor:
+    """Stock self-attention around another kernel, with the stock projections, norms, rotation and casts."""
+
+    def __init__(self, self_attention: SelfAttention, cut: _Cut) -> None:
+        self.self_attention, self.cut = self_attention, cut
+
+    def __call__(
+        self,
+        attn: WanAttention,
+        hidden_states: Tensor,
+        _encoder_hidden_states: None,
+        _attention_mask: None,
+        rotary_emb: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Attend over the tokens of all ranks; [B, L, H * D] -> [B, L, H * D]."""
+        q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, attn.to_v(hidden_states)))
+        q, k = _rotate(q, *rotary_emb), _rotate(k, *rotary_emb)
+        samples = zip(q, k, v, strict=True)
+        out = torch.stack([self.self_attention(*sample, self.cut.meta) for sample in samples])
+        for module in attn.to_out:
+            out = module(out if out.dim() == 3 else out.flatten(2))
+        return out
+
+
+class _Cut:
+    """Hooks of one model that select this rank's tokens before the blocks and join all ranks' tokens behind the head."""
+
+    def __init__(self, patch_size: tuple[int, int, int], dims: ParallelDims, group: dist.ProcessGroup | None):
+        self.patch_size, self.dims, self.group = patch_size, dims, group
+        self.meta: PackedMeta
+        self._mine: Tensor
+        self._order: Tensor
+
+    def angles(self, _: Any, args: tuple[Tensor], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Keep this rank's rows of [1, N, 1, D]; the angles are computed first and show the size of the call's sample."""
+        grid = grid_size(args[0].shape[2:], self.patch_size)
+        self.meta, self._mine, self._order = _token_index(grid, self.dims, args[0].device)
+        return tuple(table[:, self._mine] for table in output)
+
+    def timesteps(
+        self, _: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Keep this rank's timesteps of [B * N] if `timestep_seq_len` is N; leave timesteps of samples unchanged."""
+        num_tokens = options.get("timestep_seq_len")
+        if num_tokens is None:
+            return args, options
+        timestep, *others = args
+        mine = timestep.unflatten(0, (-1, num_tokens))[:, self._mine]
+        return (mine.flatten(), *others), options | {"timestep_seq_len": mine.shape[1]}
+
+    def tokens(self, _: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Keep this rank's tokens before the first block: [B, N, H * D] -> [B, L, H * D]."""
+        hidden, *others = args
+        return hidden[:, self._mine], *others
+
+    def join(self, _: Any, _args: Any, output: Tensor) -> Tensor:
+        """Join the tokens of all ranks behind the head: [B, L, P] of every rank -> [B, N, P]."""
+        pieces = [output]
+        if self.group is not None:
+            pieces = [torch.empty_like(output) for _ in range(self.group.size())]
+            dist.all_gather(pieces, output.contiguous(), group=self.group)
+        return torch.cat(pieces, dim=1)[:, self._order]
+
+
+@lru_cache(maxsize=16)
+def _token_index(
+    grid: tuple[int, int, int], dims: ParallelDims, device: torch.device
+) -> tuple[PackedMeta, Tensor, Tensor]:
+    """Return this rank's tokens of one sample, described and as an index [L], and the order [N] of all ranks' tokens.
+
+    A pad is a copy of token 0: no token attends to the pad, and the order omits it.
+
+    Args:
+        grid: tokens in (frames, rows, columns).
+        dims: place of this rank.
+        device: device of the indices.
+    """
+    num_tokens = grid[0] * grid[1] * grid[2]
+    layouts = [
+        ContextLayout.build(
+            [num_tokens], ulysses_degree=dims.ulysses_degree, ring_degree=dims.ring_degree, cp_rank=rank
+        )
+        for rank in range(dims.cp_size)
+    ]
+    everywhere = torch.cat([layout.token_index for layout in layouts])
+    order = everywhere.argsort()[len(everywhere) - num_tokens :]
+    mine = layouts[dims.cp_rank]
+    index = mine.token_index.clamp(min=0)
+    positions = torch.cartesian_prod(*map(torch.arange, grid))[index]
+    meta = PackedMeta(positions, mine.segment_ids, mine.plan.chunk_lens, mine.local_seq_lens, (TEXT_LEN,))
+    return meta.to(device), index.to(device), order.to(device)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [B, L, H, D] as the stock model does, a local function there, with the stock roundings."""
+    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    return (
+        torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
+        .flatten(-2)
+        .type_as(x)
+    )

@@ -21,8 +21,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransform
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from tests.support.sampling import infer, source_of
 from wands.commands import infer as infer_module
-from wands.commands.infer import InferResult, infer
+from wands.commands.infer import InferResult
 from wands.distributed.dims import ParallelDims
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.sampling import sample as sampling
@@ -103,7 +104,9 @@ def test_prompts_become_videos_sheet_and_record(tiny_pipeline: Path, tmp_path: P
 
 def test_equals_the_stock_pipeline_and_its_latents_decode_to_the_video(tiny_pipeline: Path) -> None:
     request = SampleRequest(prompt="a red bike", seed=7, negative_prompt="dull", **SMALL)
-    frames, latents, _ = sampling.sample(load_pipeline(find_pipeline(tiny_pipeline)), request)
+    pipeline = load_pipeline(find_pipeline(tiny_pipeline))
+    latents = sampling.sample_latents(pipeline, request)
+    frames = sampling.decode_latents(pipeline, latents)
 
     stock = WanPipeline.from_pretrained(tiny_pipeline)
     stock.set_progress_bar_config(disable=True)
@@ -129,7 +132,7 @@ def test_saved_latents_are_the_final_normalised_ones(tiny_pipeline: Path, tmp_pa
     assert result.latents == tmp_path / "000_a-dog.safetensors"
     saved = load_file(result.latents)["latents"]
     assert (saved.shape, saved.dtype) == ((16, 2, 4, 6), torch.float32)
-    _, latents, _ = sampling.sample(load_pipeline(find_pipeline(tiny_pipeline)), result.request)
+    latents = sampling.sample_latents(load_pipeline(find_pipeline(tiny_pipeline)), result.request)
     assert torch.equal(saved, latents)
     assert records(tmp_path)[0]["latents"] == result.latents.name
 
@@ -166,9 +169,9 @@ def test_flow_shift_reaches_schedulers_that_call_it_shift(tiny_pipeline: Path) -
     euler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     pipeline.scheduler = sampling.with_shift(euler, 8.0)
     assert (euler.config.shift, pipeline.scheduler.config.shift) == (3.0, 8.0)
-    _, shifted, _ = sampling.sample(pipeline, SampleRequest(prompt="a cat", **SMALL))
+    shifted = sampling.sample_latents(pipeline, SampleRequest(prompt="a cat", **SMALL))
     pipeline.scheduler = sampling.with_shift(pipeline.scheduler, 3.0)
-    _, plain, _ = sampling.sample(pipeline, SampleRequest(prompt="a cat", **SMALL))
+    plain = sampling.sample_latents(pipeline, SampleRequest(prompt="a cat", **SMALL))
     assert not torch.equal(shifted, plain)
 
 
@@ -214,7 +217,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_fragment(tiny_pipeline: Path,
 def test_transformer_folder_replaces_the_pipelines(
     tiny_pipeline: Path, other_transformer: Path, tmp_path: Path
 ) -> None:
-    pipeline = load_pipeline(find_pipeline(tiny_pipeline, transformer=other_transformer))
+    pipeline = load_pipeline(source_of(tiny_pipeline, transformer=other_transformer))
     wanted = load_file(other_transformer / "diffusion_pytorch_model.safetensors")
     found = pipeline.transformer.state_dict()
     assert found.keys() == wanted.keys()
@@ -223,8 +226,9 @@ def test_transformer_folder_replaces_the_pipelines(
     assert records(tmp_path / "o")[0]["transformer"] == str(other_transformer)
     assert results[0].video.is_file()
     # A whole pipeline folder is welcome too: its transformer is taken.
-    found = find_pipeline(tiny_pipeline, transformer=tiny_pipeline).dits
-    assert found == {"transformer": DiTSource(str(tiny_pipeline), "transformer")}
+    found = source_of(tiny_pipeline, transformer=tiny_pipeline).dits
+    label = f"--transformer={tiny_pipeline}"
+    assert found == {"transformer": DiTSource(str(tiny_pipeline), "transformer", label)}
 
 
 def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config: object) -> Path:
@@ -268,19 +272,20 @@ def test_checkpoint_equals_the_exported_folder(
     )
     newest = make_checkpoint(run, model, 2)
     request = SampleRequest(prompt="a cat", **SMALL)
-    from_folder = load_pipeline(find_pipeline(tiny_pipeline, transformer=other_transformer), dtype=dtype)
+    from_folder = load_pipeline(source_of(tiny_pipeline, transformer=other_transformer), dtype=dtype)
     wanted = from_folder.transformer.state_dict()
     for where in (run, newest):
-        source = find_pipeline(tiny_pipeline, checkpoint=where)
-        assert source.checkpoint == newest
+        source = source_of(tiny_pipeline, checkpoint=where)
+        assert source.dits["transformer"].folder == str(newest)
         found = load_pipeline(source, dtype=dtype)
         state = found.transformer.state_dict()
         assert {n: (t.dtype, t.shape) for n, t in state.items()} == {
             n: (t.dtype, t.shape) for n, t in wanted.items()
         }
         assert {t.dtype for t in state.values()} == {torch.float32, dtype}
-        _, latents, _ = sampling.sample(found, request)
-        assert torch.equal(latents, sampling.sample(from_folder, request)[1])
+        latents = sampling.sample_latents(sampling.pipeline_for(found, request), request)
+        view = sampling.pipeline_for(from_folder, request)
+        assert torch.equal(latents, sampling.sample_latents(view, request))
 
 
 def test_bf16_keeps_the_vae_in_fp32(tiny_pipeline: Path) -> None:
@@ -297,15 +302,18 @@ def test_bf16_keeps_the_vae_in_fp32(tiny_pipeline: Path) -> None:
 def test_model_offload_through_accelerates_hooks(tiny_pipeline: Path) -> None:
     """The hooks know no difference between devices: here they bring each model to the CPU."""
     request = SampleRequest(prompt="a cat", **SMALL)
-    plain = sampling.sample(load_pipeline(find_pipeline(tiny_pipeline)), request)
+    plain = load_pipeline(find_pipeline(tiny_pipeline))
+    expected = sampling.sample_latents(plain, request)
     pipeline = load_pipeline(find_pipeline(tiny_pipeline), offload="model")
     assert [
         hasattr(part, "_hf_hook") for part in (pipeline.text_encoder, pipeline.transformer, pipeline.vae)
     ] == [True] * 3
     for _ in range(2):
-        frames, latents, _ = sampling.sample(pipeline, request)
-        assert torch.equal(latents, plain[1])
-        np.testing.assert_array_equal(frames, plain[0])
+        view = sampling.pipeline_for(pipeline, request)
+        latents = sampling.sample_latents(view, request)
+        assert torch.equal(latents, expected)
+        frames = sampling.decode_latents(view, latents)
+        np.testing.assert_array_equal(frames, sampling.decode_latents(plain, expected))
 
 
 def test_sequential_offload_leaves_no_weight_on_the_device(tiny_pipeline: Path) -> None:
@@ -319,7 +327,7 @@ def test_a_gpu_samples_what_a_cpu_does(tiny_pipeline: Path) -> None:
     request, source = SampleRequest(prompt="a cat", **SMALL), find_pipeline(tiny_pipeline)
     latents = {}
     for device in ("cpu", "cuda"):
-        latents[device] = sampling.sample(load_pipeline(source, device=device), request)[1].cpu()
+        latents[device] = sampling.sample_latents(load_pipeline(source, device=device), request)
     torch.testing.assert_close(latents["cuda"], latents["cpu"], rtol=1e-3, atol=1e-3)
 
 
@@ -328,10 +336,16 @@ def test_a_gpu_samples_what_a_cpu_does(tiny_pipeline: Path) -> None:
 def test_offload_changes_nothing_on_cuda(tiny_pipeline: Path, offload: str) -> None:
     request = SampleRequest(prompt="a cat", **SMALL)
     source = find_pipeline(tiny_pipeline)
-    plain = sampling.sample(load_pipeline(source, device="cuda"), request)
+    plain = load_pipeline(source, device="cuda")
+    expected = sampling.sample_latents(plain, request)
+    frames = sampling.decode_latents(plain, expected)
+    del plain
     pipeline = load_pipeline(source, device="cuda", offload=offload)
     for _ in range(2):
-        assert torch.equal(sampling.sample(pipeline, request)[1], plain[1])
+        view = sampling.pipeline_for(pipeline, request)
+        latents = sampling.sample_latents(view, request)
+        assert torch.equal(latents, expected)
+        np.testing.assert_array_equal(sampling.decode_latents(view, latents), frames)
 
 
 # --------------------------------------------------------------------------------------------- several ranks
@@ -375,7 +389,7 @@ def unusual_pipeline(folder: Path, kind: str) -> WanPipeline:
 def sample_unusually_on_ranks(folder: Path, kind: str) -> torch.Tensor:
     pipeline = unusual_pipeline(folder, kind)
     share_pipeline(pipeline, ParallelDims(2, int(os.environ["RANK"]), ring_degree=2))
-    return sampling.call_pipeline(pipeline, SHARED[0], output_type="latent")[1]
+    return sampling.sample_latents(pipeline, SHARED[0])
 
 
 @pytest.mark.parametrize(
@@ -405,10 +419,8 @@ def test_ranks_sample_the_video_of_one_process(
 @pytest.mark.parametrize("kind", ["model offload", "sequential offload", "two experts"])
 def test_ranks_share_pipelines_of_all_kinds(run_world, tiny_pipeline: Path, kind: str) -> None:
     """As below, accelerate's hooks bring weights to the CPU here."""
-    expected = sampling.call_pipeline(unusual_pipeline(tiny_pipeline, kind), SHARED[0], output_type="latent")[
-        1
-    ]
-    plain = sampling.call_pipeline(unusual_pipeline(tiny_pipeline, ""), SHARED[0], output_type="latent")[1]
+    expected = sampling.sample_latents(unusual_pipeline(tiny_pipeline, kind), SHARED[0])
+    plain = sampling.sample_latents(unusual_pipeline(tiny_pipeline, ""), SHARED[0])
     assert torch.equal(expected, plain) == (kind != "two experts")
     for latents in run_world(2, sample_unusually_on_ranks, tiny_pipeline, kind):
         assert (latents - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -431,12 +443,12 @@ def as_one_of(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("world_size", "asked", "message"),
     [
-        (1, {"ring_degree": 2}, "infer.ring_degree=2 must make up world_size=1, because all processes share each video; start 2"),
-        (4, {"ring_degree": 3}, "infer.ring_degree=3 must make up world_size=4, because"),
-        (8, {"ring_degree": 2, "ulysses_degree": 2}, "infer.ulysses_degree=2, infer.ring_degree=2 must make up world_size=8"),
-        (8, {"ulysses_degree": 8}, "infer.ulysses_degree=8 must divide num_heads=4 of wan2.1-t2v-"),
-        (6, {"ring_degree": 2}, "world_size=6, infer.ring_degree=2 leaves infer.ulysses_degree=3, which must divide num_heads=4"),
-        (2, {"device": "cpu"}, "infer.device=cpu is one device for several processes; leave it out"),
+        (1, {"ring_degree": 2}, "--ring-degree=2 must make up world_size=1, because all processes share each video; start 2"),
+        (4, {"ring_degree": 3}, "--ring-degree=3 must make up world_size=4, because"),
+        (8, {"ring_degree": 2, "ulysses_degree": 2}, "--ulysses-degree=2, --ring-degree=2 must make up world_size=8"),
+        (8, {"ulysses_degree": 8}, "--ulysses-degree=8 must divide num_heads=4 of wan2.1-t2v-"),
+        (6, {"ring_degree": 2}, "world_size=6, --ring-degree=2 leaves --ulysses-degree=3, which must divide num_heads=4"),
+        (2, {"device": "cpu"}, "--device=cpu is one device for several processes; leave it out, so"),
     ],
 )  # fmt: skip
 def test_ranks_that_cannot_share_a_video(
@@ -476,11 +488,11 @@ DIFFERENCES: dict[str, tuple[list[dict], str]] = {
     ),
     "pipeline": (
         [{}, {"model": Path("weights")}],
-        "the model of rank 1 (pipeline=weights, not same) differs from that of rank 0; start every rank with the same model.",
+        "the model of rank 1 (model=weights, not same) differs from that of rank 0; start every rank with the same model.",
     ),
     "newest step": (
         [{"checkpoint": Path("run")}] * 2,
-        "the model of rank 1 (checkpoint.step=step_00000002, not step_00000001) differs from that of rank 0",
+        "the model of rank 1 (transformer=run/checkpoints/step_00000002/transformer, not run/checkpoints/step_00000001/",
     ),
     "shift": ([{"model": Path("shift")}] * 2, "the pipeline of rank 1 (scheduler.flow_shift=8.0, not 3.0)"),
     "text encoder": (
@@ -493,11 +505,14 @@ DIFFERENCES: dict[str, tuple[list[dict], str]] = {
 MISTAKES: dict[str, tuple[list[dict], str]] = {
     "a folder": (
         [{}, {"transformer": Path("nowhere")}],
-        "[rank 1] infer.transformer=nowhere is no diffusers transformer folder",
+        "[rank 1] --transformer=nowhere is not a diffusers transformer folder",
     ),
-    "a prompt file": ([{}, {"prompts_file": Path("no.txt")}], "[rank 1] infer.prompts_file=no.txt cannot be"),
-    "an option": ([{"seed": -1}, {}], "infer.seed=-1 is refused"),
-    "weights": ([{"model": Path("damaged")}] * 2, "[rank 1] damaged: its transformer cannot be loaded"),
+    "a prompt file": ([{}, {"prompts_file": Path("no.txt")}], "[rank 1] --prompts-file=no.txt cannot be"),
+    "an option": ([{"seed": -1}, {}], "--seed=-1 is refused"),
+    "weights": (
+        [{"model": Path("damaged")}] * 2,
+        "[rank 1] --model=damaged: its transformer cannot be loaded",
+    ),
 }
 
 
@@ -532,7 +547,7 @@ def infer_apart(root: Path, cases: list[list[dict]]) -> list[tuple[str, bool] | 
     said: list[tuple[str, bool] | None] = []
     for case in cases:
         options = {"model": Path("same"), "prompts": ["a dog"]} | case[rank]
-        sharing.__version__ = options.pop("version", "1")
+        infer_module.__version__ = options.pop("version", "1")
         try:
             infer(out_dir=root / "out", **options, **SMALL)
             said.append(None)
@@ -583,7 +598,7 @@ def test_a_process_alone_asks_nothing_of_deepspeed(tiny_pipeline: Path, tmp_path
     program = f"""
 import sys
 from pathlib import Path
-from wands.commands.infer import infer
+from tests.support.sampling import infer
 {call}
 assert "deepspeed" not in sys.modules
 assert not [name for name in sys.modules if name.endswith("pipeline_wan_i2v")], "it asks for torchvision"
@@ -636,8 +651,8 @@ def test_torchrun_samples_one_video_and_tells_once(tiny_pipeline: Path, tmp_path
 def test_torchrun_tells_once_what_all_ranks_find(tiny_pipeline: Path, tmp_path: Path) -> None:
     refused = launch("--model", tiny_pipeline, "--out", tmp_path / "out", "--ring-degree", 3)
     assert refused.returncode != 0
-    assert refused.stderr.count("wands: infer.ring_degree=3 must make up world_size=2") == 1
-    assert refused.stderr.count("infer.ring_degree") == 1
+    assert refused.stderr.count("wands: --ring-degree=3 must make up world_size=2") == 1
+    assert refused.stderr.count("--ring-degree") == 1
 
 
 @pytest.mark.slow
@@ -646,7 +661,7 @@ def test_torchrun_tells_the_mistake_of_a_rank_that_is_not_the_first(
 ) -> None:
     ended = launch("--model", tiny_pipeline, "--out", tmp_path / "out", rank_1="--transformer nowhere")
     assert ended.returncode != 0
-    assert "wands: [rank 1] infer.transformer=nowhere is no diffusers transformer folder" in ended.stderr
+    assert "wands: [rank 1] --transformer=nowhere is not a diffusers transformer folder" in ended.stderr
     assert ended.stderr.count("wands: ") == 1
     assert not (tmp_path / "out").exists()
 
@@ -676,12 +691,12 @@ def test_all_mistakes_in_one_report_before_weights_are_read(
         )
     text = str(caught.value)
     for line in (
-        "infer.num_inference_steps is given 2 times for 3 prompts; give it once or 3 times.",
-        "infer.guidance_scale=-1.0 is refused: input should be greater than or equal to 0.",
-        "infer.seed=-2 of prompt 2 is refused: input should be greater than or equal to 0.",
+        "--steps is given 2 times for 3 prompts; give it once or 3 times.",
+        "--guidance=-1.0 is refused: input should be greater than or equal to 0.",
+        "--seed=-2 of prompt 2 is refused: input should be greater than or equal to 0.",
         "/file is a file; give a folder.",
-        "infer.offload=model brings weights to an accelerator, and infer.device=cpu is none; use infer.off",
-        "infer.fps=-3 must be above 0; leave it out for the model's own.",
+        "--offload=model needs an accelerator, and sampling runs on the CPU; use --offload=none.",
+        "--fps=-3 must be above 0; leave it out for the model's frame rate.",
     ):
         assert line in text
     assert text.startswith("6 problems:\n")
@@ -696,14 +711,14 @@ def test_all_mistakes_in_one_report_before_weights_are_read(
         )
     assert str(caught.value).splitlines() == [
         "4 problems:",
-        "  - infer.height=100 must be a multiple of 16 (VAE stride 8 x patch 2); use 96 or 112.",
-        "  - infer.width=40 of prompt 2 must be a multiple of 16 (VAE stride 8 x patch 2); use 32 or 48.",
-        "  - infer.width=10 of prompt 3 must be a multiple of 16 (VAE stride 8 x patch 2); use 16.",
-        "  - infer.num_frames=12 of prompt 3 must be 4k+1 (one frame, then groups of 4); use 9 or 13.",
+        "  - --height=100 must be a multiple of 16 (VAE stride 8 x patch 2); use 96 or 112.",
+        "  - --width=40 of prompt 2 must be a multiple of 16 (VAE stride 8 x patch 2); use 32 or 48.",
+        "  - --width=10 of prompt 3 must be a multiple of 16 (VAE stride 8 x patch 2); use 16.",
+        "  - --frames=12 of prompt 3 must be 4k+1 (one frame, then groups of 4); use 9 or 13.",
     ]
-    with pytest.raises(ConfigError, match=r"^infer\.device=gpu is not on this machine; use one of cpu"):
+    with pytest.raises(ConfigError, match=r"^--device=gpu is not on this machine; use one of cpu"):
         infer(tiny_pipeline, ["a"], out_dir=tmp_path, device="gpu", **SMALL)
-    with pytest.raises(ConfigError, match=r"infer\.prompt is missing"):
+    with pytest.raises(ConfigError, match=r"--prompt is missing"):
         infer(tiny_pipeline, [], out_dir=tmp_path)
 
 
@@ -717,7 +732,7 @@ def test_an_out_folder_that_cannot_be_written_is_told_before_weights_are_read(
     out = Path(place.format(tmp_path))
     with pytest.raises(ConfigError) as caught:
         infer(tiny_pipeline, ["a"], out_dir=out, **SMALL)
-    assert str(caught.value).startswith(f"infer.out={out} cannot be written (")
+    assert str(caught.value).startswith(f"--out={out} cannot be written (")
     assert str(caught.value).endswith("); choose another folder.")
     assert "\n" not in str(caught.value)
 
@@ -727,8 +742,8 @@ def test_torchrun_tells_once_that_nothing_can_be_written(tiny_pipeline: Path, tm
     (tmp_path / "file").touch()
     ended = launch("--model", tiny_pipeline, "--out", tmp_path / "file" / "out")
     assert ended.returncode != 0
-    assert ended.stderr.count(f"wands: infer.out={tmp_path}/file/out cannot be written (Not a dir") == 1
-    assert ended.stderr.count("infer.out=") == 1
+    assert ended.stderr.count(f"wands: --out={tmp_path}/file/out cannot be written (Not a dir") == 1
+    assert ended.stderr.count("--out=") == 1
 
 
 def test_size_rule_follows_the_model() -> None:
@@ -743,10 +758,10 @@ def test_size_rule_follows_the_model() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("no/such/folder", "infer.model=no/such/folder does not exist; give a diffusers pipeline folder"),
+        ("no/such/folder", "--model=no/such/folder does not exist; give a diffusers pipeline folder"),
         (
             "nobody/nothing",
-            "infer.model=nobody/nothing is neither a folder here nor a Hub id that can be read",
+            "--model=nobody/nothing is neither a folder nor a Hub id that can be read",
         ),
     ],
 )
@@ -779,7 +794,7 @@ def test_folder_that_is_no_pipeline(tiny_pipeline: Path, tmp_path: Path) -> None
         (
             "transformer/config.json",
             {"in_channels": 36},
-            "is of wan2.2-i2v-tiny, which takes a WanImageToVideoPipeline; use",
+            "is of wan2.2-i2v-tiny, which needs a WanImageToVideoPipeline; use",
         ),
         (
             "model_index.json",
@@ -804,20 +819,24 @@ def test_pipeline_whose_parts_do_not_fit(
 
 
 def test_transformer_and_checkpoint_mistakes(tiny_pipeline: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is no diffusers transformer folder \(no config.json\)"):
-        find_pipeline(tiny_pipeline, transformer=tmp_path)
+    with pytest.raises(ConfigError, match=r"is not a diffusers transformer folder \(no config.json\)"):
+        source_of(tiny_pipeline, transformer=tmp_path)
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
-        find_pipeline(tiny_pipeline, checkpoint=tmp_path / "run")
-    with pytest.raises(ConfigError, match="exclude each other; keep one"):
-        find_pipeline(tiny_pipeline, transformer=tiny_pipeline, checkpoint=tmp_path)
-    with pytest.raises(ConfigError, match=r"infer\.model=.* has one expert; use infer\.transformer"):
-        find_pipeline(tiny_pipeline, transformer_2=tiny_pipeline)
+        source_of(tiny_pipeline, checkpoint=tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=r"^--transformer-2=.* is a transformer_2, and --model=.* has one expert; use"
+    ):
+        source_of(tiny_pipeline, transformer_2=tiny_pipeline / "transformer")
+    with pytest.raises(ConfigError, match=r"^--ema needs --checkpoint"):
+        source_of(tiny_pipeline, ema=True)
     model = WanTransformer3DModel.from_pretrained(str(tiny_pipeline), subfolder="transformer")
     step = make_checkpoint(tmp_path / "run", model, 3, num_layers=3)
+    with pytest.raises(CheckpointError, match=r"tensors do not fit its config \(.*Missing key.*blocks\.2\."):
+        load_pipeline(source_of(tiny_pipeline, checkpoint=step))
     with pytest.raises(
-        CheckpointError, match=r"tensors do not fit its config \(blocks\.2\..* is missing, should be"
+        ConfigError, match=r"--transformer=.* and --checkpoint=.* exclude each other; keep one"
     ):
-        load_pipeline(find_pipeline(tiny_pipeline, checkpoint=step))
+        source_of(tiny_pipeline, transformer=tiny_pipeline, checkpoint=step)
 
 
 def test_untied_text_embedding_is_refused(tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -921,7 +940,7 @@ def test_prompt_file_problems_come_together_with_their_lines(tmp_path: Path) -> 
     ("name", "content", "message"),
     [
         ("gone.txt", None, "cannot be read (No such file or directory)"),
-        ("empty.txt", b"\n \n", "holds no prompt"),
+        ("empty.txt", b"\n \n", "contains no prompt"),
         ("prompts.csv", b"a,b", "must end in .txt"),
         ("latin.txt", b"caf\xe9", "cannot be read (not UTF-8 text)"),
     ],

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tests.distributed.commands.test_infer import records
 from tests.support.runs import run_training
+from tests.support.sampling import infer, source_of
 from wands.commands.export import export
-from wands.commands.infer import infer
 from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError
 from wands.model.files import hub
@@ -52,7 +52,7 @@ class Trained:
         return pipeline
 
     def sample(self, **loras: list[str]) -> Tensor:
-        return sampling.call_pipeline(self.pipeline(**loras), REQUEST, output_type="latent")[1]
+        return sampling.sample_latents(self.pipeline(**loras), REQUEST)
 
     def merged(self, scales: dict[str, float]) -> Tensor:
         """The dumb way: the update is added to the weights."""
@@ -61,7 +61,7 @@ class Trained:
             for name, pair in self.pairs[part].items():
                 weight = getattr(pipeline, part).get_submodule(name).weight
                 weight.data += scale * pair.delta().float()
-        return sampling.call_pipeline(pipeline, REQUEST, output_type="latent")[1]
+        return sampling.sample_latents(pipeline, REQUEST)
 
     def state(self, part: str, prefix: str) -> dict[str, Tensor]:
         return {
@@ -202,12 +202,12 @@ def test_a_hub_id_in_record_and_mistakes(trained: Trained, tiny_pipeline: Path, 
     assert records(tmp_path / "out")[0]["loras"] == [
         {"path": "you/both", "part": part, "scale": 0.5} for part in PARTS
     ]
-    with pytest.raises(ConfigError, match=r"^infer\.lora=you/pickles holds no \.safetensors file; give"):
+    with pytest.raises(ConfigError, match=r"^--lora=you/pickles contains no \.safetensors file; give"):
         find_loras(["you/pickles"])
-    with pytest.raises(ConfigError, match=r"^infer\.lora_2=you/high holds no LoRA of the low-noise expert; "):
+    with pytest.raises(ConfigError, match=r"^--lora-2=you/high contains no LoRA of the low-noise expert; "):
         find_loras([], ["you/high"])
     with pytest.raises(
-        ConfigError, match=r"^infer\.lora=you/low is for the low-noise expert .* LoRA of this model\.$"
+        ConfigError, match=r"^--lora=you/low is for the low-noise expert .* LoRA of this model\.$"
     ):
         find_pipeline(tiny_pipeline, loras=find_loras(["you/low"]))
 
@@ -215,7 +215,7 @@ def test_a_hub_id_in_record_and_mistakes(trained: Trained, tiny_pipeline: Path, 
 def sample_with_lora_on_ranks(trained: Trained, path: str) -> Tensor:
     pipeline = trained.pipeline(lora=[path])
     share_pipeline(pipeline, ParallelDims(2, int(os.environ["RANK"]), ring_degree=2))
-    return sampling.call_pipeline(pipeline, REQUEST, output_type="latent")[1]
+    return sampling.sample_latents(pipeline, REQUEST)
 
 
 def test_ranks_share_a_pipeline_with_loras(run_world, trained: Trained, files: dict[str, Path]) -> None:
@@ -236,11 +236,11 @@ def test_a_lora_run_is_sampled_three_ways(
 
     def sample(model: Path, **options: object) -> Tensor:
         lora = [tmp_path / "lora"] if options.pop("with_lora", False) else []
-        source = find_pipeline(model, loras=find_loras(lora), **options)
-        assert sorted({one.part for one in source.loras}) == (list(PARTS) if lora else [])
+        source = source_of(model, lora=lora, **options)
+        assert sorted({one.subfolder for one in source.loras}) == (list(PARTS) if lora else [])
         pipeline = load_pipeline(source)
         pipeline.set_progress_bar_config(disable=True)
-        return sampling.call_pipeline(pipeline, REQUEST, output_type="latent")[1]
+        return sampling.sample_latents(pipeline, REQUEST)
 
     wanted = sample(tmp_path / "merged")
     assert (sample(folder) - wanted).abs().max() > 1e-3
@@ -252,7 +252,7 @@ def test_offload_and_record(trained: Trained, files: dict[str, Path], tmp_path: 
     source = find_pipeline(trained.folder, loras=find_loras([files["both"]]))
     offloaded = load_pipeline(source, offload="model", dtype=torch.bfloat16)
     offloaded.set_progress_bar_config(disable=True)
-    assert sampling.call_pipeline(offloaded, REQUEST, output_type="latent")[1].isfinite().all()
+    assert sampling.sample_latents(offloaded, REQUEST).isfinite().all()
     infer(trained.folder, [REQUEST], out_dir=tmp_path, lora=[f"{files['both']}=0.5"])
     assert records(tmp_path)[0]["loras"] == [
         {"path": str(files["both"]), "part": "transformer", "scale": 0.5}
@@ -279,14 +279,14 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
 
     folder = trained.folder
     for name, words in {
-        "empty": "infer.lora=/empty holds no .safetensors file and no pytorch_lora_weights.safetensors; name the file.",
-        "pickle.pt": "infer.lora=/pickle.pt must be a .safetensors file; convert it.",
-        "cut.safetensors": "infer.lora=/cut.safetensors cannot be read as a LoRA (",
-        "other.safetensors": "infer.lora=/other.safetensors fits nothing in the transformer (1 places, first nowhere);",
-        "no_lora.safetensors": "infer.lora=/no_lora.safetensors holds 1 keys that are no LoRA",
-        "wide.safetensors": "infer.lora=/wide.safetensors does not fit the transformer (",
+        "empty": "--lora=/empty holds no .safetensors file and no pytorch_lora_weights.safetensors; name the file.",
+        "pickle.pt": "--lora=/pickle.pt must be a .safetensors file; convert it.",
+        "cut.safetensors": "--lora=/cut.safetensors cannot be read as a LoRA (",
+        "other.safetensors": "--lora=/other.safetensors fits no module of the transformer (1 modules, first nowhere);",
+        "no_lora.safetensors": "--lora=/no_lora.safetensors holds 1 keys that are no LoRA",
+        "wide.safetensors": "--lora=/wide.safetensors does not fit the transformer (",
     }.items():
         assert said(folder, lora=[tmp_path / name]).startswith(words)
     assert said(tiny_pipeline, lora=[files["both"]]).startswith(
-        "infer.lora=both holds a LoRA of transformer_2, which the pipeline does not have"
+        "--lora=both is a LoRA of transformer_2, which the pipeline does not have"
     )

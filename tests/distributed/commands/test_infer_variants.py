@@ -23,19 +23,20 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.distributed.commands.test_infer import make_checkpoint, records
+from tests.support.sampling import infer, source_of
 from wands.cli import main
 from wands.commands import infer as infer_module
-from wands.commands.infer import infer
+from wands.commands.infer import check_ranks
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, save_video, to_pixels
 from wands.distributed.dims import ParallelDims
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError
 from wands.sampling import sample as sampling
-from wands.sampling.images import Pictures, read_picture
-from wands.sampling.pipeline import find_pipeline, load_pipeline, pipeline_for
+from wands.sampling.images import ConditionImages, read_image
+from wands.sampling.pipeline import find_pipeline, load_pipeline
 from wands.sampling.requests import SampleRequest, check_conditions, read_prompts
-from wands.sampling.sharing import check_commands, share_pipeline
+from wands.sampling.sharing import share_pipeline
 from wands.variants import VARIANTS
 
 SMALL = {"height": 32, "width": 64, "num_frames": 9, "num_inference_steps": 3}
@@ -59,11 +60,11 @@ def noise_picture(seed: int, height: int = 32, width: int = 64) -> Image.Image:
     return Image.fromarray(values).resize((width, height))
 
 
-def asked_of(variant: str) -> tuple[SampleRequest, Pictures]:
+def asked_of(variant: str) -> tuple[SampleRequest, ConditionImages]:
     """What a model of this variant can take."""
     row = VARIANTS[variant]
     starts = row.num_images > 0 or "first_frame" in row.conditions
-    pictures = Pictures(
+    pictures = ConditionImages(
         noise_picture(1) if starts else None, noise_picture(2) if row.num_images > 1 else None
     )
     more = {"guidance_scale_2": 3.0} if row.boundary_ratio else {}
@@ -72,10 +73,9 @@ def asked_of(variant: str) -> tuple[SampleRequest, Pictures]:
 
 def sample(folder: Path, variant: str) -> torch.Tensor:
     request, pictures = asked_of(variant)
-    pipeline = pipeline_for(loaded(folder), with_image=pictures.image is not None)
-    [(one, _, _)] = sampling.each_request(pipeline, [request], [pictures])
-    one.set_progress_bar_config(disable=True)
-    return sampling.call_pipeline(one, request, pictures, output_type="latent")[1]
+    view = sampling.pipeline_for(loaded(folder), request, pictures)
+    view.set_progress_bar_config(disable=True)
+    return sampling.sample_latents(view, request, pictures)
 
 
 @pytest.mark.parametrize("variant", SAMPLED)
@@ -154,14 +154,15 @@ def test_offloaded_pipelines_sample_both_kinds(tiny_variant: Callable[[str], Pat
     request, pictures = asked_of("wan2.2-ti2v-5b")
     plain = WanPipeline.from_pretrained(folder)
     offloaded = load_pipeline(find_pipeline(folder), offload="model")
-    given = [pictures, Pictures(), pictures]
-    for one, asked, with_these in sampling.each_request(offloaded, [request] * 3, given):
-        found = sampling.call_pipeline(one, asked, with_these, output_type="latent")[1]
-        if with_these.image:
+    given = [pictures, ConditionImages(), pictures]
+    for images in given:
+        view = sampling.pipeline_for(offloaded, request, images)
+        found = sampling.sample_latents(view, request, images)
+        if images.image:
             assert torch.equal(found, sample(folder, "wan2.2-ti2v-5b"))
         else:
-            [(stock, _, _)] = sampling.each_request(plain, [asked], [with_these])
-            assert torch.equal(found, sampling.call_pipeline(stock, asked, output_type="latent")[1])
+            stock = sampling.pipeline_for(plain, request)
+            assert torch.equal(found, sampling.sample_latents(stock, request))
 
 
 # ----------------------------------------------------------------------------------------------- two experts
@@ -190,10 +191,8 @@ def experts_called(pipeline: DiffusionPipeline, variant: str) -> list[tuple[floa
     request, pictures = asked_of(variant)
     before, pipeline.scheduler = pipeline.scheduler, scheduler
     try:
-        sampling.call_pipeline(
-            pipeline, request.model_copy(update={"guidance_scale": 1.0, "guidance_scale_2": None}), pictures,
-            output_type="latent",
-        )  # fmt: skip
+        sampling.sample_latents(
+            pipeline, request.model_copy(update={"guidance_scale": 1.0, "guidance_scale_2": None}), pictures)  # fmt: skip
     finally:
         pipeline.scheduler = before
         for hook in hooks:
@@ -247,7 +246,7 @@ def test_either_expert_is_replaced(tiny_variant: Callable[[str], Path], tmp_path
     own["transformer"].save_pretrained(tmp_path / "high")
 
     def weights(**options: Path) -> dict[str, torch.Tensor]:
-        source = find_pipeline(folder, **options)
+        source = source_of(folder, **options)
         pipeline = load_pipeline(source)
         return {part: getattr(pipeline, part).proj_out.weight for part in source.dits}
 
@@ -275,10 +274,12 @@ def test_either_expert_is_replaced(tiny_variant: Callable[[str], Path], tmp_path
         found = weights(checkpoint=tmp_path / "run")
         assert torch.equal(found["transformer"], high + ("transformer" in parts))
         assert torch.equal(found["transformer_2"], low + 1)
-    with pytest.raises(ConfigError, match=r"infer\.transformer_2=.* exclude each other; keep one"):
-        find_pipeline(folder, transformer_2=folder, checkpoint=trained)
-    with pytest.raises(ConfigError, match=r"holds a transformer_2, and infer\.model has none"):
-        find_pipeline(tiny_variant("wan2.2-ti2v-5b"), checkpoint=trained)
+    with pytest.raises(ConfigError, match=r"--transformer-2=.* exclude each other; keep one"):
+        source_of(folder, transformer_2=folder, checkpoint=trained)
+    with pytest.raises(
+        ConfigError, match=r"^--checkpoint=.* is a transformer_2, and --model=.* has one expert"
+    ):
+        source_of(tiny_variant("wan2.2-ti2v-5b"), checkpoint=trained)
 
 
 # --------------------------------------------------------------------------------------------- several ranks
@@ -311,11 +312,10 @@ def test_ranks_sample_what_one_process_does(
 def compare_pictures_on_ranks(folder: Path) -> str:
     rank = int(os.environ["RANK"])
     request, _ = asked_of("wan2.2-ti2v-5b")
-    pictures = [Pictures(noise_picture(rank))]
+    images = [ConditionImages(noise_picture(rank))]
     try:
-        check_commands(
-            find_pipeline(folder), [request], pictures, "fp32", ParallelDims(2, rank, ring_degree=2)
-        )
+        dims = ParallelDims(2, rank, ring_degree=2)
+        check_ranks(find_pipeline(folder), {"dtype": "fp32"}, [request], images, dims)
     except ConfigError as error:
         return str(error)
     return ""
@@ -380,15 +380,15 @@ def test_a_picture_is_cut_as_a_clip_is(clips_dir: Path, tmp_path: Path) -> None:
     clip = clips_dir / "bikes.mp4"
     trained = next(decode_clip(clip, ClipSpec(16, max_pixels=100 * 190, max_frames=5))).frames
     height, width = trained.shape[1:3]
-    np.testing.assert_array_equal(read_picture(clip, height, width), trained[0])
+    np.testing.assert_array_equal(read_image(clip, height, width), trained[0])
     whole = next(decode_clip(clip, ClipSpec(16, max_frames=1, size_multiple=2))).frames[0]
     Image.fromarray(whole).save(tmp_path / "frame.png")
-    of_file = np.asarray(read_picture(tmp_path / "frame.png", height, width)).astype(int)
+    of_file = np.asarray(read_image(tmp_path / "frame.png", height, width)).astype(int)
     assert abs(of_file - trained[0]).mean() < 1  # YUV is scaled before it becomes RGB
     squeezed = np.asarray(Image.fromarray(whole).resize((width, 2 * height)))  # the mistake
     assert (
         abs(
-            np.asarray(read_picture(clip, 2 * height // 16 * 16, width)).astype(int)
+            np.asarray(read_image(clip, 2 * height // 16 * 16, width)).astype(int)
             - squeezed[: 2 * height // 16 * 16]
         ).mean()
         > 5
@@ -399,7 +399,7 @@ def test_a_picture_is_cut_as_a_clip_is(clips_dir: Path, tmp_path: Path) -> None:
 def test_pictures_of_any_format(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"picture.{suffix}"
     noise_picture(1, 48, 128).save(path)
-    found = np.asarray(read_picture(path, 32, 64)).astype(int)
+    found = np.asarray(read_image(path, 32, 64)).astype(int)
     wanted = np.asarray(
         noise_picture(1, 48, 128).resize((85, 32), Image.Resampling.BOX).crop((10, 0, 74, 32))
     ).astype(int)
@@ -411,7 +411,7 @@ def test_first_and_last_frame_of_a_video(tmp_path: Path) -> None:
     for fps in (5, 24):
         save_video(tmp_path / "grey.mp4", frames, fps)
         for last, value in ((False, 0), (True, 240)):
-            found = np.asarray(read_picture(tmp_path / "grey.mp4", 32, 64, last=last))
+            found = np.asarray(read_image(tmp_path / "grey.mp4", 32, 64, last=last))
             assert abs(found.astype(int) - value).max() <= 3
 
 
@@ -421,7 +421,7 @@ def test_an_upright_picture_stays_upright(tmp_path: Path) -> None:
     exif[0x0112] = 6  # to be turned clockwise by whoever shows it
     for suffix in ("png", "jpg"):
         turned.save(tmp_path / f"turned.{suffix}", exif=exif)
-        found = np.asarray(read_picture(tmp_path / f"turned.{suffix}", 64, 32)).astype(int)
+        found = np.asarray(read_image(tmp_path / f"turned.{suffix}", 64, 32)).astype(int)
         assert abs(found - np.asarray(noise_picture(1, 64, 32)).astype(int)).mean() < 12
 
 
@@ -437,22 +437,22 @@ IMAGE, LAST, BOTH = (
 @pytest.mark.parametrize(
     ("variant", "asked", "message"),
     [
-        ("wan2.1-t2v-1.3b", IMAGE, "infer.image=first.png is for models that start from a picture, not for wan2.1-t2v"),
-        ("wan2.1-t2v-1.3b", {"image": ("my dog.png", None)}, "infer.image=my dog.png of prompt 1 is for models"),
-        ("wan2.1-i2v-14b", {}, "infer.image is missing, and wan2.1-i2v-tiny starts from a picture; give"),
-        ("wan2.1-i2v-14b", BOTH, "infer.last_image=last.png is for models that end at a picture, not for wan2.1"),
-        ("wan2.1-flf2v-14b", IMAGE, "infer.last_image is missing, and wan2.1-flf2v-tiny ends at a"),
-        ("wan2.1-flf2v-14b", BOTH | {"num_frames": 1}, "infer.num_frames=1 leaves no frame between the first picture"),
-        ("wan2.2-ti2v-5b", {"height": 48}, "infer.height=48 must be a multiple of 32 (VAE stride 16 x patch 2); use 32 or 64."),
-        ("wan2.2-ti2v-5b", IMAGE, "infer.image=first.png cannot be used: video=first.png is not a regular file; check the path"),
-        ("wan2.2-ti2v-5b", {"guidance_scale_2": 3.0}, "infer.guidance_scale_2=3 is for models of two experts, and wan2.2"),
-        ("wan2.2-t2v-a14b", {"guidance_scale": 1.0, "guidance_scale_2": 3.0}, "infer.guidance_scale_2=3 is not heeded"),
-        ("wan2.1-t2v-1.3b", {"guidance_scale": (1.0, 5.0), "negative_prompt": "no"}, "infer.negative_prompt='no' of prompt 1"),
-        ("wan2.2-t2v-a14b", {"guidance_scale": 0.0, "negative_prompt": "no"}, "infer.negative_prompt='no' is not heeded"),
-        ("wan2.2-t2v-a14b", {"image": ("first.png", None)}, "infer.image=first.png of prompt 1 is for models"),
-        ("wan2.2-t2v-a14b", {"lora": ["no/such/lora"]}, "infer.lora=no/such/lora does not exist; give a LoRA's"),
-        ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "infer.lora_2=a/b=much must end in a number; write PATH or PATH=SCALE"),
-        ("wan2.2-ti2v-5b", {"lora_2": ["low.safetensors"]}, "infer.lora_2=low.safetensors is for the low-noise expert of two"),
+        ("wan2.1-t2v-1.3b", IMAGE, "--image=first.png is for models that start from an image, not for wan2.1-t2v"),
+        ("wan2.1-t2v-1.3b", {"image": ("my dog.png", None)}, "--image=my dog.png of prompt 1 is for models"),
+        ("wan2.1-i2v-14b", {}, "--image is missing, and wan2.1-i2v-tiny starts from an image; give"),
+        ("wan2.1-i2v-14b", BOTH, "--last-image=last.png is for models that end at an image, not for wan2.1"),
+        ("wan2.1-flf2v-14b", IMAGE, "--last-image is missing, and wan2.1-flf2v-tiny ends at an"),
+        ("wan2.1-flf2v-14b", BOTH | {"num_frames": 1}, "--frames=1 leaves no frame between the first image"),
+        ("wan2.2-ti2v-5b", {"height": 48}, "--height=48 must be a multiple of 32 (VAE stride 16 x patch 2); use 32 or 64."),
+        ("wan2.2-ti2v-5b", IMAGE, "--image=first.png cannot be used: video=first.png is not a regular file; check the path"),
+        ("wan2.2-ti2v-5b", {"guidance_scale_2": 3.0}, "--guidance-2=3 is for models of two experts, and wan2.2"),
+        ("wan2.2-t2v-a14b", {"guidance_scale": 1.0, "guidance_scale_2": 3.0}, "--guidance-2=3 has no effect"),
+        ("wan2.1-t2v-1.3b", {"guidance_scale": (1.0, 5.0), "negative_prompt": "no"}, "--negative-prompt='no' of prompt 1"),
+        ("wan2.2-t2v-a14b", {"guidance_scale": 0.0, "negative_prompt": "no"}, "--negative-prompt='no' has no effect"),
+        ("wan2.2-t2v-a14b", {"image": ("first.png", None)}, "--image=first.png of prompt 1 is for models"),
+        ("wan2.2-t2v-a14b", {"lora": ["no/such/lora"]}, "--lora=no/such/lora does not exist; give a LoRA's"),
+        ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "--lora-2=a/b=much must end in a number; write PATH or PATH=SCALE"),
+        ("wan2.2-ti2v-5b", {"lora_2": ["low.safetensors"]}, "--lora-2=low.safetensors is for the low-noise expert of two"),
     ],
 )  # fmt: skip
 def test_one_sentence_before_weights_are_read(
@@ -475,7 +475,7 @@ def test_a_negative_prompt_of_a_row_without_guidance(
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     folder = tiny_variant("wan2.1-t2v-1.3b")
     with pytest.raises(
-        ConfigError, match=r"^infer\.negative_prompt='dull, grey' of prompt 1 is not heeded beside .*=1,"
+        ConfigError, match=r"^--negative-prompt='dull, grey' of prompt 1 has no effect with --guidance=1,"
     ):
         infer(folder, [], prompts_file=tmp_path / "p.jsonl", out_dir=tmp_path, guidance_scale=1.0, **SMALL)
     assert (
@@ -502,7 +502,7 @@ def test_parts_that_do_not_belong_together(tiny_variant: Callable[[str], Path], 
         return place
 
     cases = (
-        ("wan2.1-i2v-14b", "model_index.json", {"_class_name": "WanPipeline"}, "takes a WanImageToVideoPipeline"),
+        ("wan2.1-i2v-14b", "model_index.json", {"_class_name": "WanPipeline"}, "needs a WanImageToVideoPipeline"),
         ("wan2.1-i2v-14b", "image_encoder/config.json", {"hidden_size": 48}, "hidden_size=48 must equal image_dim=32"),
         ("wan2.2-t2v-a14b", "model_index.json", {"boundary_ratio": None}, "transformer, transformer_2 and boundary_ratio=None"),
         ("wan2.2-t2v-a14b", "transformer_2/config.json", {"ffn_dim": 97}, "its two experts differ in ffn_dim"),

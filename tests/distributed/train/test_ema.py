@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support.runs import make_run, run_training
+from tests.support.sampling import options_of, source_of
 from tests.support.steps import DS_CONFIGS, Grid, zero
 from tests.support.world import WorldPool
 from wands.commands import infer
@@ -26,7 +27,7 @@ from wands.config.recipe import EmaConfig
 from wands.errors import CheckpointError, ConfigError
 from wands.export.model_card import RECORD_FILE, FolderContents, build_card
 from wands.model.files.lora_files import LORA_FILE
-from wands.sampling.pipeline import find_pipeline, load_pipeline
+from wands.sampling.pipeline import load_pipeline
 from wands.train import ema, loop
 from wands.train.checkpoint import STATE_FILE, find_checkpoint, load_exported_state
 from wands.train.checkpoint_weights import load_full_weights, load_lora_of
@@ -369,13 +370,14 @@ def test_it_is_exported_and_sampled(finished: Finished, tiny_pipeline: Path, tmp
     average = load_exported_state(run, ema=True)
     folder = export(run, tmp_path / "out", ema=True)
     assert same(WanTransformer3DModel.from_pretrained(folder / "transformer").state_dict(), average)
-    source = find_pipeline(tiny_pipeline, checkpoint=run, ema=True)
+    source = source_of(tiny_pipeline, checkpoint=run, ema=True)
     assert same(load_pipeline(source).transformer.state_dict(), average)
-    assert infer._origin(source, "fp32")["ema"] is True
+    options = options_of(tiny_pipeline, checkpoint=run, ema=True)
+    assert infer._describe_weights(source, options, "fp32")["ema"] is True
     with pytest.raises(
-        ConfigError, match=r"infer\.ema is for the weights of a training run; give infer\.checkpoint too"
+        ConfigError, match=r"--ema needs --checkpoint; a folder that wands export --ema wrote"
     ):
-        find_pipeline(tiny_pipeline, ema=True)
+        source_of(tiny_pipeline, ema=True)
 
     record = json.loads((folder / RECORD_FILE).read_text())
     card = build_card(folder, "me/average", record, FolderContents("WanPipeline"), "apache-2.0")

@@ -16,7 +16,7 @@ from wands.attention.ulysses import context_attention
 from wands.attention.varlen import Segments, choose_backend, varlen_attention
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.model.transformer import SelfAttention
-from wands.sampling.sharded import shard_transformer
+from wands.sampling.sharing import shard_transformer
 from wands.variants import TEXT_LEN
 
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 12}
@@ -153,15 +153,7 @@ def predict_without_exchange(ring: int) -> list[Tensor]:
 def shard(
     model: WanTransformer3DModel, attention: SelfAttention, groups: ProcessGroups
 ) -> WanTransformer3DModel:
-    grid = groups.dims
-    shard_transformer(
-        model,
-        attention,
-        ulysses_degree=grid.ulysses_degree,
-        ring_degree=grid.ring_degree,
-        cp_rank=grid.cp_rank,
-        group=groups.cp,
-    )
+    shard_transformer(model, attention, groups.dims, groups.cp)
     return model
 
 
