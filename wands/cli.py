@@ -157,7 +157,7 @@ def _selftest(options: opts.SelftestOptions) -> None:
 
     counts = {"pass": 0, "fail": 0, "skipped": 0}
     echo = _echo if os.environ.get("RANK", "0") == "0" else lambda text: None
-    for result in selftest(**dict(options)):
+    for result in selftest(options):
         counts[result.status] += 1
         echo(str(result))
     echo("{pass} passed, {fail} failed, {skipped} skipped".format(**counts))

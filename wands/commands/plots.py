@@ -1,4 +1,4 @@
-"""Line plots of training runs: the demo's, the model card's and those of `scripts/loss_compare.py`."""
+"""Line plots of training runs, for the demo, the model card and `scripts/loss_compare.py`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from wands.files import atomic_path
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of the last `window` values at each point, of fewer at the start; only finite values count.
+    """Return the mean of the last `window` values at each point, of fewer values at the start; only finite values count.
 
     Args:
         values: float [N].
         window: at least 1.
 
     Returns:
-        float64 [N]; NaN where a window holds no finite value.
+        float64 [N]; NaN where a window contains no finite value.
     """
     assert window > 0, window
     finite = np.isfinite(values)
@@ -36,18 +36,18 @@ def save_loss_plot(
     title: str = "Training loss",
     window: int | None = None,
 ) -> None:
-    """Plot loss over steps, raw values faint and their running mean strong, and write one PNG.
+    """Plot loss over steps, raw values thin and their running mean thick, and write one PNG.
 
     Args:
-        path: the PNG; a file of that name is replaced.
-        series: name -> (steps, losses), each of one length; at least one series.
+        path: PNG to create or replace.
+        series: name -> (steps, losses) of equal length; at least one series.
         title: heading.
-        window: steps of the running mean; None: a twentieth of each series, at most 200; 1: raw values only.
+        window: steps of the running mean. None uses a twentieth of each series, at most 200; 1 plots raw values only.
 
     Raises:
-        WandsError: the file cannot be written.
+        WandsError: if the file cannot be written.
     """
-    # Figure and its Agg canvas without pyplot: no global figure list, no display.
+    # Figure and Agg canvas without pyplot, which would need a display and keep a global list of figures.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,1 +1,1 @@
-"""What `wands infer` is made of: the pipeline and its LoRAs, requests and their pictures, one sample, sharing it over ranks."""
+"""Sampling: pipelines and LoRAs, requests and images, one sample, one video shared by ranks, contact sheets."""

@@ -7,7 +7,7 @@ import json
 import shutil
 import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from wands.commands.selftest import encoder_parity as selftest_encoders
 from wands.commands.selftest import expert_ranges as selftest_experts
 from wands.commands.selftest import parity_setup as selftest_setup
 from wands.commands.selftest import selftest as selftest_command
-from wands.commands.selftest.selftest import selftest
+from wands.commands.selftest.parity_setup import Result
+from wands.config.options import SelftestOptions
 from wands.data.clips.video import save_video
 from wands.data.collate import PackingCollator
 from wands.distributed.layout import ContextLayout
@@ -37,6 +38,12 @@ from wands.flow.sigmas import sample_sigma, shift_sigma
 from wands.variants import VARIANTS, Variant
 
 Patch = pytest.MonkeyPatch
+
+
+def selftest(model: Path | str, **options: Any) -> Iterator[Result]:
+    return selftest_command.selftest(SelftestOptions(model=str(model), **options))
+
+
 T2V, I2V, FLF2V = "wan2.1-t2v-1.3b", "wan2.1-i2v-14b", "wan2.1-flf2v-14b"
 T2V_A14B, I2V_A14B, TI2V = "wan2.2-t2v-a14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b"
 VAE = ["vae.pixels", "vae.latents", "vae.statistics"]
@@ -59,7 +66,7 @@ def ask(tiny_variant: Callable[[str], Path], clips_dir: Path) -> Callable[..., d
 
     def run(variant: str | Path, *only: str, **options: Any) -> dict[str, str]:
         folder = variant if isinstance(variant, Path) else tiny_variant(variant)
-        results = selftest(str(folder), clip=clips_dir / "bikes.mp4", only=only, **options)
+        results = selftest(folder, clip=clips_dir / "bikes.mp4", only=only, **options)
         return {result.name: result.status for result in results if result.status != "skipped"}
 
     return run
@@ -123,14 +130,13 @@ def untied_embeddings(patch: Patch) -> None:
 
 
 def zeros_instead_of_grey(patch: Patch) -> None:
-    def zeros(encoder: WanVideoEncoder, pixels: torch.Tensor, last_image: bool) -> torch.Tensor:
-        latents = torch.zeros_like(encoder.encode(pixels))
-        latents[:, :1] = encoder.encode(pixels[:, :1])
-        if last_image:
-            latents[:, -1:] = encoder.encode(pixels[:, -1:])
-        return latents
+    right = selftest_encoders.condition_tokens
 
-    patch.setattr(selftest_encoders, "encode_given_frames", zeros)
+    def zeros(latents: torch.Tensor, last_image: bool, patch_size: Any) -> torch.Tensor:
+        latents[:, 1 : -1 if last_image else None] = 0
+        return right(latents, last_image, patch_size)
+
+    patch.setattr(selftest_encoders, "condition_tokens", zeros)
 
 
 def black_instead_of_grey(patch: Patch) -> None:
@@ -247,7 +253,7 @@ def test_a_mistake_fails_its_own_lines(
 
 
 def changed(folder: Path, target: Path, **values: Any) -> Path:
-    """A copy of the model whose VAE's config says something else."""
+    """Copy the model with other values in the VAE's config."""
     shutil.copytree(folder, target)
     file = target / "vae" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
@@ -300,7 +306,7 @@ def of_context(folder: Path, dtype: str, reverse: bool) -> dict[str, tuple[str, 
                 return right(ContextLayout, seq_lens, **at | {"cp_rank": size - 1 - at["cp_rank"]})
 
         selftest_dit.ContextLayout = Reversed
-    found = [one for one in selftest(str(folder), dtype=dtype) if one.status != "skipped"]
+    found = [one for one in selftest(folder, dtype=dtype) if one.status != "skipped"]
     return {one.name: (one.status, one.text) for one in found}
 
 
@@ -423,24 +429,26 @@ def test_mistakes_of_the_user(
 
     def refusal(model: Path | str = folder, **options: Any) -> str:
         with pytest.raises(WandsError) as caught:
-            list(selftest(str(model), **options))
+            list(selftest(model, **options))
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert "selftest fetches nothing; fetch it first: hf download no/such" in refusal("no/such")
+    assert "selftest downloads nothing; download it first: hf download no/such" in refusal("no/such")
     assert "give the folder" in refusal(tmp_path / "gone")
-    assert "no Wan pipeline in diffusers layout" in refusal(tmp_path)
-    assert "only=vae.pixel is no check; choose from vae.pixels, vae.latents" in refusal(only=["vae.pixel"])
+    assert "is not a Wan pipeline in diffusers layout" in refusal(tmp_path)
+    assert "--only=vae.pixel is not a check; choose from vae.pixels, vae.latents" in refusal(
+        only=("vae.pixel",)
+    )
     assert "no.mp4 is not a regular file" in refusal(clip=tmp_path / "no.mp4")
     save_video(tmp_path / "short.mp4", np.zeros((2, 64, 96, 3), dtype=np.uint8), 16)
-    assert "gives 1 frames at 16 fps, 5 are needed" in refusal(clip=tmp_path / "short.mp4")
+    assert "has 1 frames at 16 fps, 5 are needed" in refusal(clip=tmp_path / "short.mp4")
     if not torch.cuda.is_available():
-        assert "device=cuda" in refusal(device="cuda")
+        assert "--device=cuda" in refusal(device="cuda")
     incomplete = tmp_path / "incomplete"
     shutil.copytree(folder, incomplete)
     shutil.rmtree(incomplete / "vae")
     assert "has no vae folder" in refusal(incomplete)
-    assert [one.status for one in selftest(str(incomplete), only=["text.tied"])] == ["pass"]
+    assert [one.status for one in selftest(incomplete, only=("text.tied",))] == ["pass"]
     wrong = CliRunner().invoke(main, ["selftest", "--model", str(incomplete)])
     assert wrong.exit_code == 2

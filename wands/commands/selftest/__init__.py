@@ -1,1 +1,1 @@
-"""The checks of `wands selftest`, part by part."""
+"""Parity checks of `wands selftest`."""

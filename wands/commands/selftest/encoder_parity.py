@@ -1,10 +1,8 @@
-"""Checks of VAE, text encoder and CLIP: what preprocess makes of a clip is what the stock pipeline makes of it."""
+"""Checks of VAE, text encoder and CLIP: the encoders of preprocess against the stock pipeline."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanPipeline
@@ -20,21 +18,22 @@ from wands.commands.selftest.parity_setup import (
     Skipped,
     free_memory,
     judge,
+    loading,
     relative_error,
 )
 from wands.data.clips.video import to_pixels
 from wands.data.conditions import condition_tokens
 from wands.data.patchify import patchify
-from wands.encoders.components import find_part, quiet_without_terminal
+from wands.encoders.components import find_part
 from wands.encoders.image import ImageEncoder, given_frames
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError
 from wands.model.files.encoder_names import LATENTS_22
 
-FP32 = "fp32 in another order"
+FP32_BOUND = 1e-5, "fp32 in another order"
 MEAN_BAND, STD_BAND = 0.5, (0.3, 1.6)
-"""Of normalised latents of an ordinary clip. Wan 2.1's own have a deviation near 2.2 before they are normalised."""
+"""Ranges of normalised latents of an ordinary clip. Before normalisation, Wan 2.1's latents have a deviation near 2.2."""
 PSNR_FLOOR = 15.0
 CAPTIONS = (
     "",
@@ -44,266 +43,234 @@ CAPTIONS = (
 WORDS = "A long walk on the beach, "
 
 
-class VaeChecks:
-    """Pixels to latents and back, and what a model is conditioned on that the VAE makes."""
+class VaePart:
+    """VAE in fp32, the clip's pixels and the clip's latents, as the stock pipeline computes them."""
 
     def __init__(self, setup: Setup) -> None:
-        """Load the VAE in fp32, as preprocess does.
+        """Load the VAE as preprocess does.
 
         Raises:
-            ConfigError: there is none, or it does not load.
+            ConfigError: if the VAE is missing or cannot be loaded.
         """
-        self.setup = setup
+        self.setup, self.conditions = setup, setup.variant.conditions
         self.encoder = WanVideoEncoder.load(setup.folder, setup.device)
         self.vae: AutoencoderKLWan = self.encoder.vae
         processor = VideoProcessor(vae_scale_factor=self.vae.config.scale_factor_spatial)
-        pictures = [Image.fromarray(frame) for frame in setup.frames]
-        self.pixels = processor.preprocess_video(pictures)[0].to(torch.float32)  # [3, F, H, W], the stock way
-        self.latents = self._stock_latents()
-
-    @torch.no_grad()
-    def _stock_latents(self) -> Tensor:
-        """[C, f, h, w] as `WanImageToVideoPipeline.prepare_latents` normalises them."""
-        config = self.vae.config
-        encoded = self.vae.encode(self.pixels[None].to(self.vae.device, self.vae.dtype))
-        latents = retrieve_latents(encoded, sample_mode="argmax").cpu().float()
-        mean = torch.tensor(config.latents_mean).view(1, config.z_dim, 1, 1, 1)
-        std = 1.0 / torch.tensor(config.latents_std).view(1, config.z_dim, 1, 1, 1)
-        return ((latents - mean) * std)[0]
-
-    def check_pixels(self) -> Outcome:
-        """The VAE gets pixels in [-1, 1]."""
-        pixels = to_pixels(self.setup.frames)
-        low, high = pixels.aminmax()
-        error = float((pixels - self.pixels).abs().max())
-        number = f"pixels in [{low:.3f}, {high:.3f}], {error:.2g} from the stock pipeline's"
-        return Outcome(error <= 1e-6, number, "[-1, 1], <= 1e-06")
-
-    def check_latents(self) -> Outcome:
-        """The posterior's mean, normalised."""
-        found, dit = self.encoder.encode(self.pixels), self.setup.variant
-        frames, height, width = self.pixels.shape[1:]
-        time, rows, columns = dit.vae_stride
-        wanted = (dit.dit.out_channels, (frames - 1) // time + 1, height // rows, width // columns)
-        if tuple(found.shape) != wanted:
-            return Outcome(False, f"latents {list(found.shape)}", f"{list(wanted)}, those of {dit.name}")
-        return judge(relative_error(found, self.latents), 1e-5, FP32)
-
-    def check_statistics(self) -> Outcome:
-        """The statistics in the VAE's config are those of its latents."""
-        std, mean = (float(x) for x in torch.std_mean(self.latents))
-        number, passed, bounds = f"mean {mean:.3f}, std {std:.3f}", None, []
-        if self.setup.is_published:
-            distance = self._distance_from_published()
-            passed = distance <= 1e-3
-            number += f", config {distance:.2g} from the published one"
-            bounds.append("config <= 0.001")
-        if self.setup.clip is not None:
-            low, high = STD_BAND
-            passed = passed is not False and abs(mean) <= MEAN_BAND and low <= std <= high
-            bounds.append(f"mean within {MEAN_BAND}, std {low} to {high}")
-        return Outcome(passed, number, ", ".join(bounds) or "none for a made-up clip; give --clip")
-
-    def _distance_from_published(self) -> float:
-        defaults = inspect.signature(AutoencoderKLWan.__init__).parameters  # Wan 2.1's own
-        keys = ("latents_mean", "latents_std")
-        tables = [{key: defaults[key].default for key in keys}, LATENTS_22]
-        distances = []
-        for key in keys:
-            mine = torch.tensor(self.vae.config[key])
-            theirs = [torch.tensor(table[key]) for table in tables if len(table[key]) == len(mine)]
-            distances.append(float((mine - theirs[0]).abs().max()) if theirs else float("inf"))
-        return max(distances)
-
-    def check_roundtrip(self) -> Outcome:
-        """Decoded again, the clip is there."""
-        decoded = self.encoder.decode(self.latents)
-        psnr = 10 * float(torch.log10(4.0 / (decoded - self.pixels).square().mean()))
-        if not self.setup.is_published:
-            return Outcome(None, f"PSNR {psnr:.1f} dB", "none for a VAE that was never published")
-        return Outcome(psnr >= PSNR_FLOOR, f"PSNR {psnr:.1f} dB", f">= {PSNR_FLOOR:g} dB")
-
-    @torch.no_grad()
-    def check_condition(self) -> Outcome:
-        """Mask and grey frames of I2V are those that the stock pipeline builds."""
-        last_image = "last_image" in self.setup.variant.conditions
-        condition = self._prepare(*([self.pixels[:, -1]] if last_image else []))[1]
-        patch = self.setup.variant.dit.patch_size
-        found = condition_tokens(
-            encode_given_frames(self.encoder, self.pixels, last_image), last_image, patch
+        frames = [Image.fromarray(frame) for frame in setup.frames]
+        self.pixels: Tensor = processor.preprocess_video(frames)[0].to(torch.float32)  # [3, F, H, W]
+        with torch.no_grad():
+            encoded = self.vae.encode(self.pixels[None].to(self.vae.device, self.vae.dtype))
+        latents = retrieve_latents(encoded, sample_mode="argmax").cpu().float()[0]
+        # as in `WanImageToVideoPipeline.prepare_latents`
+        mean, std = (
+            torch.tensor(values).view(-1, 1, 1, 1)
+            for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
         )
-        return judge(relative_error(found, patchify(condition[0].cpu(), patch)), 1e-5, FP32)
+        self.latents: Tensor = (latents - mean) * (1.0 / std)  # [C, f, h, w]
 
     @torch.no_grad()
-    def check_first_frame(self) -> Outcome:
-        """TI2V: the first latent frame of a clip is that of its first frame alone."""
-        condition = self._prepare()[1]
-        return judge(relative_error(self.encoder.encode(self.pixels)[:, :1], condition[0]), 1e-5, FP32)
-
-    def _prepare(self, *last: Tensor) -> tuple[Tensor, ...]:
-        """What the stock pipeline does with its pictures before it samples."""
+    def prepare(self, *last_image: Tensor) -> Tensor:
+        """Return the condition that the stock pipeline computes from the first image, and the last, before it samples."""
         pipeline = WanImageToVideoPipeline(
             tokenizer=None,
             text_encoder=None,
             vae=self.vae,
             scheduler=None,
-            expand_timesteps="first_frame" in self.setup.variant.conditions,
+            expand_timesteps="first_frame" in self.conditions,
         )
         _, num_frames, height, width = self.pixels.shape
         device = self.setup.device
         shape = (1, self.vae.config.z_dim, height, width, num_frames, torch.float32, device)
-        pictures = [picture[None].to(device) for picture in (self.pixels[:, 0], *last)]
-        return pipeline.prepare_latents(pictures[0], *shape, torch.Generator(device), None, *pictures[1:])
+        images = [image[None].to(device) for image in (self.pixels[:, 0], *last_image)]
+        condition: Tensor = pipeline.prepare_latents(
+            images[0], *shape, torch.Generator(device), None, *images[1:]
+        )[1]
+        return condition[0]
 
-    CHECKS: ClassVar[dict[str, Callable[[Any], Outcome]]] = {
-        "vae.pixels": check_pixels,
-        "vae.latents": check_latents,
-        "vae.statistics": check_statistics,
-        "vae.roundtrip": check_roundtrip,
-        "image.condition": check_condition,
-        "first_frame.latents": check_first_frame,
+
+def check_pixels(part: VaePart) -> Outcome:
+    """Check that the VAE gets pixels in [-1, 1]."""
+    pixels = to_pixels(part.setup.frames)
+    low, high = pixels.aminmax()
+    error = float((pixels - part.pixels).abs().max())
+    number = f"pixels in [{low:.3f}, {high:.3f}], {error:.2g} from the stock pipeline's"
+    return Outcome(error <= 1e-6, number, "[-1, 1], <= 1e-06")
+
+
+def check_latents(part: VaePart) -> Outcome:
+    """Compare the normalised mean of the posterior."""
+    latents, variant = part.encoder.encode(part.pixels), part.setup.variant
+    frames, height, width = part.pixels.shape[1:]
+    time, rows, columns = variant.vae_stride
+    shape = [variant.dit.out_channels, (frames - 1) // time + 1, height // rows, width // columns]
+    if list(latents.shape) != shape:
+        return Outcome(False, f"latents {list(latents.shape)}", f"{shape}, the shape of {variant.name}")
+    return judge(relative_error(latents, part.latents), *FP32_BOUND)
+
+
+def check_statistics(part: VaePart) -> Outcome:
+    """Compare the statistics in the VAE's config with its latents, and with the published ones."""
+    std, mean = (float(value) for value in torch.std_mean(part.latents))
+    number, passed, bounds = f"mean {mean:.3f}, std {std:.3f}", None, []
+    if part.setup.is_published:
+        distance = _distance_from_published(part.vae)
+        passed = distance <= 1e-3
+        number += f", config {distance:.2g} from the published one"
+        bounds.append("config <= 0.001")
+    if part.setup.has_clip:
+        low, high = STD_BAND
+        passed = passed is not False and abs(mean) <= MEAN_BAND and low <= std <= high
+        bounds.append(f"mean within {MEAN_BAND}, std {low} to {high}")
+    return Outcome(passed, number, ", ".join(bounds) or "none for a synthetic clip; give --clip")
+
+
+def _distance_from_published(vae: AutoencoderKLWan) -> float:
+    defaults = inspect.signature(AutoencoderKLWan.__init__).parameters  # the statistics of Wan 2.1
+    published: dict[int, dict[str, list[float]]] = {
+        len(table["latents_mean"]): table
+        for table in ({key: defaults[key].default for key in LATENTS_22}, LATENTS_22)
     }
+    table = published.get(len(vae.config.latents_mean))
+    if table is None:
+        return float("inf")
+    pairs = [(torch.tensor(vae.config[key]), torch.tensor(table[key])) for key in table]
+    return max(float((stored - expected).abs().max()) for stored, expected in pairs)
 
 
-def encode_given_frames(encoder: WanVideoEncoder, pixels: Tensor, last_image: bool) -> Tensor:
-    """The latents of a clip of which only the first frame, or first and last, is given, as preprocess makes them.
-
-    Args:
-        encoder: the VAE.
-        pixels: [3, F, H, W] in [-1, 1].
-        last_image: the last frame is given too.
-
-    Returns:
-        fp32 [C, f, h, w], normalised.
-    """
-    return encoder.encode(given_frames(pixels, last_image))
+def check_roundtrip(part: VaePart) -> Outcome:
+    """Measure the clip's PSNR after encoding and decoding."""
+    decoded = part.encoder.decode(part.latents)
+    psnr = 10 * float(torch.log10(4.0 / (decoded - part.pixels).square().mean()))
+    if not part.setup.is_published:
+        return Outcome(None, f"PSNR {psnr:.1f} dB", "none for a VAE that was never published")
+    return Outcome(psnr >= PSNR_FLOOR, f"PSNR {psnr:.1f} dB", f">= {PSNR_FLOOR:g} dB")
 
 
-class ClipChecks:
-    """What I2V models of Wan 2.1 attend to beside the text."""
+@torch.no_grad()
+def check_condition(part: VaePart) -> Outcome:
+    """Compare mask and grey frames of I2V."""
+    has_last, patch = "last_image" in part.conditions, part.setup.variant.dit.patch_size
+    condition = part.prepare(*([part.pixels[:, -1]] if has_last else []))
+    tokens = condition_tokens(part.encoder.encode(given_frames(part.pixels, has_last)), has_last, patch)
+    return judge(relative_error(tokens, patchify(condition.cpu(), patch)), *FP32_BOUND)
+
+
+def check_first_frame(part: VaePart) -> Outcome:
+    """Compare the first latent frame of a TI2V clip with that of the first frame alone."""
+    return judge(relative_error(part.encoder.encode(part.pixels)[:, :1], part.prepare()), *FP32_BOUND)
+
+
+VAE_CHECKS = {
+    "vae.pixels": check_pixels,
+    "vae.latents": check_latents,
+    "vae.statistics": check_statistics,
+    "vae.roundtrip": check_roundtrip,
+    "image.condition": check_condition,
+    "first_frame.latents": check_first_frame,
+}
+
+
+@torch.no_grad()
+def check_image_embeds(setup: Setup) -> Outcome:
+    """Compare CLIP's states before its last layer, image by image."""
+    given = [0, -1] if "last_image" in setup.variant.conditions else [0]
+    unused = dict.fromkeys(["vae", "text_encoder", "tokenizer", "transformer", "transformer_2"])
+    with loading(setup, "image encoder"):
+        pipeline = WanImageToVideoPipeline.from_pretrained(setup.folder, **unused, dtype=torch.float32)
+    images = [Image.fromarray(image) for image in setup.frames[given]]
+    expected = pipeline.to(setup.device).encode_image(images, setup.device).flatten(0, 1).cpu()
+    del pipeline
+    free_memory()
+    embeds = ImageEncoder.load(setup.folder, setup.device).encode(list(setup.frames[given]))
+    return judge(relative_error(embeds, expected), *FP32_BOUND)
+
+
+CLIP_CHECKS = {"image.embeds": check_image_embeds}
+
+
+class TextPart:
+    """Tokenizer and UMT5, as the stock pipeline loads and calls them."""
 
     def __init__(self, setup: Setup) -> None:
-        """Take what is tested.
-
-        Args:
-            setup: of a model with CLIP.
-        """
-        self.setup = setup
-        self.given = [0, -1] if "last_image" in setup.variant.conditions else [0]
-
-    def check_embeds(self) -> Outcome:
-        """CLIP's states before its last layer, one picture after the other."""
-        right = self._stock()
-        free_memory()
-        encoder = ImageEncoder.load(self.setup.folder, self.setup.device)
-        found = encoder.encode(list(self.setup.frames[self.given]))
-        return judge(relative_error(found, right), 1e-5, FP32)
-
-    @torch.no_grad()
-    def _stock(self) -> Tensor:
-        unused = dict.fromkeys(["vae", "text_encoder", "tokenizer", "transformer", "transformer_2"])
-        try:
-            with quiet_without_terminal():
-                pipeline = WanImageToVideoPipeline.from_pretrained(
-                    self.setup.folder, **unused, torch_dtype=torch.float32
-                )
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ConfigError(
-                f"model={self.setup.folder}: its image encoder cannot be loaded ({reason})."
-            ) from None
-        pictures = [Image.fromarray(picture) for picture in self.setup.frames[self.given]]
-        states: Tensor = pipeline.to(self.setup.device).encode_image(pictures, self.setup.device)
-        return states.flatten(0, 1).cpu()
-
-    CHECKS: ClassVar[dict[str, Callable[[Any], Outcome]]] = {"image.embeds": check_embeds}
-
-
-class TextChecks:
-    """Captions to what the DiT attends to."""
-
-    def __init__(self, setup: Setup) -> None:
-        """Load tokenizer and UMT5 as the stock pipeline does.
+        """Load tokenizer and UMT5.
 
         Raises:
-            ConfigError: there is none, or it does not load.
+            ConfigError: if a part is missing or cannot be loaded.
         """
         from transformers import AutoTokenizer, UMT5EncoderModel
 
-        self.setup = setup
-        try:
-            with quiet_without_terminal():
-                self.tokenizer = AutoTokenizer.from_pretrained(find_part(setup.folder, "tokenizer"))
-                self.model = UMT5EncoderModel.from_pretrained(
-                    find_part(setup.folder, "text_encoder"), dtype=setup.torch_dtype
-                )
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ConfigError(
-                f"model={setup.folder}: its text encoder cannot be loaded ({reason})."
-            ) from None
-        self.model = self.model.to(setup.device).eval().requires_grad_(False)
-        pipeline = WanPipeline(tokenizer=self.tokenizer, text_encoder=self.model, vae=None, scheduler=None)
-        self.encode_prompt = pipeline.encode_prompt
+        self.dtype = setup.dtype
+        with loading(setup, "text encoder"):
+            self.tokenizer = AutoTokenizer.from_pretrained(find_part(setup.folder, "tokenizer"))
+            model = UMT5EncoderModel.from_pretrained(
+                find_part(setup.folder, "text_encoder"), dtype=setup.dtype
+            )
+        self.model = model.to(setup.device).eval().requires_grad_(False)
+        self.pipeline = WanPipeline(
+            tokenizer=self.tokenizer, text_encoder=self.model, vae=None, scheduler=None
+        )
 
-    def check_tied(self) -> Outcome:
-        """UMT5's embedding is the one that was trained."""
-        used, trained = self.model.encoder.embed_tokens.weight, self.model.shared.weight
-        error = float((used - trained).abs().max())
-        same = used.data_ptr() == trained.data_ptr()
-        number = f"encoder.embed_tokens is {'' if same else 'not '}shared, {error:.2g} from it"
-        return Outcome(same and error == 0, number, "the same tensor")
-
-    def _ours(self, caption: str) -> Tensor:
+    def encode(self, caption: str) -> Tensor:
+        """Return the embedding of preprocess, fp32 [tokens, text_dim]."""
         try:
             return TextEncoder(self.tokenizer, self.model).encode(caption).float()
         except ConfigError as error:
             raise Skipped(f"text.tied fails: {error}") from None
 
     @torch.no_grad()
-    def _stock(self, caption: str) -> Tensor:
-        embeds, _ = self.encode_prompt(
+    def encode_stock(self, caption: str) -> Tensor:
+        """Return the embedding of the stock pipeline, fp32 [512, text_dim]."""
+        embeds, _ = self.pipeline.encode_prompt(
             caption, do_classifier_free_guidance=False, max_sequence_length=OFFICIAL_TEXT_LEN
         )
         return embeds[0].float().cpu()
 
-    def _errors(self, caption: str) -> float:
-        ours = self._ours(caption)
-        padded = torch.nn.functional.pad(ours, (0, 0, 0, OFFICIAL_TEXT_LEN - len(ours)))
-        return relative_error(padded, self._stock(caption))
+    def compare(self, captions: tuple[str, ...]) -> Outcome:
+        """Compare zero-padded embeddings with the stock pipeline's."""
+        errors = []
+        for caption in captions:
+            embeds = self.encode(caption)
+            padded = torch.nn.functional.pad(embeds, (0, 0, 0, OFFICIAL_TEXT_LEN - len(embeds)))
+            errors.append(relative_error(padded, self.encode_stock(caption)))
+        if self.dtype == torch.float32:
+            return judge(max(errors), 2**-8, "stored in bf16")
+        return judge(max(errors), 0.1, "computed in bf16, padded and unpadded")
 
-    def check_embeds(self) -> Outcome:
-        """A caption's embedding, zero-padded."""
-        return self._judge(max(map(self._errors, CAPTIONS)))
 
-    def check_pads(self) -> Outcome:
-        """Behind the caption there are zeros, and nothing else is."""
-        lens = [len(self._ours(caption)) for caption in CAPTIONS]
-        stock = [self._stock(caption) for caption in CAPTIONS]
-        pads = max(float(rows[length:].abs().max()) for rows, length in zip(stock, lens, strict=True))
-        ends = min(float(rows[length - 1].abs().max()) for rows, length in zip(stock, lens, strict=True))
-        number = f"captions of {', '.join(map(str, lens))} tokens, the largest pad is {pads:g}"
-        whole = {len(rows) for rows in stock} == {OFFICIAL_TEXT_LEN}
-        return Outcome(pads == 0 < ends and whole, number, "0 up to row 512")
+def check_tied(part: TextPart) -> Outcome:
+    """Check that UMT5 uses the embedding that was trained."""
+    used, trained = part.model.encoder.embed_tokens.weight, part.model.shared.weight
+    error = float((used - trained).abs().max())
+    same = used.data_ptr() == trained.data_ptr()
+    number = f"encoder.embed_tokens is {'' if same else 'not '}shared, {error:.2g} from it"
+    return Outcome(same and error == 0, number, "the same tensor")
 
-    def check_length(self) -> Outcome:
-        """Long captions are cut at 512 tokens, not at the 226 that diffusers' `encode_prompt` defaults to."""
-        each = (len(self.tokenizer(WORDS * 10).input_ids) - len(self.tokenizer(WORDS).input_ids)) / 9
-        captions = [WORDS * round(length / each) for length in (350, 700)]
-        lens = [len(self._ours(caption)) for caption in captions]
-        judged = self._judge(max(map(self._errors, captions)))
-        passed = bool(judged.passed) and 226 < lens[0] < lens[1] == OFFICIAL_TEXT_LEN
-        number = f"long captions keep {lens[0]} and {lens[1]} tokens, {judged.number}"
-        return Outcome(passed, number, f"226 < n < 512 and 512, {judged.bound}")
 
-    def _judge(self, error: float) -> Outcome:
-        if self.setup.dtype == "fp32":
-            return judge(error, 2**-8, "stored in bf16")
-        return judge(error, 0.1, "computed in bf16, padded and unpadded")
+def check_pads(part: TextPart) -> Outcome:
+    """Check that the stock embedding is zero behind the caption, and nowhere else."""
+    lens = [len(part.encode(caption)) for caption in CAPTIONS]
+    stock = [part.encode_stock(caption) for caption in CAPTIONS]
+    pads = max(float(rows[length:].abs().max()) for rows, length in zip(stock, lens, strict=True))
+    ends = min(float(rows[length - 1].abs().max()) for rows, length in zip(stock, lens, strict=True))
+    number = f"captions of {', '.join(map(str, lens))} tokens, the largest pad is {pads:g}"
+    whole = {len(rows) for rows in stock} == {OFFICIAL_TEXT_LEN}
+    return Outcome(pads == 0 < ends and whole, number, "0 up to row 512")
 
-    CHECKS: ClassVar[dict[str, Callable[[Any], Outcome]]] = {
-        "text.tied": check_tied,
-        "text.embeds": check_embeds,
-        "text.pads": check_pads,
-        "text.length": check_length,
-    }
+
+def check_length(part: TextPart) -> Outcome:
+    """Check that long captions are cut at 512 tokens, not at 226, the default of diffusers' `encode_prompt`."""
+    tokens_per_phrase = (len(part.tokenizer(WORDS * 10).input_ids) - len(part.tokenizer(WORDS).input_ids)) / 9
+    captions = (WORDS * round(350 / tokens_per_phrase), WORDS * round(700 / tokens_per_phrase))
+    short, long = (len(part.encode(caption)) for caption in captions)
+    compared = part.compare(captions)
+    passed = bool(compared.passed) and 226 < short < long == OFFICIAL_TEXT_LEN
+    number = f"long captions keep {short} and {long} tokens, {compared.number}"
+    return Outcome(passed, number, f"226 < n < 512 and 512, {compared.bound}")
+
+
+TEXT_CHECKS = {
+    "text.tied": check_tied,
+    "text.embeds": lambda part: part.compare(CAPTIONS),
+    "text.pads": check_pads,
+    "text.length": check_length,
+}

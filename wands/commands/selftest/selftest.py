@@ -1,17 +1,18 @@
-"""`wands selftest`: the parities that the tests hold on tiny models, asked of the user's own weights on this machine."""
+"""`wands selftest`: the parity checks of the test suite on the user's weights and machine."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from wands.commands.selftest.dit_parity import DiTChecks
-from wands.commands.selftest.encoder_parity import ClipChecks, TextChecks, VaeChecks
-from wands.commands.selftest.expert_ranges import ExpertChecks
+from wands.commands.selftest.dit_parity import DIT_CHECKS, DiTPart
+from wands.commands.selftest.encoder_parity import CLIP_CHECKS, TEXT_CHECKS, VAE_CHECKS, TextPart, VaePart
+from wands.commands.selftest.expert_ranges import EXPERT_CHECKS
 from wands.commands.selftest.parity_setup import (
     Outcome,
     Result,
@@ -20,128 +21,119 @@ from wands.commands.selftest.parity_setup import (
     exact_fp32,
     free_memory,
     load_setup,
-    quiet,
 )
-from wands.errors import ConfigError, WandsError
-from wands.variants import Expert
+from wands.config.options import SelftestOptions
+from wands.errors import ConfigError, WandsError, one_line
 
 log = logging.getLogger(__name__)
 
 Checks = Mapping[str, Callable[[Any], Outcome]]
-NAMES = [
-    name for part in (VaeChecks, TextChecks, ClipChecks, ExpertChecks, DiTChecks) for name in part.CHECKS
-]
-# What a model must be conditioned on for a check to say anything of it.
-NEEDS = {
+Group = tuple[Callable[[Setup], Any], Checks]
+GROUPS: tuple[Group, ...] = (
+    (VaePart, VAE_CHECKS),
+    (TextPart, TEXT_CHECKS),
+    (lambda setup: setup, CLIP_CHECKS),
+    (lambda setup: setup, EXPERT_CHECKS),
+)
+"""(loader of a part of the model, checks of that part), in the order of the report; the DiTs follow."""
+NAMES = [name for checks in (*(checks for _, checks in GROUPS), DIT_CHECKS) for name in checks]
+CONDITIONS = {
     "image.condition": "image",
     "image.embeds": "clip",
     "first_frame.latents": "first_frame",
     "first_frame.timesteps": "first_frame",
 }
+"""Check -> condition that the model must have."""
 
 
-def selftest(
-    model: str,
-    *,
-    clip: Path | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    only: Sequence[str] = (),
-) -> Iterator[Result]:
-    """Hold a model, as wands reads and trains it, against stock diffusers, one big part in memory at a time.
+def selftest(options: SelftestOptions) -> Iterator[Result]:
+    """Compare a model, as wands reads and trains it, with stock diffusers, with one big part in memory at a time.
 
-    The DiT is held in fp32, as training holds it. Under a launcher only the checks of context parallelism run, each rank
-    with the whole DiT, and without one all others. Nothing is written and nothing is fetched.
+    The DiT's weights are fp32, as in training. Under a launcher only the checks of context parallelism run, each rank with the
+    whole DiT; without a launcher all other checks run. Nothing is written and nothing is downloaded.
 
     Args:
-        model: folder of a diffusers pipeline, or a Hub id in this machine's cache.
-        clip: video for the checks of the VAE; by default one is made up.
-        device: "cuda" or "cpu"; by default a GPU if there is one.
-        dtype: "fp32" or "bf16", of the computation of text encoder and DiT; by default bf16 on a GPU and fp32 elsewhere.
-        only: names of checks, or what they begin with up to a dot; all by default.
+        options: options of the command.
 
     Yields:
-        The result of each check, when it is known.
+        The result of each check as soon as it is known.
 
     Raises:
-        WandsError: there is no such model or clip, or a part that a check needs is missing or damaged.
+        WandsError: if the model or the clip does not exist, or a part that a check needs is missing or damaged.
     """
-    for name in only:
-        if not any(_chosen(known, [name]) for known in NAMES):
-            raise ConfigError(f"only={name} is no check; choose from {', '.join(NAMES)}.")
-    setup = load_setup(model, clip, device, dtype)
-    log.info("selftest of %s: %s on %s in %s", model, setup.variant.name, setup.device, setup.dtype)
-    with exact_fp32(), quiet():
-        yield from _run(setup, VaeChecks.CHECKS, lambda: VaeChecks(setup), only)
-        yield from _run(setup, TextChecks.CHECKS, lambda: TextChecks(setup), only)
-        yield from _run(setup, ClipChecks.CHECKS, lambda: ClipChecks(setup), only)
-        yield from _run(setup, ExpertChecks.CHECKS, lambda: ExpertChecks(setup), only)
+    for name in options.only:
+        if not any(_is_chosen(known, [name]) for known in NAMES):
+            raise ConfigError(f"--only={name} is not a check; choose from {', '.join(NAMES)}.")
+    setup = load_setup(options)
+    log.info("selftest of %s: %s on %s in %s", options.model, setup.variant.name, setup.device, setup.dtype)
+    with exact_fp32(), _quiet():
+        for load, checks in GROUPS:
+            yield from _run(setup, checks, load, options.only)
         for expert in setup.variant.experts:
-            yield from _run_dit(setup, expert, only)
+            for result in _run(setup, DIT_CHECKS, partial(DiTPart, expert=expert), options.only):
+                yield replace(result, name=f"{result.name} {expert.subfolder}") if expert.name else result
 
 
-def _run_dit(setup: Setup, expert: Expert, only: Sequence[str]) -> Iterator[Result]:
-    for result in _run(setup, DiTChecks.CHECKS, lambda: DiTChecks(setup, expert), only):
-        yield replace(result, name=f"{result.name} {expert.subfolder}") if expert.name else result
-
-
-def _run(setup: Setup, checks: Checks, load: Callable[[], Any], only: Sequence[str]) -> Iterator[Result]:
-    """The checks of one part, which is loaded when the first of them needs it and dropped behind the last."""
-    part, broken = None, ""
+def _run(setup: Setup, checks: Checks, load: Callable[[Setup], Any], only: Sequence[str]) -> Iterator[Result]:
+    """Run the checks of one part, which is loaded for the first check and dropped after the last."""
+    part, problem = None, ""
     for name, check in checks.items():
-        if not _chosen(name, only):
+        if not _is_chosen(name, only):
             continue
-        if reason := _obstacle(name, setup) or broken:
-            yield Result(name, "skipped", reason)
-            continue
-        if part is None:
-            try:
-                part = load()
-            except WandsError:
-                raise
-            except Exception as error:
-                broken = "its part of the model does not run, see above"
-                yield _failure(name, error)
-                continue
-        yield _result(name, check, part)
+        try:
+            if reason := _inapplicable(name, setup) or problem:
+                raise Skipped(reason)
+            if part is None:
+                problem = "its part of the model does not run, see above"
+                part = load(setup)
+                problem = ""
+            outcome = check(part)
+        except Skipped as reason:
+            yield Result(name, "skipped", str(reason))
+        except WandsError:
+            raise
+        except Exception as error:  # a failing library, GPU or memory fails its check; the next check runs
+            log.debug("%s", name, exc_info=error)
+            yield Result(name, "fail", f"{type(error).__name__}: {one_line(error, 300)}")
+        else:
+            if outcome.passed is None:
+                yield Result(name, "skipped", f"{outcome.number} (no bound: {outcome.bound})")
+            else:
+                yield Result(
+                    name, "pass" if outcome.passed else "fail", f"{outcome.number} ({outcome.bound})"
+                )
     del part
     free_memory()
 
 
-def _result(name: str, check: Callable[[Any], Outcome], part: Any) -> Result:
-    try:
-        found = check(part)
-    except Skipped as reason:
-        return Result(name, "skipped", str(reason))
-    except WandsError:
-        raise
-    except Exception as error:
-        return _failure(name, error)
-    if found.passed is None:
-        return Result(name, "skipped", f"{found.number} (no bound: {found.bound})")
-    return Result(name, "pass" if found.passed else "fail", f"{found.number} ({found.bound})")
+def _is_chosen(name: str, only: Sequence[str]) -> bool:
+    return not only or any(name == choice or name.startswith(f"{choice}.") for choice in only)
 
 
-def _failure(name: str, error: Exception) -> Result:
-    """What a library, a GPU or its memory does not do is a finding: it is said, and the next check is run."""
-    log.debug("%s", name, exc_info=error)
-    return Result(name, "fail", " ".join(f"{type(error).__name__}: {error}".split())[:300])
-
-
-def _chosen(name: str, only: Sequence[str]) -> bool:
-    return not only or any(name == one or name.startswith(f"{one}.") for one in only)
-
-
-def _obstacle(name: str, setup: Setup) -> str:
-    """Why a check would say nothing of this model, or in this number of processes; empty if it would."""
-    alone, variant = int(os.environ.get("WORLD_SIZE", "1")) == 1, setup.variant
-    need = NEEDS.get(name)
-    if need and need not in variant.conditions:
-        return f"{variant.name} takes no {need}"
+def _inapplicable(name: str, setup: Setup) -> str:
+    """Return why a check does not apply to this model or number of processes; empty if it applies."""
+    is_alone, variant = int(os.environ.get("WORLD_SIZE", "1")) == 1, setup.variant
+    condition = CONDITIONS.get(name)
+    if condition and condition not in variant.conditions:
+        return f"{variant.name} takes no {condition}"
     if name.startswith("experts") and variant.boundary_ratio is None:
         return f"{variant.name} has one DiT"
-    if name.startswith("cp.") and alone:
+    if name.startswith("cp.") and is_alone:
         return f"one process; torchrun --nproc-per-node 2 -m {setup.command} --only cp"
-    if not (name.startswith("cp.") or alone):
+    if not (name.startswith("cp.") or is_alone):
         return f"several processes; {setup.command}"
     return ""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress notices of the libraries about every load, so that the report stays readable."""
+    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
