@@ -224,21 +224,39 @@ def _file_sha256(model: str, folder: Path, name: str) -> str:
 
 
 @contextmanager
-def quiet_without_terminal() -> Iterator[None]:
-    """Loading bars are for people: into a log file they write a line for each step."""
+def quiet_loading() -> Iterator[None]:
+    """Hide notices of diffusers and transformers while the block loads parts, and their progress bars without a terminal.
+
+    The notices name unused config keys, unused tensors and fallbacks of image processors. Reports of missing tensors stay, and
+    `wands --verbose` shows all notices. A progress bar would write one line per step into a log file.
+    """
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    loggers = [part for part in (diffusers_logging, transformers_logging) if part.is_progress_bar_enabled()]
-    if sys.stderr.isatty():
-        loggers = []
-    for part in loggers:
+    bars = [part for part in (diffusers_logging, transformers_logging) if part.is_progress_bar_enabled()]
+    notices = [logging.getLogger(name) for name in ("diffusers", "transformers.models.auto")]
+    levels = [notice.level for notice in notices]
+    reports = logging.getLogger("transformers.modeling_utils")
+    for part in bars if not sys.stderr.isatty() else []:
         part.disable_progress_bar()
+    if not logger.isEnabledFor(logging.DEBUG):
+        reports.addFilter(_is_important)
+        for notice in notices:
+            notice.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for part in loggers:
+        reports.removeFilter(_is_important)
+        for part in bars:
             part.enable_progress_bar()
+        for notice, level in zip(notices, levels, strict=True):
+            notice.setLevel(level)
+
+
+def _is_important(record: logging.LogRecord) -> bool:
+    """Return False for transformers' report of a load in which every tensor of the model was found."""
+    text = record.getMessage()
+    return "LOAD REPORT" not in text or any(word in text for word in ("MISSING", "MISMATCH", "CONVERSION"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CLIPVisionModel
 
 from wands.data.clips.video import to_frames
-from wands.encoders.components import find_part, quiet_without_terminal
+from wands.encoders.components import find_part, quiet_loading
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError
 from wands.model.files.loading import load_index
@@ -64,7 +64,7 @@ class ImageEncoder:
             kind = getattr(transformers, named)
             processor = kind.from_pretrained(find_part(model, "image_processor"))
             folder = find_part(model, "image_encoder")
-            with quiet_without_terminal():
+            with quiet_loading():
                 encoder = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32)
         except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
             reason = " ".join(str(error).split())[:200]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 
 from wands.data.clips.captions import CLEANING_VERSION as CLEANING_VERSION
 from wands.data.clips.captions import clean_caption
-from wands.encoders.components import find_part, quiet_without_terminal
+from wands.encoders.components import find_part, quiet_loading
 from wands.errors import ConfigError
 from wands.variants import TEXT_LEN
 
@@ -51,7 +51,7 @@ class TextEncoder:
         try:
             tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer"))
             folder = find_part(model, "text_encoder")
-            with quiet_without_terminal():
+            with quiet_loading():
                 encoder = UMT5EncoderModel.from_pretrained(folder, dtype=dtype)
         except (OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]

@@ -11,7 +11,7 @@ import diffusers
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 
-from wands.encoders.components import quiet_without_terminal
+from wands.encoders.components import quiet_loading
 from wands.errors import CheckpointError, ConfigError, one_line
 from wands.model.files.hub import is_hub_id
 from wands.model.files.names import EXPERTS
@@ -199,7 +199,7 @@ def load_pipeline(
         ConfigError: if files are missing or damaged, tensors do not fit the configs, or a LoRA fits no module.
         CheckpointError: if trained weights do not fit their config.
     """
-    with quiet_without_terminal():
+    with quiet_loading():
         dits = {part: load_dit(dit, dtype) for part, dit in source.dits.items()}
         pipeline = build_pipeline(source, dits, dtype)
     add_loras(pipeline, source.loras)
