@@ -102,6 +102,57 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
         CheckpointError: if the checkpoint is missing, incomplete, without an average, or of another model.
         WandsError: if a file cannot be written.
     """
+    plan = _plan(options, more_requests)
+    source, dims = plan.source, plan.dims
+    label = source.dits["transformer"].label
+    log.info("sampling %d videos on %s with %s", len(plan.requests), plan.device, label)
+    with start_together():
+        pipeline = load_pipeline(source, dtype=plan.dtype, device=plan.device, offload=options.offload)
+    if dims.world_size > 1:
+        share_pipeline(pipeline, dims)
+    number = _next_number(options.out_dir)
+    results, rows = [], []
+    for i, (request, request_images) in enumerate(zip(plan.requests, plan.images, strict=True)):
+        view = pipeline_for(pipeline, request, request_images)
+        view.set_progress_bar_config(disable=dims.rank > 0 or not sys.stderr.isatty(), leave=False)
+        started = time.perf_counter()
+        latents = sample_latents(view, request, request_images)
+        if dims.rank > 0:
+            continue
+        frames = decode_latents(view, latents)
+        stem = f"{number + i:03d}_{_slug(request.prompt)}"
+        result = InferResult(
+            request=request,
+            video=options.out_dir / f"{stem}.mp4",
+            latents=options.out_dir / f"{stem}.safetensors" if options.save_latents else None,
+            contact_sheet=options.out_dir / f"contact_sheet_{number:03d}.png",
+            fps=options.fps or source.variant.fps,
+            flow_shift=float(view.scheduler.config[shift_key(view.scheduler)]),
+            seconds=time.perf_counter() - started,
+        )
+        _write(result, frames, latents, plan.origin)
+        log.info("sample %d of %d in %.1f s: %s", i + 1, len(plan.requests), result.seconds, result.video)
+        results.append(result)
+        rows.append(SheetRow(_label(request), pick_frames(frames, SHEET_FRAMES)))
+    if results:
+        save_contact_sheet(results[0].contact_sheet, rows, frames_per_row=SHEET_FRAMES)
+    return results
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Checked sources and requests, and the devices and dtype to sample with."""
+
+    source: PipelineSource
+    requests: list[SampleRequest]
+    images: list[ConditionImages]
+    dims: ParallelDims
+    device: str
+    dtype: torch.dtype
+    origin: dict[str, Any]
+
+
+def _plan(options: InferOptions, more_requests: Sequence[SampleRequest]) -> _Plan:
     with start_together():
         source = find_source(options)
         rule = SizeRule(source.vae_stride, source.variant.dit.patch_size)
@@ -122,39 +173,8 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
     origin = _describe_weights(source, options, "bf16" if is_bf16 else "fp32")
     if dims.world_size > 1:
         check_ranks(source, origin, requests, images, dims)
-    log.info("sampling %d videos on %s with %s", len(requests), device, source.dits["transformer"].label)
-    with start_together():
-        dtype = torch.bfloat16 if is_bf16 else torch.float32
-        pipeline = load_pipeline(source, dtype=dtype, device=device, offload=options.offload)
-    if dims.world_size > 1:
-        share_pipeline(pipeline, dims)
-    number = _next_number(options.out_dir)
-    results, rows = [], []
-    for i, (request, request_images) in enumerate(zip(requests, images, strict=True)):
-        view = pipeline_for(pipeline, request, request_images)
-        view.set_progress_bar_config(disable=dims.rank > 0 or not sys.stderr.isatty(), leave=False)
-        started = time.perf_counter()
-        latents = sample_latents(view, request, request_images)
-        if dims.rank > 0:
-            continue
-        frames = decode_latents(view, latents)
-        stem = f"{number + i:03d}_{_slug(request.prompt)}"
-        result = InferResult(
-            request=request,
-            video=options.out_dir / f"{stem}.mp4",
-            latents=options.out_dir / f"{stem}.safetensors" if options.save_latents else None,
-            contact_sheet=options.out_dir / f"contact_sheet_{number:03d}.png",
-            fps=options.fps or source.variant.fps,
-            flow_shift=float(view.scheduler.config[shift_key(view.scheduler)]),
-            seconds=time.perf_counter() - started,
-        )
-        _write(result, frames, latents, origin)
-        log.info("sample %d of %d in %.1f s: %s", i + 1, len(requests), result.seconds, result.video)
-        results.append(result)
-        rows.append(SheetRow(_label(request), pick_frames(frames, SHEET_FRAMES)))
-    if results:
-        save_contact_sheet(results[0].contact_sheet, rows, frames_per_row=SHEET_FRAMES)
-    return results
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    return _Plan(source, requests, images, dims, device, dtype, origin)
 
 
 def find_source(options: InferOptions) -> PipelineSource:

@@ -10,20 +10,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from wands.config.options import InferOptions, Spelling
 from wands.errors import ConfigError, one_line, suggest
-from wands.variants import Variant, legal_frames
+from wands.variants import Variant
 
 CAPTION_NAMES = ("prompt", "caption", "text", "cap")
 CLIP_NAMES = ("video", "video_path", "file_name", "path")
 """Columns of a data set's metadata file. Such a file is a valid prompt file; its clips are not read."""
-FLAGS = {
-    "num_frames": "--frames",
-    "num_inference_steps": "--steps",
-    "guidance_scale": "--guidance",
-    "guidance_scale_2": "--guidance-2",
-    "flow_shift": "--shift",
-}
-"""Flags of `wands infer` that are not spelled like the field of `SampleRequest`."""
 FilePath = Annotated[str | None, BeforeValidator(lambda path: None if path is None else str(path))]
 
 
@@ -72,27 +65,23 @@ class SizeRule:
             key: "height", "width" or "num_frames".
             value: pixels or frames, at least 1.
         """
-        if key == "num_frames":
-            stride = self.vae_stride[0]
-            if (value - 1) % stride == 0:
-                return None
-            below = legal_frames(value) if stride == 4 else (value - 1) // stride * stride + 1
-            return (
-                f"must be {stride}k+1 (one frame, then groups of {stride}); use {below} or {below + stride}."
-            )
-        axis = 1 if key == "height" else 2
-        multiple = self.vae_stride[axis] * self.patch_size[axis]
-        if value % multiple == 0:
+        axis = ("num_frames", "height", "width").index(key)
+        stride, patch = self.vae_stride[axis], self.patch_size[axis]
+        first, step = (1, stride) if axis == 0 else (0, stride * patch)
+        below = (value - first) // step * step + first
+        if value == below:
             return None
-        below = value // multiple * multiple
-        sizes = f"{below} or {below + multiple}" if below else f"{multiple}"
-        derived = f"VAE stride {self.vae_stride[axis]} x patch {self.patch_size[axis]}"
-        return f"must be a multiple of {multiple} ({derived}); use {sizes}."
+        sizes = " or ".join(str(size) for size in (below, below + step) if size > 0)
+        if axis == 0:
+            return f"must be {stride}k+1 (one frame, then groups of {stride}); use {sizes}."
+        return f"must be a multiple of {step} (VAE stride {stride} x patch {patch}); use {sizes}."
 
 
 def flag_of(field: str) -> str:
     """Return the flag of `wands infer` for a field of `SampleRequest`."""
-    return FLAGS.get(field, f"--{field.replace('_', '-')}")
+    option = InferOptions.model_fields["prompts" if field == "prompt" else field]
+    spellings = [item for item in option.metadata if isinstance(item, Spelling)]
+    return spellings[0].name if spellings else f"--{field.replace('_', '-')}"
 
 
 def read_prompts(path: Path) -> list[SampleRequest]:

@@ -35,7 +35,6 @@ from wands.data.patchify import patchify, unpatchify
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.distributed.layout import ContextLayout
-from wands.encoders.components import quiet_without_terminal
 from wands.errors import CheckpointError, ConfigError
 from wands.flow.noise import add_noise, draw_noise
 from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS
@@ -137,9 +136,8 @@ class Pack:
         self.setup, self.shape, self.sigma_range = setup, setup.variant.dit, expert.sigma_range
         self.conditions = setup.variant.conditions
         self.flow = FlowConfig(cfg_dropout=0.0, i2v_ratio=i2v_ratio)
-        latent_shapes = [
-            tuple(n * p for n, p in zip(grid, self.shape.patch_size, strict=True)) for grid in GRIDS
-        ]
+        pt, ph, pw = self.shape.patch_size
+        latent_shapes = [(f * pt, h * ph, w * pw) for f, h, w in GRIDS]
         mock = MockConfig(num_samples=num_samples, shapes=latent_shapes, text_lens=list(TEXT_LENS))
         data = MockDataset(mock, self.shape, SEED)
         self.samples = [data.read(i) for i in range(num_samples)]
@@ -274,8 +272,7 @@ class DiTPart:
         )
         answers = []
         for dtype in dict.fromkeys((torch.float32, self.dtype)):
-            with quiet_without_terminal():
-                stock = load_dit(source, dtype).to(self.setup.device).eval()
+            stock = load_dit(source, dtype).to(self.setup.device).eval()
             _choose_trained(stock)
             answers.append({name: pack.run_stock(stock, dtype) for name, pack in packs.items()})
             del stock

@@ -19,7 +19,6 @@ from torch import Tensor
 from wands.config.options import SelftestOptions
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip
-from wands.encoders.components import quiet_without_terminal
 from wands.errors import ConfigError, DataError, one_line
 from wands.model.files.hub import is_hub_id
 from wands.model.files.loading import load_config, load_index
@@ -203,14 +202,13 @@ def exact_fp32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(setup: Setup, part: str) -> Iterator[None]:
-    """Load a part of the model in the block, without loading bars in log files.
+    """Load a part of the model in the block.
 
     Raises:
         ConfigError: if the part cannot be loaded.
     """
     try:
-        with quiet_without_terminal():
-            yield
+        yield
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"--model={setup.folder}: its {part} cannot be loaded ({one_line(error)})."

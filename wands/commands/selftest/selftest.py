@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from wands.commands.selftest.parity_setup import (
     load_setup,
 )
 from wands.config.options import SelftestOptions
+from wands.encoders.components import quiet_loading
 from wands.errors import ConfigError, WandsError, one_line
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def selftest(options: SelftestOptions) -> Iterator[Result]:
             raise ConfigError(f"--only={name} is not a check; choose from {', '.join(NAMES)}.")
     setup = load_setup(options)
     log.info("selftest of %s: %s on %s in %s", options.model, setup.variant.name, setup.device, setup.dtype)
-    with exact_fp32(), _quiet():
+    with exact_fp32(), quiet_loading():
         for load, checks in GROUPS:
             yield from _run(setup, checks, load, options.only)
         for expert in setup.variant.experts:
@@ -123,17 +123,3 @@ def _inapplicable(name: str, setup: Setup) -> str:
     if not (name.startswith("cp.") or is_alone):
         return f"several processes; {setup.command}"
     return ""
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress notices of the libraries about every load, so that the report stays readable."""
-    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
