@@ -130,13 +130,25 @@ def untied_embeddings(patch: Patch) -> None:
 
 
 def zeros_instead_of_grey(patch: Patch) -> None:
-    right = selftest_encoders.condition_tokens
+    """Latents that are zero where the frames are grey, and the given images encoded alone."""
+    given_frames, encode = selftest_encoders.given_frames, WanVideoEncoder.encode
+    given: list[tuple[torch.Tensor, bool]] = []
 
-    def zeros(latents: torch.Tensor, last_image: bool, patch_size: Any) -> torch.Tensor:
-        latents[:, 1 : -1 if last_image else None] = 0
-        return right(latents, last_image, patch_size)
+    def remember(pixels: torch.Tensor, last_image: bool) -> torch.Tensor:
+        given.append((given_frames(pixels, last_image), last_image))
+        return given[-1][0]
 
-    patch.setattr(selftest_encoders, "condition_tokens", zeros)
+    def zeros(encoder: WanVideoEncoder, pixels: torch.Tensor) -> torch.Tensor:
+        if not given or pixels is not given[-1][0]:
+            return encode(encoder, pixels)
+        latents = torch.zeros_like(encode(encoder, pixels))
+        latents[:, :1] = encode(encoder, pixels[:, :1])
+        if given[-1][1]:
+            latents[:, -1:] = encode(encoder, pixels[:, -1:])
+        return latents
+
+    patch.setattr(selftest_encoders, "given_frames", remember)
+    patch.setattr(WanVideoEncoder, "encode", zeros)
 
 
 def black_instead_of_grey(patch: Patch) -> None:
