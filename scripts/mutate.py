@@ -1,12 +1,12 @@
-"""Put the bugs of tests/mutations.yaml into a copy of this tree, one by one, and see whether their tests fail.
+"""Insert the bugs of tests/mutations.yaml into a copy of the repository, one by one, and check that their tests fail.
 
     python scripts/mutate.py                         # all; exit code 0 when every bug is found
     python scripts/mutate.py --marker "not slow" --at-least 38 --jobs 2
     python scripts/mutate.py --only lora-alpha-dropped --only loss-is-a-mean-of-tokens
 
-First the tests run once without any bug, and must pass. Then a bug is found when one of its tests fails (exit code 1 of
-pytest). A bug with no test selected by --marker is not found; one whose tests do not even start is broken. Needs pytest,
-pyyaml and the clips of the tests: .setup/clips, or the folder that WANDS_CLIPS names.
+The tests first run once without a bug and must pass. A bug is found when one of its tests fails (pytest's exit code 1).
+A bug is not found when --marker selects none of its tests. A bug is broken when its tests cannot start. The script needs
+pytest, pyyaml and the clips of the tests: .setup/clips, or the folder that WANDS_CLIPS names.
 """
 
 from __future__ import annotations
@@ -57,29 +57,27 @@ class Outcome(NamedTuple):
 
 
 def read_mutations(only: list[str]) -> list[dict]:
-    """Read the list and check that each text to find stands once in its file; ends with one sentence where not."""
+    """Read the list. Exit with an error if a text to find is not exactly once in its file."""
     mutations = yaml.safe_load(LIST.read_text(encoding="utf-8"))
     names = [one.get("id") for one in mutations]
     for one in mutations:
         if set(one) != KEYS or names.count(one["id"]) > 1 or not one["test"]:
-            sys.exit(
-                f"{LIST.name}: {one.get('id')} needs a name of its own, tests, and the keys {sorted(KEYS)}."
-            )
+            sys.exit(f"{LIST.name}: {one.get('id')} needs a unique id, tests, and the keys {sorted(KEYS)}.")
         path = ROOT / one["file"]
         times = path.read_text(encoding="utf-8").count(one["find"]) if path.is_file() else 0
         if times != 1:
             sys.exit(
-                f"{LIST.name}: {one['id']} finds its text {times} times in {one['file']}, not once; correct find."
+                f"{LIST.name}: {one['id']} finds its text {times} times in {one['file']}, not once; fix find."
             )
         if one["find"] == one["replace"]:
-            sys.exit(f"{LIST.name}: {one['id']} changes nothing; correct replace.")
+            sys.exit(f"{LIST.name}: {one['id']} changes nothing; fix replace.")
     if unknown := set(only) - set(names):
-        sys.exit(f"--only {', '.join(sorted(unknown))} is not in {LIST.name}; --list names them all.")
+        sys.exit(f"--only {', '.join(sorted(unknown))} is not in {LIST.name}; --list prints all ids.")
     return [one for one in mutations if not only or one["id"] in only]
 
 
 def copy_tree(target: Path) -> Path:
-    """Copy what git knows of this tree or would add to it, times included."""
+    """Copy all files that git tracks or does not ignore, with their times."""
     asked = ["git", "ls-files", "-coz", "--exclude-standard"]
     listed = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -90,7 +88,7 @@ def copy_tree(target: Path) -> Path:
 
 
 def start_pytest(tree: Path, tests: list[str], marker: str | None) -> int:
-    """Fork a process that runs tests in a copy until one fails; what it prints goes to output.txt behind the copy."""
+    """Fork a process that runs tests in a copy until one fails; its output goes to a .txt file next to the copy."""
     command = [
         "-x",
         "-q",
@@ -120,13 +118,13 @@ def start_pytest(tree: Path, tests: list[str], marker: str | None) -> int:
 
 
 def wait_for_one() -> tuple[int, int]:
-    """Wait until a forked process ends; gives its number and its exit code."""
+    """Wait until a forked process ends; return its pid and its exit code."""
     pid, status = os.wait()
     return pid, os.waitstatus_to_exitcode(status)
 
 
 def warm_up() -> None:
-    """Import once what all tests import, apart from wands itself: forked processes have it then."""
+    """Import the heavy packages once, but not wands: forked processes inherit them."""
     os.environ.update(
         DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"
     )
@@ -137,7 +135,7 @@ def warm_up() -> None:
 
 
 def judge(tree: Path, code: int, seconds: float, marker: str | None) -> Outcome:
-    """Say what pytest's exit code and output mean for a bug."""
+    """Interpret pytest's exit code and output for a bug."""
     output = Path(f"{tree}.txt").read_text(encoding="utf-8", errors="replace")
     if code == FAILED:
         failed = re.search(r"^(?:FAILED|ERROR) (tests/.*)$", output, re.MULTILINE)
@@ -148,7 +146,7 @@ def judge(tree: Path, code: int, seconds: float, marker: str | None) -> Outcome:
 
 
 def judge_all(mutations: list[dict], trees: list[Path], marker: str | None) -> list[Outcome]:
-    """Put each bug into a free copy, run its tests there, take it out again, and print what came of it."""
+    """Insert each bug into a free copy, run its tests, remove the bug and print the outcome."""
     waiting, running, outcomes = list(mutations), {}, []
     while waiting or running:
         while waiting and trees:
@@ -192,7 +190,7 @@ def main() -> int:
             start_pytest(trees[0], tests, options.marker)
             if wait_for_one()[1] not in (PASSED, NOTHING_SELECTED):
                 print(Path(f"{trees[0]}.txt").read_text(encoding="utf-8", errors="replace"))
-                sys.exit("The tests do not pass as the source is; no bug was judged.")
+                sys.exit("The tests do not pass without a bug; no bug was judged.")
         outcomes = judge_all(mutations, trees, options.marker)
     found = sum(outcome.word == "found" for outcome in outcomes)
     print(f"{found} of {len(mutations)} found")

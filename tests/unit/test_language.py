@@ -160,7 +160,6 @@ UNFINISHED = {
     "scripts/demo_report.py",
     "scripts/fetch_clips.py",
     "scripts/make_tiny_pipeline.py",
-    "scripts/mutate.py",
     "scripts/train_tiny_vae.py",
     "scripts/whole_clip_vae.py",
 }
