@@ -161,7 +161,9 @@ def rms(a: Tensor, b: Tensor) -> float:
     return (a.float() - b.float()).square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("world_size", DEGREES)
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(size, marks=() if size == 2 else pytest.mark.slow) for size in DEGREES]
+)
 def test_equals_the_stock_model(run_world, world_size: int):
     ranks = run_world(world_size, predict_on_ranks, DEGREES[world_size])
     exact = predict(build(torch.float32), torch.float32)

@@ -134,6 +134,7 @@ def test_every_parameter_learns(tiny_pipeline: Path, tmp_path: Path, run_world):
     assert unmoved == []
 
 
+@pytest.mark.slow
 def test_bf16_follows_fp32(reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world):
     """bf16 matmuls with fp32 reduction, and with bf16 reduction, stay within bf16's rounding of the fp32 run."""
     for reduce in ("fp32", "bf16"):

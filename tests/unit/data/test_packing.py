@@ -82,13 +82,14 @@ def test_never_more_bins_than_best_fit_decreasing(lens: list[int]):
     assert sum(1 for step in found.steps for bin in step if bin) <= reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mix", "max_tokens", "fill", "bias"),
     [
-        pytest.param("A", 75_600, 0.97, 0.45, marks=pytest.mark.slow),
-        pytest.param("A", 131_072, 0.985, 0.28, marks=pytest.mark.slow),
+        ("A", 75_600, 0.97, 0.45),
+        ("A", 131_072, 0.985, 0.28),
         ("B", 75_600, 0.97, 0.17),
-        pytest.param("B", 131_072, 0.99, 0.07, marks=pytest.mark.slow),
+        ("B", 131_072, 0.99, 0.07),
     ],
 )
 def test_realistic_lengths_are_packed_full_and_level(mix: str, max_tokens: int, fill: float, bias: float):
