@@ -1,9 +1,10 @@
-"""Read JSON files and write files atomically: under a temporary name next to the target, synced, then renamed."""
+"""Read JSON files; write files and folders atomically: under a temporary name next to the target, synced, then renamed."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +60,75 @@ def atomic_path(path: Path) -> Iterator[Path]:
         raise WandsError(
             f"{path} cannot be written ({one_line(error)}); free space or choose another folder."
         ) from error
+
+
+@contextmanager
+def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path]:
+    """Yield a temporary folder next to `out`; leaving the block renames it to `out`, an exception deletes it.
+
+    A folder that is replaced keeps its name until the new one is complete. If the process is killed, a complete folder
+    is left under `out` or `out` with the suffix ".old".
+
+    Args:
+        out: folder that the user gave as --out; missing, or an empty folder.
+        replaceable: name of a file; a folder that contains it may be replaced.
+
+    Raises:
+        ConfigError: if `out` cannot be replaced, or a temporary name is in use.
+        WandsError: if `out` cannot be written.
+    """
+    partial, old = (out.with_name(f"{out.name}.{suffix}") for suffix in ("tmp", "old"))
+    _check_replaceable(out, old, replaceable)
+    try:
+        partial.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"--out {out} needs the name {partial} for a temporary folder, which exists; delete that folder if no other wands "
+            "writes to it and it has no files of yours."
+        ) from None
+    except OSError as error:
+        raise WandsError(f"--out {out} cannot be made ({one_line(error)}); choose another folder.") from error
+    try:
+        yield partial
+        if not out.exists() or not any(out.iterdir()):
+            publish(partial, out)
+        else:
+            os.replace(out, old)
+            try:
+                publish(partial, out)
+            except OSError:
+                if not out.exists():
+                    os.replace(old, out)
+                raise
+            shutil.rmtree(old)
+    except OSError as error:
+        failures = (
+            error.args[0] if isinstance(error, shutil.Error) else None
+        )  # copytree lists every failed file
+        reason = failures[0][-1] if isinstance(failures, list) else one_line(error)
+        raise WandsError(
+            f"--out {out} cannot be written ({reason}); free space or choose another folder."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_replaceable(out: Path, old: Path, replaceable: str | None) -> None:
+    if os.path.ismount(out):
+        raise ConfigError(
+            f"--out {out} is a mount point, which a finished folder cannot replace; give a folder in it, such as "
+            f"{out / 'output'}."
+        )
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; choose a new or an empty folder.")
+    if out.exists() and any(out.iterdir()) and not (replaceable and (out / replaceable).is_file()):
+        allowed = f" and no {replaceable} of an earlier export" if replaceable else ""
+        raise ConfigError(f"--out {out} holds files{allowed}; choose a new or an empty folder.")
+    if old.exists():
+        raise ConfigError(
+            f"--out {out} needs the name {old}, which a killed process may have left; delete that folder, or rename it to "
+            f"{out.name} if {out.name} is missing."
+        )
 
 
 def write_text(path: Path, text: str) -> None:

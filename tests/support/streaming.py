@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from wands.model.files.loading import load_transformer
-from wands.model.files.names import to_official
+from wands.model.files.name_maps import DIT
 from wands.model.weight_dtypes import WeightDtypePolicy
 
 # An eighth of the 14B model's widths, half its layers: the largest tensor is 2 % of the whole, there 1 %.
@@ -43,7 +43,7 @@ def write_scaled(folder: Path, official: bool = False) -> int:
     if official:
         folder.mkdir()
         save_file(
-            {to_official(n): v for n, v in state.items()}, folder / "diffusion_pytorch_model.safetensors"
+            {DIT.to_official(n): v for n, v in state.items()}, folder / "diffusion_pytorch_model.safetensors"
         )
         said = {"_class_name": "WanModel", "model_type": "t2v", "num_heads": 5}
         (folder / "config.json").write_text(json.dumps(said))

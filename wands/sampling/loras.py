@@ -12,9 +12,9 @@ from typing import Any
 from wands.errors import CheckpointError, ConfigError, one_line
 from wands.files import read_json
 from wands.model.files.hub import fetch_model, is_hub_id
-from wands.model.files.lora_files import EXPERT_NAMES, find_lora_file, parts_in
+from wands.model.files.lora_files import EXPERT_NAMES, experts_in, find_lora_file
 from wands.model.files.lora_keys import PEFT_FILE, lora_to_diffusers, read_lora
-from wands.model.files.names import EXPERTS
+from wands.model.files.name_maps import EXPERTS
 
 log = logging.getLogger(__name__)
 PEFT_CONFIG = "adapter_config.json"
@@ -83,7 +83,7 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
     """Return one LoRA, or one for each expert that a file or folder in `path` is named after."""
     label, on_hub = f"{flag}={path}", is_hub_id(path)
     root = _fetch(path, flag) if on_hub else Path(path)
-    experts = parts_in(root)
+    experts = experts_in(root)
     if not experts:
         return [Lora(path, find_lora_file(root, flag), subfolder, scale, flag)]
     if flag == "--lora-2":

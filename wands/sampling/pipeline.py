@@ -14,7 +14,7 @@ from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from wands.encoders.components import quiet_loading
 from wands.errors import CheckpointError, ConfigError, one_line
 from wands.model.files.hub import is_hub_id
-from wands.model.files.names import EXPERTS
+from wands.model.files.name_maps import EXPERTS
 from wands.sampling.loras import Lora, add_loras
 from wands.variants import Variant, variant_of
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,13 +22,13 @@ from tests.support.official import T5Encoder, WanModel, WanVae, XlmRobertaClip, 
 from tests.support.packs import randomize
 from tests.support.runs import losses, make_run, run_training
 from wands.cli import main
-from wands.commands.convert import convert_parts as convert_parts
-from wands.commands.convert import round_trip as convert_check
+from wands.commands.convert import source_components
 from wands.commands.convert.convert import convert
 from wands.errors import CheckpointError, ConfigError, WandsError
-from wands.model.files import hub, names
+from wands.model.files import hub
 from wands.model.files.lora_files import EXPERT_NAMES, LORA_FILE
 from wands.model.files.lora_keys import read_lora
+from wands.model.files.name_maps import DIT, EXPERTS
 from wands.model.files.tensor_files import TensorFiles, as_bytes
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -41,7 +42,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for variant in VARIANTS:
         folder = tmp_path_factory.mktemp("pipelines") / variant
         build_tiny_pipeline(folder, size="test", variant=variant)
-        for seed, expert in enumerate(names.EXPERTS):
+        for seed, expert in enumerate(EXPERTS):
             if (folder / expert).is_dir():
                 model = WanTransformer3DModel.from_pretrained(folder / expert)
                 randomize(model, seed)
@@ -72,9 +73,9 @@ def test_to_official_and_back(variant: str, pipelines: dict[str, Path], tmp_path
     source = pipelines[variant]
     there = convert(str(source), tmp_path / "official", to="official")
     back = convert(str(there.out), tmp_path / "back", to="diffusers", rest_of=str(source))
-    experts = [name for name in names.EXPERTS if (source / name).is_dir()]
+    experts = [name for name in EXPERTS if (source / name).is_dir()]
     for report in (there, back):
-        rows = {row.name: row for row in report.rows}
+        rows = {row.name: row for row in report.summaries}
         assert all("gives the same output" in rows[name].forward for name in experts)
         assert {name: rows[name].read for name in experts} == {name: rows[name].written for name in experts}
     for part in (*experts, "vae", "text_encoder"):
@@ -108,7 +109,7 @@ def test_official_names_are_those_of_the_official_modules(pipelines: dict[str, P
     said = json.loads((report.out / "config.json").read_text())
     assert (said["_class_name"], said["model_type"], said["in_dim"]) == ("WanModel", "flf2v", 36)
     assert (report.out / "google" / "umt5-xxl" / "tokenizer.json").is_file()
-    row = report.rows[0]
+    row = report.summaries[0]
     assert str(row).startswith(
         f"transformer: {len(expected)} tensors read, {len(expected)} written, {len(expected) - 2} renamed"
     )
@@ -174,8 +175,8 @@ def repository(pipelines: dict[str, Path], tmp_path_factory: pytest.TempPathFact
 def test_an_official_repository_becomes_a_pipeline(repository: Path, tmp_path: Path):
     report = convert(str(repository), tmp_path / "out", to="diffusers")
     assert report.notes == ()
-    assert [row.name for row in report.rows] == ["transformer", "vae", "text_encoder", "image_encoder"]
-    assert set(report.rows[-1].unused) == {"visual.head", "textual.weight", "log_scale"}
+    assert [row.name for row in report.summaries] == ["transformer", "vae", "text_encoder", "image_encoder"]
+    assert set(report.summaries[-1].unused) == {"visual.head", "textual.weight", "log_scale"}
     pipeline = DiffusionPipeline.from_pretrained(report.out)
     assert type(pipeline).__name__ == "WanImageToVideoPipeline"
     assert pipeline.transformer.config.image_dim == 16
@@ -193,7 +194,7 @@ def test_an_official_repository_becomes_a_pipeline(repository: Path, tmp_path: P
     for file in repository.glob("*.pth"):
         assert_same_bits(tensors(again.out / file.name), tensors(file))
     identity = convert(str(repository), tmp_path / "identity", to="official")
-    assert {row.renamed for row in identity.rows} == {0}
+    assert {row.renamed for row in identity.summaries} == {0}
     assert (identity.out / "google" / "umt5-xxl").is_dir()
 
 
@@ -220,7 +221,7 @@ def test_bf16_keeps_what_diffusers_keeps_in_fp32(pipelines: dict[str, Path], tmp
     assert_same_bits(
         tensors(back.out / "transformer" / WEIGHTS), tensors(direct.out / "transformer" / WEIGHTS)
     )
-    assert "same output" in direct.rows[0].forward
+    assert "same output" in direct.summaries[0].forward
     assert DiffusionPipeline.from_pretrained(direct.out).transformer.config.num_layers == 2
 
 
@@ -232,9 +233,11 @@ def test_a_wrong_table_is_found_by_the_forward(
         "blocks.0.attn1.to_k.weight": "blocks.0.self_attn.q.weight",
         "blocks.0.attn1.to_q.weight": "blocks.0.self_attn.k.weight",
     }
-    right = names.to_official
-    monkeypatch.setattr(convert_parts, "to_official", lambda name: swapped.get(name) or right(name))
-    with pytest.raises(CheckpointError, match="a forward of the result differs"):
+    wrong = SimpleNamespace(
+        to_diffusers=DIT.to_diffusers, to_official=lambda name: swapped.get(name) or DIT.to_official(name)
+    )
+    monkeypatch.setattr(source_components, "DIT", wrong)
+    with pytest.raises(CheckpointError, match="a forward of the result differs from a forward of the source"):
         convert(str(pipelines["wan2.1-t2v-1.3b"]), tmp_path / "out", to="official")
     assert list(tmp_path.iterdir()) == []
     convert(str(pipelines["wan2.1-t2v-1.3b"]), tmp_path / "out", to="official", forward=False)
@@ -243,13 +246,13 @@ def test_a_wrong_table_is_found_by_the_forward(
 def test_a_disk_that_forgets_is_found(
     pipelines: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    read = convert_check.TensorFiles.read
+    read = TensorFiles.read
 
     def forgetful(self: TensorFiles, name: str) -> Tensor:
         value = read(self, name)
         return value + 1 if self.where == "convert" and name == "head.head.bias" else value
 
-    monkeypatch.setattr(convert_check.TensorFiles, "read", forgetful)
+    monkeypatch.setattr(TensorFiles, "read", forgetful)
     with pytest.raises(CheckpointError, match=r"head\.head\.bias read back from .* differs from the source"):
         convert(str(pipelines["wan2.1-t2v-1.3b"]), tmp_path / "out", to="official")
     assert list(tmp_path.iterdir()) == []
@@ -288,7 +291,7 @@ def test_one_tensor_at_a_time(pipelines: dict[str, Path], tmp_path: Path, monkey
     monkeypatch.setattr(TensorFiles, "read", spy)
     source = pipelines["wan2.1-t2v-1.3b"] / "transformer"
     report = convert(str(source), tmp_path / "out", to="comfyui", forward=False)
-    assert len(alive) == 3 * report.rows[0].written  # once to write, once from either end to compare
+    assert len(alive) == 3 * report.summaries[0].written  # once to write, once from either end to compare
     assert max(alive) == 1
 
 
@@ -297,7 +300,7 @@ def test_nothing_is_overwritten(pipelines: dict[str, Path], tmp_path: Path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious.txt").write_text("keep me")
     for out in (tmp_path / "full", tmp_path / "full" / "precious.txt"):
-        with pytest.raises(ConfigError, match=r"is there already; choose a new or an empty folder"):
+        with pytest.raises(ConfigError, match=r"(is a file|holds files); choose a new or an empty folder"):
             convert(source, out, to="official")
     assert (tmp_path / "full" / "precious.txt").read_text() == "keep me"
     (tmp_path / "out.tmp").mkdir()
@@ -313,7 +316,7 @@ def test_a_mount_point_is_refused_at_the_start(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "volume").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
     with pytest.raises(
-        ConfigError, match=r"is a mount point.*give a folder in it, such as .*volume/converted\."
+        ConfigError, match=r"is a mount point.*give a folder in it, such as .*volume/output\."
     ):
         convert("not/fetched", tmp_path / "volume", to="official")
     assert os.listdir(tmp_path) == ["volume"]
@@ -330,13 +333,16 @@ def spoil(folder: Path, change) -> None:
     [
         (
             lambda w: w.pop("blocks.1.ffn.0.bias"),
-            r"no whole WanTransformer3DModel .*1 missing: blocks\.1\.ffn\.net\.0\.proj\.bias",
+            r"do not fit its config\.json \(1 missing: blocks\.1\.ffn\.net\.0\.proj\.bias",
         ),
         (
             lambda w: w.update({"surprise": torch.zeros(1)}),
-            r"holds 1 names that are none of Wan's \(surprise\)",
+            r"has 1 tensor names that no Wan model has \(surprise\)",
         ),
-        (lambda w: w.update({"head.head.bias": torch.zeros(3)}), r"1 of another shape: proj_out\.bias"),
+        (
+            lambda w: w.update({"head.head.bias": torch.zeros(3)}),
+            r"1 of another shape: proj_out\.bias \[3\] instead of \[64\]",
+        ),
     ],
 )
 def test_weights_that_are_not_whole(change, says: str, pipelines: dict[str, Path], tmp_path: Path):
@@ -352,7 +358,7 @@ def test_what_published_files_carry_for_nothing(pipelines: dict[str, Path], tmp_
     shutil.copytree(pipelines["wan2.1-flf2v-14b"] / "transformer", source)
     extra = "blocks.0.attn2.norm_added_q.weight"
     spoil(source, lambda weights: weights.update({extra: torch.ones(48)}))
-    row = convert(str(source), tmp_path / "out", to="official").rows[0]
+    row = convert(str(source), tmp_path / "out", to="official").summaries[0]
     assert row.unused == (extra,)
     assert (row.read, row.forward) == (row.written + 1, "a forward of stock diffusers gives the same output")
     assert extra in str(row)
@@ -375,7 +381,7 @@ def test_sources_that_are_no_model(tmp_path: Path, pipelines: dict[str, Path]):
     source = pipelines["wan2.1-t2v-1.3b"]
     for rest, says in (
         (pipelines["wan2.2-ti2v-5b"], "is another model: in_channels=48"),
-        (tmp_path, "is no diffusers pipeline"),
+        (tmp_path, r"is not a diffusers pipeline: model_index\.json cannot be read"),
     ):
         with pytest.raises(ConfigError, match=says):
             convert(
@@ -443,11 +449,11 @@ def test_lora_there_and_back(pipelines: dict[str, Path], tmp_path: Path):
     ):
         there = convert(str(tmp_path / "mine.safetensors"), tmp_path / to, to=to)
         assert first in tensors(there.out / "mine.safetensors")
-        row = there.rows[0]
+        row = there.summaries[0]
         assert (row.read, row.written, row.renamed) == (len(keys), len(keys), len(keys))
         back = convert(str(there.out / "mine.safetensors"), tmp_path / f"{to}-back", to="diffusers")
         assert_same_bits(tensors(back.out / "pytorch_lora_weights.safetensors"), keys)
-        assert convert(str(back.out), tmp_path / f"{to}-again", to=to).rows[0].written == len(keys)
+        assert convert(str(back.out), tmp_path / f"{to}-again", to=to).summaries[0].written == len(keys)
 
 
 def test_comfyui_lora_gives_the_stock_pipeline_the_same_output(pipelines: dict[str, Path], tmp_path: Path):
@@ -473,18 +479,18 @@ def test_comfyui_lora_gives_the_stock_pipeline_the_same_output(pipelines: dict[s
 
 
 def test_lora_of_two_experts_becomes_two_files(pipelines: dict[str, Path], tmp_path: Path):
-    keys = write_lora(tmp_path / "pair.safetensors", pipelines["wan2.2-i2v-a14b"], names.EXPERTS)
+    keys = write_lora(tmp_path / "pair.safetensors", pipelines["wan2.2-i2v-a14b"], EXPERTS)
     report = convert(str(tmp_path / "pair.safetensors"), tmp_path / "out", to="comfyui", dtype="bf16")
     files = sorted(path.name for path in report.out.iterdir())
     assert files == ["high_noise_pair.safetensors", "low_noise_pair.safetensors"]
     low = read_lora(tensors(report.out / files[1]))["transformer"]["blocks.0.attn1.to_q"]
     assert torch.equal(low.lora_B, keys["transformer_2.blocks.0.attn1.to_q.lora_B.weight"].bfloat16())
-    assert [row.read for row in report.rows] == [len(keys) // 2] * 2
+    assert [row.read for row in report.summaries] == [len(keys) // 2] * 2
     for_diffusers = convert(str(tmp_path / "pair.safetensors"), tmp_path / "two", to="diffusers")
     assert "load_into_transformer_2=True" in for_diffusers.notes[0]
 
 
-@pytest.mark.parametrize("experts", [names.EXPERTS, names.EXPERTS[1:]])
+@pytest.mark.parametrize("experts", [EXPERTS, EXPERTS[1:]])
 def test_a_folder_with_a_lora_for_each_expert(
     pipelines: dict[str, Path], tmp_path: Path, experts: tuple[str, ...]
 ):
@@ -498,7 +504,7 @@ def test_a_folder_with_a_lora_for_each_expert(
     report = convert(str(tmp_path / "exported"), tmp_path / "out", to="comfyui")
     files = sorted(path.name for path in report.out.iterdir())
     assert files == [f"{EXPERT_NAMES[expert]}_{LORA_FILE}" for expert in experts]
-    assert [row.read for row in report.rows] == [len(keys[expert]) for expert in experts]
+    assert [row.read for row in report.summaries] == [len(keys[expert]) for expert in experts]
     assert all(key.startswith("diffusion_model.") for key in tensors(report.out / files[0]))
     back = convert(str(report.out), tmp_path / "back", to="diffusers")
     assert sorted(path.name for path in back.out.iterdir()) == files
@@ -513,11 +519,13 @@ def test_folders_of_experts_that_are_not_clear(pipelines: dict[str, Path], tmp_p
     (tmp_path / "high_noise").mkdir()
     with pytest.raises(ConfigError, match=r"SRC=\S*high_noise holds no \.safetensors file"):
         convert(str(tmp_path), tmp_path / "out", to="comfyui")
-    write_lora(tmp_path / "high_noise" / LORA_FILE, pipelines["wan2.2-i2v-a14b"], names.EXPERTS[1:])
-    with pytest.raises(CheckpointError, match=r"LoRA of transformer belongs and holds one of transformer_2;"):
+    write_lora(tmp_path / "high_noise" / LORA_FILE, pipelines["wan2.2-i2v-a14b"], EXPERTS[1:])
+    with pytest.raises(
+        CheckpointError, match=r"in the place of the LoRA of transformer and holds a LoRA of transformer_2;"
+    ):
         convert(str(tmp_path), tmp_path / "out", to="comfyui")
     write_lora(tmp_path / "other.safetensors", pipelines["wan2.2-i2v-a14b"])
-    with pytest.raises(ConfigError, match=r"holds LoRAs of two experts and other\.safetensors beside them"):
+    with pytest.raises(ConfigError, match=r"holds LoRAs of two experts and other\.safetensors next to them"):
         convert(str(tmp_path), tmp_path / "out", to="comfyui")
 
 
@@ -540,7 +548,7 @@ def test_the_rest_of_what_stands_alone(pipelines: dict[str, Path], tmp_path: Pat
     source = str(pipelines["wan2.1-t2v-1.3b"])
     write_lora(tmp_path / "mine.safetensors", Path(source))
     for what, to in ((source, "comfyui"), (str(tmp_path / "mine.safetensors"), "official")):
-        with pytest.raises(ConfigError, match="has nothing to give"):
+        with pytest.raises(ConfigError, match=r"(has|have) no other parts"):
             convert(what, tmp_path / "out", to=to, rest_of=source)
 
 
@@ -564,4 +572,4 @@ def test_the_command(pipelines: dict[str, Path], tmp_path: Path):
     assert "tensors read" in done.output
     again = run(main, ["convert", source, "--to", "comfyui", "--out", str(tmp_path / "out")])
     assert again.exit_code == 2
-    assert "nothing is overwritten" in again.output
+    assert "choose a new or an empty folder" in again.output

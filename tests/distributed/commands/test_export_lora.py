@@ -150,7 +150,9 @@ def test_each_expert_has_a_lora_of_its_own(tmp_path: Path, worlds: Any):
     folder = export(tmp_path / "run", tmp_path / "lora")
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"high_noise", "low_noise"}
     converted = convert(str(folder), tmp_path / "official", to="official")
-    assert [row.name for row in converted.rows] == [f"{side}_noise_{LORA_FILE}" for side in ("high", "low")]
+    assert [row.name for row in converted.summaries] == [
+        f"{side}_noise_{LORA_FILE}" for side in ("high", "low")
+    ]
     pipeline = WanPipeline.from_pretrained(model)
     pipeline.load_lora_weights(folder / "high_noise")
     pipeline.load_lora_weights(folder / "low_noise", load_into_transformer_2=True)

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -225,8 +226,12 @@ def attention_across_samples(patch: Patch) -> None:
 
 
 def two_names_become_one(patch: Patch) -> None:
-    right = selftest_dit.to_official
-    patch.setattr(selftest_dit, "to_official", lambda name: right(name).replace("attn.k", "attn.q"))
+    right = selftest_dit.DIT
+    wrong = SimpleNamespace(
+        to_diffusers=right.to_diffusers,
+        to_official=lambda name: right.to_official(name).replace("attn.k", "attn.q"),
+    )
+    patch.setattr(selftest_dit, "DIT", wrong)
 
 
 BUGS = [

@@ -1,1 +1,1 @@
-"""What `wands convert` is made of: whole repositories, their parts, LoRAs, and the proof that all came through."""
+"""`wands convert`: whole repositories, components, LoRAs, and the comparison of the result with the source."""

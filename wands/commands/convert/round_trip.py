@@ -1,4 +1,4 @@
-"""Whether a converted model is the source: bit by bit, and in what stock diffusers computes from either."""
+"""Compare what stock diffusers computes from the source and from the result of a conversion."""
 
 from __future__ import annotations
 
@@ -9,115 +9,90 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wands.commands.convert.source_components import ComponentMapping
 from wands.errors import CheckpointError
-from wands.model.files.encoder_names import TensorSource
 from wands.model.files.tensor_files import LazyTensor, TensorFiles, as_bytes
 
 
 def stock_names(names: Iterable[str]) -> dict[str, str]:
-    """{name of a DiT's tensor in a file: diffusers name}, by diffusers' own conversion.
+    """Return {tensor name of a DiT file: diffusers name}, by diffusers' own conversion.
 
-    Comparisons use it so that what checks is not what wrote.
+    Comparisons use this function, so that an error in wands' own name map is found.
 
     Args:
-        names: all of a file, in any layout.
+        names: all names of a file, in any layout.
     """
     from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
     names = list(names)
     if any(".attn1." in name for name in names):
         return {name: name for name in names}
-    found = convert_wan_transformer_to_diffusers({name: name for name in names})
-    # The library forgets the positions of a first and a last frame; diffusers' published conversion has them.
+    converted = convert_wan_transformer_to_diffusers({name: name for name in names})
+    # diffusers' published conversion renames this tensor; the function in the library does not.
     positions = ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed")
-    return {stored: new.replace(*positions) for new, stored in found.items()}
-
-
-def compare_bits(entries: Sequence[LazyTensor], written: Sequence[Path]) -> None:
-    """Read everything back and compare it with the source.
-
-    Args:
-        entries: what was written.
-        written: the files.
-
-    Raises:
-        CheckpointError: something is missing or differs.
-    """
-    with TensorFiles(written, "convert") as back:
-        if back.shapes.keys() != {entry.name for entry in entries}:
-            raise CheckpointError(
-                f"convert: {written[0]} does not hold what was written; write to another disk."
-            )
-        for entry in entries:
-            if not torch.equal(as_bytes(back.read(entry.name)), as_bytes(entry.read())):
-                raise CheckpointError(
-                    f"convert: {entry.name} read back from {written[0].parent} differs from the source; write to another disk."
-                )
+    return {stored: new.replace(*positions) for new, stored in converted.items()}
 
 
 def compare_forwards(
-    config: dict[str, Any],
-    taken: Mapping[str, TensorSource],
-    source: TensorFiles,
-    entries: Sequence[LazyTensor],
-    written: Sequence[Path],
+    mapping: ComponentMapping, source: TensorFiles, tensors: Sequence[LazyTensor], files: Sequence[Path]
 ) -> str:
-    """Run the stock model on the source's tensors and then on the result's: one model in memory at a time.
+    """Run the stock model with the source's tensors and with the result's, one model in memory at a time.
 
     Args:
-        config: diffusers' of the DiT.
-        taken: what each new tensor was made of.
+        mapping: mapping of the DiT.
         source: the open source.
-        entries: what was written; the source is cast as they were.
-        written: the files.
+        tensors: tensors that were written; the source is cast to their dtypes.
+        files: written files.
 
     Returns:
-        What came out, in words.
+        A sentence about the outputs.
 
     Raises:
-        CheckpointError: the outputs differ.
+        CheckpointError: if the outputs differ.
     """
-    names, stored = stock_names(taken), stock_names(one.name for one in taken.values())
-    dtypes = {names[entry.name]: entry.dtype for entry in entries}
-    computing = dtypes["patch_embedding.weight"]
-    if computing.itemsize < 2:
+    new_names = stock_names(mapping.sources)
+    dtypes = {new_names[tensor.name]: tensor.dtype for tensor in tensors}
+    compute_dtype = dtypes["patch_embedding.weight"]
+    if compute_dtype.itemsize < 2:
         return "no forward, because PyTorch does not compute in its dtype"
-    of_source = {new: old for old, new in stored.items()}
-    of_result = {new: old for old, new in names.items()}
-    first = _forward(config, computing, lambda name: source.read(of_source[name]).to(dtypes[name]))
-    with TensorFiles(written, "convert") as back:
-        second = _forward(config, computing, lambda name: back.read(of_result[name]))
+    old_names = stock_names(source.name for source in mapping.sources.values())
+    in_source, in_result = ({new: old for old, new in names.items()} for names in (old_names, new_names))
+    first = _forward(
+        mapping.config, compute_dtype, lambda name: source.read(in_source[name]).to(dtypes[name])
+    )
+    with TensorFiles(files, "convert") as result:
+        second = _forward(mapping.config, compute_dtype, lambda name: result.read(in_result[name]))
     if not torch.equal(as_bytes(first), as_bytes(second)):
         raise CheckpointError(
-            "convert: a forward of the result differs from the source's; report this, with the model's name."
+            "convert: a forward of the result differs from a forward of the source. Report this, with the model's name."
         )
     if not torch.isfinite(first).all():
         return "a forward gives the same output, which is not finite: the model has diverged"
     return "a forward of stock diffusers gives the same output"
 
 
-def _forward(config: dict[str, Any], dtype: torch.dtype, read: Callable[[str], Tensor]) -> Tensor:
+def _forward(config: Mapping[str, Any], dtype: torch.dtype, read: Callable[[str], Tensor]) -> Tensor:
     from accelerate import init_empty_weights
     from diffusers import WanTransformer3DModel
 
     with init_empty_weights(include_buffers=False):
         model = WanTransformer3DModel.from_config(config).eval()
-    # Fresh tensors, never mapped ones: where they lie decides in which order a kernel sums, and so the last bit.
+    # Newly allocated tensors, never mapped ones: the alignment of a tensor decides the summation order of a kernel.
     model.load_state_dict({name: read(name) for name, _ in model.named_parameters()}, assign=True)
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    own, image = model.config, None
-    if own.image_dim:
-        rows = own.pos_embed_seq_len
-        image = normal(2, rows // 2, own.image_dim) if rows else normal(1, 257, own.image_dim)
+    image, dims = None, model.config
+    if dims.image_dim:
+        rows = dims.pos_embed_seq_len
+        image = normal(2, rows // 2, dims.image_dim) if rows else normal(1, 257, dims.image_dim)
     with torch.no_grad():
         output: Tensor = model(
-            hidden_states=normal(1, own.in_channels, 1, 4, 4),
+            hidden_states=normal(1, dims.in_channels, 1, 4, 4),
             timestep=torch.tensor([500.0]),
-            encoder_hidden_states=normal(1, 8, own.text_dim),
+            encoder_hidden_states=normal(1, 8, dims.text_dim),
             encoder_hidden_states_image=image,
             return_dict=False,
         )[0]

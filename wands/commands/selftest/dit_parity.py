@@ -39,7 +39,7 @@ from wands.errors import CheckpointError, ConfigError
 from wands.flow.noise import add_noise, draw_noise
 from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS
 from wands.model.files.loading import build_empty, load_config, load_transformer
-from wands.model.files.names import rename_all, to_diffusers, to_official
+from wands.model.files.name_maps import DIT, rename_all
 from wands.model.transformer import PackedWanTransformer
 from wands.sampling.pipeline import DiTSource, load_dit
 from wands.sampling.requests import raise_problems
@@ -349,8 +349,8 @@ def check_names(part: DiTPart) -> Outcome:
     """Check that official Wan's names and diffusers' names are one to one."""
     names = [name for name, _ in build_empty(load_config(part.setup.folder)).named_parameters()]
     try:
-        official = rename_all(names, to_official, "diffusers")
-        back = rename_all(official, to_diffusers, "official")
+        official = rename_all(names, DIT.to_official, "diffusers")
+        back = rename_all(official, DIT.to_diffusers, "official")
     except CheckpointError as error:
         return Outcome(False, str(error), "one to one")
     same = sum(official[stored] == name for name, stored in back.items())

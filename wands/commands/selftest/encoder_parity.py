@@ -29,7 +29,7 @@ from wands.encoders.image import ImageEncoder, given_frames
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError
-from wands.model.files.encoder_names import LATENTS_22
+from wands.model.files.official import LATENTS_22
 
 FP32_BOUND = 1e-5, "fp32 in another order"
 MEAN_BAND, STD_BAND = 0.5, (0.3, 1.6)

@@ -16,7 +16,7 @@ from wands.config.recipe import FlowConfig
 from wands.flow.rng import philox
 from wands.flow.sigmas import sample_sigma
 from wands.model.files.loading import load_index
-from wands.model.files.names import EXPERTS
+from wands.model.files.name_maps import EXPERTS
 
 SHIFTS = (1.0, 3.0, 5.0, 8.0, 12.0)
 NUM_DRAWS = 1000

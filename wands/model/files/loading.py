@@ -1,15 +1,14 @@
-"""Weights into a `PackedWanTransformer`, one tensor at a time: no second copy of the model ever exists.
+"""Load weights into a `PackedWanTransformer` one tensor at a time, without a second copy of the model.
 
-The model is built without memory (on the meta device, or partitioned by ZeRO-3) and then filled, parameter by
-parameter, from safetensors files or by Wan's own initialisation. Folders of the official Wan repositories are
-read as they are: their names and configs become diffusers' on the way.
+The model is built without memory (on the meta device, or partitioned by ZeRO-3). Its parameters are then filled one
+by one from safetensors files or with Wan's own initialisation. Folders of the official Wan repositories can be read
+directly: names and configs are translated to diffusers'.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,14 +22,16 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
 
 from wands.errors import CheckpointError, ConfigError
+from wands.files import read_json
 from wands.model.files.hub import fetch_model
-from wands.model.files.names import EXPERTS, rename_all, shorten, to_diffusers
+from wands.model.files.name_maps import DIT, EXPERTS, check_fit, rename_all
 from wands.model.files.official import (
+    DIFFUSERS_CLASS,
     DIT_STEM,
     EXPERT_FOLDERS,
     OFFICIAL_CLASS,
     boundary_of,
-    config_of,
+    dit_config,
     find_expert,
 )
 from wands.model.files.tensor_files import TensorFiles, find_weights
@@ -39,41 +40,44 @@ from wands.model.transformer import PackedWanTransformer
 from wands.model.weight_dtypes import WeightDtypePolicy
 
 logger = logging.getLogger(__name__)
-WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
-MODEL_CLASS = "WanTransformer3DModel"
+WEIGHTS_NAME = f"{DIT_STEM}.safetensors"
+_CONFIG_FILES = ("config.json",)
+_MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
 
 
 def load_config(path: str | Path, subfolder: str = "transformer") -> dict[str, Any]:
-    """Read the DiT's config, as diffusers has it.
+    """Read the diffusers config of a DiT.
 
     Args:
-        path: folder of a diffusers pipeline or an official Wan repository, or the Hub id of one.
-        subfolder: where in it the DiT lies; "" when `path` is the DiT itself. In an official repository
-            "transformer" is its only DiT or its high-noise expert, and "transformer_2" its low-noise expert.
+        path: folder or Hub id of a diffusers pipeline or an official Wan repository.
+        subfolder: folder of the DiT in `path`; "" if `path` is the DiT itself. In an official repository
+            "transformer" is the only DiT or the high-noise expert, and "transformer_2" is the low-noise expert.
 
     Raises:
-        ConfigError: there is no such model, or it is not a Wan DiT.
-        CheckpointError: an official config does not fit its weights.
+        ConfigError: if the model does not exist or is not a Wan DiT.
+        CheckpointError: if an official config does not fit its weights.
     """
-    return _read_config(path, _find_folder(path, subfolder, ["config.json"]))
+    return _read_config(path, _find_folder(path, subfolder, _CONFIG_FILES))
 
 
 def load_index(path: str | Path) -> dict[str, Any]:
-    """Read `model_index.json` of the pipeline, which says how its parts work together; {} for a bare DiT.
+    """Read `model_index.json` of a pipeline; {} for a folder of one DiT.
 
-    An official repository of two experts has none, and gets what diffusers' index of that model says of them.
+    An official repository has no such file. For two experts the result contains the entries that diffusers' index of
+    that model has; for one DiT it is empty.
 
     Raises:
-        ConfigError: there is no such model, or the file is damaged.
+        ConfigError: if the model does not exist or the file is damaged.
     """
     file = fetch_model(path, allow=["model_index.json"]) / "model_index.json"
-    if not file.is_file():
-        return _official_index(path)
-    try:
-        index = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"model.path={path}: model_index.json is not JSON ({error}); mend it.") from None
-    return index if isinstance(index, dict) else {}
+    if file.is_file():
+        return _read_object(path, file)
+    root = fetch_model(path, allow=[f"{folder}/config.json" for folder in EXPERT_FOLDERS.values()])
+    low_noise = find_expert(root, EXPERTS[1])
+    if low_noise is None:
+        return {}
+    boundary = boundary_of(_read_object(path, low_noise / "config.json"))
+    return {"boundary_ratio": boundary, EXPERTS[1]: ["diffusers", DIFFUSERS_CLASS]}
 
 
 def load_transformer(
@@ -87,33 +91,30 @@ def load_transformer(
     merge: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
     storage: WeightDtypePolicy = WeightDtypePolicy(),  # noqa: B008, frozen
 ) -> PackedWanTransformer:
-    """Build the DiT and fill it.
+    """Build a DiT and fill its parameters.
 
     Args:
-        path: folder of a diffusers pipeline or an official Wan repository, or the Hub id of one.
-        subfolder: where in it the DiT lies, as for `load_config`.
-        init: `pretrained` reads the weights; `random` takes only the config, and starts as official Wan does.
-        seed: of the random weights, which are the same at any world size.
-        dtype: of the parameters, whatever the file has; a ZeRO-3 context decides itself.
-        zero_init_context: `deepspeed.zero.Init(...)` to partition each parameter when it is made; every rank
-            must then call this function, and rank 0 reads.
-        merge: changes each weight on its way, by its name, as `wands.model.lora.MergedLoras` does.
-        storage: what the parameters become, one by one, once they are merged; any but the plain one decides in place of
-            `dtype`.
+        path: folder or Hub id of a diffusers pipeline or an official Wan repository.
+        subfolder: folder of the DiT, as for `load_config`.
+        init: "pretrained" reads the weights; "random" reads only the config and initialises as official Wan does.
+        seed: seed of random weights, which are equal at any world size.
+        dtype: dtype of the parameters, independent of the file's dtype; ignored with a ZeRO-3 context.
+        zero_init_context: `deepspeed.zero.Init(...)` to partition each parameter when it is created. Every rank
+            must then call this function; rank 0 reads the files.
+        merge: function of a parameter's name and fp32 value that returns the value to store, such as
+            `wands.model.lora.MergedLoras`.
+        storage: dtypes in which the parameters are stored after `merge`; a policy that is not plain replaces `dtype`.
 
     Returns:
-        The model in training mode, on the CPU or where the context puts it.
+        The model in training mode, on the CPU or on the device of the context.
 
     Raises:
-        ConfigError: there is no such model, or it is not a Wan DiT.
-        CheckpointError: the weights are missing, damaged, or do not fit the config.
+        ConfigError: if the model does not exist or is not a Wan DiT.
+        CheckpointError: if the weights are missing, damaged, or do not fit the config.
     """
     assert init in ("pretrained", "random"), init
-    assert storage.is_plain or dtype == torch.float32, "the storage decides"
-    patterns = (
-        ["config.json"] if init == "random" else ["config.json", "*.safetensors", "*.safetensors.index.json"]
-    )
-    folder = _find_folder(path, subfolder, patterns)
+    assert storage.is_plain or dtype == torch.float32, "the storage policy sets the dtype"
+    folder = _find_folder(path, subfolder, _CONFIG_FILES if init == "random" else _MODEL_FILES)
     config = _read_config(path, folder)
     with _freed_is_returned():
         model = _build_empty(config, zero_init_context if storage.is_plain else None)
@@ -130,7 +131,7 @@ def load_transformer(
         else:
             with _Weights(path, folder) as weights:
                 weights.check_fit(model)
-                # In fp32 before anything is merged: a small update is lost in the rounding of a bf16 file.
+                # Cast to fp32 before merging: in bf16 a small update would be lost.
                 fill(lambda name, _: merge(name, weights.read(name).to(torch.float32)))
     logger.info("model.path=%s: %.1f M parameters, %s", path, num_params / 1e6, init)
     return model
@@ -139,84 +140,66 @@ def load_transformer(
 def load_weights(
     path: str | Path, subfolder: str = "transformer", *, init: str = "pretrained", seed: int = 0
 ) -> dict[str, Tensor]:
-    """The weights that `load_transformer` would fill a model with, in fp32, by diffusers' names.
+    """Return the weights that `load_transformer` stores in a model: {diffusers name: fp32 tensor}.
 
-    Args:
-        path: as for `load_transformer`.
-        subfolder: likewise.
-        init: likewise.
-        seed: likewise.
-
-    Raises:
-        ConfigError: there is no such model, or it is not a Wan DiT.
-        CheckpointError: the weights are missing, damaged, or do not fit the config.
+    The arguments and errors are the arguments and errors of `load_transformer`.
     """
     model = load_transformer(path, subfolder=subfolder, init=init, seed=seed)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def build_empty(config: dict[str, Any]) -> PackedWanTransformer:
-    """The DiT of a config without memory for its weights, to ask for names and shapes."""
+    """Return the DiT of a config on the meta device, for the names and shapes of its parameters."""
     return _build_empty(config, None)
 
 
 def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
-    """Find out, from headers alone, whether `load_transformer` would find every weight in its place.
+    """Check that `load_transformer` will find every weight; reads only the headers of the files.
 
     Raises:
-        ConfigError: there is no such model, or it is not a Wan DiT.
-        CheckpointError: the weights are missing, damaged, or do not fit the config.
+        ConfigError: if the model does not exist or is not a Wan DiT.
+        CheckpointError: if the weights are missing, damaged, or do not fit the config.
     """
-    folder = _find_folder(path, subfolder, ["config.json", "*.safetensors", "*.safetensors.index.json"])
+    folder = _find_folder(path, subfolder, _MODEL_FILES)
     with _Weights(path, folder) as weights:
         weights.check_fit(_build_empty(_read_config(path, folder), None))
 
 
 def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str]) -> Path:
-    """The folder of the DiT; from the Hub, only the files that match are fetched."""
+    """Return the folder of a DiT; from the Hub only the files that match `patterns` are downloaded."""
     allow = [f"{subfolder}/{pattern}".lstrip("/") for pattern in patterns]
     folder = fetch_model(path, allow=allow) / subfolder
     if (folder / "config.json").is_file():
         return folder
     if subfolder in EXPERTS:
-        # Weights too: official configs leave out what the shapes say.
-        own = [f"{EXPERT_FOLDERS[subfolder]}/*"]
-        alone = ["config.json", f"{DIT_STEM}*"] if subfolder == EXPERTS[0] else []
-        found = find_expert(fetch_model(path, allow=own + alone), subfolder)
-        if found is not None:
-            return found
-    missing = Path(subfolder) / "config.json"
+        # Weights too: an official config alone is incomplete, the shapes of the weights complete it.
+        files = [f"{EXPERT_FOLDERS[subfolder]}/*"]
+        files += ["config.json", f"{DIT_STEM}*"] if subfolder == EXPERTS[0] else []
+        official = find_expert(fetch_model(path, allow=files), subfolder)
+        if official is not None:
+            return official
     raise ConfigError(
-        f"model.path={path} has no {missing}; give a Wan pipeline in diffusers layout, or a folder of official Wan."
+        f"model.path={path} has no {Path(subfolder) / 'config.json'}. Give a Wan pipeline in diffusers layout, or a folder of "
+        "official Wan."
     )
 
 
-def _official_index(path: str | Path) -> dict[str, Any]:
-    root = fetch_model(path, allow=[f"{folder}/config.json" for folder in EXPERT_FOLDERS.values()])
-    low = find_expert(root, EXPERTS[1])
-    if low is None:
-        return {}
-    boundary = boundary_of(_read_json(path, low / "config.json"))
-    return {"boundary_ratio": boundary, EXPERTS[1]: ["diffusers", MODEL_CLASS]}
-
-
 def _read_config(path: str | Path, folder: Path) -> dict[str, Any]:
-    config = _read_json(path, folder / "config.json")
-    found = config.get("_class_name")
-    if found == OFFICIAL_CLASS:
+    config = _read_object(path, folder / "config.json")
+    class_name = config.get("_class_name")
+    if class_name == OFFICIAL_CLASS:
         with TensorFiles(find_weights(folder, DIT_STEM), f"model.path={path}") as files:
-            return config_of(files.shapes, config, where=f"model.path={path}")
-    if found != MODEL_CLASS:
-        raise ConfigError(f"model.path={path} holds a {found}, not a {MODEL_CLASS}; give a Wan pipeline.")
+            return dit_config(files.shapes, config, where=f"model.path={path}")
+    if class_name != DIFFUSERS_CLASS:
+        raise ConfigError(
+            f"model.path={path} contains a {class_name}, not a {DIFFUSERS_CLASS}. Give a Wan pipeline."
+        )
     return config
 
 
-def _read_json(path: str | Path, file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"model.path={path}: {file} is not JSON ({error}); mend it.") from None
-    return found if isinstance(found, dict) else {}
+def _read_object(path: str | Path, file: Path) -> dict[str, Any]:
+    value = read_json(file, label=f"model.path={path}: {file}")
+    return value if isinstance(value, dict) else {}
 
 
 def _build_empty(
@@ -224,7 +207,7 @@ def _build_empty(
 ) -> PackedWanTransformer:
     with zero_init_context or torch.device("meta"), no_init_weights():
         model: PackedWanTransformer = PackedWanTransformer.from_config(config)
-    # The table of angles has no values on meta, and inside zero.Init its fp64 steps are rounded to fp32.
+    # The table of RoPE angles has no values on the meta device, and zero.Init would round its fp64 values to fp32.
     c = model.config
     rope = WanRotaryPosEmbed(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)
     model.rope = rope.to(model.proj_out.weight.device if zero_init_context else "cpu")
@@ -243,7 +226,7 @@ def _fill(
                     param.copy_(make(name, shape))
         else:
             owner, _, leaf = name.rpartition(".")
-            value = make(name, shape).to(dtype, copy=True)  # a copy: `make` may give what it keeps
+            value = make(name, shape).to(dtype, copy=True)  # a copy: `make` may return a tensor that it keeps
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
 
 
@@ -253,58 +236,57 @@ def _fill_stored(
     storage: WeightDtypePolicy,
     zero_init_context: Any,
 ) -> None:
-    """Put each parameter in its place as `storage` has it, under ZeRO-3 cut into its partitions there and then."""
+    """Fill each parameter in its storage dtype; under ZeRO-3 each parameter is partitioned right after it is filled."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     storage.apply(model)
     if zero_init_context is not None:
-        with (
-            zero_init_context
-        ):  # its linear, which keeps no gathered weight for backward, takes the place of torch's
+        with zero_init_context:  # installs DeepSpeed's linear, which keeps no gathered weight for backward
             pass
     is_reader = zero_init_context is None or dist.get_rank() == 0
     for name, shape in shapes.items():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         coded = isinstance(owner, QuantizedLinear) and leaf == "weight"
-        wanted = {one: getattr(owner, one) for one in (("weight", "scale") if coded else (leaf,))}
+        empty = {key: getattr(owner, key) for key in (("weight", "scale") if coded else (leaf,))}
         if is_reader:
             value = make(name, shape)
             values = owner.encode(value) if coded else {leaf: value}
         else:
-            values = {one: torch.empty(like.shape, dtype=like.dtype) for one, like in wanted.items()}
-        for one, like in wanted.items():
-            # A copy: `make` may give what it keeps.
-            parameter = nn.Parameter(values[one].to(like.dtype, copy=True), requires_grad=like.requires_grad)
-            assert parameter.shape == like.shape, (name, one, parameter.shape, like.shape)
-            setattr(owner, one, parameter)
+            values = {key: torch.empty(like.shape, dtype=like.dtype) for key, like in empty.items()}
+        for key, like in empty.items():
+            # A copy: `make` may return a tensor that it keeps.
+            parameter = nn.Parameter(values[key].to(like.dtype, copy=True), requires_grad=like.requires_grad)
+            assert parameter.shape == like.shape, (name, key, parameter.shape, like.shape)
+            setattr(owner, key, parameter)
             if zero_init_context is not None:
-                zero_init_context._convert_to_zero_parameters([parameter])  # what rank 0 has, partitioned
+                zero_init_context._convert_to_zero_parameters([parameter])  # partitions rank 0's values
 
 
 @contextmanager
 def _freed_is_returned() -> Iterator[None]:
-    """Let the C library give freed tensors back to the system at once.
+    """Make the C library return freed tensors to the system at once.
 
-    Left alone, glibc learns from the first large tensor that is freed to keep such in its heap, where the partitions
-    that ZeRO-3 makes in between pin them: four ranks that load a model then hold more than three copies of it.
+    By default glibc raises its mmap threshold when the first large tensor is freed, and takes later tensors from its
+    heap. The partitions that ZeRO-3 allocates in between keep that heap from shrinking: four ranks that load a model
+    then use the memory of more than three copies of the model.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
-        yield  # no glibc
+        yield  # not glibc
         return
     mmap_threshold, trim_threshold, kib = -3, -1, 1024
     mallopt(mmap_threshold, 128 * kib)
     try:
         yield
     finally:
-        # Where glibc's learning ends by itself; a fixed threshold has switched it off.
+        # The largest values that glibc would choose itself; a fixed threshold has switched its own choice off.
         mallopt(mmap_threshold, 32 * kib * kib)
         mallopt(trim_threshold, 64 * kib * kib)
 
 
 def _gathered(param: nn.Parameter) -> AbstractContextManager[Any]:
-    """The whole of a parameter that ZeRO-3 has partitioned; what rank 0 writes is kept."""
+    """Gather a parameter that ZeRO-3 has partitioned; values that rank 0 writes are kept."""
     from deepspeed import zero
 
     return zero.GatheredParameters([param], modifier_rank=0)
@@ -315,65 +297,41 @@ def _shape(param: nn.Parameter) -> tuple[int, ...]:
 
 
 class _Weights(TensorFiles):
-    """The safetensors files of one DiT: a tensor is read, by its diffusers name, when it is asked for."""
+    """Safetensors files of one DiT; tensors are read by their diffusers names."""
 
     def __init__(self, path: str | Path, folder: Path) -> None:
-        super().__init__([], f"model.path={path}")
-        self.folder = folder
-        self._stored: dict[str, str] = {}
-
-    def __enter__(self) -> _Weights:
-        self.files = find_weights(self.folder, DIT_STEM)
+        super().__init__(find_weights(folder, DIT_STEM), f"model.path={path}")
         if not self.files:
             raise CheckpointError(
-                f"{self.where} has no weights (neither {WEIGHTS_NAME} nor its index); "
-                "give a complete pipeline, or set model.init=random."
+                f"{self.where} has no weights (neither {WEIGHTS_NAME} nor its index). Give a complete pipeline, or set "
+                "model.init=random."
             )
+        self.is_official = _read_object(path, folder / "config.json").get("_class_name") == OFFICIAL_CLASS
+
+    def __enter__(self) -> _Weights:
         super().__enter__()
-        official = _read_json(self.where, self.folder / "config.json").get("_class_name") == OFFICIAL_CLASS
-        names = self.shapes
-        self._stored = (
-            rename_all(names, to_diffusers, self.where) if official else {name: name for name in names}
-        )
+        rename = DIT.to_diffusers if self.is_official else str
+        self._stored = rename_all(self.shapes, rename, self.where)
         return self
 
     def check_fit(self, model: PackedWanTransformer) -> None:
-        """Compare names and shapes with the model's, reading only headers.
+        """Compare names and shapes with the parameters of a model, from headers.
 
         Raises:
-            CheckpointError: naming what is missing, unexpected or of another shape.
+            CheckpointError: if tensors are missing, unexpected or have another shape.
         """
-        wanted = {name: _shape(param) for name, param in model.named_parameters()}
         shapes = self.shapes
         found = {name: shapes[stored] for name, stored in self._stored.items()}
-        ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
-        problems = {
-            "missing": [name for name in wanted if name not in found],
-            "unexpected": [
-                name for name in found if name not in wanted and not any(i in name for i in ignored)
-            ],
-            "of another shape": [
-                f"{name} {list(found[name])} instead of {list(shape)}"
-                for name, shape in wanted.items()
-                if found.get(name, shape) != shape
-            ],
-        }
-        report = "; ".join(
-            f"{len(names)} {what}: {shorten(names)}" for what, names in problems.items() if names
-        )
-        if report:
-            raise CheckpointError(
-                f"{self.where} has weights that do not fit its config.json ({report}); "
-                "use weights and config of the same model."
-            )
+        wanted = {name: _shape(param) for name, param in model.named_parameters()}
+        check_fit(found, wanted, self.where, model._keys_to_ignore_on_load_unexpected or ())
 
     def read(self, name: str) -> Tensor:
-        """One tensor, as it is in the file."""
+        """Read one tensor by its diffusers name."""
         return super().read(self._stored[name])
 
 
 def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Official Wan's initial value of a parameter, a function of (seed, name) alone; the head starts at zero.
+    """Return official Wan's initial value of a parameter, a function of only seed and name; the head is zero.
 
     Source: `init_weights` of the official Wan 2.1 model.
     """

@@ -1,7 +1,7 @@
-"""The key formats in which LoRAs of Wan are published, read and written.
+"""Read and write LoRAs of Wan in the key formats of diffusers, PEFT, ComfyUI, official Wan and musubi-tuner.
 
-A LoRA file does not say what is its module's name and what its trainer's prefix; here is what each trainer writes.
-Sources: diffusers' `save_lora_weights` and its loaders of foreign formats, ComfyUI's `comfy/lora.py`, musubi-tuner.
+A LoRA file does not say which part of a key is the trainer's prefix and which part is the name of the module.
+Sources: diffusers' `save_lora_weights` and its loaders of other formats, ComfyUI's `comfy/lora.py`, musubi-tuner.
 
 Letters: R rank, I in features, O out features.
 """
@@ -17,21 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
-from wands.errors import CheckpointError
-from wands.model.files.names import (
-    COMFYUI_DIT,
-    COMFYUI_LORA,
-    EXPERTS,
-    find_module,
-    find_musubi_module,
-    shorten,
-    to_official,
-)
+from wands.errors import CheckpointError, one_line
+from wands.model.files.name_maps import COMFYUI_DIT, COMFYUI_LORA, DIT, EXPERTS, shorten
 
 
 @dataclass(frozen=True)
 class LoraPair:
-    """The two matrices of one module's LoRA: they add `scale * lora_B @ lora_A` to the weight.
+    """Two matrices of one module's LoRA, which add `scale * lora_B @ lora_A` to the weight.
 
     Attributes:
         lora_A: [R, I].
@@ -44,48 +36,50 @@ class LoraPair:
     scale: float = 1.0
 
     def folded(self) -> LoraPair:
-        """The same with scale 1, as every loader reads it; exact where the scale is a power of two."""
+        """Return an equal pair with scale 1, which every loader reads; exact if the scale is a power of two."""
         if self.scale == 1.0:
             return self
         return LoraPair(self.lora_A, (self.lora_B.double() * self.scale).to(self.lora_B.dtype))
 
     def delta(self) -> Tensor:
-        """What it adds to its module's weight, [O, I] in float64."""
+        """Return the update of the module's weight, [O, I] float64."""
         return self.scale * (self.lora_B.double() @ self.lora_A.double())
 
 
 _PART = re.compile(r"\.(?:lora_(?P<half>A|B|down|up)(?:\.[\w-]+)?\.weight|(?P<alpha>alpha))$")
 _MUSUBI = "lora_unet_"
 PEFT_FILE = "adapter_model.safetensors"
-"""PEFT's name of a LoRA in a folder."""
+"""PEFT's name of a LoRA file in a folder."""
 _PEFT_CONFIG = "adapter_config.json"
 _PREFIXES = ("base_model.model.", COMFYUI_DIT, COMFYUI_LORA, "transformer_2.", "transformer.")
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Whether names are those of a LoRA file."""
+    """Return whether `names` are keys of a LoRA file."""
     return any(_PART.search(name) and "lora_" in name for name in names)
 
 
 def read_lora(
     state: Mapping[str, Tensor], *, alphas: Mapping[str, float] | None = None, where: str = "the LoRA"
 ) -> dict[str, dict[str, LoraPair]]:
-    """Understand a LoRA of any of the known formats.
+    """Read the tensors of a LoRA in any of the known key formats.
 
-    They are diffusers' (`transformer.` + diffusers' modules), PEFT's own (`base_model.model.`, with or without the
-    adapter's name behind lora_A), ComfyUI's (`diffusion_model.` + official modules), the bare modules of either, and
-    musubi-tuner's (`lora_unet_` + official modules with underscores).
+    - diffusers: `transformer.` or `transformer_2.` and diffusers' module name
+    - PEFT: `base_model.model.` and diffusers' module name, with or without the adapter's name after lora_A
+    - ComfyUI: `diffusion_model.` and the official module name
+    - no prefix: diffusers' or the official module name
+    - musubi-tuner: `lora_unet_` and the official module name with underscores for dots
 
     Args:
         state: tensors by key.
-        alphas: of each expert's modules that have no key for it; where there is none, it is the rank.
-        where: what to call the file in errors.
+        alphas: alpha of each expert, for modules without an alpha key; the default is the rank.
+        where: name of the file in errors.
 
     Returns:
-        {"transformer": {diffusers module: its pair}}, and the same for "transformer_2" where the file has it.
+        {"transformer": {diffusers module: pair}}, and an entry "transformer_2" if the file has that expert.
 
     Raises:
-        CheckpointError: keys that are no LoRA of Wan, or a module of which one half is missing.
+        CheckpointError: if a key is not a LoRA key of Wan, or one of a module's two matrices is missing.
     """
     halves: dict[tuple[str, str], dict[str, Tensor]] = {}
     unknown = []
@@ -100,27 +94,27 @@ def read_lora(
             continue
         half = {"down": "A", "up": "B"}.get(match["half"], match["half"] or "alpha")
         if half in halves.setdefault(place, {}):
-            raise CheckpointError(f"{where} holds several adapters (again {key}); give one at a time.")
+            raise CheckpointError(
+                f"{where} contains several adapters ({key} repeats). Give a file of one adapter."
+            )
         halves[place][half] = value
     if unknown:
         raise CheckpointError(
-            f"{where} holds {len(unknown)} keys that are no LoRA of Wan's linear layers ({shorten(unknown)}); give one "
-            "of lora_A and lora_B (or lora_down and lora_up) and alpha."
+            f"{where} contains {len(unknown)} keys that are not LoRA keys of Wan's linear layers ({shorten(unknown)}). Give a "
+            "file with only lora_A and lora_B (or lora_down and lora_up) and alpha."
         )
-    broken = [
-        f"{expert}.{module}" for (expert, module), own in halves.items() if not {"A", "B"} <= own.keys()
-    ]
+    broken = [".".join(place) for place, own in halves.items() if not {"A", "B"} <= own.keys()]
     if broken:
         raise CheckpointError(
-            f"{where} lacks one half of {len(broken)} modules ({shorten(broken)}); fetch the file again."
+            f"{where} lacks lora_A or lora_B of {len(broken)} modules ({shorten(broken)}). Download the file again."
         )
     loras: dict[str, dict[str, LoraPair]] = {}
     for (expert, module), own in halves.items():
         lora_A, lora_B = own["A"], own["B"]
         if lora_A.ndim != 2 or lora_B.ndim != 2 or lora_A.shape[0] != lora_B.shape[1]:
             raise CheckpointError(
-                f"{where}: {module} has lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)}, which do not fit; give "
-                "a LoRA of linear layers."
+                f"{where}: {module} has lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)}, which do not fit. Give a "
+                "LoRA of linear layers."
             )
         rank = lora_A.shape[0]
         own_alpha = float(own["alpha"]) if "alpha" in own else (alphas or {}).get(expert)
@@ -130,10 +124,10 @@ def read_lora(
 
 
 def lora_to_diffusers(loras: Mapping[str, Mapping[str, LoraPair]]) -> dict[str, Tensor]:
-    """Keys as diffusers' `save_lora_weights` writes them, alpha folded into lora_B, both experts in one file.
+    """Return the keys that diffusers' `save_lora_weights` writes, with alpha folded into lora_B and both experts in one file.
 
     Args:
-        loras: as `read_lora` gives them.
+        loras: result of `read_lora`.
     """
     return {
         f"{expert}.{module}.lora_{half}.weight": value
@@ -144,17 +138,17 @@ def lora_to_diffusers(loras: Mapping[str, Mapping[str, LoraPair]]) -> dict[str, 
 
 
 def lora_to_comfyui(pairs: Mapping[str, LoraPair], *, prefix: str = COMFYUI_LORA) -> dict[str, Tensor]:
-    """Keys as ComfyUI reads them, alpha folded into lora_B: `diffusion_model.blocks.0.self_attn.q.lora_A.weight`.
+    """Return keys for ComfyUI, with alpha folded into lora_B: `diffusion_model.blocks.0.self_attn.q.lora_A.weight`.
 
-    An alpha of its own is left out because diffusers refuses a file that has one outside the blocks. ComfyUI has no
-    name for a second expert: each expert gets a file of its own.
+    There are no alpha keys, because diffusers rejects a file with an alpha key outside the blocks. ComfyUI has no name
+    for a second expert: write one file for each expert.
 
     Args:
-        pairs: of one DiT, by diffusers module.
-        prefix: of every key; "" makes keys as official Wan names its modules.
+        pairs: LoRA of one DiT by diffusers module.
+        prefix: prefix of every key; "" gives the keys of official Wan.
     """
     return {
-        f"{prefix}{to_official(module)}.lora_{half}.weight": value
+        f"{prefix}{DIT.to_official(module)}.lora_{half}.weight": value
         for module, pair in pairs.items()
         for half, value in zip("AB", _folded_halves(pair), strict=True)
     }
@@ -166,48 +160,57 @@ def _folded_halves(pair: LoraPair) -> tuple[Tensor, Tensor]:
 
 
 def _place(key: str) -> tuple[str, str]:
-    """(expert, diffusers module) of a LoRA key without its end."""
+    """Return (expert, diffusers module) of a LoRA key without its suffix."""
     if key.startswith(_MUSUBI):
-        return EXPERTS[0], find_musubi_module(key.removeprefix(_MUSUBI))
+        return EXPERTS[0], _find_module(key.removeprefix(_MUSUBI), separator="_")
     prefix = next((prefix for prefix in _PREFIXES if key.startswith(prefix)), "")
     expert = EXPERTS[1] if prefix == f"{EXPERTS[1]}." else EXPERTS[0]
-    return expert, find_module(key.removeprefix(prefix))
+    return expert, _find_module(key.removeprefix(prefix))
+
+
+def _find_module(name: str, separator: str = ".") -> str:
+    """Return the diffusers name of a DiT module from its official or diffusers name, or raise KeyError."""
+    block = re.match(rf"blocks{re.escape(separator)}(\d+){re.escape(separator)}", name)
+    names = DIT.block if block else DIT.outside
+    modules = {old.replace(".", separator): new for old, new in names.items()}
+    modules |= {new: new for new in names.values()}
+    return f"blocks.{block[1]}.{modules[name[block.end() :]]}" if block else modules[name]
 
 
 def alphas_of(metadata: Mapping[str, str] | None, path: str | Path) -> dict[str, float]:
-    """The alpha of each expert that a trainer wrote beside the keys; {} where it wrote none.
+    """Return the alpha of each expert that a trainer wrote outside the keys; {} if it wrote none.
 
-    diffusers writes it into the file's metadata, PEFT into `adapter_config.json` beside its `adapter_model`.
+    diffusers writes alpha into the file's metadata, PEFT into `adapter_config.json` next to `adapter_model.safetensors`.
 
     Args:
-        metadata: of the safetensors file.
-        path: of the file.
+        metadata: metadata of the safetensors file.
+        path: path of the file.
 
     Raises:
-        CheckpointError: it asks for more than an alpha, such as DoRA or one alpha for each module, or is damaged.
+        CheckpointError: if the settings are damaged or need more than one alpha, such as DoRA or an alpha per module.
     """
-    path, settings = Path(path), (metadata or {}).get("lora_adapter_metadata", "{}")
-    beside = path.with_name(_PEFT_CONFIG)
-    is_peft = path.name == PEFT_FILE and beside.is_file()
+    path = Path(path)
+    peft_config = path.with_name(_PEFT_CONFIG)
+    is_peft = path.name == PEFT_FILE and peft_config.is_file()
     try:
-        found: dict[str, Any] = json.loads(settings)
+        settings: dict[str, Any] = json.loads((metadata or {}).get("lora_adapter_metadata", "{}"))
         if is_peft:
-            config = json.loads(beside.read_text(encoding="utf-8"))
-            found |= {f"{EXPERTS[0]}.{key}": value for key, value in config.items()}
+            config = json.loads(peft_config.read_text(encoding="utf-8"))
+            settings |= {f"{EXPERTS[0]}.{key}": value for key, value in config.items()}
     except (ValueError, AttributeError) as error:
-        what = _PEFT_CONFIG if is_peft else "lora_adapter_metadata"
-        raise CheckpointError(f"{path}: its {what} is no JSON object ({error}); mend it.") from None
-    odd = {
+        damaged = _PEFT_CONFIG if is_peft else "lora_adapter_metadata"
+        raise CheckpointError(
+            f"{path}: its {damaged} is not a JSON object ({one_line(error)}). Download the LoRA again."
+        ) from None
+    unsupported = {
         key.rpartition(".")[2]
-        for key, value in found.items()
+        for key, value in settings.items()
         if value and key.endswith((".alpha_pattern", ".use_dora", ".use_rslora"))
     }
-    if odd:
+    if unsupported:
         raise CheckpointError(
-            f"{path} was trained with {', '.join(sorted(odd))}, which keys cannot say; convert it with its trainer."
+            f"{path} was trained with {', '.join(sorted(unsupported))}, which LoRA keys cannot express. Convert the file with "
+            "the program that trained it."
         )
-    return {
-        key.removesuffix(".lora_alpha"): float(value)
-        for key, value in found.items()
-        if key.endswith(".lora_alpha")
-    }
+    end = ".lora_alpha"
+    return {key.removesuffix(end): float(value) for key, value in settings.items() if key.endswith(end)}

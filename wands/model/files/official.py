@@ -1,7 +1,8 @@
-"""The folders and configs of the official Wan repositories, seen as diffusers' parts.
+"""Folders and configs of the official Wan repositories, translated to diffusers and transformers.
 
-Official `config.json` leaves out what the official code fixes (text width, patch, norms); the shapes of the weights
-say all of it, so they are asked first. Sources: `wan/configs/` and `WanModel` of Wan 2.1 and 2.2.
+An official `config.json` leaves out numbers that the official code fixes (text width, patch size, norms). The shapes
+of the weights contain these numbers, so shapes are read first. Sources: `wan/configs/`, `WanModel`, `vae.py`,
+`vae2_2.py`, `t5.py` and `clip.py` of Wan 2.1 and 2.2.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wands.errors import CheckpointError
-from wands.model.files.names import EXPERTS
+from wands.model.files.name_maps import EXPERTS, vae_structure
 from wands.variants import Variant
 
 OFFICIAL_CLASS = "WanModel"
@@ -20,9 +21,9 @@ DIFFUSERS_CLASS = "WanTransformer3DModel"
 EXPERT_FOLDERS = dict(zip(EXPERTS, ("high_noise_model", "low_noise_model"), strict=True))
 DIT_STEM = "diffusion_pytorch_model"
 HEAD_DIM = 128
-"""Of every published model; a bare file of weights does not say it."""
+"""Channels of an attention head in every published model; a single file of weights does not contain this number."""
 _BOUNDARY = {"t2v": 0.875, "i2v": 0.9}
-# official key -> diffusers' key, where both mean the same number
+# official key -> diffusers' key of the same number
 _SAME = {
     "num_heads": "num_attention_heads",
     "num_layers": "num_layers",
@@ -33,10 +34,27 @@ _SAME = {
     "text_dim": "text_dim",
     "eps": "eps",
 }
+LATENTS_22 = {
+    "latents_mean": [
+        -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891,
+        0.1570, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502,
+        -0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.1230, -0.0313, -0.1649, 0.0117, 0.0723,
+        -0.2839, -0.2083, -0.0520, 0.3748, 0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667,
+    ],
+    "latents_std": [
+        0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.4990, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894, 1.0901,
+        0.6885, 0.6165, 0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659,
+        0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944,
+        0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
+    ],
+}  # fmt: skip
+"""Latent statistics of the Wan 2.2 VAE (48 channels); diffusers' defaults are the statistics of the Wan 2.1 VAE (16)."""
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def find_expert(root: Path, expert: str) -> Path | None:
-    """The folder of a DiT in an official repository, None where the repository has no such DiT.
+    """Return the folder of a DiT in an official repository, or None if the repository has no such DiT.
 
     Args:
         root: the repository.
@@ -45,33 +63,34 @@ def find_expert(root: Path, expert: str) -> Path | None:
     folder = root / EXPERT_FOLDERS[expert]
     if (folder / "config.json").is_file():
         return folder
-    alone = expert == EXPERTS[0] and (root / "config.json").is_file()
-    return root if alone and not (root / "model_index.json").is_file() else None
+    is_root = expert == EXPERTS[0] and (root / "config.json").is_file()
+    return root if is_root and not (root / "model_index.json").is_file() else None
 
 
-def boundary_of(config: Mapping[str, Any]) -> float:
-    """Where the experts of a repository of two meet, which official Wan keeps in its code.
+def boundary_of(official_config: Mapping[str, Any]) -> float:
+    """Return boundary_ratio of a model of two experts, a constant in the official code.
 
     Args:
-        config: the official config.json of either expert.
+        official_config: the official config.json of either expert.
     """
-    return _BOUNDARY.get(config.get("model_type", ""), _BOUNDARY["t2v"])
+    return _BOUNDARY.get(official_config.get("model_type", ""), _BOUNDARY["t2v"])
 
 
-def config_of(
-    shapes: Mapping[str, tuple[int, ...]], said: Mapping[str, Any] | None = None, *, where: str
+def dit_config(
+    shapes: Shapes, official_config: Mapping[str, Any] | None = None, *, where: str
 ) -> dict[str, Any]:
-    """The diffusers config of a DiT from the shapes of its weights.
+    """Return the diffusers config of a DiT.
 
     Args:
-        shapes: by official name.
-        said: the official config.json, which alone knows heads and epsilon; None takes the published ones.
-        where: what to call it in errors.
+        shapes: shapes of the weights by official name.
+        official_config: the official config.json, the only source of num_heads and eps; None takes the published
+            values.
+        where: name of the files in errors.
 
     Raises:
-        CheckpointError: weights are missing that every Wan has, or the config says another shape.
+        CheckpointError: if a weight is missing that every Wan DiT has, or the config contradicts the shapes.
     """
-    said = said or {}
+    known = official_config or {}
     try:
         dim, in_channels, *patch = shapes["patch_embedding.weight"]
         ffn_dim = shapes["blocks.0.ffn.0.weight"][0]
@@ -80,13 +99,13 @@ def config_of(
         out = shapes["head.head.weight"][0]
     except KeyError as error:
         raise CheckpointError(
-            f"{where} has no {error.args[0]}, which every Wan has; give a whole Wan 2.1 or 2.2 model."
+            f"{where} has no {error.args[0]}, which every Wan DiT has. Give a complete model of Wan 2.1 or 2.2."
         ) from None
-    num_heads = said.get("num_heads") or dim // HEAD_DIM
+    num_heads = known.get("num_heads") or dim // HEAD_DIM
     if not num_heads or dim % num_heads:
         raise CheckpointError(
-            f"{where}: its width {dim} is no multiple of {num_heads or HEAD_DIM}, so the number of heads is unknown; put the "
-            "model's config.json beside it."
+            f"{where}: its width {dim} is not a multiple of {num_heads or HEAD_DIM}, so the number of heads is unknown. Put "
+            "the model's config.json next to the weights."
         )
     image = shapes.get("img_emb.proj.0.weight")
     positions = shapes.get("img_emb.emb_pos")
@@ -95,13 +114,13 @@ def config_of(
         "added_kv_proj_dim": dim if "blocks.0.cross_attn.k_img.weight" in shapes else None,
         "attention_head_dim": dim // num_heads,
         "cross_attn_norm": "blocks.0.norm3.weight" in shapes,
-        "eps": said.get("eps", 1e-6),
+        "eps": known.get("eps", 1e-6),
         "ffn_dim": ffn_dim,
         "freq_dim": freq_dim,
         "image_dim": image[0] if image else None,
         "in_channels": in_channels,
         "num_attention_heads": num_heads,
-        "num_layers": len({name.split(".")[1] for name in shapes if name.startswith("blocks.")}),
+        "num_layers": _num_blocks(shapes, "blocks."),
         "out_channels": out // math.prod(patch),
         "patch_size": list(patch),
         "pos_embed_seq_len": positions[1] if positions else None,
@@ -109,39 +128,87 @@ def config_of(
         "rope_max_seq_len": 1024,
         "text_dim": text_dim,
     }
-    wrong = [
-        f"{old}={said[old]} (weights {config[new]})"
-        for old, new in _SAME.items()
-        if said.get(old, config[new]) != config[new]
+    expected = {old: config[new] for old, new in _SAME.items()} | {"dim": dim}
+    differing = [
+        f"{key}={known[key]} (weights {value})"
+        for key, value in expected.items()
+        if known.get(key, value) != value
     ]
-    if said.get("dim", dim) != dim:
-        wrong.append(f"dim={said['dim']} (weights {dim})")
-    if wrong:
+    if differing:
         raise CheckpointError(
-            f"{where} has weights that do not fit its config.json: {', '.join(wrong)}; use weights and config of the same model."
+            f"{where} has weights that do not fit its config.json: {', '.join(differing)}. Use weights and config of the same "
+            "model."
         )
     return config
 
 
 def to_official_config(config: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
-    """The official config.json of a diffusers config.
+    """Return the official config.json of a DiT.
 
     Args:
-        config: of the diffusers DiT.
-        variant: what model it is, which official Wan calls by its task.
+        config: the diffusers config.
+        variant: the model, which official Wan names by its task.
     """
-    task = variant.name.split("-")[1]
     return {
         "_class_name": OFFICIAL_CLASS,
         "_diffusers_version": "0.30.0",
         "dim": config["num_attention_heads"] * config["attention_head_dim"],
-        "eps": config["eps"],
-        "ffn_dim": config["ffn_dim"],
-        "freq_dim": config["freq_dim"],
-        "in_dim": config["in_channels"],
-        "model_type": task,
-        "num_heads": config["num_attention_heads"],
-        "num_layers": config["num_layers"],
-        "out_dim": config["out_channels"],
+        "model_type": variant.name.split("-")[1],
         "text_len": 512,
+        **{old: config[new] for old, new in _SAME.items() if old != "text_dim"},
     }
+
+
+def vae_config(shapes: Shapes) -> dict[str, Any]:
+    """Return the `AutoencoderKLWan` config of an official VAE.
+
+    The latent statistics are the statistics of the published VAE with the same number of channels.
+    """
+    base_dim, num_pixel_channels = shapes["encoder.conv1.weight"][:2]
+    z_dim = shapes["conv2.weight"][0]
+    num_res_blocks, nested = vae_structure(shapes, "the VAE")
+    config: dict[str, Any] = {"base_dim": base_dim, "z_dim": z_dim, "num_res_blocks": num_res_blocks}
+    if nested:
+        config |= {"is_residual": True, "decoder_base_dim": shapes["decoder.head.2.weight"][1]}
+    if num_pixel_channels == 12:
+        config |= {"in_channels": 12, "out_channels": 12, "patch_size": 2}
+        config |= {"scale_factor_spatial": 16, "scale_factor_temporal": 4}
+    return config | (LATENTS_22 if z_dim == len(LATENTS_22["latents_mean"]) else {})
+
+
+def umt5_config(shapes: Shapes) -> dict[str, Any]:
+    """Return the `UMT5Config` arguments of an official text encoder."""
+    vocab_size, d_model = shapes["token_embedding.weight"]
+    num_buckets, num_heads = shapes["blocks.0.pos_embedding.embedding.weight"]
+    return {
+        "architectures": ["UMT5EncoderModel"],
+        "vocab_size": vocab_size,
+        "d_model": d_model,
+        "d_kv": shapes["blocks.0.attn.q.weight"][0] // num_heads,
+        "d_ff": shapes["blocks.0.ffn.fc1.weight"][0],
+        "num_layers": _num_blocks(shapes, "blocks."),
+        "num_heads": num_heads,
+        "relative_attention_num_buckets": num_buckets,
+        "feed_forward_proj": "gated-gelu",
+    }
+
+
+def clip_config(shapes: Shapes) -> dict[str, Any]:
+    """Return the `CLIPVisionConfig` arguments of an official file; heads are the heads of the published ViT-H/14."""
+    width, _, patch, _ = shapes["visual.patch_embedding.weight"]
+    side = round((shapes["visual.pos_embedding"][1] - 1) ** 0.5)
+    return {
+        "architectures": ["CLIPVisionModel"],
+        "hidden_size": width,
+        "intermediate_size": shapes["visual.transformer.0.mlp.0.weight"][0],
+        "num_hidden_layers": _num_blocks(shapes, "visual.transformer."),
+        "num_attention_heads": 16,
+        "image_size": side * patch,
+        "patch_size": patch,
+        "hidden_act": "gelu",
+        "projection_dim": 1024,
+    }
+
+
+def _num_blocks(shapes: Shapes, prefix: str) -> int:
+    return len({name.removeprefix(prefix).split(".")[0] for name in shapes if name.startswith(prefix)})

@@ -41,7 +41,7 @@ def test_shards_hold_no_more_than_they_may(tmp_path: Path):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 280
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is no index of weights"):
+    with pytest.raises(CheckpointError, match="is not an index of weights"):
         find_weights(tmp_path, "model")
 
 
@@ -62,8 +62,8 @@ def test_pickles_of_tensors(zipped: bool, tmp_path: Path):
     ("content", "says"),
     [
         ({"a": Bomb()}, "is a pickle of more than tensors"),
-        ({"a": 3}, "holds a, which is no tensor"),
-        ([torch.zeros(1)], "holds a list"),
+        ({"a": 3}, "contains a, which is not a tensor"),
+        ([torch.zeros(1)], "contains a list"),
     ],
 )
 def test_pickles_of_more(content: object, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -77,5 +77,5 @@ def test_pickles_of_more(content: object, says: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])
 def test_damaged_files(name: str, tmp_path: Path):
     (tmp_path / name).write_bytes(b"PK\x03\x04 nothing")
-    with pytest.raises(CheckpointError, match=r"here: .*cannot be read .*; fetch it again"):
+    with pytest.raises(CheckpointError, match=r"here: .*cannot be read .*\. Download the file again"):
         TensorFiles([tmp_path / name], "here").__enter__()

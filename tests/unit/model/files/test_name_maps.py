@@ -10,8 +10,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from tests.support.official import WanModel
 from tests.support.packs import CONFIG, KINDS
 from wands.errors import CheckpointError
-from wands.model.files import names
-from wands.model.files.names import is_official, rename_all, strip_prefix, to_diffusers, to_official
+from wands.model.files.name_maps import DIT, rename_all, strip_prefix
 from wands.variants import VARIANTS
 
 
@@ -43,10 +42,10 @@ def test_one_to_one_over_every_parameter_of_every_variant(variant: str):
     config = published_config(variant)
     with torch.device("meta"):
         official, diffusers = shapes(WanModel(config)), shapes(WanTransformer3DModel(**config))
-    assert {to_diffusers(name): shape for name, shape in official.items()} == diffusers
-    assert {to_official(name): shape for name, shape in diffusers.items()} == official
+    assert {DIT.to_diffusers(name): shape for name, shape in official.items()} == diffusers
+    assert {DIT.to_official(name): shape for name, shape in diffusers.items()} == official
     for name in official:
-        assert to_official(to_diffusers(name)) == name
+        assert DIT.to_official(DIT.to_diffusers(name)) == name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,15 +58,15 @@ def test_equal_to_the_conversion_of_diffusers(kind: str):
     assert (positions is not None) == (kind == "flf2v")
     if positions:
         theirs["condition_embedder.image_embedder.pos_embed"] = positions
-    assert rename_all(official, to_diffusers, "here") == theirs
+    assert rename_all(official, DIT.to_diffusers, "here") == theirs
 
 
 def test_the_norms_change_places():
     """Both models have a norm2 and a norm3; carrying the names over gives weights to the wrong one."""
-    assert to_diffusers("blocks.3.norm3.weight") == "blocks.3.norm2.weight"
-    assert to_official("blocks.3.norm2.weight") == "blocks.3.norm3.weight"
+    assert DIT.to_diffusers("blocks.3.norm3.weight") == "blocks.3.norm2.weight"
+    assert DIT.to_official("blocks.3.norm2.weight") == "blocks.3.norm3.weight"
     with pytest.raises(KeyError):
-        to_diffusers("blocks.3.norm2.weight")
+        DIT.to_diffusers("blocks.3.norm2.weight")
 
 
 @pytest.mark.parametrize(
@@ -75,13 +74,13 @@ def test_the_norms_change_places():
 )
 def test_what_is_not_official_is_refused(name: str):
     with pytest.raises(KeyError):
-        to_diffusers(name)
+        DIT.to_diffusers(name)
 
 
 def test_unknown_names_are_all_listed():
-    with pytest.raises(CheckpointError, match=r"a\.pth holds 2 names that are none of Wan's \(b, c\)"):
-        rename_all(["patch_embedding.weight", "b", "c"], to_diffusers, "a.pth")
-    with pytest.raises(CheckpointError, match=r"which are the same"):
+    with pytest.raises(CheckpointError, match=r"a\.pth has 2 tensor names that no Wan model has \(b, c\)"):
+        rename_all(["patch_embedding.weight", "b", "c"], DIT.to_diffusers, "a.pth")
+    with pytest.raises(CheckpointError, match=r"here has a and b for one tensor"):
         rename_all(["a", "b"], lambda _: "x", "here")
 
 
@@ -90,11 +89,9 @@ def test_prefixes():
         "head.head.bias": "model.diffusion_model.head.head.bias"
     }
     assert strip_prefix(["diffusion_model.a", "b"]) == {"diffusion_model.a": "diffusion_model.a", "b": "b"}
-    assert is_official(["blocks.0.self_attn.q.weight"])
-    assert not is_official(["blocks.0.attn1.to_q.weight"])
 
 
 def test_the_tables_are_one_to_one():
-    for table in (names._BLOCK, names._OUTSIDE):
+    for table in (DIT.block, DIT.outside):
         assert len(set(table.values())) == len(table)
         assert len({old.replace(".", "_") for old in table}) == len(table)

@@ -1,0 +1,69 @@
+"""Summary of a conversion, for the console."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wands.model.files.name_maps import shorten
+from wands.model.files.tensor_files import LazyTensor
+
+
+@dataclass(frozen=True)
+class ComponentSummary:
+    """Numbers of one converted component or LoRA file.
+
+    Attributes:
+        name: name of the component or file.
+        read: number of tensors in the source.
+        written: number of tensors in the result.
+        renamed: number of written tensors whose name is new.
+        num_bytes: bytes of the written tensors.
+        unused: tensors of the source that the new layout does not have.
+        forward: result of comparing forwards; "" if they were not compared.
+    """
+
+    name: str
+    read: int
+    written: int
+    renamed: int
+    num_bytes: int
+    unused: tuple[str, ...] = ()
+    forward: str = ""
+
+    @classmethod
+    def of(
+        cls, name: str, read: int, tensors: Sequence[LazyTensor], renamed: int, **more: Any
+    ) -> ComponentSummary:
+        """Count the written tensors."""
+        return cls(name, read, len(tensors), renamed, sum(tensor.num_bytes for tensor in tensors), **more)
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.name}: {self.read} tensors read, {self.written} written, {self.renamed} renamed, "
+            f"{self.num_bytes / 1e6:.1f} MB; read back equal, bit for bit"
+        )
+        if self.unused:
+            text += f"; {len(self.unused)} without a place there ({shorten(self.unused, 3)})"
+        return f"{text}; {self.forward}" if self.forward else text
+
+
+@dataclass(frozen=True)
+class ConvertResult:
+    """Result of `convert`.
+
+    Attributes:
+        out: written folder.
+        summaries: one for each component or LoRA file.
+        notes: missing parts of the folder and how to get them.
+    """
+
+    out: Path
+    summaries: tuple[ComponentSummary, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n".join([*map(str, self.summaries), *notes, str(self.out)])

@@ -1,0 +1,135 @@
+"""Parts of a diffusers pipeline around a converted DiT: configs, tokenizer, scheduler, index."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wands.errors import ConfigError
+from wands.files import read_json
+from wands.variants import Variant
+
+
+def _stock_classes(component: str) -> tuple[Any, Any]:
+    """Return the model class of a component, and the config class if the model is of transformers."""
+    import diffusers
+    import transformers
+
+    return {
+        "vae": (diffusers.AutoencoderKLWan, None),
+        "text_encoder": (transformers.UMT5EncoderModel, transformers.UMT5Config),
+        "image_encoder": (transformers.CLIPVisionModel, transformers.CLIPVisionConfig),
+    }.get(component, (diffusers.WanTransformer3DModel, None))
+
+
+def build_stock(component: str, config: Mapping[str, Any]) -> nn.Module:
+    """Build the model of diffusers or transformers on the meta device.
+
+    Args:
+        component: name in a diffusers pipeline, such as "transformer" or "vae".
+        config: config of diffusers or transformers.
+    """
+    model_class, config_class = _stock_classes(component)
+    with torch.device("meta"):
+        model: nn.Module = (
+            model_class(config_class(**config)) if config_class else model_class.from_config(config)
+        )
+    return model
+
+
+def write_stock_config(component: str, config: Mapping[str, Any], folder: Path) -> None:
+    """Write config.json as diffusers or transformers does; arguments as for `build_stock`."""
+    _, config_class = _stock_classes(component)
+    if config_class:
+        config_class(**config).save_pretrained(folder)
+    else:
+        build_stock(component, config).save_config(folder)  # type: ignore[operator]
+
+
+def check_rest(rest: Path, config: Mapping[str, Any], two_experts: bool) -> None:
+    """Check that the other parts of a pipeline belong to the same model as a DiT.
+
+    Args:
+        rest: the pipeline.
+        config: diffusers config of the DiT.
+        two_experts: whether the model has two DiTs.
+
+    Raises:
+        ConfigError: if `rest` is not a diffusers pipeline or is another model.
+    """
+    index, theirs = (
+        read_json(
+            rest / name,
+            label=f"--rest-of {rest} is not a diffusers pipeline: {name}",
+            fix="give a pipeline of the same model.",
+        )
+        for name in ("model_index.json", "transformer/config.json")
+    )
+    differing = [
+        f"{key}={theirs[key]} (here {value})"
+        for key, value in config.items()
+        if key[0] != "_" and key in theirs and theirs[key] != value
+    ]
+    rest_has_two = bool((index.get("transformer_2") or [None])[0])
+    if rest_has_two != two_experts:
+        differing.append("it has two experts" if rest_has_two else "it has one expert")
+    if differing:
+        raise ConfigError(
+            f"--rest-of {rest} is another model: {', '.join(differing)}; give a pipeline of the same model."
+        )
+
+
+def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
+    """Write tokenizer, scheduler and index as in diffusers' conversion of the published models.
+
+    Args:
+        out: folder with the converted components.
+        tokenizer_dir: tokenizer of the official repository.
+        variant: the model.
+    """
+    import diffusers
+    from transformers import AutoTokenizer, CLIPImageProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer.save_pretrained(out / "tokenizer")
+    family = variant.name.split("-")[1]
+    shift = {"flf2v": 16.0, "ti2v": 5.0}.get(family, 3.0)
+    diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=shift
+    ).save_pretrained(out / "scheduler")
+    index: dict[str, Any] = {
+        "_class_name": "WanImageToVideoPipeline" if "image" in variant.conditions else "WanPipeline",
+        "_diffusers_version": diffusers.__version__,
+        "boundary_ratio": variant.boundary_ratio,
+        "expand_timesteps": family == "ti2v",
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", type(tokenizer).__name__],
+        "transformer": ["diffusers", "WanTransformer3DModel"],
+        "transformer_2": ["diffusers", "WanTransformer3DModel"] if variant.boundary_ratio else [None, None],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    if "clip" in variant.conditions:
+        processor = CLIPImageProcessor()
+        processor.save_pretrained(out / "image_processor")
+        index["image_encoder"] = ["transformers", "CLIPVisionModel"]
+        index["image_processor"] = ["transformers", type(processor).__name__]
+    elif "image" in variant.conditions:
+        index |= {"image_encoder": [None, None], "image_processor": [None, None]}
+    text = json.dumps(dict(sorted(index.items())), indent=2)
+    (out / "model_index.json").write_text(text + "\n", encoding="utf-8")
+
+
+def copy_path(source: Path, target: Path) -> None:
+    """Copy a file or folder to a new path, and create the folders above it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copy2(source, target)

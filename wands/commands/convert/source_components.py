@@ -1,0 +1,319 @@
+"""Models of a Wan pipeline in any layout, and the source of each tensor in another layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wands.commands.convert.pipeline_folder import build_stock
+from wands.errors import CheckpointError, ConfigError
+from wands.files import read_json
+from wands.model.files.name_maps import (
+    CLIP,
+    CLIP_RESHAPED,
+    CLIP_UNUSED,
+    COMFYUI_DIT,
+    DIT,
+    EXPERTS,
+    UMT5,
+    UMT5_TIED,
+    NameMap,
+    check_fit,
+    rename_all,
+    shorten,
+    strip_prefix,
+    vae_names,
+    vae_structure,
+)
+from wands.model.files.official import (
+    DIFFUSERS_CLASS,
+    DIT_STEM,
+    OFFICIAL_CLASS,
+    clip_config,
+    dit_config,
+    find_expert,
+    umt5_config,
+    vae_config,
+)
+from wands.model.files.tensor_files import PICKLES, LazyTensor, TensorFiles, find_weights
+
+_Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Source of a tensor of the new layout.
+
+    Attributes:
+        name: name in the source files.
+        third: 0, 1 or 2 to take queries, keys or values out of one tensor; None takes the whole tensor.
+        squeezed: whether to remove dimensions of 1.
+    """
+
+    name: str
+    third: int | None = None
+    squeezed: bool = False
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """Return the new tensor, given the tensor `name` of the source."""
+        if self.third is not None:
+            value = value.chunk(3)[self.third]
+        return value.squeeze() if self.squeezed else value
+
+
+@dataclass(frozen=True)
+class ComponentKind:
+    """Files and names of one kind of model in a pipeline.
+
+    Attributes:
+        stem: name of the weight files in a diffusers folder, without suffix.
+        signs: a tensor of official files and a tensor of diffusers files, to recognise a single file.
+        names: returns the name map, given the names of all tensors and the name of the files in errors.
+        config: returns the diffusers config, given shapes by official name, the official config and the name of the files.
+        official_files: pattern of the file in an official repository; "" for a folder.
+        unused: parts of the names of tensors that are not converted.
+    """
+
+    stem: str
+    signs: tuple[str, str]
+    names: Callable[[Iterable[str], str], NameMap]
+    config: Callable[[Mapping[str, tuple[int, ...]], _Config, str], _Config]
+    official_files: str = ""
+    unused: tuple[str, ...] = ()
+
+
+_DIT_KIND = ComponentKind(
+    stem=DIT_STEM,
+    signs=("head.head.weight", "proj_out.weight"),
+    names=lambda names, where: DIT,
+    config=lambda shapes, config, where: dit_config(shapes, config, where=where),
+    unused=("norm_added_q",),  # in published files, but not in the model; diffusers ignores it too
+)
+KINDS: dict[str, ComponentKind] = {
+    **dict.fromkeys(EXPERTS, _DIT_KIND),
+    "vae": ComponentKind(
+        stem=DIT_STEM,
+        signs=("decoder.middle.0.residual.0.gamma", "decoder.mid_block.resnets.0.norm1.gamma"),
+        names=lambda names, where: vae_names(*vae_structure(names, where)),
+        config=lambda shapes, config, where: vae_config(shapes),
+        official_files="Wan2.*_VAE",
+    ),
+    "text_encoder": ComponentKind(
+        stem="model",
+        signs=("token_embedding.weight", "shared.weight"),
+        names=lambda names, where: UMT5,
+        config=lambda shapes, config, where: umt5_config(shapes),
+        official_files="models_t5_*",
+    ),
+    "image_encoder": ComponentKind(
+        stem="model",
+        signs=("visual.patch_embedding.weight", "vision_model.embeddings.patch_embedding.weight"),
+        names=lambda names, where: CLIP,
+        config=lambda shapes, config, where: clip_config(shapes),
+        official_files="models_clip_*",
+        unused=CLIP_UNUSED,
+    ),
+}
+"""Name of a component in a diffusers pipeline -> its kind."""
+
+
+@dataclass(frozen=True)
+class SourceComponent:
+    """One model of the source.
+
+    Attributes:
+        name: name of the component in a diffusers pipeline, a key of `KINDS`.
+        files: files of the weights.
+        config: config.json next to the weights; None for a single file.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    config: _Config | None
+
+    def open(self) -> TensorFiles:
+        """Return the tensors of the weights."""
+        path = self.files[0].parent if len(self.files) > 1 else self.files[0]
+        return TensorFiles(self.files, f"SRC {path}")
+
+
+@dataclass(frozen=True)
+class ComponentMapping:
+    """Tensors of a component in another layout.
+
+    Attributes:
+        config: config of diffusers or transformers.
+        sources: source of each tensor of the new layout, by new name.
+        unused: tensors of the source that the new layout does not have.
+    """
+
+    config: _Config
+    sources: dict[str, TensorSource]
+    unused: tuple[str, ...]
+
+
+def find_components(source: Path) -> list[SourceComponent]:
+    """Return every model of a diffusers pipeline, an official repository, a folder of one DiT, or a single file.
+
+    Raises:
+        ConfigError: if there is no Wan model.
+        CheckpointError: if a file cannot be read, or the weights of a component are missing.
+    """
+    if source.is_file():
+        return [_component_of_file(source)]
+    components = [
+        SourceComponent(name, tuple(find_weights(source / name, kind.stem)), _read_config(source / name))
+        for name, kind in KINDS.items()
+        if (source / name / "config.json").is_file()
+    ]
+    components = components or _find_dits(source)
+    if components and not (source / "model_index.json").is_file():
+        for name, kind in KINDS.items():
+            paths = sorted(source.glob(f"{kind.official_files}.*")) if kind.official_files else []
+            files = [path for path in paths if path.suffix in (*PICKLES, ".safetensors")]
+            components += [SourceComponent(name, (file,), None) for file in files[:1]]
+    if not components:
+        raise ConfigError(
+            f"SRC {source} holds no Wan model (no model_index.json, config.json or high_noise_model); give a diffusers "
+            "pipeline, an official repository, or one file of weights."
+        )
+    empty = [component.name for component in components if not component.files]
+    if empty:
+        raise CheckpointError(f"SRC {source} has no weights of {', '.join(empty)}; download them again.")
+    return components
+
+
+def _find_dits(source: Path) -> list[SourceComponent]:
+    """Return the DiT of a diffusers folder, or the DiTs of an official repository."""
+    components = []
+    for expert in EXPERTS:
+        folder = find_expert(source, expert)
+        if folder is None:
+            continue
+        config = _read_config(folder)
+        class_name = config.get("_class_name", OFFICIAL_CLASS)
+        if class_name not in (OFFICIAL_CLASS, DIFFUSERS_CLASS):
+            raise ConfigError(
+                f"SRC {source} holds a {class_name}; give a Wan 2.1 or 2.2 model in diffusers or official layout."
+            )
+        components.append(SourceComponent(expert, tuple(find_weights(folder, DIT_STEM)), config))
+    return components
+
+
+def _component_of_file(path: Path) -> SourceComponent:
+    config = _read_config(path.parent) if (path.parent / "config.json").is_file() else None
+    with TensorFiles([path], f"SRC {path}") as files:
+        names = set(strip_prefix(files.shapes))
+    for name, kind in KINDS.items():
+        if names.intersection(kind.signs):
+            return SourceComponent(name, (path,), config)
+    raise ConfigError(
+        f"SRC {path} holds no part of Wan ({shorten(names, 3)}); give a DiT, VAE, UMT5, CLIP or LoRA of Wan 2.1 or 2.2."
+    )
+
+
+def _read_config(folder: Path) -> _Config:
+    path = folder / "config.json"
+    value = read_json(path, label=f"SRC {path}")
+    return value if isinstance(value, dict) else {}
+
+
+def map_component(component: SourceComponent, files: TensorFiles, to: str) -> ComponentMapping:
+    """Find the source of every tensor in another layout, and check that the tensors fit the stock model.
+
+    Args:
+        component: the component.
+        files: its open tensors.
+        to: "diffusers", "official" or "comfyui".
+
+    Raises:
+        CheckpointError: if names are unknown, tensors are missing, or shapes differ from the config.
+    """
+    kind, where, shapes = KINDS[component.name], files.where, files.shapes
+    given = component.config or {}
+    stored = strip_prefix(shapes)
+    is_official = kind.signs[0] in stored
+    if component.name == "image_encoder" and not (is_official and to == "diffusers"):
+        return ComponentMapping(given, {name: TensorSource(name) for name in shapes}, ())
+    if UMT5_TIED in stored:
+        stored.setdefault("shared.weight", stored.pop(UMT5_TIED))
+    stored = {name: raw for name, raw in stored.items() if not any(part in name for part in kind.unused)}
+    name_map = kind.names(stored, where)
+    sources = split_sources(stored)
+    stock = rename_all(sources, name_map.to_diffusers if is_official else str, where)
+    official = rename_all(stock, name_map.to_official, where)
+    is_dit = component.name in EXPERTS
+    has_config = given.get("_class_name") == DIFFUSERS_CLASS if is_dit else not is_official
+    current = stored if is_official else {new: stored[old] for new, old in official.items()}
+    by_official_name = {name: shapes[raw] for name, raw in current.items()}
+    config = given if has_config else kind.config(by_official_name, given, where)
+    by_stock_name = {new: sources[name] for new, name in stock.items()}
+    # Some releases of transformers put a prefix in front of CLIP's names; every release reads both.
+    found, wanted = (
+        {name.removeprefix("vision_model."): shape for name, shape in named.items()}
+        for named in (
+            new_shapes(by_stock_name, shapes),
+            {
+                name: tuple(value.shape)
+                for name, value in build_stock(component.name, config).named_parameters()
+            },
+        )
+    )
+    check_fit(found, wanted, where)
+    used = {source.name for source in sources.values()}
+    unused = tuple(name for name in shapes if name not in used)
+    if to == "diffusers":
+        return ComponentMapping(dict(config), by_stock_name, unused)
+    prefix = COMFYUI_DIT if to == "comfyui" and is_dit else ""
+    renamed = {f"{prefix}{name}": by_stock_name[new] for name, new in official.items()}
+    return ComponentMapping(dict(config), renamed, unused)
+
+
+def split_sources(stored: Mapping[str, str]) -> dict[str, TensorSource]:
+    """Return the source of each tensor that has a name in a `NameMap`; only CLIP has tensors that are split or reshaped.
+
+    Args:
+        stored: name without prefix -> name in the source files.
+    """
+    sources: dict[str, TensorSource] = {}
+    for name, raw in stored.items():
+        if ".attn.to_qkv." in name:
+            thirds = enumerate(name.replace("to_qkv", letter) for letter in "qkv")
+            sources |= {third_name: TensorSource(raw, third=third) for third, third_name in thirds}
+        else:
+            sources[name] = TensorSource(raw, squeezed=name in CLIP_RESHAPED)
+    return sources
+
+
+def new_shapes(
+    sources: Mapping[str, TensorSource], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of new tensors, given the shapes of the source."""
+    return {
+        name: tuple(source(torch.empty(shapes[source.name], device="meta")).shape)
+        for name, source in sources.items()
+    }
+
+
+def new_tensors(
+    mapping: ComponentMapping, files: TensorFiles, cast: Callable[[str], torch.dtype | None]
+) -> list[LazyTensor]:
+    """Return the tensors to write for a component, sorted by name.
+
+    Args:
+        mapping: result of `map_component`.
+        files: the open tensors of the source.
+        cast: returns the dtype of a new tensor by name, or None to keep the source's dtype.
+    """
+    shapes = new_shapes(mapping.sources, files.shapes)
+
+    def new_tensor(name: str, source: TensorSource) -> LazyTensor:
+        dtype = cast(name) or files.dtype(source.name)
+        return LazyTensor(name, shapes[name], dtype, lambda: source(files.read(source.name)).to(dtype))
+
+    return [new_tensor(name, source) for name, source in sorted(mapping.sources.items())]

@@ -1,0 +1,290 @@
+"""Tensor names of official Wan files and of diffusers and transformers: one table per model (DiT, VAE, UMT5, CLIP).
+
+Sources: `model.py`, `vae.py`, `vae2_2.py`, `t5.py` and `clip.py` of the official Wan 2.1 and 2.2 repositories, and
+diffusers' conversions of the published files. The norms of the DiT are the trap: official norm3, the norm in front of
+cross-attention, is diffusers' norm2. The other norms of a block have no parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from wands.errors import CheckpointError
+
+EXPERTS = ("transformer", "transformer_2")
+"""diffusers' names of the DiTs of a pipeline: the only DiT or the high-noise expert, and the low-noise expert."""
+COMFYUI_DIT = "model.diffusion_model."
+COMFYUI_LORA = "diffusion_model."
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """One-to-one map between the module names of one model in official files and in diffusers or transformers.
+
+    The rest of a tensor name, such as ".weight", stays as it is.
+
+    Attributes:
+        outside: official module or parameter -> diffusers module or parameter, outside the numbered blocks.
+        block: the same map inside a numbered block, without the block's prefix.
+        prefixes: text in front of a block's number, in official names and in diffusers names.
+    """
+
+    outside: Mapping[str, str]
+    block: Mapping[str, str] = field(default_factory=dict)
+    prefixes: tuple[str, str] = ("blocks.", "blocks.")
+
+    def to_diffusers(self, name: str) -> str:
+        """Translate the official name of a tensor or module.
+
+        Raises:
+            KeyError: if the official model has no such module.
+        """
+        number = re.match(re.escape(self.prefixes[0]) + r"(\d+)\.", name) if self.block else None
+        start, table = (f"{self.prefixes[1]}{number[1]}.", self.block) if number else ("", self.outside)
+        words = name[number.end() if number else 0 :].split(".")
+        for end in range(len(words), 0, -1):
+            if new := table.get(".".join(words[:end])):
+                return start + ".".join([new, *words[end:]])
+        raise KeyError(name)
+
+    def to_official(self, name: str) -> str:
+        """Translate the diffusers name of a tensor or module.
+
+        Raises:
+            KeyError: if the diffusers model has no such module.
+        """
+        return self.inverse.to_diffusers(name)
+
+    @cached_property
+    def inverse(self) -> NameMap:
+        """The map from diffusers names to official names."""
+        outside, block = ({new: old for old, new in table.items()} for table in (self.outside, self.block))
+        return NameMap(outside, block, self.prefixes[::-1])
+
+
+_PROJECTIONS = {
+    **{"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"},
+    **{"norm_q": "norm_q", "norm_k": "norm_k"},
+}
+DIT = NameMap(
+    outside={
+        "patch_embedding": "patch_embedding",
+        "text_embedding.0": "condition_embedder.text_embedder.linear_1",
+        "text_embedding.2": "condition_embedder.text_embedder.linear_2",
+        "time_embedding.0": "condition_embedder.time_embedder.linear_1",
+        "time_embedding.2": "condition_embedder.time_embedder.linear_2",
+        "time_projection.1": "condition_embedder.time_proj",
+        "img_emb.proj.0": "condition_embedder.image_embedder.norm1",
+        "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
+        "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
+        "img_emb.proj.4": "condition_embedder.image_embedder.norm2",
+        "img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed",
+        "head.modulation": "scale_shift_table",
+        "head.head": "proj_out",
+    },
+    block={
+        "modulation": "scale_shift_table",
+        "norm3": "norm2",
+        "ffn.0": "ffn.net.0.proj",
+        "ffn.2": "ffn.net.2",
+        **{f"self_attn.{old}": f"attn1.{new}" for old, new in _PROJECTIONS.items()},
+        **{f"cross_attn.{old}": f"attn2.{new}" for old, new in _PROJECTIONS.items()},
+        "cross_attn.k_img": "attn2.add_k_proj",
+        "cross_attn.v_img": "attn2.add_v_proj",
+        "cross_attn.norm_k_img": "attn2.norm_added_k",
+    },
+)
+UMT5 = NameMap(
+    outside={"token_embedding": "shared", "norm": "encoder.final_layer_norm"},
+    block={
+        "norm1": "layer.0.layer_norm",
+        **{f"attn.{name}": f"layer.0.SelfAttention.{name}" for name in "qkvo"},
+        "pos_embedding.embedding": "layer.0.SelfAttention.relative_attention_bias",
+        "norm2": "layer.1.layer_norm",
+        "ffn.gate.0": "layer.1.DenseReluDense.wi_0",
+        "ffn.fc1": "layer.1.DenseReluDense.wi_1",
+        "ffn.fc2": "layer.1.DenseReluDense.wo",
+    },
+    prefixes=("blocks.", "encoder.block."),
+)
+UMT5_TIED = "encoder.embed_tokens.weight"
+"""Second name of `shared.weight` in transformers; official files store the tensor once."""
+CLIP = NameMap(
+    outside={
+        "visual.patch_embedding": "vision_model.embeddings.patch_embedding",
+        "visual.cls_embedding": "vision_model.embeddings.class_embedding",
+        "visual.pos_embedding": "vision_model.embeddings.position_embedding.weight",
+        "visual.pre_norm": "vision_model.pre_layrnorm",
+        "visual.post_norm": "vision_model.post_layernorm",
+    },
+    block={
+        "norm1": "layer_norm1",
+        "norm2": "layer_norm2",
+        **{f"attn.{name}": f"self_attn.{name}_proj" for name in "qkv"},
+        "attn.proj": "self_attn.out_proj",
+        "mlp.0": "mlp.fc1",
+        "mlp.2": "mlp.fc2",
+    },
+    prefixes=("visual.transformer.", "vision_model.encoder.layers."),
+)
+"""Image half of CLIP; official files store attn.q, attn.k and attn.v as thirds of one tensor, attn.to_qkv."""
+CLIP_RESHAPED = ("visual.cls_embedding", "visual.pos_embedding")
+"""Tensors with leading dimensions of 1 in the official CLIP file."""
+CLIP_UNUSED = ("textual.", "visual.head", "log_scale")
+"""Tensors of the official CLIP file that transformers' `CLIPVisionModel` does not have."""
+
+_VAE_LEVELS = 4
+_VAE_RESIDUAL = {
+    **{"residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2"},
+    "shortcut": "conv_shortcut",
+}
+
+
+def vae_structure(names: Iterable[str], where: str) -> tuple[int, bool]:
+    """Return num_res_blocks of a VAE, and whether the blocks are nested as in Wan 2.2.
+
+    Args:
+        names: tensor names in the official or the diffusers layout.
+        where: name of the files in errors.
+
+    Raises:
+        CheckpointError: if the names are not the names of a Wan VAE.
+    """
+    names = list(names)
+    nested = any(".downsampler." in name or ".downsamples.0.downsamples." in name for name in names)
+    # The first resampling layer follows the residual blocks of its level.
+    pattern = r"encoder\.down(?:sample|_block)s\.(?:0\.downsamples\.)?(\d+)\.resample\."
+    resamplers = [int(match[1]) for name in names if (match := re.match(pattern, name))]
+    pattern = r"encoder\.down_blocks\.0\.resnets\.(\d+)\."
+    resnets = {match[1] for name in names if (match := re.match(pattern, name))}
+    if not resamplers and not resnets:
+        raise CheckpointError(
+            f"{where} is not a Wan VAE: it has no downsampling layer. Give the VAE of Wan 2.1 or 2.2."
+        )
+    return (min(resamplers) if resamplers else len(resnets)), nested
+
+
+def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
+    """Return the name map of a VAE.
+
+    The official Wan 2.1 VAE has one flat list of layers in each half. diffusers groups the decoder's list into blocks.
+
+    Args:
+        num_res_blocks: residual blocks in a level of the encoder; the decoder has one more.
+        nested: whether the official file has one list of layers for each level, as in Wan 2.2.
+    """
+    table = {"conv1": "quant_conv", "conv2": "post_quant_conv"}
+
+    def add(old: str, new: str, modules: Mapping[str, str]) -> None:
+        table.update({f"{old}.{inner}": f"{new}.{name}" for inner, name in modules.items()})
+
+    for half, way in (("encoder", "down"), ("decoder", "up")):
+        add(half, half, {"conv1": "conv_in", "head.0": "norm_out", "head.2": "conv_out"})
+        table[f"{half}.middle.1"] = f"{half}.mid_block.attentions.0"
+        for index in (0, 1):
+            add(f"{half}.middle.{2 * index}", f"{half}.mid_block.resnets.{index}", _VAE_RESIDUAL)
+        count = num_res_blocks + (half == "decoder")
+        for level, index in itertools.product(range(_VAE_LEVELS), range(count + 1)):
+            flat, is_residual = level * (count + 1) + index, index < count
+            old = f"{half}.{way}samples." + (f"{level}.{way}samples.{index}" if nested else f"{flat}")
+            new = f"{half}.{way}_blocks."
+            if half == "encoder" and not nested:
+                new += f"{flat}"
+            elif is_residual:
+                new += f"{level}.resnets.{index}"
+            else:
+                new += f"{level}." + (f"{way}sampler" if nested else "upsamplers.0")
+            if is_residual:
+                add(old, new, _VAE_RESIDUAL)
+            else:
+                table[old] = new
+    return NameMap(table)
+
+
+def strip_prefix(names: Iterable[str]) -> dict[str, str]:
+    """Return {name without ComfyUI's prefix: name}; the prefix is removed only if every name has it."""
+    names = list(names)
+    for prefix in (COMFYUI_DIT, COMFYUI_LORA):
+        if names and all(name.startswith(prefix) for name in names):
+            return {name.removeprefix(prefix): name for name in names}
+    return {name: name for name in names}
+
+
+def rename_all(names: Iterable[str], rename: Callable[[str], str], where: str) -> dict[str, str]:
+    """Return {new name: old name}.
+
+    Args:
+        names: names to translate.
+        rename: a method of a `NameMap`; raises KeyError for an unknown name.
+        where: name of the files in errors.
+
+    Raises:
+        CheckpointError: if `rename` does not know a name, or gives two names the same translation.
+    """
+    renamed: dict[str, str] = {}
+    unknown = []
+    for name in names:
+        try:
+            new = rename(name)
+        except KeyError:
+            unknown.append(name)
+            continue
+        if new in renamed:
+            raise CheckpointError(
+                f"{where} has {renamed[new]} and {name} for one tensor. Remove one of them."
+            )
+        renamed[new] = name
+    if unknown:
+        raise CheckpointError(
+            f"{where} has {len(unknown)} tensor names that no Wan model has ({shorten(unknown)}). Give a text-to-video or "
+            "image-to-video model of Wan 2.1 or 2.2."
+        )
+    return renamed
+
+
+def check_fit(
+    found: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
+    where: str,
+    ignored: Iterable[str] = (),
+) -> None:
+    """Compare the tensors of files with the parameters of a model.
+
+    Args:
+        found: name -> shape in the files.
+        wanted: name -> shape in the model.
+        where: name of the files in errors.
+        ignored: parts of names that may be missing or unexpected.
+
+    Raises:
+        CheckpointError: if tensors are missing, unexpected or have another shape.
+    """
+    ignored = tuple(ignored)
+    found, wanted = (
+        {name: shape for name, shape in shapes.items() if not any(part in name for part in ignored)}
+        for shapes in (found, wanted)
+    )
+    problems = {
+        "missing": wanted.keys() - found.keys(),
+        "unexpected": found.keys() - wanted.keys(),
+        "of another shape": [
+            f"{name} {[*found[name]]} instead of {[*shape]}"
+            for name, shape in wanted.items()
+            if found.get(name, shape) != shape
+        ],
+    }
+    report = "; ".join(f"{len(names)} {what}: {shorten(names)}" for what, names in problems.items() if names)
+    if report:
+        raise CheckpointError(
+            f"{where} has weights that do not fit its config.json ({report}). Use weights and config of the same model."
+        )
+
+
+def shorten(names: Iterable[str], limit: int = 8) -> str:
+    """Return the first names on one line, and the number of the others."""
+    names = sorted(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
