@@ -1,4 +1,4 @@
-"""Where ranks stand, which degrees `cp_size` becomes, and which ranks share a process group."""
+"""Parallel dimensions, the degrees that `cp_size` leads to, and the ranks of each process group."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_a_degree_that_is_given_is_kept():
         ({"ulysses_degree": 8}, "^parallel.ulysses_degree=8 "),
         (
             {"cp_size": 16, "ring_degree": 2},
-            "cp_size=16, parallel.ring_degree=2 leaves parallel.ulysses_degree=8, which ",
+            "cp_size=16, parallel.ring_degree=2 leads to parallel.ulysses_degree=8, which ",
         ),
     ],
 )
 def test_ulysses_must_divide_the_heads(parallel: dict[str, int], blamed: str):
     with pytest.raises(
-        ConfigError, match=blamed + "must divide num_heads=12 of wan; use one of 1, 2, 3, 4, 6, 12"
+        ConfigError, match=blamed + "must divide num_heads=12 of wan. Use one of 1, 2, 3, 4, 6, 12"
     ):
         degrees(12, **parallel)
 
@@ -84,7 +84,7 @@ def test_contradicting_degrees_are_refused_with_the_recipe(overrides: tuple[str,
 def test_a_world_that_groups_do_not_divide():
     check_world(ParallelConfig(cp_size=4), 8)
     with pytest.raises(
-        ConfigError, match=r"parallel.ring_degree=3: 3 ranks share a bin, which must divide world_size=8"
+        ConfigError, match=r"parallel.ring_degree=3: 3 ranks share each pack, which must divide world_size=8"
     ):
         check_world(ParallelConfig(ring_degree=3), 8)
 

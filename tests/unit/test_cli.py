@@ -269,7 +269,7 @@ def test_the_checks_of_cache_and_heads_are_what_refuses(
         "parallel.ulysses_degree=8",
     )
     assert "parallel.ulysses_degree=8 must divide num_heads=12 of" in refused(*heads)
-    assert "use one of 1, 2, 3, 4, 6, 12." in refused(*heads)
+    assert "Use one of 1, 2, 3, 4, 6, 12." in refused(*heads)
     monkeypatch.delenv("WORLD_SIZE")
     other = tmp_path / "other"
     build_tiny_pipeline(other, seed=1, size="test", vae_dir="random")
@@ -298,7 +298,7 @@ def test_heads_and_context_parallelism(tiny_pipeline: Path, monkeypatch: pytest.
         "train.bins_per_step=15",
     )
     text = refused(*common, "--set", "parallel.ulysses_degree=5")
-    assert "parallel.ulysses_degree=5 must divide num_heads=4 of wan2.1-t2v-tiny; use one of 1, 2, 4." in text
+    assert "parallel.ulysses_degree=5 must divide num_heads=4 of wan2.1-t2v-tiny. Use one of 1, 2, 4." in text
     assert "must divide world_size=15" in refused(*common, "--set", "parallel.ring_degree=2")
     both = ("--set", "parallel.ring_degree=3", "--set", "parallel.cp_size=5")
     assert "parallel.cp_size=5 must be a multiple of parallel.ring_degree=3" in refused(*common, *both)

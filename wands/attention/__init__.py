@@ -1,1 +1,1 @@
-"""Attention over packed sequences: back ends behind one two-function contract, and what is built round them."""
+"""Attention over packed sequences: kernels behind one contract, variable-length attention, Ulysses and ring attention."""

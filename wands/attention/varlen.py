@@ -1,6 +1,6 @@
-"""Variable-length attention on packed rows, with gradients.
+"""Variable-length attention on packed rows, with gradients, for tokens that are all on this rank.
 
-Letters: T rows, H heads, D head dim, S segments.
+Letters: T rows, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = [
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, backend: Backend, scale: float | None = None
 ) -> Tensor:
-    """Attend inside segments, never across them.
+    """Attend inside segments.
 
     Args:
         q: [Tq, H, D].
         k: [Tk, H, D].
         v: [Tk, H, D].
-        segments: who attends to whom.
-        backend: the kernel.
-        scale: factor on the scores; 1/sqrt(D) when None.
+        segments: rows of q and of k in each segment.
+        backend: attention kernel.
+        scale: factor on the scores; None means 1/sqrt(D).
 
     Returns:
         [Tq, H, D] in q's dtype; 0 in rows that attend to nothing.
@@ -46,37 +46,38 @@ def varlen_attention(
 
 @dataclass(frozen=True)
 class PaddedSegments:
-    """Segments whose keys end with copies of one more row, the same for all, up to a common length.
+    """Segments whose keys are padded to a common length with copies of one pad key, without storing the copies.
 
     Attributes:
-        segments: the pairs without the copies.
-        everyone: all rows of q against the one row.
-        log_pads: fp64 [Tq], log of the number of copies that each row of q sees; -inf where there are none.
+        segments: rows of q and of k in each segment, without padding.
+        pad_segment: one segment of all rows of q and the pad key.
+        log_num_pads: fp64 [Tq], logarithm of the number of pad keys that each row of q attends to; -inf for no pad keys.
     """
 
     segments: Segments
-    everyone: Segments
-    log_pads: Tensor
+    pad_segment: Segments
+    log_num_pads: Tensor
 
     @classmethod
     def build(
         cls, lens_q: Sequence[int], lens_k: Sequence[int], padded_len: int, device: torch.device | str = "cpu"
     ) -> PaddedSegments:
-        """Make them from lengths.
+        """Build padded segments from lengths.
 
         Args:
-            lens_q: rows of q in each segment.
-            lens_k: rows of k in each segment, without the copies.
-            padded_len: rows of k in each segment, with the copies.
-            device: where q, k and v live.
+            lens_q: number of rows of q in each segment.
+            lens_k: number of rows of k in each segment, without padding.
+            padded_len: number of rows of k in each segment, with padding.
+            device: device of q, k and v.
         """
         assert max(lens_k) <= padded_len, f"a segment of {max(lens_k)} keys is longer than {padded_len}"
         num_rows = sum(lens_q)
-        log_pads = torch.tensor([padded_len - length for length in lens_k], dtype=torch.float64).log()
+        log_num_pads = torch.tensor([padded_len - length for length in lens_k], dtype=torch.float64).log()
         repeats = torch.tensor(lens_q).to(device, non_blocking=True)
-        log_pads = log_pads.to(device, non_blocking=True).repeat_interleave(repeats, output_size=num_rows)
-        everyone = Segments.build([num_rows], [1], device)
-        return cls(Segments.build(lens_q, lens_k, device), everyone, log_pads)
+        log_num_pads = log_num_pads.to(device, non_blocking=True)
+        log_num_pads = log_num_pads.repeat_interleave(repeats, output_size=num_rows)
+        pad_segment = Segments.build([num_rows], [1], device)
+        return cls(Segments.build(lens_q, lens_k, device), pad_segment, log_num_pads)
 
 
 def padded_attention(
@@ -89,20 +90,20 @@ def padded_attention(
     backend: Backend,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend inside segments as if each segment of k ended with its copies of `pad_k`.
+    """Attend inside segments whose keys are padded with copies of `pad_k`, at the cost of the segments without padding.
 
-    n equal keys weigh n*exp(score) in the softmax, so they are one block of one key whose log-sum-exp is
-    score + log(n), merged with the other keys: the result of the long rows at the price of the short.
+    n equal keys have the weight n * exp(score) in the softmax. The pad keys are therefore one block of one key with log-sum-exp
+    score + log(n), and this block is merged with the other keys.
 
     Args:
         q: [Tq, H, D].
-        k: [Tk, H, D], without the copies.
-        v: [Tk, H, D].
+        k: [Tk, H, D], without padding.
+        v: [Tk, H, D], without padding.
         pad_k: [H, D].
         pad_v: [H, D].
-        padded: who attends to whom, and to how many copies.
-        backend: the kernel.
-        scale: factor on the scores; 1/sqrt(D) when None.
+        padded: rows of q and of k in each segment, and the number of pad keys.
+        backend: attention kernel.
+        scale: factor on the scores; None means 1/sqrt(D).
 
     Returns:
         [Tq, H, D] in q's dtype.
@@ -144,12 +145,14 @@ class _PaddedAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         out, lse = backend.forward(q, k, v, padded.segments, scale)
-        _, pad_lse = backend.forward(q, pad_k[None], pad_v[None], padded.everyone, scale)
-        pad_lse = pad_lse + padded.log_pads.to(lse.dtype)
-        # Of the softmax, what the copies take and what is left; each rounded from fp32 by itself. In bf16, 1 - share would be
-        # nothing but rounding where a short text stands before its many copies.
-        share, rest = (torch.sigmoid(x).mT[..., None].to(out.dtype) for x in (pad_lse - lse, lse - pad_lse))
-        out = torch.addcmul(out * rest, pad_v, share)
+        _, pad_lse = backend.forward(q, pad_k[None], pad_v[None], padded.pad_segment, scale)
+        pad_lse = pad_lse + padded.log_num_pads.to(lse.dtype)
+        # Softmax weights of the pad keys and of the other keys, each rounded from fp32. In bf16, 1 - pad_weight would be only
+        # rounding error for a short text with many pads.
+        pad_weight, weight = (
+            torch.sigmoid(x).mT[..., None].to(out.dtype) for x in (pad_lse - lse, lse - pad_lse)
+        )
+        out = torch.addcmul(out * weight, pad_v, pad_weight)
         ctx.save_for_backward(q, k, v, pad_k, pad_v, out, torch.logaddexp(lse, pad_lse))
         ctx.padded, ctx.backend, ctx.scale = padded, backend, scale
         return out
@@ -159,8 +162,8 @@ class _PaddedAttention(torch.autograd.Function):
         q, k, v, pad_k, pad_v, out, lse = ctx.saved_tensors
         padded, backward = ctx.padded, ctx.backend.backward
         dq, dk, dv = backward(dout, q, k, v, out, lse, padded.segments, ctx.scale)
-        # exp(score - (lse - log n)) is the probability of all n copies together.
-        pad_lse = lse - padded.log_pads.to(lse.dtype)
-        pad_block = (q, pad_k[None], pad_v[None], out, pad_lse, padded.everyone, ctx.scale)
+        # exp(score - (lse - log n)) is the probability of all n pad keys together.
+        pad_lse = lse - padded.log_num_pads.to(lse.dtype)
+        pad_block = (q, pad_k[None], pad_v[None], out, pad_lse, padded.pad_segment, ctx.scale)
         pad_dq, dpad_k, dpad_v = backward(dout, *pad_block)
         return dq + pad_dq, dk, dv, dpad_k[0], dpad_v[0], None, None, None

@@ -1,7 +1,7 @@
-"""Samples to one packed batch, and a packed batch to this rank's shard of it.
+"""Collate samples into a packed batch, and slice the batch for each rank.
 
-T packed tokens, L local tokens, S samples, P channels of a token, D width of the text encoder, I rows of CLIP's states
-of a sample's pictures, E their width.
+Letters: T tokens of a pack, L local tokens of a rank, S samples, P channels of a token, D width of the text encoder, I CLIP
+tokens of a sample's images, E width of CLIP.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from wands.flow.rng import SampleKey, rng
 from wands.variants import TEXT_LEN, DiTShape
 
 PADDING_ID = "<padding>"
-"""Sample id of the one zero token that stands for an empty bin."""
+"""Sample id of the zero token in a padding pack."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One clip as a cache or the mock data give it.
+    """One clip from a cache or from the mock data.
 
     Attributes:
         sample_id: stable and unique name of the clip.
         latents: bf16 or fp32 [C, f, h, w], normalised.
-        text_embeds: [n <= 512, D], trimmed to the caption.
-        image_latents: bf16 or fp32 [C, f, h, w], normalised latents of the given frames between grey ones; for
-            models that take them.
-        image_embeds: [I, E], CLIP's states of these frames; likewise.
+        text_embeds: [n <= 512, D], without padding.
+        image_latents: bf16 or fp32 [C, f, h, w], normalised latents of a video of the conditioning frames with grey frames
+            between them; None for models without conditioning frames.
+        image_embeds: [I, E], CLIP hidden states of the conditioning frames; None for models without CLIP.
     """
 
     sample_id: str
@@ -48,18 +48,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class RankSlice:
-    """What one rank forwards: its tokens of a batch and what the model must know of them.
+    """Slice of a packed batch that one rank forwards.
 
     Attributes:
-        tokens: clean tokens, fp32 [L, P]; pads are zero.
-        meta: positions, segments and lengths.
-        text_embeds: [sum of text_lens, D], whole: every rank of a context-parallel group attends to all text.
-        keys: one per sample of the pack.
-        weights: fp32 [S], 0 for the sample of a padding bin.
-        layout: which tokens of the pack these are.
-        num_cond_tokens: tokens at the start of each sample that are given and stay clean; whole, as `layout.seq_lens`.
-        condition_tokens: fp32 [L, P'], channels that follow those of the noisy tokens, or None.
-        image_embeds: [S, I, E], whole like the text, or None.
+        tokens: fp32 [L, P], clean tokens; padding is zero.
+        meta: positions, samples and lengths of the tokens.
+        text_embeds: [sum of text_lens, D], of the whole batch: every rank of a context-parallel group attends to all text.
+        keys: key of each sample of the pack.
+        weights: fp32 [S], 0 for the sample of a padding pack, else 1.
+        layout: positions of the tokens in the pack.
+        num_cond_tokens: number of conditioning tokens at the start of each sample, on all ranks.
+        condition_tokens: fp32 [L, P'], conditioning channels that follow the channels of the noisy tokens, or None.
+        image_embeds: [S, I, E], of the whole batch, or None.
     """
 
     tokens: Tensor
@@ -74,45 +74,45 @@ class RankSlice:
 
     @property
     def trained_lens(self) -> tuple[int, ...]:
-        """Tokens of each sample whose velocity is trained, whole: all but the clean ones."""
+        """Number of tokens of each sample in the loss, on all ranks: all tokens except conditioning tokens."""
         pairs = zip(self.layout.seq_lens, self.num_cond_tokens, strict=True)
-        return tuple(length - clean for length, clean in pairs)
+        return tuple(length - num_cond for length, num_cond in pairs)
 
     def model_input(self, noisy_tokens: Tensor) -> Tensor:
-        """[L, P] -> [L, P + P'], the conditions behind the noisy channels; they are never noised themselves."""
+        """Append the conditioning channels, which have no noise: [L, P] -> [L, P + P']."""
         if self.condition_tokens is None:
             return noisy_tokens
         return torch.cat([noisy_tokens, self.condition_tokens], dim=1)
 
     def to(self, device: torch.device | str) -> RankSlice:
-        """The same shard with its tensors on `device`; the layout, which only the host reads, stays."""
+        """Copy the tensors to `device`, except the layout, which only the host reads."""
         return replace(
             self,
             tokens=self.tokens.to(device, non_blocking=True),
             meta=self.meta.to(device),
             text_embeds=self.text_embeds.to(device, non_blocking=True),
             weights=self.weights.to(device, non_blocking=True),
-            condition_tokens=_moved(self.condition_tokens, device),
-            image_embeds=_moved(self.image_embeds, device),
+            condition_tokens=_to_device(self.condition_tokens, device),
+            image_embeds=_to_device(self.image_embeds, device),
         )
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """The varlen batch: samples end to end, nothing padded.
+    """Samples of one pack, concatenated without padding.
 
     Attributes:
-        tokens: clean tokens, fp32 [T, P].
-        cu_seqlens: int32 [S+1], where each sample starts; the last entry is T.
-        grid_sizes: int64 [S, 3], tokens along (frame, row, column).
-        text_embeds: [sum of text lengths, D], trimmed; dropped captions are already replaced.
-        cu_seqlens_text: int32 [S+1].
-        keys: one per sample; noise and sigma are drawn from them.
-        weights: fp32 [S], 1, or 0 for the sample of a padding bin.
-        num_cond_tokens: tokens at the start of each sample that are given and stay clean, of TI2V's first frames.
+        tokens: fp32 [T, P], clean tokens.
+        cu_seqlens: int32 [S+1], cumulative sequence lengths, from 0 to T.
+        grid_sizes: int64 [S, 3], number of tokens along (frame, row, column).
+        text_embeds: [sum of text lengths, D], without padding; dropped captions are already replaced.
+        cu_seqlens_text: int32 [S+1], cumulative text lengths.
+        keys: key of each sample, for noise and sigma.
+        weights: fp32 [S], 0 for the sample of a padding pack, else 1.
+        num_cond_tokens: number of conditioning tokens at the start of each sample: the clean first frame of TI2V, or 0.
         condition_tokens: fp32 [T, P'], see `wands.data.conditions`, or None.
         image_embeds: [S, I, E], or None.
-        dropout_keys: one per sample, see `PackedMeta.dropout_keys`, or none.
+        dropout_keys: 64 random bits per sample for the dropout masks; empty without dropout.
     """
 
     tokens: Tensor
@@ -137,32 +137,35 @@ class PackedBatch:
             assert int(cu_seqlens[-1]) == len(rows)
         assert bool((self.grid_sizes.prod(dim=1) == self.cu_seqlens.diff()).all())
         pairs = zip(self.num_cond_tokens, self.seq_lens, strict=True)
-        assert all(0 <= clean < length for clean, length in pairs), (self.num_cond_tokens, self.seq_lens)
+        assert all(0 <= num_cond < length for num_cond, length in pairs), (
+            self.num_cond_tokens,
+            self.seq_lens,
+        )
         assert self.condition_tokens is None or len(self.condition_tokens) == len(self.tokens)
         assert self.image_embeds is None or len(self.image_embeds) == len(self.keys)
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
-        """Tokens of each sample."""
+        """Number of tokens of each sample."""
         return tuple(self.cu_seqlens.diff().tolist())
 
     @property
     def text_lens(self) -> tuple[int, ...]:
-        """Text tokens of each sample, trimmed."""
+        """Number of text tokens of each sample, without padding."""
         return tuple(self.cu_seqlens_text.diff().tolist())
 
     def rank_slice(self, layout: ContextLayout) -> RankSlice:
-        """The part of the batch that `layout` gives this rank.
+        """Slice the batch for one rank.
 
         Args:
-            layout: built from this batch's `seq_lens`.
+            layout: layout of a pack with this batch's `seq_lens`, for the rank.
         """
         assert layout.seq_lens == self.seq_lens
-        pads = layout.token_index < 0
+        is_padding = layout.token_index < 0
         index = layout.token_index.clamp(min=0)
 
         def local(rows: Tensor) -> Tensor:
-            return rows[index].masked_fill_(pads.unsqueeze(1), 0.0)
+            return rows[index].masked_fill_(is_padding.unsqueeze(1), 0.0)
 
         return RankSlice(
             tokens=local(self.tokens),
@@ -179,13 +182,12 @@ class PackedBatch:
     def _meta(self, layout: ContextLayout) -> PackedMeta:
         positions = torch.cat([_positions(grid) for grid in self.grid_sizes.tolist()])
         timestep_lens: list[int] = []
-        owners: list[int] = []
-        for sample, ((start, stop), clean) in enumerate(
-            zip(layout.token_ranges, self.num_cond_tokens, strict=True)
-        ):
-            here = max(min(stop, clean) - start, 0)
-            timestep_lens += [here, stop - start - here] if clean else [stop - start]
-            owners += [sample, sample] if clean else [sample]
+        timestep_samples: list[int] = []
+        pairs = zip(layout.token_ranges, self.num_cond_tokens, strict=True)
+        for sample, ((start, stop), num_cond) in enumerate(pairs):
+            local_cond = max(min(stop, num_cond) - start, 0)
+            timestep_lens += [local_cond, stop - start - local_cond] if num_cond else [stop - start]
+            timestep_samples += [sample, sample] if num_cond else [sample]
         return PackedMeta(
             positions=positions[layout.token_index.clamp(min=0)],
             segment_ids=layout.segment_ids,
@@ -193,21 +195,21 @@ class PackedBatch:
             local_seq_lens=layout.local_seq_lens,
             text_lens=self.text_lens,
             timestep_lens=tuple(timestep_lens),
-            timestep_samples=tuple(owners),
+            timestep_samples=tuple(timestep_samples),
             dropout_keys=self.dropout_keys,
         )
 
 
 class PackingCollator:
-    """Turns the samples of one bin into a `PackedBatch`.
+    """Collates the samples of a pack into a `PackedBatch`.
 
     Args:
-        shape: the DiT's channels, text and picture width and patch.
-        flow: for `cfg_dropout` and `i2v_ratio`.
+        shape: shape of the DiT.
+        flow: `cfg_dropout` and `i2v_ratio`.
         seed: `train.seed`.
-        null_text_embeds: embedding of the empty caption, [n, D].
-        conditions: of the variant.
-        drops: whether the model has dropout, which needs a key for each sample.
+        null_text_embeds: [n, D], embedding of the empty caption.
+        conditions: conditions of the variant.
+        has_dropout: draw a dropout key per sample.
     """
 
     def __init__(
@@ -217,30 +219,30 @@ class PackingCollator:
         seed: int,
         null_text_embeds: Tensor,
         conditions: Sequence[str] = ("text",),
-        drops: bool = False,
+        has_dropout: bool = False,
     ) -> None:
         self.shape = shape
         self.flow = flow
         self.seed = seed
         self.conditions = conditions
-        self.drops = drops
+        self.has_dropout = has_dropout
         self.null_text_embeds = null_text_embeds
         self._check_text("the empty caption", null_text_embeds)
 
     def __call__(self, samples: Sequence[Sample], repeat_indices: Sequence[int], epoch: int) -> PackedBatch:
-        """Pack `samples` end to end in the order given.
+        """Collate `samples` in the given order.
 
         Args:
-            samples: of one bin; none gives a batch of one zero token with weight 0, so that a rank with an
-                empty bin runs as many forwards as the others.
-            repeat_indices: which visit within the epoch each sample is.
-            epoch: pass over the data.
+            samples: samples of one pack. No samples give a padding pack of one zero token with weight 0, so that all ranks run
+                the same number of forwards.
+            repeat_indices: repeat index of each sample within the epoch.
+            epoch: number of the pass over the data.
 
         Raises:
-            DataError: a sample's latents or text do not fit the model.
+            DataError: if the latents, text or images of a sample do not fit the model.
         """
         if not samples:
-            return self._padding(epoch)
+            return self._padding_pack(epoch)
         keys = tuple(
             SampleKey(sample.sample_id, repeat_index, epoch)
             for sample, repeat_index in zip(samples, repeat_indices, strict=True)
@@ -250,7 +252,7 @@ class PackingCollator:
         tokens = [patchify(sample.latents, self.shape.patch_size).to(torch.float32) for sample in samples]
         texts = [self._text_of(sample, key) for sample, key in zip(samples, keys, strict=True)]
         grids = [grid_size(tuple(sample.latents.shape[1:]), self.shape.patch_size) for sample in samples]
-        pictures = [sample.image_embeds for sample in samples if sample.image_embeds is not None]
+        images = [sample.image_embeds for sample in samples if sample.image_embeds is not None]
         return PackedBatch(
             tokens=torch.cat(tokens),
             cu_seqlens=_cu_seqlens([len(rows) for rows in tokens]),
@@ -259,46 +261,46 @@ class PackingCollator:
             cu_seqlens_text=_cu_seqlens([len(rows) for rows in texts]),
             keys=keys,
             weights=torch.ones(len(samples), dtype=torch.float32),
-            num_cond_tokens=tuple(
-                self.num_cond_tokens(key, grid) for key, grid in zip(keys, grids, strict=True)
-            ),
-            condition_tokens=self._conditions_of(samples),
-            image_embeds=torch.stack(pictures) if pictures else None,
+            num_cond_tokens=tuple(map(self.num_cond_tokens, keys, grids)),
+            condition_tokens=self._condition_tokens(samples),
+            image_embeds=torch.stack(images) if images else None,
             dropout_keys=self._dropout_keys(keys),
         )
 
     def num_cond_tokens(self, key: SampleKey, grid: tuple[int, int, int]) -> int:
-        """Tokens at the start of a sample that this visit gives clean: those of its first frame, or none.
+        """Return the number of conditioning tokens of a sample: the tokens of its first frame, or 0.
 
         Args:
-            key: the visit.
-            grid: tokens along (frame, row, column).
+            key: key of the sample; a random fraction `flow.i2v_ratio` of keys has conditioning tokens.
+            grid: number of tokens along (frame, row, column).
         """
-        if "first_frame" not in self.conditions or grid[0] == 1:  # a picture has nothing left to predict
+        if (
+            "first_frame" not in self.conditions or grid[0] == 1
+        ):  # a still image would have no trained token left
             return 0
-        chosen = rng(self.seed, key, "first_frame").random() < self.flow.i2v_ratio
-        return grid[1] * grid[2] if chosen else 0
+        is_conditioned = rng(self.seed, key, "first_frame").random() < self.flow.i2v_ratio
+        return grid[1] * grid[2] if is_conditioned else 0
 
     def _dropout_keys(self, keys: Sequence[SampleKey]) -> tuple[int, ...]:
-        if not self.drops:
+        if not self.has_dropout:
             return ()
-        drawn = (rng(self.seed, key, "dropout").bit_generator.random_raw() for key in keys)
-        return tuple(int(bits) - 2**63 for bits in drawn)
+        words = (rng(self.seed, key, "dropout").bit_generator.random_raw() for key in keys)
+        return tuple(int(word) - 2**63 for word in words)
 
-    def _conditions_of(self, samples: Sequence[Sample]) -> Tensor | None:
+    def _condition_tokens(self, samples: Sequence[Sample]) -> Tensor | None:
         if "image" not in self.conditions:
             return None
-        last, patch = "last_image" in self.conditions, self.shape.patch_size
-        found = [sample.image_latents for sample in samples]
-        return torch.cat([condition_tokens(latents, last, patch) for latents in found if latents is not None])
+        last, patch_size = "last_image" in self.conditions, self.shape.patch_size
+        latents = [sample.image_latents for sample in samples if sample.image_latents is not None]
+        return torch.cat([condition_tokens(x, last, patch_size) for x in latents])
 
     def _text_of(self, sample: Sample, key: SampleKey) -> Tensor:
-        """The caption, or for a `cfg_dropout` share of visits the empty one."""
+        """Return the embedding of the caption; for a random fraction `cfg_dropout` of keys, of the empty caption."""
         if rng(self.seed, key, "cfg_dropout").random() < self.flow.cfg_dropout:
             return self.null_text_embeds.to(sample.text_embeds.dtype)
         return sample.text_embeds
 
-    def _padding(self, epoch: int) -> PackedBatch:
+    def _padding_pack(self, epoch: int) -> PackedBatch:
         shape, volume, key = self.shape, math.prod(self.shape.patch_size), SampleKey(PADDING_ID, 0, epoch)
         conditions = torch.zeros(1, shape.condition_channels * volume)
         return PackedBatch(
@@ -320,27 +322,25 @@ class PackingCollator:
         if len(shape) != 4 or shape[0] != self.shape.out_channels:
             raise DataError(
                 f"sample={sample.sample_id} has latents {list(shape)}, but the model takes "
-                f"[{self.shape.out_channels}, frames, height, width]; preprocess with this model's VAE."
+                f"[{self.shape.out_channels}, frames, height, width]. Preprocess the clip with this model's VAE."
             )
-        if any(
-            length == 0 or length % patch
-            for length, patch in zip(shape[1:], self.shape.patch_size, strict=True)
-        ):
+        patch_size = self.shape.patch_size
+        if any(size == 0 or size % patch for size, patch in zip(shape[1:], patch_size, strict=True)):
             raise DataError(
                 f"sample={sample.sample_id} has latents {list(shape)}, which do not divide into patches of "
-                f"{list(self.shape.patch_size)}; preprocess it again."
+                f"{list(patch_size)}. Preprocess the clip again."
             )
         self._check_text(f"sample={sample.sample_id}", sample.text_embeds)
-        pictures = (self.shape.image_len, self.shape.image_dim) if self.shape.image_dim else None
-        for name, value, wanted in (
+        image_embeds = (self.shape.image_len, self.shape.image_dim) if self.shape.image_dim else None
+        for name, value, expected in (
             ("image_latents", sample.image_latents, shape if "image" in self.conditions else None),
-            ("image_embeds", sample.image_embeds, pictures),
+            ("image_embeds", sample.image_embeds, image_embeds),
         ):
-            found = None if value is None else tuple(value.shape)
-            if found != wanted:
+            actual = None if value is None else tuple(value.shape)
+            if actual != expected:
                 raise DataError(
-                    f"sample={sample.sample_id} has {name} {_shape_text(found)}, but the model takes {_shape_text(wanted)}; "
-                    "preprocess with this model."
+                    f"sample={sample.sample_id} has {name} {_shape_text(actual)}, but the model takes "
+                    f"{_shape_text(expected)}. Preprocess the clip with this model."
                 )
 
     def _check_text(self, owner: str, text_embeds: Tensor) -> None:
@@ -348,16 +348,16 @@ class PackingCollator:
         if len(shape) != 2 or not 0 < shape[0] <= TEXT_LEN or shape[1] != self.shape.text_dim:
             raise DataError(
                 f"{owner} has text_embeds {list(shape)}, but the model takes [1 to {TEXT_LEN}, "
-                f"{self.shape.text_dim}]; preprocess with this model's text encoder."
+                f"{self.shape.text_dim}]. Preprocess the clips with this model's text encoder."
             )
 
 
 def _positions(grid: Sequence[int]) -> Tensor:
-    """(frame, row, column) of one sample's tokens, int64 [n, 3], in the order of `patchify`."""
+    """Return (frame, row, column) of one sample's tokens, int64 [n, 3], in the order of `patchify`."""
     return torch.stack(torch.meshgrid(*map(torch.arange, grid), indexing="ij"), dim=-1).reshape(-1, 3)
 
 
-def _moved(x: Tensor | None, device: torch.device | str) -> Tensor | None:
+def _to_device(x: Tensor | None, device: torch.device | str) -> Tensor | None:
     return None if x is None else x.to(device, non_blocking=True)
 
 

@@ -1,6 +1,6 @@
-"""What a model is conditioned on besides text, beside the latents that it denoises: masks and given frames.
+"""Conditioning channels of image-to-video models: a mask of the conditioning frames, and the latents of these frames.
 
-Letters: C latent channels, f h w latent frames, rows, columns, n tokens, P channels of a token.
+Letters: C latent channels, (f, h, w) latent frames, rows and columns, n tokens, P channels of a token.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from wands.variants import MASK_CHANNELS
 
 
 def image_mask(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
-    """Which pixel frames are given, in the channels of the latent frame that they belong to.
+    """Return the mask of conditioning frames, one channel for each pixel frame of a latent frame.
 
-    The causal VAE makes latent frame 0 of the first pixel frame alone, which then counts four times, and every
-    other of four pixel frames.
+    The causal VAE encodes the first pixel frame alone as latent frame 0, whose four channels all mean this pixel frame. Each
+    later latent frame encodes four pixel frames.
 
     Args:
         latent_shape: (f, h, w).
-        last_image: the last pixel frame is given as well as the first.
+        last_image: whether the last pixel frame is a conditioning frame, in addition to the first.
 
     Returns:
-        fp32 [4, f, h, w], 1 where given.
+        fp32 [4, f, h, w], 1 for conditioning frames.
 
     Source: `get_sampling`'s mask of the official Wan 2.1 image2video.py and first_last_frame2video.py.
     """
@@ -35,10 +35,10 @@ def image_mask(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
 
 
 def condition_tokens(image_latents: Tensor, last_image: bool, patch_size: tuple[int, int, int]) -> Tensor:
-    """The channels that stand behind those of the noisy latents in each token: mask, then latents of the pictures.
+    """Return the conditioning channels of each token, which follow the noisy channels: mask, then image latents.
 
     Args:
-        image_latents: [C, f, h, w], the normalised latents of a video of the given frames and grey ones between.
+        image_latents: [C, f, h, w], normalised latents of a video of the conditioning frames with grey frames between them.
         last_image: see `image_mask`.
         patch_size: latent (frames, height, width) of one token.
 

@@ -1,4 +1,4 @@
-"""Latents to tokens and back. A token's channels lie in the patch convolution's order: (C, pt, ph, pw)."""
+"""Convert latents to tokens and back. The channels of a token are in the order of the patch convolution: (C, pt, ph, pw)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def patchify(latents: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
-    """Cut latents into patches: a convolution with kernel = stride becomes one matmul on the result.
+    """Cut latents into patches, so that the patch convolution (kernel = stride) becomes one matmul.
 
     Args:
-        latents: [C, f, h, w]; each axis a multiple of the patch.
+        latents: [C, f, h, w]; f, h and w are multiples of the patch size.
         patch_size: latent (frames, height, width) of one token.
 
     Returns:
@@ -25,12 +25,12 @@ def patchify(latents: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
 def unpatchify(
     tokens: Tensor, grid: tuple[int, int, int], channels: int, patch_size: tuple[int, int, int]
 ) -> Tensor:
-    """The inverse of `patchify`.
+    """Invert `patchify`.
 
     Args:
         tokens: [n, channels * pt * ph * pw].
-        grid: tokens along (frame, row, column); their product is n.
-        channels: latent channels C.
+        grid: number of tokens along (frame, row, column), with product n.
+        channels: number of latent channels C.
         patch_size: latent (frames, height, width) of one token.
 
     Returns:
@@ -43,7 +43,7 @@ def unpatchify(
 
 
 def grid_size(latent_shape: tuple[int, int, int], patch_size: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Tokens along (frame, row, column) of latents (f, h, w)."""
+    """Return the number of tokens along (frame, row, column) for latents of size (f, h, w)."""
     (f, h, w), (pt, ph, pw) = latent_shape, patch_size
     return f // pt, h // ph, w // pw
 
@@ -51,15 +51,15 @@ def grid_size(latent_shape: tuple[int, int, int], patch_size: tuple[int, int, in
 def frames_of_tokens(
     tokens: tuple[int, int], grid: tuple[int, int, int], patch_size: tuple[int, int, int]
 ) -> tuple[int, int]:
-    """The latent frames that a range of a sample's tokens is cut from.
+    """Return the latent frames that contain a range of a sample's tokens.
 
     Args:
         tokens: (start, stop) in the order of `patchify`.
-        grid: tokens along (frame, row, column).
+        grid: number of tokens along (frame, row, column).
         patch_size: latent (frames, height, width) of one token.
 
     Returns:
-        (first, end) in latent frames, the fewest that hold all the tokens; (0, 0) for no tokens.
+        The smallest range (first, end) of latent frames that contains all of these tokens; (0, 0) for no tokens.
     """
     start, stop = tokens
     per_frame = grid[1] * grid[2]
@@ -70,7 +70,7 @@ def frames_of_tokens(
 
 
 def blank_other_frames(latents: Tensor, frames: tuple[int, int]) -> Tensor:
-    """Zero, in place, all of `latents` [C, f, h, w] but the frames [first, end) of `frames`."""
+    """Zero all frames of `latents` [C, f, h, w] in place, except the frames [first, end) of `frames`."""
     first, end = frames
     assert 0 <= first <= end <= latents.shape[1], (frames, tuple(latents.shape))
     latents[:, :first] = 0

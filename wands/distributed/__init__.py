@@ -1,1 +1,1 @@
-"""Who holds which token: index arithmetic, and the rank grid."""
+"""Process groups, parallel dimensions, and the tokens of a pack that each rank holds."""

@@ -1,6 +1,6 @@
-"""The rank grid and its process groups: world = dp x ring x ulysses.
+"""Parallel dimensions and their process groups: world = dp x ring x ulysses.
 
-Ulysses is innermost, so that its all-to-all stays inside a node.
+Ulysses is the innermost dimension, so that its all-to-all stays inside a node.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from wands.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Where one rank stands. DeepSpeed is told nothing of it: ZeRO shards and averages over the whole world.
+    """Sizes of the parallel dimensions, and this rank's position in each of them.
+
+    DeepSpeed does not know these dimensions: ZeRO partitions and averages over the whole world.
 
     Attributes:
-        world_size: all ranks.
-        rank: this one.
-        ulysses_degree: ranks that share heads, neighbours in the world.
-        ring_degree: ranks that share each sample's tokens.
+        world_size: number of ranks.
+        rank: global rank.
+        ulysses_degree: number of consecutive ranks that share attention heads.
+        ring_degree: number of ranks that share the tokens of each sample.
     """
 
     world_size: int
@@ -33,102 +35,106 @@ class ParallelDims:
 
     @property
     def cp_size(self) -> int:
-        """Ranks that share one bin."""
+        """Number of ranks that share one pack."""
         return self.ulysses_degree * self.ring_degree
 
     @property
     def dp_size(self) -> int:
-        """Groups of ranks that hold different bins."""
+        """Number of context-parallel groups; each group processes different packs."""
         return self.world_size // self.cp_size
 
     @property
     def dp_rank(self) -> int:
-        """Which of them this rank belongs to."""
+        """Index of this rank's context-parallel group."""
         return self.rank // self.cp_size
 
     @property
     def cp_rank(self) -> int:
-        """Place inside the group that shares a bin: ring rank * ulysses_degree + Ulysses rank."""
+        """Position inside the context-parallel group: ring rank * ulysses_degree + Ulysses rank."""
         return self.rank % self.cp_size
 
     @property
     def ring_rank(self) -> int:
-        """Which chunk of every sample this rank attends for."""
+        """Index of this rank's ring row."""
         return self.cp_rank // self.ulysses_degree
 
     @property
     def ulysses_rank(self) -> int:
-        """Which heads, and which slice of the ring row, this rank has."""
+        """Index of this rank's heads, and of its slice of the ring row."""
         return self.cp_rank % self.ulysses_degree
 
 
 class ContextDegrees(NamedTuple):
-    """How many ranks share heads, and how many share each sample's tokens."""
+    """Degrees of context parallelism: ranks that share heads, and ranks that share the tokens of each sample."""
 
     ulysses: int
     ring: int
 
 
 def check_world(parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse a world that the context-parallel groups do not divide.
+    """Check that context-parallel groups of the recipe's size fill the world.
 
     Raises:
-        ConfigError: as that.
+        ConfigError: if the world size is not divisible by the group size.
     """
-    if world_size % parallel.group_size:
+    size = parallel.group_size
+    if world_size % size:
         raise ConfigError(
-            f"{_asked(parallel)}: {parallel.group_size} ranks share a bin, which must divide world_size={world_size}; start a "
-            f"multiple of {parallel.group_size} processes, or let another number share."
+            f"{_given_keys(parallel)}: {size} ranks share each pack, which must divide world_size={world_size}. Start a "
+            f"multiple of {size} processes, or change the degrees."
         )
 
 
 def choose_degrees(
     parallel: ParallelConfig, *, num_heads: int, ranks_per_node: int, model: str
 ) -> ContextDegrees:
-    """Turn what the recipe asks for into the two degrees.
+    """Choose the Ulysses and ring degrees for the recipe's `parallel` section.
 
-    `cp_size` alone takes the largest Ulysses degree that divides the heads, the group and the node, because an
-    all-to-all sends less than a ring as soon as it is allowed, and puts the rest in the ring.
+    If only `cp_size` is set, the Ulysses degree is the largest one that divides the heads, the group and the node, and the ring
+    degree is the rest. An all-to-all sends less than a ring at every degree.
 
     Args:
-        parallel: checked by `load_recipe`.
-        num_heads: of the DiT.
-        ranks_per_node: processes that the launcher started on each node.
-        model: what to call it in an error.
+        parallel: section checked by `load_recipe`.
+        num_heads: attention heads of the DiT.
+        ranks_per_node: number of processes per node.
+        model: name of the model for errors.
 
     Raises:
-        ConfigError: the Ulysses degree does not divide the heads.
+        ConfigError: if the Ulysses degree does not divide the number of heads.
     """
     size, ulysses, ring = parallel.group_size, parallel.ulysses_degree, parallel.ring_degree
     if ulysses is None:
         if ring is not None:
             ulysses = size // ring
         else:
-            fits = [n for n in range(1, size + 1) if not (num_heads % n or size % n or ranks_per_node % n)]
-            ulysses = max(fits)
+            ulysses = max(
+                n for n in range(1, size + 1) if not (num_heads % n or size % n or ranks_per_node % n)
+            )
     if num_heads % ulysses:
-        legal = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        valid = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         degree = f"parallel.ulysses_degree={ulysses}"
-        found = degree if parallel.ulysses_degree else f"{_asked(parallel)} leaves {degree}, which"
-        raise ConfigError(f"{found} must divide num_heads={num_heads} of {model}; use one of {legal}.")
+        if parallel.ulysses_degree is None:
+            degree = f"{_given_keys(parallel)} leads to {degree}, which"
+        raise ConfigError(f"{degree} must divide num_heads={num_heads} of {model}. Use one of {valid}.")
     return ContextDegrees(ulysses, size // ulysses)
 
 
-def _asked(parallel: ParallelConfig) -> str:
+def _given_keys(parallel: ParallelConfig) -> str:
     names = ("cp_size", "ulysses_degree", "ring_degree")
     return ", ".join(f"parallel.{n}={value}" for n in names if (value := getattr(parallel, n)))
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The process groups of one rank; None where the degree is 1 and there is nobody to talk to.
+    """Process groups of a rank; a group is None if its degree is 1.
 
     Attributes:
-        dims: where this rank stands.
+        dims: parallel dimensions of this rank.
         ulysses: all-to-all of heads.
-        ring: keys and values on their way round.
-        ring_grad: their gradients; a communicator of its own, or the two would wait for each other.
-        cp: all ranks that share a bin.
+        ring: send and receive of keys and values.
+        ring_grad: send and receive of the gradients of keys and values. With one communicator for both, the two directions of a
+            ring would wait for each other.
+        cp: all ranks that share a pack.
     """
 
     dims: ParallelDims
@@ -138,29 +144,29 @@ class ProcessGroups:
     cp: dist.ProcessGroup | None = None
 
     @classmethod
-    def build(cls, grid: ParallelDims, device: torch.device | str = "cpu") -> ProcessGroups:
-        """Make the groups, on every rank in the same order, and use each once.
+    def build(cls, dims: ParallelDims, device: torch.device | str = "cpu") -> ProcessGroups:
+        """Create the groups, in the same order on every rank, and run one collective in each group.
 
-        A communicator is set up at its first use, by all its members: in the middle of a ring that would be a deadlock.
+        All members set up a communicator at its first use. If the first use were inside a ring, the set-up would deadlock.
 
         Args:
-            grid: this rank's place.
-            device: where the tensors will be.
+            dims: parallel dimensions of this rank.
+            device: device of the tensors to communicate.
         """
-        cp, ulysses = grid.cp_size, grid.ulysses_degree
-        bins = [range(start, start + cp) for start in range(0, grid.world_size, cp)]
-        rows = [ranks[i : i + ulysses] for ranks in bins for i in range(0, cp, ulysses)]
-        rings = [ranks[i::ulysses] for ranks in bins for i in range(ulysses)]
+        cp, ulysses = dims.cp_size, dims.ulysses_degree
+        cp_groups = [range(start, start + cp) for start in range(0, dims.world_size, cp)]
+        ulysses_groups = [ranks[i : i + ulysses] for ranks in cp_groups for i in range(0, cp, ulysses)]
+        rings = [ranks[i::ulysses] for ranks in cp_groups for i in range(ulysses)]
         return cls(
-            grid,
-            ulysses=_make(rows, device),
-            ring=_make(rings, device),
-            ring_grad=_make(rings, device),
-            cp=_make(bins, device),
+            dims,
+            ulysses=_new_group(ulysses_groups, device),
+            ring=_new_group(rings, device),
+            ring_grad=_new_group(rings, device),
+            cp=_new_group(cp_groups, device),
         )
 
 
-def _make(partition: list[range], device: torch.device | str) -> dist.ProcessGroup | None:
+def _new_group(partition: list[range], device: torch.device | str) -> dist.ProcessGroup | None:
     if len(partition[0]) == 1:
         return None
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in partition])

@@ -1,1 +1,1 @@
-"""Flow matching: sigmas, noise, corruption and loss. Pure functions; no process group, no file."""
+"""Flow matching: sigmas, noise and loss, as pure functions without process groups or files."""

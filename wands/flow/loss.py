@@ -1,8 +1,7 @@
-"""The flow-matching loss as a sum, and the weights that make a sum of samples or of tokens out of it.
+"""Flow-matching loss as a sum, with weights that count every sample or every token once.
 
-A step's loss is (sum over all ranks and micro steps) / (one denominator known from the plan): the number of
-samples for `loss.reduction=sample`, of tokens for `token`, that a step of the epoch has on average. No rank ever
-divides by a count of its own.
+The loss of a step is the sum over all ranks and micro steps, divided by one denominator from the plan: the mean number of samples
+(`loss.reduction=sample`) or tokens (`token`) per step of the epoch. No rank divides by a number of local samples or tokens.
 """
 
 from __future__ import annotations
@@ -16,19 +15,17 @@ from torch import Tensor
 def flow_matching_loss(
     pred: Tensor, target: Tensor, segment_ids: Tensor, sample_weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sum over this rank's tokens of the squared error, averaged over channels.
-
-    Every row counts: a caller whose rows end in pads cuts them off first.
+    """Sum the weighted squared error, averaged over channels, over this rank's tokens.
 
     Args:
-        pred: velocity the model predicts, [L, P], any float dtype; the arithmetic is fp32 (fp64 for fp64).
-        target: [L, P].
-        segment_ids: int64 [L], sample of each token.
+        pred: [L, P], predicted velocity of any float dtype, without padding. The arithmetic is fp32 (fp64 for fp64).
+        target: [L, P], target velocity.
+        segment_ids: int64 [L], sample index of each token.
         sample_weights: fp32 [S], from `loss_weights`.
 
     Returns:
-        The sum, a scalar with gradient, and for each sample the plain squared error summed over its tokens here,
-        [S] detached: over all ranks that share the sample, divided by its tokens, that is its mean squared error.
+        The weighted sum, a scalar with gradient; and the unweighted squared error of each sample, summed over local tokens,
+        [S] without gradient. Summed over all ranks and divided by the sample's tokens, it is the sample's mean squared error.
     """
     dtype = torch.promote_types(pred.dtype, torch.float32)
     errors = (pred.to(dtype) - target.to(dtype)).square().mean(dim=1)
@@ -41,13 +38,13 @@ def flow_matching_loss(
 def loss_weights(
     trained_lens: Sequence[int], batch_weights: Tensor, sigma_weights: Tensor, reduction: str
 ) -> Tensor:
-    """What a token's squared error of each sample is multiplied with.
+    """Return the factor of each sample's squared error per token.
 
     Args:
-        trained_lens: tokens of each sample of the pack that are trained, whole: not only those held by this rank.
-        batch_weights: fp32 [S], 0 for the sample that fills a padding bin.
+        trained_lens: number of trained tokens of each sample, on all ranks.
+        batch_weights: fp32 [S], 0 for the sample of a padding pack, else 1.
         sigma_weights: fp32 [S], from `sigma_weight`.
-        reduction: "sample": every clip counts once, so its tokens share 1; "token": every token counts 1.
+        reduction: "sample": the tokens of a sample have the total weight 1; "token": every token has the weight 1.
 
     Returns:
         fp32 [S].

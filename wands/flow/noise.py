@@ -1,6 +1,6 @@
-"""From clean tokens to what the model sees and what it must predict.
+"""Add noise to clean tokens: model input and target velocity.
 
-L local tokens, S samples, M timesteps, P channels of a token.
+Letters: L local tokens, S samples, M timesteps, P channels of a token.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS, sample_sigma
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """A corrupted batch on the tokens' device.
+    """Noisy tokens and their targets, on the device of the clean tokens.
 
     Attributes:
-        tokens: fp32 [L, P], x_t = (1 - sigma) * x0 + sigma * noise; x0 where a token is given clean.
+        tokens: fp32 [L, P], x_t = (1 - sigma) * x0 + sigma * noise; x0 for conditioning tokens.
         target: fp32 [L, P], the velocity noise - x0.
-        sigmas: fp32 [S].
-        timesteps: fp32 [M], 1000 * sigma of each sample, and before it 0 where the sample begins clean. Never bf16:
-            that has 8 bits, and 997 would become 996.
-        trained: which rows are trained, a slice or int64 indices: not the clean ones, nor the tail padding.
+        sigmas: fp32 [S], noise level of each sample.
+        timesteps: fp32 [M], 1000 * sigma per sample. A sample with conditioning tokens has two timesteps: 0 for these tokens,
+            then 1000 * sigma. Never bf16, whose 8 bits would turn 997 into 996.
+        trained: rows of the tokens in the loss, a slice or int64 indices: all except conditioning tokens and tail padding.
     """
 
     tokens: Tensor
@@ -48,40 +48,41 @@ def add_noise(
     num_cond_tokens: Sequence[int] = (),
     sigma_range: tuple[float, float] = (0.0, 1.0),
 ) -> NoisyBatch:
-    """Mix noise into this rank's tokens, each sample at its own noise level.
+    """Add noise to this rank's tokens, with one noise level per sample.
 
-    Noise and sigma depend on (seed, key) alone: never on the pack, its order, the rank or the device.
+    Noise and sigma depend on (seed, key) only, and not on the pack, the order of samples, the rank or the device.
 
     Args:
-        tokens: clean tokens held here, [L, P]; pads are zero and stay zero.
-        layout: which tokens of the pack these are.
-        keys: one per sample of the pack.
-        flow: how sigma is drawn.
+        tokens: [L, P], clean local tokens; padding is zero and stays zero.
+        layout: positions of the local tokens in the pack.
+        keys: key of each sample of the pack.
+        flow: distribution of sigma.
         seed: `train.seed`.
-        num_cond_tokens: tokens at the start of each sample that stay clean; none by default.
-        sigma_range: where sigma is drawn, that of one expert.
+        num_cond_tokens: number of conditioning tokens at the start of each sample, which stay clean. Empty means none.
+        sigma_range: range of sigma; a narrower range is the range of one expert.
     """
     assert len(keys) == len(layout.seq_lens)
     assert len(tokens) == len(layout.token_index)
-    # What is drawn on the host goes to the device without waiting for what the device has still to do.
-    there: dict[str, Any] = {"device": tokens.device, "non_blocking": True}
-    drawn = [sample_sigma(rng(seed, key, "sigma"), flow, *sigma_range) for key in keys]
-    sigmas = torch.tensor(drawn, dtype=torch.float32).to(**there)
-    noise = draw_noise(layout, keys, seed, tokens.shape[1]).to(**there)
+    # Copies from the host are asynchronous, so that the host does not wait for the device.
+    to_device: dict[str, Any] = {"device": tokens.device, "non_blocking": True}
+    host_sigmas = [sample_sigma(rng(seed, key, "sigma"), flow, *sigma_range) for key in keys]
+    sigmas = torch.tensor(host_sigmas, dtype=torch.float32).to(**to_device)
+    noise = draw_noise(layout, keys, seed, tokens.shape[1]).to(**to_device)
     clean = tokens.to(torch.float32)
-    sigma_of_token = sigmas[layout.segment_ids.to(**there)].unsqueeze(1)
+    token_sigmas = sigmas[layout.segment_ids.to(**to_device)].unsqueeze(1)
     timesteps, trained = sigmas * NUM_TRAIN_TIMESTEPS, slice(layout.num_valid)
     if any(num_cond_tokens):
-        # On the host, which then knows how many there are without waiting for the device.
-        is_clean = _clean_rows(layout, num_cond_tokens)
-        trained = (~is_clean[: layout.num_valid]).nonzero().squeeze(1).to(**there)
-        sigma_of_token = sigma_of_token.masked_fill(is_clean.to(**there).unsqueeze(1), 0.0)
-        # Beside its own timestep each such sample has that of its clean tokens, also on ranks that hold none of them.
-        place = torch.tensor(num_cond_tokens).gt(0).int()
-        place = (place + 1).cumsum(0) - 1
-        timesteps = timesteps.new_zeros(int(place[-1]) + 1).index_copy_(0, place.to(**there), timesteps)
+        is_cond = _cond_mask(
+            layout, num_cond_tokens
+        )  # on the host, so that nonzero does not wait for the device
+        trained = (~is_cond[: layout.num_valid]).nonzero().squeeze(1).to(**to_device)
+        token_sigmas = token_sigmas.masked_fill(is_cond.to(**to_device).unsqueeze(1), 0.0)
+        # A sample with conditioning tokens has a second timestep in front, also on ranks without these tokens.
+        num_timesteps = torch.tensor(num_cond_tokens).gt(0).int() + 1
+        index = num_timesteps.cumsum(0) - 1  # of each sample's noisy timestep
+        timesteps = timesteps.new_zeros(int(index[-1]) + 1).index_copy_(0, index.to(**to_device), timesteps)
     return NoisyBatch(
-        tokens=(1.0 - sigma_of_token) * clean + sigma_of_token * noise,
+        tokens=(1.0 - token_sigmas) * clean + token_sigmas * noise,
         target=noise - clean,
         sigmas=sigmas,
         timesteps=timesteps,
@@ -89,18 +90,18 @@ def add_noise(
     )
 
 
-def _clean_rows(layout: ContextLayout, num_cond_tokens: Sequence[int]) -> Tensor:
-    """Which rows held here are among the first `num_cond_tokens` tokens of their sample, bool [L]; no pad is."""
+def _cond_mask(layout: ContextLayout, num_cond_tokens: Sequence[int]) -> Tensor:
+    """Return the mask of local conditioning tokens, bool [L]; padding is False."""
     starts = torch.tensor([0, *layout.seq_lens]).cumsum(0)[:-1]
-    place = layout.token_index - starts[layout.segment_ids]
-    return (layout.token_index >= 0) & (place < torch.tensor(num_cond_tokens)[layout.segment_ids])
+    index_in_sample = layout.token_index - starts[layout.segment_ids]
+    return (layout.token_index >= 0) & (index_in_sample < torch.tensor(num_cond_tokens)[layout.segment_ids])
 
 
 def draw_noise(layout: ContextLayout, keys: Sequence[SampleKey], seed: int, channels: int) -> Tensor:
-    """Standard normal noise of the tokens held here, fp32 [L, channels] on the host, zero at pads.
+    """Return standard normal noise for the local tokens, fp32 [L, channels] on the host, zero for padding.
 
-    Every sample's noise is drawn whole and then sliced: ranks that share a sample must hold parts of one
-    drawing, and a host generator's bits are the same on every machine, a GPU's are not.
+    The noise is drawn for all tokens of a sample and then sliced, so that ranks that share the sample use parts of one draw. A
+    host generator gives the same bits on every machine; a GPU generator does not.
     """
     whole = np.empty((sum(layout.seq_lens), channels), dtype=np.float32)
     start = 0

@@ -1,8 +1,7 @@
-"""Where every random number of training comes from: generators keyed by what the number is for.
+"""Random number generators of training, keyed by the use of the number.
 
-No generator is ever carried from one draw to the next, so a draw cannot depend on the rank, the bin, the
-order or the number of restarts: the same (seed, sample, repeat_index, epoch, purpose) gives the same bits
-everywhere.
+No generator keeps a state from one draw to the next. The same (seed, sample, repeat_index, epoch, purpose) therefore gives the
+same bits on every rank, in every pack and order, and after every restart.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SampleKey:
-    """Which visit to which sample.
+    """Key of one use of a sample.
 
     Attributes:
-        sample_id: stable and unique name of the clip, from the cache's index.
-        repeat_index: 0, 1, ... for a clip that stands several times in one epoch.
-        epoch: pass over the data.
+        sample_id: stable and unique name of the clip, from the index of the cache.
+        repeat_index: 0, 1, ... for a clip that is repeated within an epoch.
+        epoch: number of the pass over the data, starting with 0.
     """
 
     sample_id: str
@@ -30,33 +29,31 @@ class SampleKey:
 
 
 def philox(*parts: int | str) -> np.random.Generator:
-    """A fresh Philox generator keyed by the 128-bit blake2b digest of `parts`.
+    """Return a new Philox generator keyed by the 128-bit blake2b digest of `parts`.
 
-    JSON keeps the parts apart (("a", "bc") is not ("ab", "c")) and 1 from "1". Python's ``hash`` would
-    differ from process to process.
+    JSON separates the parts (("a", "bc") differs from ("ab", "c")) and the types (1 differs from "1"). Python's ``hash`` is not
+    used because it differs between processes.
     """
     digest = hashlib.blake2b(json.dumps(parts).encode("ascii"), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 def rng(seed: int, key: SampleKey, purpose: str) -> np.random.Generator:
-    """The generator of one visit to one sample.
+    """Return a new generator for one use of a sample.
 
     Args:
         seed: `train.seed`.
         key: sample, repeat_index and epoch.
-        purpose: "noise", "sigma", "cfg_dropout" or "dropout"; draws for different purposes are independent.
-
-    Returns:
-        A generator that nobody else holds; its first draw is always the same.
+        purpose: "noise", "sigma", "first_frame", "cfg_dropout" or "dropout"; draws for different purposes are independent.
     """
     return philox(seed, key.sample_id, key.repeat_index, key.epoch, purpose)
 
 
 def permutation(length: int, *parts: int | str) -> np.ndarray:
-    """A random order of 0..length-1, int64.
+    """Return a random permutation of 0..length-1, int64.
 
-    It sorts raw Philox words: numpy promises their bits for ever, but not those of ``Generator.permutation``.
+    The permutation sorts raw Philox words, because numpy guarantees the bits of raw words across versions, and does not guarantee
+    the bits of ``Generator.permutation``.
     """
     words = philox(*parts).bit_generator.random_raw(length)
     return np.argsort(np.asarray(words, dtype=np.uint64), kind="stable")

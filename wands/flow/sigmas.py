@@ -1,7 +1,7 @@
-"""Noise levels: how sigma is drawn, shifted and weighted.
+"""Noise levels: draw, shift and weight sigma.
 
-Host arithmetic is float64 and its results are exact fp32 numbers. sigma is the share of noise in
-x_t = (1 - sigma) * x0 + sigma * noise; the model's timestep is 1000 * sigma.
+sigma is the fraction of noise in x_t = (1 - sigma) * x0 + sigma * noise; the model's timestep is 1000 * sigma. Host arithmetic is
+float64, and every returned sigma is exact in fp32.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from wands.config.recipe import FlowConfig
 
 NUM_TRAIN_TIMESTEPS = 1000
-"""Timestep of pure noise; Wan's sinusoidal features are made for 0..1000."""
+"""Timestep of pure noise; Wan's sinusoidal features expect 0..1000."""
 
 _NORMAL = NormalDist()
 
 
 def shift_sigma(sigma: float, shift: float) -> float:
-    """Move noise levels up (shift > 1) or down: s * x / (1 + (s - 1) * x). The inverse is a shift by 1/s.
+    """Shift a noise level up (shift > 1) or down: s * x / (1 + (s - 1) * x). The inverse is a shift by 1/s.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 23.
     """
@@ -32,29 +32,28 @@ def shift_sigma(sigma: float, shift: float) -> float:
 def sample_sigma(
     generator: np.random.Generator, flow: FlowConfig, low: float = 0.0, high: float = 1.0
 ) -> float:
-    """Draw a noise level from the recipe's distribution, conditioned on lying in [low, high].
+    """Draw a noise level from the recipe's distribution, truncated to [low, high].
 
-    The condition is on sigma itself, after the shift, and is met by truncating the inverse CDF: nothing is
-    rejected, so one draw always takes the same two numbers from the generator. Under `mix_uniform` the share
-    of the uniform part is that part's share of the mass inside the range.
+    The range applies to sigma after the shift. The inverse CDF is truncated, so no draw is rejected and every call takes the same
+    two numbers from the generator. With `mix_uniform`, the probability of the uniform part is its fraction of the mass inside the
+    range.
 
     Args:
-        generator: two uniform numbers are taken from it.
+        generator: source of two uniform numbers.
         flow: distribution, shift and mixture.
-        low: smallest sigma of the range, such as an expert's boundary.
-        high: end of the range; it is itself excluded unless it is 1, so that ranges which touch do not
-            overlap.
+        low: smallest sigma of the range, such as the boundary of an expert.
+        high: end of the range. It is excluded unless it is 1, so that adjacent ranges do not overlap.
 
     Returns:
-        sigma, exactly representable in fp32.
+        sigma, exact in fp32.
     """
     assert 0.0 <= low < high <= 1.0, (low, high)
     pick = generator.random()
-    quantile = max(generator.random(), 2.0**-54)  # random() may return 0, where an inverse CDF is infinite
+    quantile = max(generator.random(), 2.0**-54)  # random() may return 0, whose inverse CDF is infinite
     base_low, base_high = (shift_sigma(bound, 1.0 / flow.flow_shift) for bound in (low, high))
     uniform_mass = flow.mix_uniform * (high - low)
     base_mass = (1.0 - flow.mix_uniform) * _mass(flow, base_low, base_high)
-    # A range too remote for float64 to see any mass in it is drawn from uniformly.
+    # In a range whose mass underflows in float64, sigma is uniform.
     if base_mass <= 0.0 or pick * (uniform_mass + base_mass) < uniform_mass:
         sigma = low + (high - low) * quantile
     else:
@@ -63,10 +62,10 @@ def sample_sigma(
 
 
 def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
-    """Weight of each sample's loss by its noise level.
+    """Return the loss weight of each noise level.
 
-    none: 1. linear: 1 + flow_shift * sigma. bell: exp(-2 (sigma - 1/2)^2), lowered to reach 0 at both ends
-    and scaled to a mean of 1 over uniform sigma.
+    none: 1. linear: 1 + flow_shift * sigma. bell: exp(-2 (sigma - 1/2)^2), minus its value at 0 and 1, scaled to a mean of 1 over
+    uniform sigma.
 
     Args:
         sigmas: fp32 [S].
@@ -80,12 +79,12 @@ def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
     if flow.weighting == "linear":
         return 1.0 + flow.flow_shift * sigmas
     ends = math.exp(-0.5)
-    mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - ends  # of the lowered bell over [0, 1]
+    mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - ends  # of the numerator below over [0, 1]
     return (torch.exp(-2.0 * (sigmas - 0.5) ** 2) - ends) / mean
 
 
 def _mass(flow: FlowConfig, low: float, high: float) -> float:
-    """Probability of [low, high] under the distribution before the shift."""
+    """Return the probability of [low, high] under the distribution before the shift."""
     if flow.timestep_sampling == "uniform":
         return high - low
     if flow.timestep_sampling == "logit_normal":
@@ -95,7 +94,7 @@ def _mass(flow: FlowConfig, low: float, high: float) -> float:
 
 
 def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -> float:
-    """The quantile in (0, 1) of the distribution before the shift, cut to [low, high].
+    """Return the inverse CDF of the distribution before the shift, truncated to [low, high].
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
     """
@@ -113,9 +112,7 @@ def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -
 
 
 def _z_bounds(flow: FlowConfig, low: float, high: float) -> tuple[float, float]:
-    """[low, high] in standard deviations; a range in the upper half is mirrored, for near 1 a CDF has no
-    digits left.
-    """
+    """Return [low, high] in standard deviations, mirrored for a range above the mean: near 1, a CDF has no digits left."""
     z = [(_logit(bound) - flow.logit_mean) / flow.logit_std for bound in (low, high)]
     return (-z[1], -z[0]) if _mirrored(flow, low) else (z[0], z[1])
 
@@ -131,26 +128,26 @@ def _logit(value: float) -> float:
 
 
 def _mode(uniform: float, scale: float) -> float:
-    """Falls from 1 to 0 as `uniform` goes from 0 to 1, most slowly in the middle for scale > 0."""
+    """Map `uniform` in [0, 1] to sigma, which falls from 1 to 0; for scale > 0 it falls most slowly in the middle."""
     return 1.0 - uniform - scale * (math.cos(math.pi * uniform / 2) ** 2 - 1.0 + uniform)
 
 
 def _mode_inverse(value: float, scale: float) -> float:
-    """The uniform number that `_mode` sends to `value`, by bisection: there is no closed form."""
-    below, above = 0.0, 1.0
+    """Invert `_mode` by bisection, because there is no closed form."""
+    left, right = 0.0, 1.0
     for _ in range(60):
-        middle = 0.5 * (below + above)
+        middle = 0.5 * (left + right)
         if _mode(middle, scale) > value:
-            below = middle
+            left = middle
         else:
-            above = middle
-    return 0.5 * (below + above)
+            right = middle
+    return 0.5 * (left + right)
 
 
 def _to_fp32_inside(sigma: float, low: float, high: float) -> float:
-    """Round to fp32 so that neither sigma nor its fp32 timestep leaves the range.
+    """Round sigma to fp32 so that sigma and its fp32 timestep stay inside the range.
 
-    A sample rounded onto a boundary would belong to the other expert, which is chosen by timestep.
+    Otherwise a sample rounded onto the boundary would belong to the other expert, because the timestep selects the expert.
     """
     value, up, down = np.float32(min(max(sigma, low), high)), np.float32(2.0), np.float32(-1.0)
     while min(float(value) - low, _timestep(value) - NUM_TRAIN_TIMESTEPS * low) < 0.0:

@@ -1,1 +1,1 @@
-"""The packed Wan transformer, its rotary positions and its loading."""
+"""The packed Wan transformer, its activation checkpointing, LoRA, dropout and quantization."""

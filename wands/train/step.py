@@ -1,4 +1,4 @@
-"""The training step on one screen: every micro batch forward and backward, then the update."""
+"""The training step: forward and backward of every micro batch, then the optimizer update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wands.train.run import TrainingRun
 
 @dataclass(frozen=True)
 class SampleLoss:
-    """Unweighted mean squared error of one clip, with the noise level it was drawn at."""
+    """Unweighted mean squared error of one sample, with its noise level."""
 
     sample_id: str
     repeat_index: int
@@ -29,12 +29,12 @@ class SampleLoss:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step leaves behind on a rank.
+    """Result of one optimizer step on one rank.
 
     Attributes:
-        loss: this rank's part of the loss SUM, fp32 scalar.
-        samples: the error of each clip of this rank's bins.
-        grad_norm: norm of the whole gradient before clipping, the same on every rank.
+        loss: this rank's part of the loss sum, fp32 scalar.
+        samples: loss of each sample of this rank's packs.
+        grad_norm: norm of the whole gradient before clipping, equal on every rank.
     """
 
     loss: torch.Tensor
@@ -44,87 +44,86 @@ class StepResult:
 
 def train_step(
     engine: Any,
-    shards: list[RankSlice],
+    slices: list[RankSlice],
     run: TrainingRun,
     groups: ProcessGroups,
     device: torch.device,
     denominator: float,
     sigma_range: tuple[float, float] = (0.0, 1.0),
 ) -> StepResult:
-    """One optimizer step: every micro batch forward and backward, then the update.
+    """Run one optimizer step: forward and backward of every micro batch, then the update.
 
     Args:
-        engine: the DeepSpeed engine.
-        shards: this rank's part of its micro batches; their number is the same on every rank.
-        run: recipe and shape.
-        groups: the ranks that share these micro batches.
-        device: of the engine.
-        denominator: samples (or tokens) that a step has on average, over all ranks.
+        engine: DeepSpeed engine.
+        slices: this rank's slice of each of its micro batches; all ranks have the same number of micro batches.
+        run: recipe, world size and ZeRO stage.
+        groups: process groups of this rank.
+        device: device of the engine.
+        denominator: mean number of samples (or tokens) per step, over all ranks.
         sigma_range: noise levels of the expert that the engine trains.
     """
     recipe = run.recipe
-    total, forwarded = torch.zeros((), device=device), []
-    for number, host_shard in enumerate(shards, start=1):
-        shard, layout = host_shard.to(device), host_shard.layout
-        # x_t, target and sigmas: a function of (seed, sample, epoch), whatever the rank and the pack
+    total, micro_losses = torch.zeros((), device=device), []
+    for number, host_slice in enumerate(slices, start=1):
+        batch = host_slice.to(device)
+        # A function of (seed, sample, repeat, epoch), independent of the rank and the pack.
         noisy = add_noise(
-            shard.tokens,
-            layout,
-            shard.keys,
+            batch.tokens,
+            batch.layout,
+            batch.keys,
             recipe.flow,
             recipe.train.seed,
-            shard.num_cond_tokens,
+            batch.num_cond_tokens,
             sigma_range,
         )
 
-        engine.set_gradient_accumulation_boundary(number == len(shards))
-        tokens = shard.model_input(noisy.tokens)
-        pred = engine(tokens, shard.meta, noisy.timesteps, shard.text_embeds, shard.image_embeds)
+        engine.set_gradient_accumulation_boundary(number == len(slices))
+        tokens = batch.model_input(noisy.tokens)
+        pred = engine(tokens, batch.meta, noisy.timesteps, batch.text_embeds, batch.image_embeds)
 
         sigma_weights = sigma_weight(noisy.sigmas, recipe.flow)
-        weights = loss_weights(shard.trained_lens, shard.weights, sigma_weights, recipe.loss.reduction)
-        # a SUM over this rank's tokens; tail padding and given frames are left out
-        rows = noisy.trained
+        weights = loss_weights(batch.trained_lens, batch.weights, sigma_weights, recipe.loss.reduction)
+        rows = noisy.trained  # without tail padding and conditioning tokens
         loss, errors = flow_matching_loss(
-            pred[rows], noisy.target[rows], shard.meta.segment_ids[rows], weights
+            pred[rows], noisy.target[rows], batch.meta.segment_ids[rows], weights
         )
-        # ZeRO averages over the world at every stage, so this factor makes the gradient that of the whole step.
+        # ZeRO averages over the world at every stage. The factor world_size turns the average into the sum over ranks.
         engine.backward(loss * (run.world_size / denominator), scale_wrt_gas=False)
 
         total += loss.detach()
-        forwarded.append((host_shard, noisy.sigmas, errors))
-    grad_norm = None if run.zero_stage else _unsharded_grad_norm(engine.module)
+        micro_losses.append((host_slice, noisy.sigmas, errors))
+    grad_norm = None if run.zero_stage else _unpartitioned_grad_norm(engine.module)
     engine.step()
-    # Read only now: asking for a number earlier would make the host wait for the device between micro batches.
-    samples = _name_losses(forwarded, groups)
+    # The losses are read after the step, because a read makes the host wait for the device.
+    samples = _sample_losses(micro_losses, groups)
     return StepResult(
         total, samples, float(grad_norm if grad_norm is not None else engine.get_global_grad_norm())
     )
 
 
-def _name_losses(
-    forwarded: list[tuple[RankSlice, torch.Tensor, torch.Tensor]], groups: ProcessGroups
+def _sample_losses(
+    micro_losses: list[tuple[RankSlice, torch.Tensor, torch.Tensor]], groups: ProcessGroups
 ) -> list[SampleLoss]:
-    """The errors of a step's clips with their names; the sample that stands for an empty bin is left out."""
-    sums = torch.cat([errors for _, _, errors in forwarded])
-    if groups.cp is not None:  # each rank of the group has summed over its own tokens
+    """Return the loss of each sample of a step, without the samples of padding packs."""
+    sums = torch.cat([errors for _, _, errors in micro_losses])
+    if groups.cp is not None:  # each rank has the sum over its local tokens
         dist.all_reduce(sums, group=groups.cp)
-    found = []
-    for shard, sigmas, errors in forwarded:
-        mine, sums = sums[: len(errors)].tolist(), sums[len(errors) :]
-        values = zip(
-            shard.keys, sigmas.tolist(), mine, shard.trained_lens, shard.weights.tolist(), strict=True
-        )
-        found += [
+    losses = []
+    for host_slice, sigmas, errors in micro_losses:
+        sample_sums, sums = sums[: len(errors)].tolist(), sums[len(errors) :]
+        lens, weights = host_slice.trained_lens, host_slice.weights.tolist()
+        losses += [
             SampleLoss(key.sample_id, key.repeat_index, key.epoch, sigma, error / num_tokens)
-            for key, sigma, error, num_tokens, weight in values
+            for key, sigma, error, num_tokens, weight in zip(
+                host_slice.keys, sigmas.tolist(), sample_sums, lens, weights, strict=True
+            )
             if weight > 0
         ]
-    return found
+    return losses
 
 
-def _unsharded_grad_norm(module: torch.nn.Module) -> torch.Tensor:
-    """DeepSpeed reports the norm only where ZeRO shards something; without, all ranks hold the whole gradient."""
+def _unpartitioned_grad_norm(module: torch.nn.Module) -> torch.Tensor:
+    """Return the gradient norm at ZeRO stage 0, where DeepSpeed does not report it and every rank has the whole gradient."""
     return torch.linalg.vector_norm(
         torch.stack(
             [torch.linalg.vector_norm(p.grad.float()) for p in module.parameters() if p.grad is not None]

@@ -447,7 +447,7 @@ def as_one_of(monkeypatch: pytest.MonkeyPatch):
         (4, {"ring_degree": 3}, "--ring-degree=3 must make up world_size=4, because"),
         (8, {"ring_degree": 2, "ulysses_degree": 2}, "--ulysses-degree=2, --ring-degree=2 must make up world_size=8"),
         (8, {"ulysses_degree": 8}, "--ulysses-degree=8 must divide num_heads=4 of wan2.1-t2v-"),
-        (6, {"ring_degree": 2}, "world_size=6, --ring-degree=2 leaves --ulysses-degree=3, which must divide num_heads=4"),
+        (6, {"ring_degree": 2}, "world_size=6, --ring-degree=2 leads to --ulysses-degree=3, which must divide num_heads=4"),
         (2, {"device": "cpu"}, "--device=cpu is one device for several processes; leave it out, so"),
     ],
 )  # fmt: skip

@@ -117,7 +117,7 @@ def test_an_expert_in_the_wrong_range_is_noticed(
 
 def first_frame_noised() -> Any:
     return mock.patch.object(
-        corrupt_module, "_clean_rows", lambda layout, _: torch.zeros(layout.num_tokens, dtype=torch.bool)
+        corrupt_module, "_cond_mask", lambda layout, _: torch.zeros(layout.num_tokens, dtype=torch.bool)
     )
 
 

@@ -206,19 +206,19 @@ class Wrong(ReferenceBackend):
 
 MISTAKES = {
     "ignores the scale": "out is off by",
-    "ignores the segments": "out holds something",
+    "ignores the segments": "out must be 0 in rows without a partner",
     "lse in log2": "lse is off by",
     "lse without the scale": "lse is off by",
     "lse in bf16": "lse is off by",
     "lse of another dtype": "lse is torch.bfloat16",
     "lse [T, H]": "lse is torch.float32 .438, 2., must be torch.float32 .2, 438.",
-    "lse +inf in empty rows": "lse holds something in rows that take part in nothing",
-    "garbage in empty rows": "out holds something in rows that take part in nothing",
+    "lse +inf in empty rows": "lse must be -inf in rows without a partner",
+    "garbage in empty rows": "out must be 0 in rows without a partner",
     "nan": "out is off by nan",
     "backward recomputes lse": "d[qkv] summed over two blocks is off by",
     "backward recomputes out": "d[qkv] summed over two blocks is off by",
     "backward takes out for dout": "d[qkv] summed over two blocks is off by",
-    "garbage in gradients of empty rows": "dk summed over two blocks holds something",
+    "garbage in gradients of empty rows": "dk summed over two blocks must be 0 in rows without a partner",
     "dq without the scale": "dq summed over two blocks is off by",
     "+inf is not a closed row": "dv of rows whose lse is .inf",
 }
@@ -369,7 +369,7 @@ def test_a_kernel_is_not_launched_for_nothing():
     def refuse(*_):
         raise AssertionError("an empty grid")
 
-    backend = FlashBackend("flash2", refuse, refuse, oldest=8)
+    backend = FlashBackend("flash2", refuse, refuse, min_major=8)
     q, k, v, dout = make_inputs((2, 3), (), BF16)
     segments = Segments.build((2, 3), (0, 0))
     out, lse = backend.forward(q, k, v, segments, 1.0)
@@ -438,7 +438,7 @@ def test_auto_names_its_choice(device, dtype, capability, installed, expected, g
             assert choose_backend("auto", device, dtype).name == expected
     assert caplog.text.count(f"attention.backend=auto: {expected} ({torch.device(device).type} in") == 1
     assert gpu.checked == ([] if expected in ("cpu", "reference") else [(expected, device, dtype, 128)])
-    assert ("grow with the square of a clip's tokens" in caplog.text) is (expected == "reference")
+    assert ("memory grows with the square of a clip's tokens" in caplog.text) is (expected == "reference")
 
 
 def test_auto_goes_on_to_the_next_kernel_and_says_why(gpu, caplog):
@@ -446,17 +446,17 @@ def test_auto_goes_on_to_the_next_kernel_and_says_why(gpu, caplog):
     gpu.faults = {
         "flash4": TypeError("_flash_attn_fwd() got an unexpected keyword argument 'return_lse'\nand more"),
         "flash3": ImportError("libcudart.so.12: cannot open shared object file"),
-        "flash2": KernelError("dk summed over two blocks is off by 0.9, 0.02 is allowed"),
+        "flash2": KernelError("dk summed over two blocks is off by 0.9, the largest allowed error is 0.02"),
     }
     for _ in range(2):
         assert choose_backend("auto", "cuda", BF16, head_dim=64).name == "torch"
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-        "attention.backend=auto: flash4 fails the check of its results: "
-        "TypeError: _flash_attn_fwd() got an unexpected keyword argument 'return_lse'",
-        "attention.backend=auto: flash3 fails the check of its results: "
-        "ImportError: libcudart.so.12: cannot open shared object file",
-        "attention.backend=auto: flash2 fails the check of its results: "
-        "KernelError: dk summed over two blocks is off by 0.9, 0.02 is allowed",
+        "attention.backend=auto skips flash4, which fails the check of its results "
+        "(TypeError: _flash_attn_fwd() got an unexpected keyword argument 'return_lse')",
+        "attention.backend=auto skips flash3, which fails the check of its results "
+        "(ImportError: libcudart.so.12: cannot open shared object file)",
+        "attention.backend=auto skips flash2, which fails the check of its results "
+        "(KernelError: dk summed over two blocks is off by 0.9, the largest allowed error is 0.02)",
     ]
     assert [name for name, *_ in gpu.checked] == ["flash4", "flash3", "flash2", "torch"]  # once each
     gpu.faults["torch"] = RuntimeError("")
@@ -466,9 +466,10 @@ def test_auto_goes_on_to_the_next_kernel_and_says_why(gpu, caplog):
 
 def test_a_named_kernel_that_is_wrong_is_refused_with_the_numbers(gpu):
     gpu.installed = ALL
-    gpu.faults = {"flash3": KernelError("lse is off by 2.1, 0.002 is allowed")}
+    gpu.faults = {"flash3": KernelError("lse is off by 2.1, the largest allowed error is 0.002")}
     with pytest.raises(
-        ConfigError, match=r"flash3 cannot run on cuda in bfloat16 .*lse is off by 2.1, 0.002"
+        ConfigError,
+        match=r"flash3 cannot run on cuda in bfloat16: the check of its results fails .*lse is off by 2.1, .* is 0.002",
     ):
         choose_backend("flash3", "cuda", BF16)
     assert choose_backend("flash4", "cuda", BF16).name == "flash4"
@@ -482,13 +483,15 @@ def test_the_real_check_stands_before_the_choice(mistake: str, gpu, monkeypatch)
     )
     right, wrong = ReferenceBackend(), Wrong(mistake)
     monkeypatch.setitem(
-        backends.BACKENDS, "torch", FlashBackend("torch", right.forward, right.backward, oldest=8)
+        backends.BACKENDS, "torch", FlashBackend("torch", right.forward, right.backward, min_major=8)
     )
     monkeypatch.setitem(
-        backends.BACKENDS, "flash4", FlashBackend("flash4", wrong.forward, wrong.backward, oldest=8)
+        backends.BACKENDS, "flash4", FlashBackend("flash4", wrong.forward, wrong.backward, min_major=8)
     )
     assert choose_backend("auto", "cuda", BF16, head_dim=16).name == "torch"
-    with pytest.raises(ConfigError, match=r"flash4 cannot run on cuda in bfloat16 \(it fails the check"):
+    with pytest.raises(
+        ConfigError, match=r"flash4 cannot run on cuda in bfloat16: the check of its results fails"
+    ):
         choose_backend("flash4", "cuda", BF16, head_dim=16)
 
 
@@ -503,19 +506,25 @@ def test_the_real_check_stands_before_the_choice(mistake: str, gpu, monkeypatch)
             "cuda",
             BF16,
             (9, 0),
-            r"flash-attn is not installed\); pip install 'wands.flash2.', or use auto",
+            r"flash-attn is not installed. Run pip install 'wands.flash2.', or use attention.backend=auto",
         ),
-        ("flash3", "cuda", BF16, (9, 0), r"flash-attn-3 is not installed\); build the hopper folder"),
+        ("flash3", "cuda", BF16, (9, 0), r"flash-attn-3 is not installed. Build the hopper folder"),
         (
             "flash4",
             "cuda",
             BF16,
             (9, 0),
-            r"flash-attn-4 is not installed\); pip install 'wands.flash4.', or use",
+            r"flash-attn-4 is not installed. Run pip install 'wands.flash4.', or use",
         ),
-        ("torch", "cuda", BF16, (7, 5), r"\(compute capability 7.5, its kernel needs 8.0 or newer\)"),
-        ("flash3", "cuda", BF16, (10, 0), r"\(compute capability 10.0, its kernel needs 9.0 to 9.x\)"),
-        ("flash4", "cuda", BF16, (8, 0), r"\(compute capability 8.0, its kernel needs 9.0 to 12.x\)"),
+        ("torch", "cuda", BF16, (7, 5), r"the GPU has compute capability 7.5, the kernel needs 8.0 or newer"),
+        (
+            "flash3",
+            "cuda",
+            BF16,
+            (10, 0),
+            r"the GPU has compute capability 10.0, the kernel needs 9.0 to 9.x",
+        ),
+        ("flash4", "cuda", BF16, (8, 0), r"the GPU has compute capability 8.0, the kernel needs 9.0 to 12.x"),
     ],
 )
 def test_impossible_choices_are_refused(name, device, dtype, capability, says, gpu):

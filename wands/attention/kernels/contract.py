@@ -1,11 +1,24 @@
-"""The contract of an attention kernel, two functions: forward with log-sum-exp, and backward; and its plain reading.
+"""Contract of an attention kernel: forward with log-sum-exp, and backward. ReferenceBackend implements it in plain PyTorch.
 
 Letters: T rows, H heads, D head dim, S segments. All tensors are packed, [T, H, D], without a batch axis.
 
-The backward takes ``out`` and ``lse`` instead of recomputing them, because a caller that has merged several
-key blocks passes the *merged* ones: the probabilities exp(score - lse) are then the true ones of the whole
-row, and each block's call yields exactly that block's share of the gradient.
-Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
+The backward takes `out` and `lse` as arguments and does not compute them again. A ring merges the results of several blocks of
+keys and passes the *merged* `out` and `lse`. The probabilities exp(score - lse) are then those of the whole row, and the call for
+a block returns exactly the block's part of the gradient. Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
+
+How to add a kernel:
+
+1. A varlen kernel for CUDA: write its two calls (`run_forward`, `run_backward`) in flash.py and add a `FlashBackend` row to
+   `FLASH_BACKENDS`. The row's position is the kernel's rank under `attention.backend=auto`. FlashBackend fills the rows that
+   attend to nothing and skips empty packs. Any other kernel: write a class that implements `Backend` and add an instance to
+   `BACKENDS` in registry.py, with its requirements in `_unmet_requirement`.
+2. Add the name to `AttentionConfig.backend` in wands/config/recipe.py.
+3. An optional package: import it inside the two calls, add an extra to pyproject.toml, and add the package to `ONE_IMPORTER`
+   in tests/unit/test_layering.py.
+4. Tests: add the name to `CUDA_BACKENDS` or `CPU_DTYPES` in tests/support/plain.py, and a fake module with the package's
+   signatures to tests/unit/attention/test_kernels.py, so that the calls are tested on machines without a GPU.
+5. `python -m pytest tests/unit/attention -m gpu` compares the kernel with float64 attention on the GPU. In a training run,
+   `choose_backend` checks the kernel once per process with self_check.py and rejects a kernel whose results are wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +30,8 @@ from torch import Tensor
 
 from wands.attention.packed import Segments
 
-Triple = tuple[Tensor, Tensor, Tensor]
+Grads = tuple[Tensor, Tensor, Tensor]
+"""Gradients of q, k and v."""
 
 
 class Backend(Protocol):
@@ -25,24 +39,24 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """As in `attention.backend`."""
+        """Value of `attention.backend` that selects this kernel."""
         ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend.
+        """Attend inside segments.
 
         Args:
             q: [Tq, H, D].
             k: [Tk, H, D].
             v: [Tk, H, D].
-            segments: who attends to whom.
+            segments: rows of q and of k in each segment.
             scale: factor on the scores.
 
         Returns:
-            out [Tq, H, D] in q's dtype and lse [H, Tq], fp32 (fp64 for fp64): log of the sum of exp of the
-            scaled scores. Rows that attend to nothing have out 0 and lse -inf.
+            out [Tq, H, D] in q's dtype, and lse [H, Tq] in fp32 (fp64 for fp64): the natural logarithm of the sum of exp of
+            the scaled scores. Rows that attend to nothing have out 0 and lse -inf.
         """
         ...
 
@@ -56,17 +70,17 @@ class Backend(Protocol):
         lse: Tensor,
         segments: Segments,
         scale: float,
-    ) -> Triple:
-        """Gradients of these keys' share, given the final `out` and `lse` of every row.
+    ) -> Grads:
+        """Compute the part of the gradients that comes from these keys, given the final `out` and `lse` of every row.
 
         Args:
             dout: [Tq, H, D], gradient of `out`.
             q: [Tq, H, D].
             k: [Tk, H, D].
             v: [Tk, H, D].
-            out: [Tq, H, D], the final output, of all blocks together.
-            lse: [H, Tq], the final log-sum-exp. A row with +inf has no share in any gradient.
-            segments: who attends to whom.
+            out: [Tq, H, D], the output over all blocks of keys.
+            lse: [H, Tq], the log-sum-exp over all blocks of keys. A row with +inf contributes to no gradient.
+            segments: rows of q and of k in each segment.
             scale: factor on the scores.
 
         Returns:
@@ -76,17 +90,17 @@ class Backend(Protocol):
 
 
 class ReferenceBackend:
-    """Explicit softmax, segment by segment: any device and dtype, memory of a whole score matrix."""
+    """Explicit softmax, segment by segment: runs on any device in any dtype, and stores whole score matrices."""
 
     name = "reference"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See Backend."""
+        """See `Backend`."""
         out = torch.zeros_like(q)
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_score_dtype(q))
-        with torch.autocast(q.device.type, enabled=False):  # it would take the matrix products back to bf16
+        with torch.autocast(q.device.type, enabled=False):  # autocast would compute the scores in bf16
             for rows_q, rows_k in segments.pairs():
                 scores = _heads_first(q[rows_q]) @ _heads_first(k[rows_k]).mT * scale
                 lse[:, rows_q] = scores.logsumexp(-1)
@@ -103,8 +117,8 @@ class ReferenceBackend:
         lse: Tensor,
         segments: Segments,
         scale: float,
-    ) -> Triple:
-        """See Backend."""
+    ) -> Grads:
+        """See `Backend`."""
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         with torch.autocast(q.device.type, enabled=False):
             for rows_q, rows_k in segments.pairs():
@@ -126,5 +140,5 @@ def _score_dtype(x: Tensor) -> torch.dtype:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[T, H, D] -> [H, T, D], in the dtype that scores are computed in."""
+    """[T, H, D] -> [H, T, D] in the dtype of the scores."""
     return x.transpose(0, 1).to(_score_dtype(x))

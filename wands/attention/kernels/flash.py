@@ -1,8 +1,8 @@
-"""Flash attention kernels behind the contract: PyTorch's for CPUs and for CUDA, and the flash-attn packages 2, 3 and 4.
+"""Flash attention kernels: PyTorch's for CPUs and for CUDA, and the flash-attn packages 2, 3 and 4.
 
-Letters: T rows, H heads, D head dim. The signatures are those of torch 2.11 to 2.13, flash-attn 2.8.3, the
-``flash_attn_interface.py`` of flash-attn 3 since September 2025 (earlier ones have no defaults and fail the
-check), and flash-attn-4 4.0.0b36. All of them return lse as natural logarithms, fp32 [H, T], for packed rows.
+Letters: T rows, H heads, D head dim. The calls use the signatures of torch 2.11 to 2.13, flash-attn 2.8.3, the
+``flash_attn_interface.py`` of flash-attn 3 since September 2025 (earlier versions have no defaults and fail the self-check), and
+flash-attn-4 4.0.0b36. For packed rows, every kernel returns lse as natural logarithms, fp32 [H, T].
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wands.attention.kernels.contract import Triple
+from wands.attention.kernels.contract import Grads
 from wands.attention.packed import Segments
 
 
 class CpuBackend:
-    """PyTorch's flash attention for CPUs, once per segment: a loop costs less than padding or masking."""
+    """PyTorch's flash attention for CPUs, called once per segment: a loop costs less than padding or masking."""
 
     name = "cpu"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See Backend."""
+        """See `Backend`."""
         out = torch.empty_like(q)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
-        for rows_q, rows_k in segments.pairs():  # an empty operand would kill the process
+        for rows_q, rows_k in segments.pairs():  # an empty operand crashes the process
             part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 _batched(q[rows_q]), _batched(k[rows_k]), _batched(v[rows_k]), 0.0, False, scale=scale
             )
             out[rows_q] = part[0].transpose(0, 1)
             lse[:, rows_q] = part_lse[0]
-        _clear_idle_rows(out, lse, segments)
+        _fill_idle_rows(out, lse, segments)
         return out, lse
 
     def backward(
@@ -47,8 +47,8 @@ class CpuBackend:
         lse: Tensor,
         segments: Segments,
         scale: float,
-    ) -> Triple:
-        """See Backend."""
+    ) -> Grads:
+        """See `Backend`."""
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for rows_q, rows_k in segments.pairs():
             tensors = [_batched(x) for x in (dout[rows_q], q[rows_q], k[rows_k], v[rows_k], out[rows_q])]
@@ -57,50 +57,54 @@ class CpuBackend:
             )
             for grad, rows, part in zip((dq, dk, dv), (rows_q, rows_k, rows_k), parts, strict=True):
                 grad[rows] = part[0].transpose(0, 1)
-        _clear_idle_grads(dq, dk, dv, segments)
+        _zero_idle_grads(dq, dk, dv, segments)
         return dq, dk, dv
 
 
 @dataclass(frozen=True)
 class FlashBackend:
-    """A flash attention kernel for CUDA in bf16 or fp16: what each of them needs round its two calls.
+    """A flash attention kernel for CUDA in bf16 or fp16, with the steps that all of these kernels need around their calls.
 
     Attributes:
-        name: as in `attention.backend`.
-        run_forward: the kernel's own forward; rows that attend to nothing may hold anything.
-        run_backward: the kernel's own backward, likewise.
-        oldest: major compute capability from which both directions run.
-        newest: the last such one; None where newer ones run too.
-        package: the distribution that brings the kernel; None for PyTorch itself.
-        install: how a user gets the package.
+        name: value of `attention.backend`.
+        run_forward: the kernel's forward; rows that attend to nothing may contain any values.
+        run_backward: the kernel's backward; rows without a partner may contain any values.
+        min_major: smallest major compute capability that runs forward and backward.
+        max_major: largest such major compute capability; None if newer GPUs run the kernel too.
+        package: distribution that contains the kernel; None for PyTorch.
+        install: instruction that installs the package, for error messages.
     """
 
     name: str
     run_forward: Callable[..., tuple[Tensor, Tensor]]
-    run_backward: Callable[..., Triple]
-    oldest: int
-    newest: int | None = None
+    run_backward: Callable[..., Grads]
+    min_major: int
+    max_major: int | None = None
     package: str | None = None
     install: str = ""
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU of this compute capability runs the kernel in both directions."""
-        return self.oldest <= capability[0] <= (self.newest or capability[0])
+        """Return whether a GPU of this compute capability runs the kernel forward and backward."""
+        return self.min_major <= capability[0] <= (self.max_major or capability[0])
 
     @property
     def capability(self) -> str:
-        """What `runs_on` asks for, in words."""
-        return f"{self.oldest}.0 or newer" if self.newest is None else f"{self.oldest}.0 to {self.newest}.x"
+        """Compute capabilities that run the kernel, for error messages."""
+        return (
+            f"{self.min_major}.0 or newer"
+            if self.max_major is None
+            else f"{self.min_major}.0 to {self.max_major}.x"
+        )
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See Backend."""
-        if _nothing_to_do(segments):
+        """See `Backend`."""
+        if _has_no_pairs(segments):
             lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
             return torch.zeros_like(q), lse
         out, lse = self.run_forward(q, k, v, segments, scale)
-        _clear_idle_rows(out, lse, segments)
+        _fill_idle_rows(out, lse, segments)
         return out, lse
 
     def backward(
@@ -113,12 +117,12 @@ class FlashBackend:
         lse: Tensor,
         segments: Segments,
         scale: float,
-    ) -> Triple:
-        """See Backend."""
-        if _nothing_to_do(segments):
+    ) -> Grads:
+        """See `Backend`."""
+        if _has_no_pairs(segments):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dq, dk, dv = self.run_backward(dout, q, k, v, out, lse.contiguous(), segments, scale)
-        _clear_idle_grads(dq, dk, dv, segments)
+        _zero_idle_grads(dq, dk, dv, segments)
         return dq, dk, dv
 
 
@@ -133,8 +137,10 @@ def _torch_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -
 
 def _torch_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
-) -> Triple:
-    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
+) -> Grads:
+    rng_state = torch.zeros(
+        2, dtype=torch.uint64, device=q.device
+    )  # without dropout the kernel does not read it
     return torch.ops.aten._flash_attention_backward(
         *(x.contiguous() for x in (dout, q, k, v, out, lse)),
         *(s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k, 0.0, False),
@@ -157,7 +163,7 @@ def _flash2_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) 
 
 def _flash2_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
-) -> Triple:
+) -> Grads:
     from flash_attn import flash_attn_interface as flash2
 
     dq, dk, dv = _empty_grads(q, k, v)
@@ -179,19 +185,19 @@ def _flash2_backward(
 def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
     import flash_attn_interface as flash3
 
-    out, lse, *_ = flash3._flash_attn_forward(q, k, v, **_lengths(s), softmax_scale=scale)
+    out, lse, *_ = flash3._flash_attn_forward(q, k, v, **_seqlens(s), softmax_scale=scale)
     return out, lse
 
 
 def _flash3_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
-) -> Triple:
+) -> Grads:
     import flash_attn_interface as flash3
 
     dq, dk, dv = _empty_grads(q, k, v)
     flash3._flash_attn_backward(
         *(dout, q, k, v, out, lse),
-        **_lengths(s),
+        **_seqlens(s),
         dq=dq,
         dk=dk,
         dv=dv,
@@ -204,25 +210,25 @@ def _flash3_backward(
 def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
     from flash_attn.cute import interface as flash4
 
-    out, lse, *_ = flash4._flash_attn_fwd(q, k, v, **_lengths(s), softmax_scale=scale, return_lse=True)
+    out, lse, *_ = flash4._flash_attn_fwd(q, k, v, **_seqlens(s), softmax_scale=scale, return_lse=True)
     return out, lse
 
 
 def _flash4_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
-) -> Triple:
+) -> Grads:
     from flash_attn.cute import interface as flash4
 
     dq, dk, dv, *_ = flash4._flash_attn_bwd(
-        *(q, k, v, out, dout, lse),  # unlike the others: dout behind out
+        *(q, k, v, out, dout, lse),  # unlike the other packages, dout comes after out
         softmax_scale=scale,
-        **_lengths(s),
+        **_seqlens(s),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return dq, dk, dv
 
 
-def _lengths(s: Segments) -> dict[str, Tensor | int]:
+def _seqlens(s: Segments) -> dict[str, Tensor | int]:
     return {
         "cu_seqlens_q": s.cu_seqlens_q,
         "cu_seqlens_k": s.cu_seqlens_k,
@@ -231,12 +237,9 @@ def _lengths(s: Segments) -> dict[str, Tensor | int]:
     }
 
 
-def _empty_grads(q: Tensor, k: Tensor, v: Tensor) -> Triple:
-    return (
-        torch.empty_like(q, memory_format=torch.contiguous_format),
-        torch.empty_like(k, memory_format=torch.contiguous_format),
-        torch.empty_like(v, memory_format=torch.contiguous_format),
-    )
+def _empty_grads(q: Tensor, k: Tensor, v: Tensor) -> Grads:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
 
 
 def _batched(x: Tensor) -> Tensor:
@@ -244,19 +247,19 @@ def _batched(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _nothing_to_do(segments: Segments) -> bool:
-    """No pair of rows at all: some kernels would be launched with an empty grid, which CUDA refuses."""
+def _has_no_pairs(segments: Segments) -> bool:
+    """Return whether no row of q has a key: some kernels would then launch an empty grid, which is a CUDA error."""
     return next(segments.pairs(), None) is None
 
 
-def _clear_idle_rows(out: Tensor, lse: Tensor, segments: Segments) -> None:
-    """Kernels leave such rows undefined, or with lse +inf (flash-attn 2) or 0."""
+def _fill_idle_rows(out: Tensor, lse: Tensor, segments: Segments) -> None:
+    """Set out to 0 and lse to -inf in rows that attend to nothing: kernels leave out undefined, and lse undefined, 0 or +inf."""
     for rows in segments.idle_q(out.shape[0]):
         out[rows] = 0
         lse[:, rows] = -torch.inf
 
 
-def _clear_idle_grads(dq: Tensor, dk: Tensor, dv: Tensor, segments: Segments) -> None:
+def _zero_idle_grads(dq: Tensor, dk: Tensor, dv: Tensor, segments: Segments) -> None:
     for rows in segments.idle_q(dq.shape[0]):
         dq[rows] = 0
     for rows in segments.idle_k(dk.shape[0]):
@@ -269,28 +272,28 @@ FLASH_BACKENDS = (
         "flash4",
         _flash4_forward,
         _flash4_backward,
-        oldest=9,  # its forward knows 8.x, its backward does not
-        newest=12,
+        min_major=9,  # 8.x has a forward and no backward
+        max_major=12,
         package="flash-attn-4",
-        install="pip install 'wands[flash4]'",
+        install="Run pip install 'wands[flash4]'",
     ),
     FlashBackend(
         "flash3",
         _flash3_forward,
         _flash3_backward,
-        oldest=9,  # it would start on others and run kernels made for Hopper
-        newest=9,
+        min_major=9,  # newer GPUs would start the kernels compiled for Hopper
+        max_major=9,
         package="flash-attn-3",
-        install="build the hopper folder of flash-attention's repository",
+        install="Build the hopper folder of the flash-attention repository",
     ),
     FlashBackend(
         "flash2",
         _flash2_forward,
         _flash2_backward,
-        oldest=8,
+        min_major=8,
         package="flash-attn",
-        install="pip install 'wands[flash2]'",
+        install="Run pip install 'wands[flash2]'",
     ),
-    FlashBackend("torch", _torch_forward, _torch_backward, oldest=8),
+    FlashBackend("torch", _torch_forward, _torch_backward, min_major=8),
 )
-"""The kernels for CUDA, the one that `auto` takes first in front."""
+"""Kernels for CUDA, in the order in which `attention.backend=auto` tries them."""

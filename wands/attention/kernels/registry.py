@@ -1,8 +1,8 @@
-"""Which attention kernel runs: `attention.backend` by name, or the best that can run here and keeps the contract.
+"""Select the attention kernel: the one that `attention.backend` names, or the fastest that runs here with right results.
 
-A kernel for CUDA is used only behind a check of the kernel itself, once in a process: its log-sum-exp and its
-backward with a global one, in the dtype and head dim of the run, on this GPU, in the versions that are
-installed (backends_check.py).
+A kernel for CUDA is used only after a check of its results (self_check.py), once per process: its log-sum-exp, and its backward
+with the log-sum-exp of several blocks. The check runs in the dtype and head dim of the run, on this GPU, with the installed
+versions.
 """
 
 from __future__ import annotations
@@ -28,83 +28,83 @@ BACKENDS: dict[str, Backend] = {
 
 
 def get_backend(name: str) -> Backend:
-    """The kernel of that name, always the same object; whether it can run here is `choose_backend`'s to ask.
-
-    Args:
-        name: reference, cpu, torch, flash2, flash3 or flash4, as in `Backend.name`.
-    """
+    """Return the kernel called `name`, without checking that it runs here; see `choose_backend`."""
     return BACKENDS[name]
 
 
 def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int = 128) -> Backend:
-    """Turn `attention.backend` into a kernel that can run there, and say which in the log.
+    """Return the kernel for `attention.backend`, and log its name once.
 
-    `auto` takes the first of flash4, flash3, flash2 and torch that is installed, made for the GPU and right,
-    with a warning for each that is not right; then the reference. On a CPU it takes cpu.
+    On a GPU, `auto` takes the first of flash4, flash3, flash2 and torch that is installed, supports the GPU and passes the check
+    of its results. It logs a warning for each kernel that fails the check. If no kernel is left, it takes the reference. On a
+    CPU, `auto` takes cpu.
 
     Args:
         name: auto, reference, cpu, torch, flash2, flash3 or flash4.
-        device: where q, k and v will live.
-        dtype: their dtype, which is autocast's where autocast is on.
-        head_dim: their last dimension.
+        device: device of q, k and v.
+        dtype: dtype of q, k and v; under autocast, autocast's dtype.
+        head_dim: last dimension of q, k and v.
 
     Raises:
-        ConfigError: the named kernel cannot run on that device or with that dtype, is not installed, or fails
-            the check of its results.
+        ConfigError: if the named kernel does not support the device or the dtype, is not installed, or fails the check.
     """
     device = torch.device(device)
-    where = f"{device.type} in {str(dtype).removeprefix('torch.')}"
+    target = f"{device.type} in {str(dtype).removeprefix('torch.')}"
     if name == "auto":
-        chosen = _first_right(device, dtype, head_dim)
-        _log_once(logging.INFO, f"attention.backend=auto: {chosen} ({where})")
+        chosen = _fastest_backend(device, dtype, head_dim)
+        _log_once(logging.INFO, f"attention.backend=auto: {chosen} ({target})")
         return get_backend(chosen)
-    refusal = f"attention.backend={name} cannot run on {where}"
-    if obstacle := _obstacle(name, device, dtype):
-        raise ConfigError(f"{refusal} ({obstacle[0]}); {obstacle[1]}.")
+    error = f"attention.backend={name} cannot run on {target}"
+    if unmet := _unmet_requirement(name, device, dtype):
+        reason, fix = unmet
+        raise ConfigError(f"{error}: {reason}. {fix}.")
     if isinstance(get_backend(name), FlashBackend) and (fault := _fault(name, device, dtype, head_dim)):
-        raise ConfigError(f"{refusal} (it fails the check of its results: {fault}); use auto.")
-    _log_once(logging.INFO, f"attention.backend={name} ({where})")
+        raise ConfigError(f"{error}: the check of its results fails ({fault}). Use attention.backend=auto.")
+    _log_once(logging.INFO, f"attention.backend={name} ({target})")
     return get_backend(name)
 
 
-def _first_right(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def _fastest_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     if device.type == "cpu":
         return "cpu"
     for name in (backend.name for backend in FLASH_BACKENDS):
-        if _obstacle(name, device, dtype):
+        if _unmet_requirement(name, device, dtype):
             continue
         fault = _fault(name, device, dtype, head_dim)
         if not fault:
             return name
-        _log_once(logging.WARNING, f"attention.backend=auto: {name} fails the check of its results: {fault}")
+        _log_once(
+            logging.WARNING,
+            f"attention.backend=auto skips {name}, which fails the check of its results ({fault})",
+        )
     _log_once(
         logging.WARNING,
-        f"attention.backend=auto: no flash kernel runs on {device.type} in {dtype}; the reference needs "
-        "memory for whole score matrices, which grow with the square of a clip's tokens",
+        f"attention.backend=auto: no flash kernel runs on {device.type} in {dtype}. The reference kernel stores whole score "
+        "matrices, whose memory grows with the square of a clip's tokens.",
     )
     return "reference"
 
 
-def _obstacle(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str] | None:
-    """What keeps a kernel from running there at all, and the cure."""
-    backend = get_backend(name)
+def _unmet_requirement(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str] | None:
+    """Return the reason why a kernel cannot run at all, and the fix; None if it can."""
+    backend, use_auto = get_backend(name), "Use attention.backend=auto"
     if name == "cpu" and device.type != "cpu":
-        return "its kernel is for CPUs", "use auto"
+        return "the kernel is for CPUs", use_auto
     if not isinstance(backend, FlashBackend):
         return None
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return "its kernel needs CUDA and bf16 or fp16", "use auto"
+        return "the kernel needs CUDA and bf16 or fp16", use_auto
     capability = torch.cuda.get_device_capability(device)
     if not backend.runs_on(capability):
-        have = ".".join(map(str, capability))
-        return f"compute capability {have}, its kernel needs {backend.capability}", "use auto"
+        found = ".".join(map(str, capability))
+        return f"the GPU has compute capability {found}, the kernel needs {backend.capability}", use_auto
     if backend.package and not _installed(backend.package):
-        return f"{backend.package} is not installed", f"{backend.install}, or use auto"
+        return f"{backend.package} is not installed", f"{backend.install}, or use attention.backend=auto"
     return None
 
 
 def _installed(package: str) -> bool:
-    """By distribution: flash-attn 2 and 4 share the module `flash_attn`, and 2 has brought an old copy of 4."""
+    # By distribution: flash-attn 2 and 4 share the module `flash_attn`, and some releases of 2 contain an old copy of 4.
     try:
         importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
@@ -114,10 +114,10 @@ def _installed(package: str) -> bool:
 
 @cache
 def _fault(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """What is wrong with a kernel's results there; empty when they are right."""
+    """Return the error in a kernel's results; empty if the results are right."""
     try:
         check_backend(get_backend(name), device, dtype, head_dim)
-    except Exception as error:  # a package of another version or build fails in ways of its own
+    except Exception as error:  # packages of another version or build raise errors of any class
         first_line = next(iter(str(error).splitlines()), "")
         return f"{type(error).__name__}: {first_line[:300]}"
     return ""
@@ -125,5 +125,5 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -
 
 @cache
 def _log_once(level: int, message: str) -> None:
-    """The start block asks for the kernel too, not only the model."""
+    """Log a message once per process: the run summary asks for the kernel too, not only the model."""
     logger.log(level, message)
