@@ -123,7 +123,7 @@ def measure(args: argparse.Namespace) -> dict[str, Measured]:
         step()  # gradients, the pages of the store, and what is made once
         with PeakMemory(args.device) as peak:
             step()
-        store = ways[name].store if name in ways else None
+        store = ways[name].offloader if name in ways else None
         found[name] = Measured(peak.bytes, store.peak_host_bytes if store else 0, [])
     for _ in range(args.rounds):
         for name in MODES:

@@ -1,9 +1,9 @@
-"""Dropout whose masks depend on the sample, the layer, the row's place in its sample and the channel, and on nothing else.
+"""Dropout whose masks depend only on the sample, the layer, the row's position in its sample, and the channel.
 
-A mask is a hash and not a stream of random numbers: a clip has the same one in any pack, on any rank of any grid, when a block
-runs again in backward, after a restart, and on a CPU as on a GPU. Backward works it out again, so none is kept.
+A mask is a hash, not a stream of random numbers. A sample therefore has the same mask in every pack, on every rank, when a block
+runs again in backward, after a restart, and on CPU and GPU. Backward computes the mask again, so no mask is stored.
 
-Letters: N rows, C channels, L tokens, T text rows, S samples, I rows of each sample's pictures, M timesteps.
+Letters: N rows, C channels, S samples.
 """
 
 from __future__ import annotations
@@ -17,56 +17,55 @@ from torch import Tensor, nn
 
 from wands.attention.packed import PackedMeta, segment_ids_of
 
-_CHUNK = 2**24  # channels hashed at a time: what is in between takes some 100 MB at most
+_CHUNK = 2**24  # number of values hashed at a time, which limits temporary memory to about 100 MB
 _SIDES = {"tokens": 1, "text": 2, "image": 3, "time": 4}
 
 
 class RowKeys:
-    """What the rows of one forward are hashed by; all dropout layers of a model look here."""
+    """Hash keys of the rows of one forward, shared by all dropout layers of a model."""
 
     def __init__(self) -> None:
         self._keys: Mapping[str, Tensor] = {}
 
     def __getitem__(self, side: str) -> Tensor:
-        """int64 [N], the keys of the rows of one side: "tokens", "text", "image" or "time"."""
+        """Return the keys of the rows of one side ("tokens", "text", "image" or "time"), int64 [N]."""
         return self._keys[side]
 
     def set(self, meta: PackedMeta, image_len: int) -> None:
-        """Take the rows of a pack; they stay for its backward, until the next forward.
+        """Compute the keys of a pack, which stay valid until the next forward.
 
         Args:
-            meta: with a key for each sample.
-            image_len: rows of each sample's pictures, 0 for none.
+            meta: metadata of the pack, with `dropout_keys`.
+            image_len: number of CLIP tokens of each sample, 0 without CLIP.
         """
         assert len(meta.dropout_keys) == len(meta.local_seq_lens), "dropout needs meta.dropout_keys"
         device = meta.segment_ids.device
         samples = torch.tensor(meta.dropout_keys, dtype=torch.int64).to(device, non_blocking=True)
         frame, row, column = meta.positions.unbind(1)
-        owners = meta.timestep_samples or tuple(range(len(samples)))
-        counts = {
+        timestep_samples = meta.timestep_samples or tuple(range(len(samples)))
+        lens_of = {
             "text": meta.text_lens,
             "image": (image_len,) * len(samples),
-            "time": tuple(owners.count(sample) for sample in range(len(samples))),
+            "time": tuple(timestep_samples.count(sample) for sample in range(len(samples))),
         }
         keys = {
             "tokens": _row_keys(samples, "tokens", meta.segment_ids, (frame << 42) + (row << 21) + column)
         }
-        for side, lens in counts.items():
-            owner = segment_ids_of(lens)
-            place = torch.arange(len(owner)) - (torch.tensor(lens).cumsum(0) - torch.tensor(lens))[owner]
-            keys[side] = _row_keys(
-                samples, side, *(one.to(device, non_blocking=True) for one in (owner, place))
-            )
+        for side, lens in lens_of.items():
+            ids = segment_ids_of(lens)
+            positions = torch.arange(len(ids)) - (torch.tensor(lens).cumsum(0) - torch.tensor(lens))[ids]
+            ids, positions = (x.to(device, non_blocking=True) for x in (ids, positions))
+            keys[side] = _row_keys(samples, side, ids, positions)
         self._keys = keys
 
 
 class KeyedDropout(nn.Module):
-    """Zeroes a share `p` of its input in training and scales the rest, as `torch.nn.Dropout` does.
+    """Dropout as `torch.nn.Dropout`, with masks from `RowKeys`.
 
     Args:
-        p: share of the values.
-        name: of the layer; those of two names are independent.
-        keys: of the rows.
+        p: dropout probability.
+        name: name of the layer; masks of layers with different names are independent.
+        keys: keys of the rows.
     """
 
     def __init__(self, p: float, name: str, keys: RowKeys) -> None:
@@ -78,9 +77,9 @@ class KeyedDropout(nn.Module):
         self._keys = keys
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., C] -> the same; rows are all dimensions but the last, in the order of the keys.
+        """Drop values: [..., C] -> [..., C]; all dimensions except the last are rows, in the order of the keys.
 
-        The row behind all text, which stands for every zero pad of every sample, belongs to none of them and stays whole.
+        The last text row, which is the padding of all samples, belongs to no sample and is not dropped.
         """
         if not self.training or self.p == 0:
             return x
@@ -93,21 +92,21 @@ class KeyedDropout(nn.Module):
 
 
 def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
-    """Put dropout layers into a packed DiT's blocks, and before its LoRA.
+    """Replace the dropout layers of a packed DiT's blocks and of its LoRA.
 
     Args:
-        model: with its LoRA, if any.
-        p: share of the results of the attentions and of the hidden states of the feed-forwards.
-        lora_p: share of the inputs of the LoRA.
+        model: packed DiT, with its LoRA if it has one.
+        p: dropout probability of attention outputs and of hidden states of the feed-forwards.
+        lora_p: dropout probability of the LoRA inputs.
 
     Returns:
-        Where the layers look for the keys of their rows.
+        The row keys that all of these layers use.
     """
     keys = RowKeys()
     for name, module in list(model.named_modules()):
         parent, _, leaf = name.rpartition(".")
         if p and isinstance(module, nn.Dropout) and name.startswith("blocks."):
-            model.get_submodule(parent)[int(leaf)] = KeyedDropout(p, name, keys)  # they stand in lists
+            model.get_submodule(parent)[int(leaf)] = KeyedDropout(p, name, keys)  # a ModuleList
         elif lora_p and hasattr(module, "lora_dropout"):
             for adapter in module.lora_dropout:
                 module.lora_dropout[adapter] = KeyedDropout(lora_p, f"{name}.lora", keys)
@@ -115,7 +114,7 @@ def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
 
 
 def side_of(name: str) -> str:
-    """Which rows a layer works on, by its name in the model."""
+    """Return the side whose rows a layer computes, from the name of the layer."""
     if "image_embedder" in name or ".add_k_proj" in name or ".add_v_proj" in name:
         return "image"
     if "text_embedder" in name or ".attn2.to_k" in name or ".attn2.to_v" in name:
@@ -124,7 +123,7 @@ def side_of(name: str) -> str:
 
 
 class _Drop(torch.autograd.Function):
-    """Mask and scale; backward does the same to the gradient."""
+    """Masks and scales the input, and the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
@@ -139,18 +138,18 @@ class _Drop(torch.autograd.Function):
 
 
 def _drop(x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
-    """[..., C] with the mask of its first len(rows) rows; those behind them stay."""
+    """Return a copy of x [..., C] with the masks applied to the first len(rows) rows."""
     out = x.clone(memory_format=torch.contiguous_format)
     flat, step = out.view(-1, x.shape[-1]), max(_CHUNK // x.shape[-1], 1)
     for begin in range(0, len(rows), step):
-        some = rows[begin : begin + step]
-        kept = keep_mask(some, salt, x.shape[-1], p)
-        flat[begin : begin + len(some)].mul_(1 / keep_share(p)).masked_fill_(kept.logical_not_(), 0)
+        chunk = rows[begin : begin + step]
+        mask = keep_mask(chunk, salt, x.shape[-1], p)
+        flat[begin : begin + len(chunk)].mul_(1 / keep_probability(p)).masked_fill_(mask.logical_not_(), 0)
     return out
 
 
-def keep_share(p: float) -> float:
-    """Share of the values that are kept: 1 - p in steps of 2**-16."""
+def keep_probability(p: float) -> float:
+    """Return 1 - p, rounded to a multiple of 2**-16."""
     return 1 - _threshold(p) / 2**16
 
 
@@ -159,34 +158,34 @@ def _threshold(p: float) -> int:
 
 
 def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
-    """Which values a layer keeps, bool [N, C].
+    """Return the mask of the values that a layer keeps, bool [N, C].
 
-    Each pair of channels shares 32 bits: of the row's hash and the pair's, mixed.
+    Each pair of channels uses the two halves of 32 bits, which mix the hashes of the row and the pair.
 
     Args:
-        rows: keys, int64 [N].
-        salt: of the layer.
+        rows: int64 [N], row keys.
+        salt: hash of the layer's name.
         channels: C.
-        p: share that is dropped.
+        p: dropout probability.
 
     Source: Chris Wellons, Hash Prospector, lowbias32 (public domain).
     """
     pairs = torch.arange(-(-channels // 2), device=rows.device)
     bits = _low_word(_mix64(rows + salt))[:, None] ^ _low_word(_mix64(pairs + _signed(0x9E3779B97F4A7C15)))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, None)):
-        bits ^= (bits >> shift).bitwise_and_(2 ** (32 - shift) - 1)  # the sign must not be shifted in
+        bits ^= (bits >> shift).bitwise_and_(2 ** (32 - shift) - 1)  # clears the copies of the sign bit
         if factor is not None:
             bits *= _signed(factor, 32)
     return bits.view(torch.int16)[:, :channels] >= _threshold(p) - 2**15
 
 
-def _row_keys(samples: Tensor, side: str, owner: Tensor, place: Tensor) -> Tensor:
-    """int64 [N]: a hash of each row's sample, side and place."""
-    return _mix64(_mix64(samples + _SIDES[side])[owner] + place)
+def _row_keys(samples: Tensor, side: str, segment_ids: Tensor, positions: Tensor) -> Tensor:
+    """Hash the sample key, the side and the position of each row, int64 [N]."""
+    return _mix64(_mix64(samples + _SIDES[side])[segment_ids] + positions)
 
 
 def _mix64(z: Tensor) -> Tensor:
-    """The finalizer of splitmix64 on int64, which wraps as unsigned numbers do.
+    """Apply the finalizer of splitmix64 to int64, which wraps around as unsigned numbers do.
 
     Source: Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators.
     """
@@ -196,7 +195,7 @@ def _mix64(z: Tensor) -> Tensor:
 
 
 def _low_word(z: Tensor) -> Tensor:
-    """The lower 32 bits, int32."""
+    """Return the lower 32 bits, int32."""
     return z.view(torch.int32).view(-1, 2)[:, 0]
 
 

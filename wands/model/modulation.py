@@ -1,10 +1,10 @@
-"""Scale, shift and gate of packed rows: one row of a table per sample, never expanded to one per token.
+"""Scale, shift and gate of packed tokens, with one table row per timestep that is never expanded to one row per token.
 
-Samples are contiguous, so a table row meets its tokens as a slice. Forward writes each slice once; backward
-sums each slice in a fixed order, so that it is deterministic and no sample's numbers depend on its
-neighbours. Rows are kept for backward only where the table learns: a LoRA's does not.
+The tokens of a timestep are contiguous, so each table row applies to a slice of tokens. The backward sums every slice in a fixed
+order. It is therefore deterministic, and the gradient of a sample does not depend on other samples in the pack. Tokens are saved
+for backward only if the table needs a gradient, which it does not under LoRA.
 
-Letters: L tokens, S samples, D width.
+Letters: L tokens, M timesteps, D width.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch import Tensor
 
 
 def modulate(x: Tensor, factor: Tensor, shift: Tensor, lens: Sequence[int]) -> Tensor:
-    """Compute x * factor + shift, each sample with its own row.
+    """Compute x * factor + shift, with one row of factor and shift per timestep.
 
     Args:
         x: [L, D].
-        factor: [S, D].
-        shift: [S, D].
-        lens: rows of each sample; they cover x.
+        factor: [M, D].
+        shift: [M, D].
+        lens: number of tokens of each timestep; the sum is L.
 
     Returns:
-        [L, D] in the wider dtype of x and the table.
+        [L, D] in the wider dtype of x and factor.
     """
     return _Modulate.apply(x, factor, shift, tuple(lens))
 
 
 def gated_add(residual: Tensor, update: Tensor, gate: Tensor, lens: Sequence[int]) -> Tensor:
-    """Compute residual + update * gate, each sample with its own row of the gate.
+    """Compute residual + update * gate, with one row of the gate per timestep.
 
     Args:
         residual: [L, D].
         update: [L, D].
-        gate: [S, D].
-        lens: rows of each sample; they cover residual.
+        gate: [M, D].
+        lens: number of tokens of each timestep; the sum is L.
 
     Returns:
         [L, D] in the widest dtype of the three.
@@ -49,26 +49,26 @@ def gated_add(residual: Tensor, update: Tensor, gate: Tensor, lens: Sequence[int
 class _Modulate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: Tensor, shift: Tensor, lens: tuple[int, ...]) -> Tensor:
-        learns = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        ctx.save_for_backward(x if learns else None, factor)
+        table_needs_grad = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        ctx.save_for_backward(x if table_needs_grad else None, factor)
         ctx.lens, ctx.dtype = lens, x.dtype
         out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, factor.dtype))
-        for sample, rows in _slices(lens, x):
-            torch.addcmul(shift[sample], x[rows], factor[sample], out=out[rows])
+        for i, rows in _slices(lens, x):
+            torch.addcmul(shift[i], x[rows], factor[i], out=out[rows])
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, factor = ctx.saved_tensors
         dx = torch.empty_like(dout, dtype=ctx.dtype)
-        for sample, rows in _slices(ctx.lens, dout):
-            torch.mul(dout[rows], factor[sample], out=dx[rows])
+        for i, rows in _slices(ctx.lens, dout):
+            torch.mul(dout[rows], factor[i], out=dx[rows])
         if x is None:
             return dx, None, None, None
         dfactor, dshift = torch.empty_like(factor), torch.empty_like(factor)
-        for sample, rows in _slices(ctx.lens, dout):
-            torch.sum(dout[rows] * x[rows], 0, out=dfactor[sample])
-            torch.sum(dout[rows], 0, out=dshift[sample])
+        for i, rows in _slices(ctx.lens, dout):
+            torch.sum(dout[rows] * x[rows], 0, out=dfactor[i])
+            torch.sum(dout[rows], 0, out=dshift[i])
         return dx, dfactor, dshift, None
 
 
@@ -79,28 +79,28 @@ class _GatedAdd(torch.autograd.Function):
         ctx.lens, ctx.residual_dtype, ctx.update_dtype = lens, residual.dtype, update.dtype
         dtype = torch.promote_types(torch.promote_types(residual.dtype, update.dtype), gate.dtype)
         out = residual.new_empty(residual.shape, dtype=dtype)
-        for sample, rows in _slices(lens, residual):
-            torch.addcmul(residual[rows], update[rows], gate[sample], out=out[rows])
+        for i, rows in _slices(lens, residual):
+            torch.addcmul(residual[rows], update[rows], gate[i], out=out[rows])
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         update, gate = ctx.saved_tensors
         dupdate = torch.empty_like(dout, dtype=ctx.update_dtype)
-        for sample, rows in _slices(ctx.lens, dout):
-            torch.mul(dout[rows], gate[sample], out=dupdate[rows])
+        for i, rows in _slices(ctx.lens, dout):
+            torch.mul(dout[rows], gate[i], out=dupdate[rows])
         dresidual = dout.to(ctx.residual_dtype)
         if update is None:
             return dresidual, dupdate, None, None
         dgate = torch.empty_like(gate)
-        for sample, rows in _slices(ctx.lens, dout):
-            torch.sum(dout[rows] * update[rows], 0, out=dgate[sample])
+        for i, rows in _slices(ctx.lens, dout):
+            torch.sum(dout[rows] * update[rows], 0, out=dgate[i])
         return dresidual, dupdate, dgate, None
 
 
 def _slices(lens: tuple[int, ...], x: Tensor) -> Iterator[tuple[int, slice]]:
-    assert sum(lens) == x.shape[0], f"{sum(lens)} rows of samples, {x.shape[0]} of the tensor"
+    assert sum(lens) == x.shape[0], f"timesteps of {sum(lens)} tokens, a tensor of {x.shape[0]}"
     start = 0
-    for sample, length in enumerate(lens):
-        yield sample, slice(start, start + length)
+    for i, length in enumerate(lens):
+        yield i, slice(start, start + length)
         start += length

@@ -1,8 +1,8 @@
-"""Tensors that wait on the host for the backward: copied out beside the computation, fetched back before they are asked for.
+"""Activation offloading to host memory: copies to the host and back run in parallel with the computation.
 
-A group is what one block puts here. Backward takes the groups in the opposite order, so that whoever takes from one starts the
-copies of the group before it. The last two groups stay on the device as well: their copies have the time of a block to finish,
-and backward, which begins with them, finds them there.
+A group is the set of tensors that one block offloads. Backward uses the groups in reverse order, so the first use of a group's
+tensor starts the copies of the group before it. The last two groups also stay on the device: backward starts with them, and their
+copies would not be done in time.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from torch import Tensor
 from wands.errors import ConfigError
 
 PAGE_BYTES = 1 << 24
-"""Host memory comes in pages of one size, so that packs of any length use the same: pinning memory takes longer than copying to
+"""Size of a page of host memory. Packs of any length reuse the same pages, because pinning memory takes longer than copying to
 it, and torch rounds a pinned buffer up to a power of two."""
-_ON_DEVICE = 2  # groups
+_GROUPS_ON_DEVICE = 2
 
 
-class Lane(Protocol):
-    """Where copies run, one after the other in the order in which they were given."""
+class CopyStream(Protocol):
+    """Stream that runs copies one after another, in the order of the calls."""
 
     def run(self, copy: Callable[[], None]) -> Any:
-        """Copy behind everything that the computation has been told to do so far; returns what `wait` takes."""
+        """Run a copy after all computation submitted so far; return an event for `wait`."""
         ...
 
     def wait(self, event: Any) -> None:
-        """Let the computation go on only when this copy, and so all before it, are over."""
+        """Let the computation continue only after this copy, and all copies before it, are done."""
         ...
 
 
-class _SideStream:
-    """A CUDA stream beside that of the computation; the host waits for nothing."""
+class _CudaCopyStream:
+    """A CUDA stream next to the computation's stream; the host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -54,8 +54,8 @@ class _SideStream:
         torch.cuda.current_stream(self._device).wait_event(event)
 
 
-class _AtOnce:
-    """Without streams a copy is over when it returns."""
+class _BlockingCopyStream:
+    """Copies that are done when `run` returns, for devices without streams."""
 
     def run(self, copy: Callable[[], None]) -> None:
         copy()
@@ -65,61 +65,64 @@ class _AtOnce:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """The tensor without its graph; a change of one in place counts as a change of the other, also beneath autograd."""
+    """Detach a tensor from its graph and keep the version counter: in-place changes of either tensor count for both."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 class ActivationOffloader:
-    """Keeps tensors of one device in host memory.
+    """Host memory for the activations of one device.
 
     Args:
-        device: where the tensors come from and go back to.
-        lane: where copies run; of a CUDA device a stream of their own.
-        page_bytes: size of the host's pages.
+        device: device of the activations.
+        copy_stream: stream of the copies; by default a new CUDA stream, or blocking copies on other devices.
+        page_bytes: size of a page of host memory.
 
     Attributes:
-        host_bytes: of the tensors that are kept now.
-        peak_host_bytes: the most that `host_bytes` has been.
-        reserved_bytes: of all pages, pinned for a CUDA device; a page that becomes free waits for the next tensor. torch's
-            allocator on the CPU has no part in them: what it counts is "the device" there too.
+        host_bytes: size of the tensors that are offloaded now.
+        peak_host_bytes: maximum of `host_bytes` so far.
+        reserved_bytes: size of all pages, pinned for a CUDA device. Free pages are reused and never returned. For a CPU device,
+            numpy allocates the pages, so that torch's memory counters contain only "device" memory.
     """
 
-    def __init__(self, device: torch.device, lane: Lane | None = None, page_bytes: int = PAGE_BYTES) -> None:
+    def __init__(
+        self, device: torch.device, copy_stream: CopyStream | None = None, page_bytes: int = PAGE_BYTES
+    ) -> None:
         self.device, self.page_bytes = device, page_bytes
-        self.lane: Lane = lane or (_SideStream(device) if device.type == "cuda" else _AtOnce())
+        default = partial(_CudaCopyStream, device) if device.type == "cuda" else _BlockingCopyStream
+        self.copy_stream: CopyStream = copy_stream or default()
         self.host_bytes = self.peak_host_bytes = self.reserved_bytes = 0
-        self._free: list[Tensor] = []
+        self._free_pages: list[Tensor] = []
         self._groups: deque[_Group] = deque()
 
     def open_group(self) -> None:
-        """What is put here from now on is taken back together, before what was put here until now."""
-        before = weakref.ref(self._groups[-1]) if self._groups else None
-        if len(self._groups) == _ON_DEVICE:
+        """Start a new group: tensors of the new group are fetched together, before the previous group."""
+        previous = weakref.ref(self._groups[-1]) if self._groups else None
+        if len(self._groups) == _GROUPS_ON_DEVICE:
             self._groups.popleft().leave_device()
-        self._groups.append(_Group(before))
+        self._groups.append(_Group(previous))
 
-    def put(self, tensor: Tensor) -> Stored:
-        """Start the copy to the host; the tensor may not change from now on.
+    def put(self, tensor: Tensor) -> OffloadedTensor:
+        """Start the copy of a tensor to the host. The tensor must not change afterwards.
 
         Args:
-            tensor: of any shape and dtype, on the store's device.
+            tensor: any shape and dtype, on the offloader's device.
 
         Returns:
-            What gives it back; host memory is kept for it as long as it lives.
+            Handle that returns the tensor. Its host memory is free again when the handle is deleted.
         """
         assert self._groups, "open_group comes first"
         with torch.no_grad():
-            stored = Stored(self, self._groups[-1], detached(tensor).contiguous())
-        self._groups[-1].members.append(weakref.ref(stored))
-        return stored
+            offloaded = OffloadedTensor(self, self._groups[-1], detached(tensor).contiguous())
+        self._groups[-1].members.append(weakref.ref(offloaded))
+        return offloaded
 
-    def _borrow(self, num_bytes: int) -> list[Tensor]:
+    def _take_pages(self, num_bytes: int) -> list[Tensor]:
         self.host_bytes += num_bytes
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-        missing = -(-num_bytes // self.page_bytes) - len(self._free)
-        self._free += [self._new_page() for _ in range(missing)]
-        return [self._free.pop() for _ in range(-(-num_bytes // self.page_bytes))]
+        num_pages = -(-num_bytes // self.page_bytes)
+        self._free_pages += [self._new_page() for _ in range(num_pages - len(self._free_pages))]
+        return [self._free_pages.pop() for _ in range(num_pages)]
 
     def _new_page(self) -> Tensor:
         if self.device.type != "cuda":
@@ -127,105 +130,107 @@ class ActivationOffloader:
         else:
             try:
                 page = torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:  # CUDA calls it "out of memory", as if it were the device's
+            except RuntimeError as error:  # CUDA reports "out of memory" for the host too
                 raise ConfigError(
                     f"model.checkpointing=offload cannot pin more than {self.reserved_bytes / 2**30:.1f} GiB of host memory on "
-                    f"this rank ({str(error).splitlines()[0]}); offload less, lower packing.max_tokens, or set it to full."
+                    f"this rank ({str(error).splitlines()[0]}). Offload fewer tensors, lower packing.max_tokens, or set "
+                    "model.checkpointing=full."
                 ) from error
         self.reserved_bytes += self.page_bytes
         return page
 
-    def _give_back(self, pages: list[Tensor], num_bytes: int) -> None:
+    def _return_pages(self, pages: list[Tensor], num_bytes: int) -> None:
         self.host_bytes -= num_bytes
-        self._free += pages  # a copy that may still read them comes before the next one that writes them
+        # A copy that still reads these pages runs before the next copy that writes them.
+        self._free_pages += pages
 
 
 class _Group:
-    """The tensors of one block; whoever got one of them keeps it alive."""
+    """Tensors of one block. Every handle holds a reference to its group."""
 
-    def __init__(self, before: weakref.ref[_Group] | None) -> None:
-        self._before = before
-        self.members: list[weakref.ref[Stored]] = []
+    def __init__(self, previous: weakref.ref[_Group] | None) -> None:
+        self._previous = previous
+        self.members: list[weakref.ref[OffloadedTensor]] = []
 
-    def __iter__(self) -> Iterator[Stored]:
-        return (stored for member in self.members if (stored := member()) is not None)
+    def __iter__(self) -> Iterator[OffloadedTensor]:
+        return (offloaded for member in self.members if (offloaded := member()) is not None)
 
     def leave_device(self) -> None:
-        for stored in self:
-            stored.leave_device()
+        for offloaded in self:
+            offloaded.leave_device()
 
     def prefetch(self) -> None:
-        """Start the copies of this group, and then those of the one before."""
-        before = self._before() if self._before else None
-        for group in (self, *([before] if before else [])):
-            for stored in group:
-                stored.prefetch()
+        """Start the copies back to the device for this group, then for the previous group."""
+        previous = self._previous() if self._previous else None
+        for group in (self, *([previous] if previous else [])):
+            for offloaded in group:
+                offloaded.prefetch()
 
 
-class Stored:
-    """One tensor of a `ActivationOffloader`."""
+class OffloadedTensor:
+    """Handle of a tensor in an `ActivationOffloader`."""
 
-    def __init__(self, store: ActivationOffloader, group: _Group, tensor: Tensor) -> None:
-        self._store, self._group, self._taken = store, group, False
+    def __init__(self, offloader: ActivationOffloader, group: _Group, tensor: Tensor) -> None:
+        self._offloader, self._group, self._taken = offloader, group, False
         self._like = torch.empty_like(tensor, device="meta")
-        self._here: Tensor | None = None
+        self._on_device: Tensor | None = None
         self._pages: list[Tensor] = []
-        self._pages = store._borrow(tensor.nbytes)
-        # Held until the copy is over: its memory may not go to others before.
-        self._here = tensor
-        self._version: int | None = tensor._version  # of what was put, until it leaves
-        self._copied = store.lane.run(partial(_copy_out, tensor, self._pages))
+        self._pages = offloader._take_pages(tensor.nbytes)
+        # A reference until the copy is done, so that the tensor's memory is not reused.
+        self._on_device = tensor
+        self._version: int | None = tensor._version  # of the original tensor, while it is on the device
+        self._copied = offloader.copy_stream.run(partial(_copy_to_host, tensor, self._pages))
 
     def take(self) -> Tensor:
-        """The tensor on its device, once what the caller does next may read it."""
-        if self._here is None:
-            self._start()
+        """Return the tensor on its device; later computation waits until the copy is done."""
+        if self._on_device is None:
+            self._fetch()
         self._group.prefetch()
-        self._store.lane.wait(self._copied)
-        tensor, self._taken = self._here, True
+        self._offloader.copy_stream.wait(self._copied)
+        tensor, self._taken = self._on_device, True
         assert tensor is not None
-        self._let_go(tensor)
+        self._release(tensor)
         return tensor
 
     def prefetch(self) -> None:
-        """Start the copy back to the device, unless the tensor is there or has been taken."""
-        if self._here is None and not self._taken:
-            self._start()
+        """Start the copy back to the device, unless the tensor is on the device or was already taken."""
+        if self._on_device is None and not self._taken:
+            self._fetch()
 
     def leave_device(self) -> None:
-        """Let go of the device's memory when the copy to the host is over."""
-        if self._here is not None:
-            self._store.lane.wait(self._copied)
-            self._let_go(self._here)
+        """Free the device memory once the copy to the host is done."""
+        if self._on_device is not None:
+            self._offloader.copy_stream.wait(self._copied)
+            self._release(self._on_device)
 
-    def _let_go(self, tensor: Tensor) -> None:
-        assert self._version in (None, tensor._version), "a kept result was changed in place"
-        self._here = self._version = None
+    def _release(self, tensor: Tensor) -> None:
+        assert self._version in (None, tensor._version), "an offloaded tensor was changed in place"
+        self._on_device = self._version = None
 
-    def _start(self) -> None:
-        # Memory of the computation's stream: it is used there, and freed there.
-        self._here = torch.empty_like(self._like, device=self._store.device)
-        self._copied = self._store.lane.run(partial(_copy_back, self._here, self._pages))
+    def _fetch(self) -> None:
+        # Allocated on the computation's stream, which uses the memory and frees it.
+        self._on_device = torch.empty_like(self._like, device=self._offloader.device)
+        self._copied = self._offloader.copy_stream.run(partial(_copy_to_device, self._on_device, self._pages))
 
     def __del__(self) -> None:
-        if self._here is not None:  # nobody may get its memory while a copy still writes to it
-            with suppress(Exception):  # CUDA may be gone when the interpreter ends
-                self._store.lane.wait(self._copied)
-        self._store._give_back(self._pages, self._like.nbytes)
+        if self._on_device is not None:  # the memory must not be reused while a copy still writes to it
+            with suppress(Exception):  # CUDA may be gone when the interpreter exits
+                self._offloader.copy_stream.wait(self._copied)
+        self._offloader._return_pages(self._pages, self._like.nbytes)
 
 
-def _copy_out(tensor: Tensor, pages: list[Tensor]) -> None:
+def _copy_to_host(tensor: Tensor, pages: list[Tensor]) -> None:
     for part, page in _parts(tensor, pages):
         page.copy_(part, non_blocking=True)
 
 
-def _copy_back(tensor: Tensor, pages: list[Tensor]) -> None:
+def _copy_to_device(tensor: Tensor, pages: list[Tensor]) -> None:
     for part, page in _parts(tensor, pages):
         part.copy_(page, non_blocking=True)
 
 
 def _parts(tensor: Tensor, pages: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bytes of a tensor, page by page, and where each page keeps them."""
+    """Yield the bytes of a tensor in parts, each with the part of a page that stores it."""
     if not pages:
         return
     for part, page in zip(tensor.view(-1).view(torch.uint8).split(len(pages[0])), pages, strict=True):

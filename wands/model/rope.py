@@ -1,4 +1,4 @@
-"""Rotary position embedding from explicit positions, with the angles of the stock model.
+"""Rotary position embedding from explicit positions, with the stock model's angles.
 
 Letters: L tokens, H heads, D head dim.
 """
@@ -10,27 +10,27 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor
 
 
-def rotation_of(rope: WanRotaryPosEmbed, positions: Tensor) -> Tensor:
-    """Each token's rotation of each pair of channels, as unit complex numbers.
+def rotations_of(rope: WanRotaryPosEmbed, positions: Tensor) -> Tensor:
+    """Return the rotation of each pair of channels for each token, as complex numbers of modulus 1.
 
     Args:
-        rope: the model's own table of angles; its channels go to frame, row and column in this order.
+        rope: the model's table of angles; its channels belong to frame, row and column in this order.
         positions: int64 [L, 3], (frame, row, column).
 
     Returns:
-        complex [L, 1, D/2], to be given to `rotate`.
+        complex [L, 1, D/2], for `rotate`.
     """
     widths = [rope.t_dim, rope.h_dim, rope.w_dim]
 
     def pick(table: Tensor) -> Tensor:
         columns = zip(table.split(widths, dim=1), positions.unbind(1), strict=True)
-        # Every second: stock stores each angle twice.
+        # Every second column, because the table contains each angle twice.
         return torch.cat([part[index, ::2] for part, index in columns], dim=1)
 
     return torch.complex(pick(rope.freqs_cos), pick(rope.freqs_sin))[:, None]
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair of neighbouring channels of x [L, H, D] (fp32 or fp64) by its token's angles."""
+    """Rotate each pair of adjacent channels of x [L, H, D] (fp32 or fp64) by the angles of its token."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotation).flatten(-2)

@@ -1,4 +1,4 @@
-"""In what the weights of a DiT are kept between their uses: fp32, bf16 where nothing is lost by it, or codes of a frozen base."""
+"""Storage dtypes of a DiT's weights: fp32, bf16 for weights that autocast rounds to bf16, or codes of a frozen base."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from wands.model.transformer import PatchLinear
 
 @dataclass(frozen=True)
 class WeightDtypePolicy:
-    """What is asked of the weights.
+    """Storage dtypes of the weights.
 
     Attributes:
-        weights: "fp32", or "bf16" for those that autocast rounds to bf16 before it multiplies: of the linear layers and the
-            patch embedding. Time embedding, modulation, norms and head compute in fp32 and stay so.
+        weights: "fp32"; or "bf16" for the linear layers and the patch embedding, whose weights autocast rounds to bf16 before
+            the matmul. Time embedding, modulation, norms and head compute in fp32 and stay fp32.
         quantize: "none", or the name of a codec for the linear layers of the blocks, which must be frozen.
     """
 
@@ -26,17 +26,14 @@ class WeightDtypePolicy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every parameter is fp32."""
+        """Whether all parameters are fp32."""
         return self == WeightDtypePolicy()
 
     def apply(self, model: nn.Module) -> None:
-        """Give a model on the meta device the parameters that are to be filled: their dtypes, and codes in place of weights."""
+        """Convert the parameters of a model on the meta device to these dtypes, and quantized weights to codes and scales."""
         if self.weights == "bf16":
             for module in model.modules():
-                if type(module) in (
-                    nn.Linear,
-                    PatchLinear,
-                ):  # not what is derived from them to compute in fp32
+                if type(module) in (nn.Linear, PatchLinear):  # not subclasses, which compute in fp32
                     module.to(torch.bfloat16)
         if self.quantize != "none":
             for module in model.get_submodule("blocks").modules():
@@ -45,12 +42,12 @@ class WeightDtypePolicy:
 
 
 def stored_bytes(model: nn.Module) -> dict[torch.dtype, int]:
-    """Bytes of a model's parameters by their dtype; works on the meta device.
+    """Return the size of a model's parameters in bytes by dtype; the model may be on the meta device.
 
-    Codes of 8 bits are int8, those of 4 bits uint8, and their scales are among the fp32.
+    8-bit codes are int8, 4-bit codes are uint8, and their scales are fp32.
     """
-    found: dict[torch.dtype, int] = {}
+    sizes: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         size = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
-        found[parameter.dtype] = found.get(parameter.dtype, 0) + size
-    return found
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + size
+    return sizes

@@ -122,7 +122,7 @@ def build_model(
     if recipe.drops:
         model.set_dropout(recipe.model.dropout, recipe.lora.dropout if recipe.lora else 0.0)
     kept = recipe.model.kept_on_device, recipe.model.kept_on_host
-    model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS, store=store)
+    model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS, offloader=store)
     return model.train()
 
 

@@ -120,7 +120,7 @@ def test_a_run_goes_on_from_an_exported_lora(run: Path, tiny_pipeline: Path, tmp
     )
     with pytest.raises(ConfigError, match=r"set lora\.rank to its rank"):
         make_run(tiny_pipeline, tmp_path, ("lora.rank=2", *onwards[1:]), world_size=1)
-    with pytest.raises(ConfigError, match=r"lora\.targets=attention leaves out"):
+    with pytest.raises(ConfigError, match=r"lora\.targets=attention excludes"):
         make_run(tiny_pipeline, tmp_path, ("lora.rank=4", onwards[-1]), world_size=1)
 
 

@@ -241,7 +241,7 @@ def test_a_lora_of_one_expert_is_not_given_to_the_other(tmp_path: Path):
     with pytest.raises(ConfigError, match="no LoRA of the low-noise expert"):
         load_lora(tmp_path, low, "lora.init_from")
     assert load_lora(tmp_path / "own", low, "lora.init_from").keys() == pairs.keys()
-    with pytest.raises(ConfigError, match="holds a LoRA of transformer_2, not of transformer"):
+    with pytest.raises(ConfigError, match="contains a LoRA for transformer_2, not for transformer"):
         load_lora(tmp_path / "own", high, "lora.init_from")
     for name, value in (("high", 1.0), ("low", 2.0)):  # as pairs of LoRAs are published
         named = {"blocks.0.attn1.to_q": LoraPair(value * torch.ones(2, 4), torch.ones(4, 2))}
@@ -255,5 +255,5 @@ def test_a_lora_of_one_expert_is_not_given_to_the_other(tmp_path: Path):
 
 
 def test_targets_that_choose_nothing(tiny_pipeline: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"lora\.targets=\[\] chooses no layer"):
+    with pytest.raises(ConfigError, match=r"lora\.targets=\[\] selects no layer"):
         make_run(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.targets=[]"), world_size=1)

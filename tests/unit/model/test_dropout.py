@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.support.packs import IMAGE_ROWS, Pack, build_pair, make_pack, run_packed, run_stock
 from wands.config.recipe import LoraConfig
-from wands.model.dropout import KeyedDropout, RowKeys, keep_mask, keep_share, side_of
+from wands.model.dropout import KeyedDropout, RowKeys, keep_mask, keep_probability, side_of
 from wands.model.lora import add_lora
 from wands.variants import TEXT_LEN
 
@@ -152,13 +152,13 @@ def test_the_share_and_the_mean():
     for p in (0.0, 0.05, 0.3, 0.9):
         mask = keep_mask(rows, 17, 333, p)
         assert float(mask.double().mean()) == pytest.approx(1 - p, abs=4 * (0.25 / mask.numel()) ** 0.5)
-        assert keep_share(p) == pytest.approx(1 - p, abs=2**-17)
+        assert keep_probability(p) == pytest.approx(1 - p, abs=2**-17)
     keys = RowKeys()
     keys._keys = {"tokens": rows}
     x = torch.ones(4096, 333, requires_grad=True)
     layer = KeyedDropout(0.3, "blocks.0.attn1.to_out.1", keys)
     out = layer(x)
-    assert set(out.detach().unique().tolist()) == {0.0, float(torch.tensor(1 / keep_share(0.3)))}
+    assert set(out.detach().unique().tolist()) == {0.0, float(torch.tensor(1 / keep_probability(0.3)))}
     assert float(out.detach().double().mean()) == pytest.approx(1, abs=0.005)
     out.sum().backward()
     assert torch.equal(x.grad, out.detach())

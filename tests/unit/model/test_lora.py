@@ -126,7 +126,7 @@ def test_a_new_lora_changes_nothing_yet_and_starts_alike_everywhere():
 
 @pytest.mark.parametrize(
     ("patterns", "words"),
-    [(["blocks.*.attn3.*"], "fits no linear layer"), (["blocks.0.norm2"], "fits no linear")],
+    [(["blocks.*.attn3.*"], "matches no linear layer"), (["blocks.0.norm2"], "matches no linear")],
 )
 def test_targets_that_fit_nothing(patterns: list[str], words: str):
     _, packed = build_pair()
@@ -158,9 +158,9 @@ def test_patterns_choose_what_is_trained():
 @pytest.mark.parametrize(
     ("trainable", "frozen", "words"),
     [
-        (["attn1.*"], [], r"model\.trainable=attn1\.\* fits none"),
-        ([], ["blocks.7.*"], r"model\.freeze=blocks\.7\.\* fits none"),
-        (["proj_out.*"], ["*"], "leaves none"),
+        (["attn1.*"], [], r"model\.trainable=attn1\.\* matches none"),
+        ([], ["blocks.7.*"], r"model\.freeze=blocks\.7\.\* matches none"),
+        (["proj_out.*"], ["*"], "freezes all parameters"),
     ],
 )
 def test_patterns_that_are_mistakes(trainable: list[str], frozen: list[str], words: str):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wands.errors import ConfigError
-from wands.model.offload import ActivationOffloader, Stored
+from wands.model.offload import ActivationOffloader, OffloadedTensor
 
 CPU = torch.device("cpu")
 PAGE = 64
@@ -42,7 +42,7 @@ def store_of(lane: LateLane | None = None) -> ActivationOffloader:
 
 def fill(
     store: ActivationOffloader, num_groups: int, num_members: int = 1, size: int = 40
-) -> list[list[Stored]]:
+) -> list[list[OffloadedTensor]]:
     """Group g's member m is full of the number 10 g + m."""
     found = []
     for group in range(num_groups):
@@ -93,8 +93,8 @@ def test_a_tensor_can_be_taken_again():
 
 
 def test_at_most_two_groups_are_on_the_device():
-    def here(kept: list[list[Stored]]) -> list[bool]:
-        return [one._here is not None for group in kept for one in group]
+    def here(kept: list[list[OffloadedTensor]]) -> list[bool]:
+        return [one._on_device is not None for group in kept for one in group]
 
     groups = fill(store_of(LateLane()), 5)
     assert here(groups) == [False, False, False, True, True]
@@ -150,9 +150,10 @@ def test_host_memory_that_runs_out_is_not_taken_for_the_devices(monkeypatch: pyt
 
     monkeypatch.setattr(torch, "empty", pin)
     with pytest.raises(
-        ConfigError, match=r"cannot pin more than 1\.0 GiB of host memory .* out of memory\); offload less"
+        ConfigError,
+        match=r"cannot pin more than 1\.0 GiB of host memory .* out of memory\)\. Offload fewer tensors",
     ):
-        store._borrow(2**30 + 1)
+        store._take_pages(2**30 + 1)
 
 
 @pytest.mark.gpu

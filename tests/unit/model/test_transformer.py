@@ -21,7 +21,7 @@ from tests.support.packs import (
 )
 from wands.attention.varlen import Segments, varlen_attention
 from wands.model import transformer
-from wands.model.rope import rotation_of
+from wands.model.rope import rotations_of
 from wands.model.transformer import PackedWanTransformer
 
 
@@ -231,7 +231,7 @@ def test_saves_and_loads_as_the_stock_model(tmp_path):
 def test_low_precision_timesteps_are_refused():
     _, packed = build_pair()
     pack = make_pack(1)
-    with pytest.raises(AssertionError, match="bf16 has 294"):
+    with pytest.raises(AssertionError, match="bf16 represents only 294 of 1000"):
         packed(pack.tokens, pack.meta, pack.timesteps.bfloat16(), pack.text_embeds)
 
 
@@ -274,16 +274,16 @@ def positions_continue_across_samples(monkeypatch: pytest.MonkeyPatch) -> None:
         # The pack as one long video of the first sample's size (moving a whole sample would change nothing).
         _, height, width = (positions[:12].amax(0) + 1).tolist()
         index = torch.arange(len(positions))
-        return rotation_of(
+        return rotations_of(
             rope, torch.stack([index // (height * width), index // width % height, index % width], 1)
         )
 
-    monkeypatch.setattr(transformer, "rotation_of", rotation)
+    monkeypatch.setattr(transformer, "rotations_of", rotation)
 
 
 def positions_of_another_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        transformer, "rotation_of", lambda rope, positions: rotation_of(rope, positions.flip(0))
+        transformer, "rotations_of", lambda rope, positions: rotations_of(rope, positions.flip(0))
     )
 
 
