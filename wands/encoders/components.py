@@ -237,6 +237,7 @@ def quiet_loading() -> Iterator[None]:
     notices = [logging.getLogger(name) for name in ("diffusers", "transformers.models.auto")]
     levels = [notice.level for notice in notices]
     reports = logging.getLogger("transformers.modeling_utils")
+    filters = list(reports.filters)  # blocks may be nested
     for part in bars if not sys.stderr.isatty() else []:
         part.disable_progress_bar()
     if not logger.isEnabledFor(logging.DEBUG):
@@ -246,7 +247,7 @@ def quiet_loading() -> Iterator[None]:
     try:
         yield
     finally:
-        reports.removeFilter(_is_important)
+        reports.filters[:] = filters
         for part in bars:
             part.enable_progress_bar()
         for notice, level in zip(notices, levels, strict=True):
