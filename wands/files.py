@@ -36,6 +36,20 @@ def read_json(
     raise error(f"{label or path} cannot be read ({reason}); {fix}")
 
 
+def read_json_object(
+    path: Path, *, label: str = "", fix: str = "fix the file.", error: type[WandsError] = ConfigError
+) -> dict[str, Any]:
+    """Read a JSON file that contains an object; arguments as for `read_json`.
+
+    Raises:
+        WandsError: of class `error`, if the file is missing, unreadable, not JSON or another JSON value.
+    """
+    value = read_json(path, label=label, fix=fix, error=error)
+    if not isinstance(value, dict):
+        raise error(f"{label or path} must hold a JSON object, not a {type(value).__name__}; {fix}")
+    return value
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; leaving the block renames it to `path`, an exception removes it.

@@ -41,8 +41,6 @@ LAYERS = {
 }
 # Arrows that still run up; this list may only get shorter.
 EXCEPTIONS = {
-    ("wands.export.lora_weights", "wands.train.checkpoint_weights"),
-    ("wands.export.lora_weights", "wands.train.state"),
     ("wands.planning.memory", "wands.train.optimizers"),
     ("wands.planning.search", "wands.train.ds_config"),
     ("wands.sampling.sharing", "wands.train.consistency"),

@@ -1,1 +1,1 @@
-"""What `wands push` puts on the Hub: the repository and its card."""
+"""Export: DiT weights and LoRAs as files for other programs, the model card, and the upload to the Hub."""

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub as wands sees it: a repository, errors in one sentence, a secret no message shows."""
+"""Requests to the Hugging Face Hub, with retries, errors in one sentence, and a token that no message shows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from wands import __version__
-from wands.errors import WandsError
+from wands.errors import WandsError, one_line
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -20,79 +20,91 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds before each new attempt: the Hub client does not repeat a plain commit that was turned down."""
+"""Seconds before each new attempt; the Hub client does not repeat a commit that the server rejected."""
 FIRST_CONTACT_WAITS = RETRY_WAITS[:2]
-"""Nothing is lost yet when the first request fails, and a wrong address should be told soon."""
+"""Waits for the first requests: nothing is lost yet, and the user should soon learn of a wrong address."""
 
 _LOGIN = "make a token with write access, then run `hf auth login` or set HF_TOKEN"
-_AGAIN = "run the same command again: what has arrived is not sent twice"
+_AGAIN = "run the same command again: files that have arrived are not sent twice"
 _XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
 
 
 @dataclass(frozen=True)
 class Hub:
-    """One server, one repository, and the secret that no message may show."""
+    """One repository of one server, and the token that no message may show."""
 
     api: HfApi
     token: str = field(repr=False)
     repo_id: str
 
-    def call(self, doing: str, request: Callable[[], T], waits: tuple[float, ...]) -> T:
-        """Return what `request` returns; wait and repeat it while the server or the network is at fault."""
+    def call(self, action: str, request: Callable[[], T], waits: tuple[float, ...]) -> T:
+        """Return the result of `request`; wait and repeat it if the server or the network failed.
+
+        Args:
+            action: name of the request in messages.
+            request: function that sends the request.
+            waits: seconds before each new attempt.
+
+        Raises:
+            WandsError: if the request was refused, or every attempt failed.
+        """
+        from huggingface_hub.errors import HfHubHTTPError
+
+        # The base class belongs to the HTTP client of the installed huggingface_hub.
+        network_errors = (ConnectionError, TimeoutError, HfHubHTTPError.__bases__[0])
         for wait in (*waits, None):
             try:
                 return request()
-            except (OSError, ValueError, RuntimeError, _http_error()) as error:
-                cause = _cause(error)
-                if wait is None or not _is_transient(cause):
-                    # Without the chain: a traceback would print what the server may have echoed.
-                    raise self._explain(doing, cause) from None
-                log.warning("%s failed (%s); trying again in %g s", doing, self._text(cause), wait)
+            except (OSError, ValueError, RuntimeError, *network_errors) as error:
+                cause: BaseException = error
+                while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
+                    cause = cause.__cause__  # the Hub client wraps the error of a file upload
+                status, text = _status(cause), self._text(cause)
+                is_network = isinstance(cause, network_errors)
+                transient = status in (408, 429) or status >= 500 if status else is_network
+                if wait is None or not transient:
+                    # Without the chain: a traceback would print a token that the server repeats.
+                    raise WandsError(self._explain(action, text, status, is_network)) from None
+                log.warning("%s failed (%s); trying again in %g s", action, text, wait)
                 time.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
 
     def _text(self, error: BaseException) -> str:
         """Return an error as one short line without the token."""
+        message = getattr(error, "server_message", None) or str(error)
+        line = one_line(ValueError(message.replace(self.token, "***")), 300)
         status = _status(error)
-        said = getattr(error, "server_message", None) or str(error)
-        line = " ".join(said.replace(self.token, "***").split())[:300].rstrip(". ")
         return f"HTTP {status}: {line}" if status else f"{type(error).__name__}: {line}"
 
-    def _explain(self, doing: str, error: BaseException) -> WandsError:
-        text, status, name = self._text(error), _status(error), f"repo_id={self.repo_id}"
+    def _explain(self, action: str, text: str, status: int | None, is_network: bool) -> str:
+        name, endpoint = f"REPO_ID {self.repo_id}", f"--endpoint {self.api.endpoint}"
         if status == 404 and "/xet-write-token/" in text:
-            where = f"endpoint={self.api.endpoint}"
-            return WandsError(
-                f"{where} has no Xet storage ({text}); set HF_HUB_DISABLE_XET=1 and push again."
-            )
+            return f"{endpoint} has no Xet storage ({text}); set HF_HUB_DISABLE_XET=1 and push again."
         if status == 401:
-            return WandsError(f"{name} {self.api.endpoint} refuses the token ({text}); {_LOGIN}.")
+            return f"{name}: {self.api.endpoint} refuses the token ({text}); {_LOGIN}."
         if status in (403, 404):
-            return WandsError(
-                f"{name} cannot be written with this token ({text}); push to a name of your own, or {_LOGIN}."
+            return (
+                f"{name} cannot be written with this token ({text}); push to your own account, or {_LOGIN}."
             )
         if status == 409:
-            return WandsError(f"{name} was changed by somebody else meanwhile ({text}); {_AGAIN}.")
+            return f"{name} was changed by another commit in the meantime ({text}); {_AGAIN}."
         if status:
-            return WandsError(f"{name} {doing} was refused ({text}); {_AGAIN}.")
-        if isinstance(error, (ConnectionError, TimeoutError, _http_error())):
-            where = f"endpoint={self.api.endpoint}"
-            return WandsError(
-                f"{where} cannot be reached ({text}); check address and network, then {_AGAIN}."
-            )
-        return WandsError(f"{name} {doing} failed ({text}); mend that, then {_AGAIN}.")
+            return f"{name}: {action} was refused ({text}); {_AGAIN}."
+        if is_network:
+            return f"{endpoint} cannot be reached ({text}); check address and network, then {_AGAIN}."
+        return f"{name}: {action} failed ({text}); fix the cause, then {_AGAIN}."
 
 
 def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
-    """Check all that can be checked without the network.
+    """Check everything that can be checked without the network.
 
     Args:
         repo_id: ``owner/name`` or ``name``.
-        token: None takes HF_TOKEN or what ``hf auth login`` stored.
+        token: None takes HF_TOKEN or the token that ``hf auth login`` stored.
         endpoint: None takes HF_ENDPOINT or the public Hub.
 
     Raises:
-        WandsError: no usable name, address or token, or offline mode.
+        WandsError: if name, address or token cannot be used, or offline mode is set.
     """
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -101,41 +113,37 @@ def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
         validate_repo_id(repo_id)
     except HFValidationError:
         raise WandsError(
-            f"repo_id={repo_id} is no name for a repository; use owner/name, at most 96 letters, digits, "
+            f"REPO_ID {repo_id} is not a name for a repository; use owner/name, at most 96 letters, digits, "
             "'-', '_' and '.', with no '-' or '.' doubled or at an end."
         ) from None
     endpoint = endpoint or constants.ENDPOINT
     if not re.match(r"https?://\w", endpoint):
-        raise WandsError(f"endpoint={endpoint} is no web address; write https://host.")
+        raise WandsError(f"--endpoint {endpoint} is not a web address; write https://host.")
     if constants.HF_HUB_OFFLINE:
         raise WandsError(
             "HF_HUB_OFFLINE forbids every request to the Hub; unset it (and TRANSFORMERS_OFFLINE) to push."
         )
     try:
         secret = (token or get_token() or "").strip()
-    except Exception as error:  # a keyless login has kinds of failure of its own, differing by version
+    except Exception as error:  # a login without keys has its own errors, which differ by version
         raise WandsError(
-            f"The Hub token cannot be had ({type(error).__name__}: {error}); {_LOGIN}."
+            f"The Hub token cannot be read ({type(error).__name__}: {error}); {_LOGIN}."
         ) from error
     if not secret:
-        raise WandsError(f"No Hub token was found for repo_id={repo_id}; {_LOGIN}.")
-    if not re.fullmatch(r"[!-~]+", secret):
-        # The HTTP client would refuse such a header with an error that shows it.
-        raise WandsError(f"The Hub token holds characters that no token has; {_LOGIN}.")
-    return Hub(
-        HfApi(endpoint=endpoint, token=secret, library_name="wands", library_version=__version__),
-        secret,
-        repo_id,
-    )
+        raise WandsError(f"No Hub token was found for REPO_ID {repo_id}; {_LOGIN}.")
+    if not re.fullmatch(r"[!-~]+", secret):  # the HTTP client's error would show the token
+        raise WandsError(f"The Hub token contains characters that no token has; {_LOGIN}.")
+    api = HfApi(endpoint=endpoint, token=secret, library_name="wands", library_version=__version__)
+    return Hub(api, secret, repo_id)
 
 
 def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
-    """Create the repository and the branch where they are missing.
+    """Create the repository and the branch if they are missing.
 
     Args:
-        hub: what `connect` returned.
-        public: visibility of a new repository; an existing one keeps its own, a difference is logged.
-        revision: branch that is needed; None is ``main``.
+        hub: result of `connect`.
+        public: visibility of a new repository; an existing repository keeps its visibility, a difference is logged.
+        revision: branch to commit to; None is ``main``.
 
     Returns:
         The hub with the full ``owner/name``.
@@ -155,47 +163,24 @@ def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
             return None
 
     info = hub.call("asking for the repository", existing, FIRST_CONTACT_WAITS)
+    visibility = "public" if public else "private"
     if info is None:
         create = partial(api.create_repo, repo_id, private=not public, exist_ok=True)
-        hub.call("making the repository", create, FIRST_CONTACT_WAITS)
-        log.info("made the %s repository %s", "public" if public else "private", repo_id)
+        hub.call("creating the repository", create, FIRST_CONTACT_WAITS)
+        log.info("created the %s repository %s", visibility, repo_id)
     elif info.private == public:
-        have, asked = ("private", "public") if info.private else ("public", "private")
-        log.warning("%s is %s already, not %s; wands leaves that as it is", repo_id, have, asked)
+        current = "private" if info.private else "public"
+        log.warning("%s is %s already, not %s; wands does not change that", repo_id, current, visibility)
     if revision and revision != "main" and not revision.startswith("refs/"):
         branch = partial(api.create_branch, repo_id, branch=revision, exist_ok=True)
-        hub.call(f"making the branch {revision}", branch, FIRST_CONTACT_WAITS)
+        hub.call(f"creating the branch {revision}", branch, FIRST_CONTACT_WAITS)
     return hub
-
-
-def _http_error() -> type[Exception]:
-    """Return the base of the HTTP client's exceptions: which client that is depends on the Hub library."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    base = HfHubHTTPError.__bases__[0]
-    assert issubclass(base, Exception), base
-    return base
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return what lies under the RuntimeError that the Hub client wraps a failed file upload in."""
-    while isinstance(error, RuntimeError) and error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _status(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     if response is not None:
         return response.status_code
-    # The Xet transfer raises plain errors: only their text has the status.
-    told = _XET_STATUS.search(str(error))
-    return int(told[1]) if told else None
-
-
-def _is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed later: overloaded or broken server, lost connection."""
-    status = _status(error)
-    if status is not None:
-        return status in (408, 429) or status >= 500
-    return isinstance(error, (ConnectionError, TimeoutError, _http_error()))
+    # The Xet transfer raises plain errors, which contain the status only as text.
+    match = _XET_STATUS.search(str(error))
+    return int(match[1]) if match else None

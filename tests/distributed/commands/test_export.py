@@ -15,9 +15,9 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors import safe_open
 
 from tests.support.runs import make_run, run_training, weights
-from wands.commands.export import EXPORT_FILE, export
+from wands.commands.export import export
 from wands.errors import CheckpointError, ConfigError, WandsError
-from wands.export.model_card import MARKER
+from wands.export.model_card import MARKER, RECORD_FILE
 from wands.model.files import hub
 from wands.model.files.tensor_files import write_sharded
 from wands.train.loop import build_state
@@ -58,7 +58,7 @@ def test_stock_diffusers_loads_the_folder(run: Path, tiny_pipeline: Path, tmp_pa
     assert ours["_class_name"] == "WanTransformer3DModel"
     for part in ("vae", "text_encoder", "tokenizer", "scheduler", "model_index.json"):
         assert (out / part).exists()
-    record = json.loads((out / EXPORT_FILE).read_text())
+    record = json.loads((out / RECORD_FILE).read_text())
     assert (record["step"], record["base"], len(record["loss"])) == (2, str(tiny_pipeline), 2)
 
 
@@ -93,7 +93,7 @@ def test_whoever_the_umask_lets_may_read_the_weights(run: Path, tmp_path: Path, 
         out = export(run, tmp_path / "out")
     finally:
         os.umask(before)
-    written = [out / "transformer", *(out / "transformer").iterdir(), out / EXPORT_FILE]
+    written = [out / "transformer", *(out / "transformer").iterdir(), out / RECORD_FILE]
     modes = {path.name: path.stat().st_mode & 0o666 for path in written}
     assert modes == dict.fromkeys(modes, 0o666 & ~umask)
     assert any(name.endswith(".safetensors") for name in modes)
@@ -106,7 +106,10 @@ def test_an_older_step_and_a_second_export(run: Path, tmp_path: Path):
     assert out == again
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious.txt").write_text("keep me")
-    with pytest.raises(ConfigError, match="holds files that are no export of wands"):
+    with pytest.raises(
+        ConfigError,
+        match=r"holds files and no wands_export\.json of an earlier export; choose a new or an empty folder",
+    ):
         export(step, tmp_path / "full")
     assert (tmp_path / "full" / "precious.txt").read_text() == "keep me"
 
@@ -114,7 +117,10 @@ def test_an_older_step_and_a_second_export(run: Path, tmp_path: Path):
 def test_a_folder_of_the_users_is_not_deleted(run: Path, tmp_path: Path):
     (tmp_path / "out.tmp").mkdir()
     (tmp_path / "out.tmp" / "precious.txt").write_text("keep me")
-    with pytest.raises(ConfigError, match=r"--out .*out needs the name .*out\.tmp; delete that folder if"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--out .*out needs the name .*out\.tmp for a temporary .*; delete that folder if",
+    ):
         export(run, tmp_path / "out")
     assert (tmp_path / "out.tmp" / "precious.txt").read_text() == "keep me"
 
@@ -132,7 +138,7 @@ def test_a_mount_point_is_refused_at_the_start(run: Path, tmp_path: Path, monkey
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
     monkeypatch.setattr(module, "load_full_weights", lambda *_: pytest.fail("read before it was refused"))
     with pytest.raises(
-        ConfigError, match=r"is a mount point.*give a folder in it, such as .*volume/export\."
+        ConfigError, match=r"is a mount point.*give a folder in it, such as .*volume/output\."
     ):
         export(run, tmp_path / "volume")
     assert os.listdir(tmp_path) == ["volume"]
@@ -163,7 +169,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Pat
     """The limit on file sizes makes writes fail as a full disk does, with another errno."""
     out = tmp_path / "out"
     earlier = export(run, out)
-    before = (earlier / EXPORT_FILE).read_text()
+    before = (earlier / RECORD_FILE).read_text()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
@@ -174,7 +180,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Pat
     assert isinstance(caught.value.__cause__, shutil.Error) is not link
     assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == ["out"]
-    assert (out / EXPORT_FILE).read_text() == before
+    assert (out / RECORD_FILE).read_text() == before
 
 
 def test_export_into_the_current_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -185,7 +191,7 @@ def test_export_into_the_current_folder(run: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [(None, "No such file"), ("{", "cannot be read"), ("[]", "no JSON object")]
+    ("text", "says"), [(None, "no such file"), ("{", "cannot be read"), ("[]", "must hold a JSON object")]
 )
 def test_a_damaged_base_is_one_sentence(
     run: Path, tiny_pipeline: Path, tmp_path: Path, text: str | None, says: str
@@ -241,11 +247,11 @@ def test_an_older_checkpoints_folder_is_not_asked_of_the_hub(
     place = (tmp_path / "here" / typed).resolve()
     place.parent.mkdir(parents=True)
     place.symlink_to(tiny_pipeline)  # as it was where the run was started
-    record = json.loads((export(older, tmp_path / "out") / EXPORT_FILE).read_text())
+    record = json.loads((export(older, tmp_path / "out") / RECORD_FILE).read_text())
     assert record["base"] == str(tiny_pipeline.resolve())
     assert asked == []
     official = as_older(run, tmp_path / "official", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
-    record = json.loads((export(official, tmp_path / "out") / EXPORT_FILE).read_text())
+    record = json.loads((export(official, tmp_path / "out") / RECORD_FILE).read_text())
     assert [record["base"]] == asked == ["Wan-AI/Wan2.1-T2V-1.3B-Diffusers"]
 
 
@@ -259,7 +265,7 @@ def test_a_second_export_keeps_what_people_added(run: Path, tmp_path: Path):
     assert (out / "samples" / "more" / "a.mp4").read_bytes() == b"video"
     assert (out / "README.md").read_text() == "my own words ![](loss.png)"
     assert (out / "loss.png").read_bytes() == b"plot"
-    assert json.loads((out / EXPORT_FILE).read_text())["dtype"] == "bf16"
+    assert json.loads((out / RECORD_FILE).read_text())["dtype"] == "bf16"
     (out / "README.md").write_text(f"{MARKER} step 2")
     export(run, out)
     assert not (out / "README.md").exists()  # says the old step; push writes it again
@@ -271,7 +277,7 @@ def test_a_second_export_keeps_what_people_added(run: Path, tmp_path: Path):
 def test_whenever_it_dies_a_whole_export_is_left(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
 ):
-    from wands.commands import export as module
+    from wands import files as module
 
     out = export(run, tmp_path / "out")
 
@@ -280,7 +286,8 @@ def test_whenever_it_dies_a_whole_export_is_left(
 
     with monkeypatch.context() as patch:
         if dies_at == 1:  # between the renames
-            patch.setattr(module, "publish", die)
+            move = module.publish
+            patch.setattr(module, "publish", lambda new, path: die() if path == out else move(new, path))
         else:  # both are done, the old one is not deleted yet
             real = shutil.rmtree
             patch.setattr(
@@ -297,7 +304,7 @@ def test_whenever_it_dies_a_whole_export_is_left(
 
 
 def test_a_disk_that_changes_a_bit_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from wands.commands import export as module
+    from wands.export import transformer_weights as module
 
     def damaged(*args: Any) -> None:
         (path,) = write_sharded(*args)

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from tests.support.runs import make_run, run_training
 from tests.support.steps import zero
 from wands.commands.convert.convert import convert
-from wands.commands.export import EXPORT_FILE, export
+from wands.commands.export import export
 from wands.errors import CheckpointError, ConfigError
 from wands.export.lora_weights import COMFYUI_FILE
+from wands.export.model_card import RECORD_FILE
 from wands.model.files.lora_files import LORA_FILE
 from wands.train.checkpoint_weights import load_full_weights
 from wands.train.loop import build_state
@@ -91,11 +92,11 @@ def test_keys_and_metadata(run: Path, tmp_path: Path):
     assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in comfyui
     assert len(comfyui) == len(keys)
     for name in (LORA_FILE, COMFYUI_FILE):  # as the umask says, not for the owner alone
-        assert (folder / name).stat().st_mode == (folder / EXPORT_FILE).stat().st_mode
+        assert (folder / name).stat().st_mode == (folder / RECORD_FILE).stat().st_mode
     with safe_open(folder / LORA_FILE, "pt") as opened:
         metadata = json.loads(opened.metadata()["lora_adapter_metadata"])
     assert metadata["transformer.r"] == metadata["transformer.lora_alpha"] == 4
-    record = json.loads((folder / EXPORT_FILE).read_text())
+    record = json.loads((folder / RECORD_FILE).read_text())
     assert (record["step"], record["recipe"]["lora"]["alpha"]) == (3, 6)
 
 

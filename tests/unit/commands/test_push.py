@@ -404,7 +404,7 @@ def test_a_commit_whose_answer_is_lost_is_not_made_twice(small: Path, hub: FakeH
 def test_a_second_push_goes_on_where_the_first_gave_up(small: Path, hub: FakeHub) -> None:
     hub.fail("commit", 503, times=3)
     with pytest.raises(
-        WandsError, match=r"repo_id=alice/wan-tiny the upload was refused \(HTTP 503.*sent twice"
+        WandsError, match=r"REPO_ID alice/wan-tiny: the upload was refused \(HTTP 503.*sent twice"
     ):
         send(small, hub)
     assert hub.files(NAME) == {}
@@ -446,17 +446,20 @@ def test_the_way_of_the_library_with_xet(small: Path, hub: FakeHub, monkeypatch:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"token": None}, "No Hub token was found for repo_id=alice/wan-tiny; make a token"),
+        ({"token": None}, "No Hub token was found for REPO_ID alice/wan-tiny; make a token"),
         ({"token": "  "}, "No Hub token was found"),
         ({"token": "hf_wrong"}, r"refuses the token \(HTTP 401: .*\); make a token with write access"),
-        ({"token": "hf_two\nlines"}, "The Hub token holds characters that no token has"),
-        ({"repo_id": "bob/free"}, r"repo_id=bob/free cannot be written with this token \(HTTP 403"),
-        ({"repo_id": "bob/hidden"}, r"repo_id=bob/hidden cannot be written with this token \(HTTP 403"),
-        ({"repo_id": "bob/open"}, r"repo_id=bob/open cannot be written with this token \(HTTP 403"),
-        ({"repo_id": "a/b/c"}, "repo_id=a/b/c is no name for a repository; use owner/name"),
-        ({"repo_id": "alice/a--b"}, "is no name for a repository"),
-        ({"endpoint": "hub.example"}, "endpoint=hub.example is no web address; write https://host"),
-        ({"endpoint": "http://127.0.0.1:9"}, r"endpoint=http://127.0.0.1:9 cannot be reached \(ConnectError"),
+        ({"token": "hf_two\nlines"}, "The Hub token contains characters that no token has"),
+        ({"repo_id": "bob/free"}, r"REPO_ID bob/free cannot be written with this token \(HTTP 403"),
+        ({"repo_id": "bob/hidden"}, r"REPO_ID bob/hidden cannot be written with this token \(HTTP 403"),
+        ({"repo_id": "bob/open"}, r"REPO_ID bob/open cannot be written with this token \(HTTP 403"),
+        ({"repo_id": "a/b/c"}, "REPO_ID a/b/c is not a name for a repository; use owner/name"),
+        ({"repo_id": "alice/a--b"}, "is not a name for a repository"),
+        ({"endpoint": "hub.example"}, "--endpoint hub.example is not a web address; write https://host"),
+        (
+            {"endpoint": "http://127.0.0.1:9"},
+            r"--endpoint http://127.0.0.1:9 cannot be reached \(ConnectError",
+        ),
     ],
 )
 def test_mistakes_of_name_token_and_address(
@@ -478,7 +481,7 @@ def test_offline_mode(small: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 def test_somebody_else_commits_at_the_same_time(small: Path, hub: FakeHub) -> None:
     hub.fail("commit", 409, text="A commit has happened since")
     with pytest.raises(
-        WandsError, match=r"was changed by somebody else meanwhile \(HTTP 409.*run the same command"
+        WandsError, match=r"was changed by another commit in the meantime \(HTTP 409.*run the same command"
     ):
         send(small, hub)
 
@@ -536,14 +539,14 @@ def _damaged_samples(folder: Path) -> None:
     [
         (
             _no_index,
-            r"is no diffusers pipeline \(no model_index.json\) and no LoRA; give what `wands export` wrote",
+            r"is not a diffusers pipeline \(no model_index.json\) and has no LoRA; give a folder that `wands export` wrote",
         ),
         (_damaged_index, "model_index.json cannot be read .* run `wands export` again"),
         (_index_is_list, "model_index.json must hold a JSON object, not a list"),
         (_no_part, "lacks the parts vae; run `wands export` again"),
         (_damaged_record, "wands_export.json cannot be read"),
         (_broken_link, "gone.safetensors is a broken link"),
-        (_loop, "again links to a folder that holds it"),
+        (_loop, "again links to a folder that contains it"),
         (_card_is_folder, "README.md cannot be read"),
         (_plot_is_folder, "loss.png cannot be written"),
         (_damaged_samples, "samples.jsonl cannot be read"),
@@ -586,7 +589,7 @@ def test_the_token_is_on_no_output_of_a_process(small: Path, hub: FakeHub, tmp_p
         timeout=60,
     )
     assert done.stdout.strip() == f"{hub.url}/{NAME}"
-    assert "WandsError: repo_id=bob/x cannot be written with this token (HTTP 403" in done.stderr
+    assert "WandsError: REPO_ID bob/x cannot be written with this token (HTTP 403" in done.stderr
     assert TOKEN not in done.stdout + done.stderr
     assert len(hub.files(NAME)) == 4
     assert TOKEN not in repr(hub_repo.connect(NAME, TOKEN, hub.url))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from wands.errors import ConfigError
-from wands.files import read_json
+from wands.files import read_json_object
 from wands.variants import Variant
 
 
@@ -64,7 +64,7 @@ def check_rest(rest: Path, config: Mapping[str, Any], two_experts: bool) -> None
         ConfigError: if `rest` is not a diffusers pipeline or is another model.
     """
     index, theirs = (
-        read_json(
+        read_json_object(
             rest / name,
             label=f"--rest-of {rest} is not a diffusers pipeline: {name}",
             fix="give a pipeline of the same model.",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wands.commands.convert.source_components import ComponentMapping
 from wands.errors import CheckpointError
+from wands.export.transformer_weights import stock_forward
 from wands.model.files.tensor_files import LazyTensor, TensorFiles, as_bytes
 
 
@@ -79,21 +80,4 @@ def _forward(config: Mapping[str, Any], dtype: torch.dtype, read: Callable[[str]
         model = WanTransformer3DModel.from_config(config).eval()
     # Newly allocated tensors, never mapped ones: the alignment of a tensor decides the summation order of a kernel.
     model.load_state_dict({name: read(name) for name, _ in model.named_parameters()}, assign=True)
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    image, dims = None, model.config
-    if dims.image_dim:
-        rows = dims.pos_embed_seq_len
-        image = normal(2, rows // 2, dims.image_dim) if rows else normal(1, 257, dims.image_dim)
-    with torch.no_grad():
-        output: Tensor = model(
-            hidden_states=normal(1, dims.in_channels, 1, 4, 4),
-            timestep=torch.tensor([500.0]),
-            encoder_hidden_states=normal(1, 8, dims.text_dim),
-            encoder_hidden_states_image=image,
-            return_dict=False,
-        )[0]
-    return output
+    return stock_forward(model, dtype)

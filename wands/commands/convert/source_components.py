@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wands.commands.convert.pipeline_folder import build_stock
 from wands.errors import CheckpointError, ConfigError
-from wands.files import read_json
+from wands.files import read_json_object
 from wands.model.files.name_maps import (
     CLIP,
     CLIP_RESHAPED,
@@ -219,8 +219,7 @@ def _component_of_file(path: Path) -> SourceComponent:
 
 def _read_config(folder: Path) -> _Config:
     path = folder / "config.json"
-    value = read_json(path, label=f"SRC {path}")
-    return value if isinstance(value, dict) else {}
+    return read_json_object(path, label=f"SRC {path}")
 
 
 def map_component(component: SourceComponent, files: TensorFiles, to: str) -> ComponentMapping:

@@ -14,7 +14,7 @@ from wands.errors import ConfigError, one_line
 
 def is_hub_id(name: str) -> bool:
     """Return whether `name` has the form owner/name of a Hub repository and is not an existing path."""
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(name).exists()
+    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(name).exists()
 
 
 def fetch_model(
@@ -36,7 +36,7 @@ def fetch_model(
         ConfigError: if `path` is neither a folder nor a Hub id, or the download fails.
     """
     name = str(path)
-    if name and Path(name).is_dir():  # "" is a folder too, for pathlib: the one that we are in
+    if name and Path(name).is_dir():  # for pathlib "" is the current folder
         return Path(name)
     if not is_hub_id(name):
         raise ConfigError(f"{key}={name} is neither a folder nor a Hub id; give one of them.")

@@ -22,7 +22,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
 
 from wands.errors import CheckpointError, ConfigError
-from wands.files import read_json
+from wands.files import read_json_object
 from wands.model.files.hub import fetch_model
 from wands.model.files.name_maps import DIT, EXPERTS, check_fit, rename_all
 from wands.model.files.official import (
@@ -198,8 +198,7 @@ def _read_config(path: str | Path, folder: Path) -> dict[str, Any]:
 
 
 def _read_object(path: str | Path, file: Path) -> dict[str, Any]:
-    value = read_json(file, label=f"model.path={path}: {file}")
-    return value if isinstance(value, dict) else {}
+    return read_json_object(file, label=f"model.path={path}: {file}")
 
 
 def _build_empty(

@@ -117,6 +117,11 @@ class TensorFiles:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
+        unknown = {entry["dtype"] for entry in header.values()} - _DTYPES.keys()
+        if unknown:
+            raise CheckpointError(
+                f"{self.where}: {path} has tensors of dtype {', '.join(unknown)}. wands reads {', '.join(_DTYPES)}."
+            )
         return [
             LazyTensor(
                 name,

@@ -1,0 +1,100 @@
+"""Write the weights of a DiT as a diffusers folder, and check the folder with stock diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from wands.errors import CheckpointError, one_line
+from wands.model.files.name_maps import check_fit
+from wands.model.files.official import DIT_STEM
+from wands.model.files.tensor_files import LazyTensor, write_sharded
+
+
+def write_transformer(
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write one DiT, load it with stock diffusers, compare every tensor, and run a forward.
+
+    Args:
+        weights: fp32 tensors by diffusers name.
+        config: diffusers config of the DiT.
+        folder: folder to create.
+        dtype: dtype of the written weights; layers that diffusers keeps in fp32 stay fp32.
+        max_shard_bytes: largest size of a safetensors file.
+
+    Raises:
+        CheckpointError: if the weights do not fit the config, the written weights differ, or a forward is not finite.
+    """
+    from diffusers import WanTransformer3DModel
+
+    with torch.device("meta"):
+        model = WanTransformer3DModel.from_config(config)
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    check_fit({name: tuple(value.shape) for name, value in weights.items()}, wanted, "the checkpoint")
+    kept_in_fp32 = set(model._keep_in_fp32_modules)
+    tensors = [
+        LazyTensor.of(name, value, value.dtype if kept_in_fp32 & set(name.split(".")) else dtype)
+        for name, value in weights.items()
+    ]
+    folder.mkdir()
+    model.save_config(folder)
+    # Not save_pretrained, whose files only their owner may read, whatever the umask is.
+    write_sharded(folder, DIT_STEM, tensors, max_shard_bytes)
+    _verify(weights, folder, dtype)
+
+
+def _verify(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+    from diffusers import WanTransformer3DModel
+
+    try:
+        model = WanTransformer3DModel.from_pretrained(folder, dtype=dtype)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"export: {folder} cannot be read back ({one_line(error)}); write to another disk."
+        ) from None
+    for name, parameter in model.named_parameters():
+        if not torch.equal(parameter.detach(), weights[name].to(parameter.dtype)):
+            raise CheckpointError(
+                f"export: {name} read back from {folder} differs from the checkpoint; write to another disk."
+            )
+    if not torch.isfinite(stock_forward(model, dtype)).all():
+        raise CheckpointError(
+            "export: a forward of the exported model is not finite; the run has diverged, export an older step."
+        )
+
+
+def stock_forward(model: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Run a forward of a stock DiT on random inputs that are the same in every call.
+
+    Args:
+        model: diffusers' WanTransformer3DModel.
+        dtype: dtype of the inputs.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    image, config = None, model.config
+    if config.image_dim:
+        rows = config.pos_embed_seq_len  # for two images, which diffusers takes as two rows of the batch
+        image = normal(2, rows // 2, config.image_dim) if rows else normal(1, 257, config.image_dim)
+    with torch.no_grad():
+        output: Tensor = model(
+            hidden_states=normal(1, config.in_channels, 1, 4, 4),
+            timestep=torch.tensor([500.0]),
+            encoder_hidden_states=normal(1, 8, config.text_dim),
+            encoder_hidden_states_image=image,
+            return_dict=False,
+        )[0]
+    return output
