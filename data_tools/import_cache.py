@@ -140,8 +140,8 @@ def _read_tars(source: Path, names: Sequence[str]) -> Iterator[Item]:
         except DataError as error:
             raise DataError(f"{path} {error}.") from None
         with reader as tar:
-            for refusal in tar.refusals:
-                raise DataError(f"{path}: {refusal.name or 'archive'}: {refusal.reason}.")
+            for item in tar.rejections:
+                raise DataError(f"{path}: {item.key or 'archive'}: {item.reason}.")
             for sample in tar.samples:
                 for extension in sample.members:
                     if f".{extension.rpartition('.')[2]}" in PICKLES:

@@ -30,7 +30,7 @@ from data_tools.tfrecord import parse_example, parse_tensor, read_records
 from wands.data.cache.format import write_whole
 from wands.data.cache.reader import CacheWriter
 from wands.data.clips.archives import TAR_EXTENSIONS, TarReader
-from wands.data.clips.layouts import Rejection
+from wands.data.clips.records import Rejection
 from wands.encoders.components import CONFIG_FILES, find_part, fingerprint_pipeline, read_json, read_variant
 from wands.encoders.text import CLEANING_VERSION, TextEncoder, clean_caption
 from wands.errors import ConfigError, DataError
@@ -309,8 +309,8 @@ def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
                 yield _energon_sample(key, path, tensor, info)
             except DataError as error:
                 yield EncodedSample(key, path, problem=str(error))
-        for refusal in reader.refusals:
-            yield EncodedSample(f"{name}:{refusal.name}".rstrip(":"), path, problem=refusal.reason)
+        for item in reader.rejections:
+            yield EncodedSample(f"{name}:{item.key}".rstrip(":"), path, problem=item.reason)
 
 
 def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> EncodedSample:

@@ -30,7 +30,8 @@ from wands.commands.preprocess.preprocess import preprocess
 from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec
-from wands.data.clips.layouts import ClipRecord, Rejection, load_source
+from wands.data.clips.layouts import load_source
+from wands.data.clips.records import ClipRecord, Rejection
 from wands.data.clips.video import decode_clip, save_video
 from wands.encoders.components import fingerprint_pipeline
 from wands.encoders.text import TextEncoder

@@ -373,7 +373,7 @@ def test_wrong_options_are_refused(clips: Path, tmp_path: Path) -> None:
         check(str(clips), bins_per_step=0)
     with pytest.raises(ConfigError, match="neither a folder nor a Hub id"):
         check(str(clips), model=tmp_path / "nowhere")
-    with pytest.raises(DataError, match="holds no clip"):
+    with pytest.raises(DataError, match="contains no clip"):
         check(str(tmp_path))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_tools.split import name_hash
-from wands.data.clips.records import Scan
+from wands.data.clips.records import records_of_clip, settle_keys
 from wands.data.holdout import clip_name, hold_out
 
 KEYS = st.text(st.characters(exclude_categories=("Cs",)) | st.just("\udcff"), max_size=12)
@@ -39,19 +39,18 @@ def test_all_samples_of_a_clip_are_on_one_side(
     twin: bool,
 ) -> None:
     """Windows, captions and sizes, as the scan names them; with `twin` a neighbour makes keys keep their extension."""
-    scan, name = Scan(), f"{folder}{stem}{extension}"
-    scan.add("here", name, Path("/in") / name, ["one caption", "another"])
+    name = f"{folder}{stem}{extension}"
+    path, captions = Path("/in") / name, ["one caption", "another"]
+    items = [*records_of_clip(name, path, captions, "here")]
     if window != (None, None):
-        scan.add("here", name, Path("/in") / name, ["one caption", "another"], window)
+        items += records_of_clip(name, path, captions, "here", window)
     if twin:
-        scan.add("here", f"{folder}{stem}.avi", Path("/in") / f"{folder}{stem}.avi", ["a third"])
-    rows, rejections = scan.finish()
+        items += records_of_clip(f"{folder}{stem}.avi", path.with_name(f"{stem}.avi"), ["a third"], "here")
+    records, rejections = settle_keys(items)
     assert not rejections
-    assert len(rows) == 2 + 2 * (window != (None, None)) + twin
-    whole = Scan()
-    whole.add("here", name, Path("/in") / name, ["only"])
-    (alone,) = whole.finish()[0]
-    assert len(set(hold_out([alone.key, *(row.key + suffix for row in rows)], fraction))) == 1
+    assert len(records) == 2 + 2 * (window != (None, None)) + twin
+    (alone,), _ = settle_keys(records_of_clip(name, path, ["only"], "here"))
+    assert len(set(hold_out([alone.key, *(record.key + suffix for record in records)], fraction))) == 1
 
 
 @settings(max_examples=50, deadline=None)

@@ -24,7 +24,7 @@ from wands.commands.progress import progress
 from wands.data.cache.format import disk_error, to_bits
 from wands.data.cache.write_ahead_log import WriteAheadLog, read_records
 from wands.data.cache.writer import ShardWriter
-from wands.data.clips.layouts import Rejection
+from wands.data.clips.records import Rejection
 from wands.encoders.image import WindowEncoder
 from wands.encoders.spool import TextSpool, store_text
 from wands.encoders.text import TextEncoder

@@ -17,7 +17,7 @@ from wands.commands.preprocess.work_folder import UNTOUCHED, WORK_NAME, Clip, Li
 from wands.commands.preprocess.workers import Crew, lock_work, start_workers
 from wands.data.cache.format import disk_error, write_whole
 from wands.data.cache.writer import CacheWriter
-from wands.data.clips.layouts import Rejection
+from wands.data.clips.records import Rejection
 from wands.encoders.spool import TextSpool
 from wands.errors import WandsError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from wands.commands.length_histogram import token_histogram
-from wands.data.clips.layouts import Rejection
+from wands.data.clips.records import Rejection
 from wands.variants import TEXT_LEN
 
 REJECTS_NAME = "rejects.jsonl"

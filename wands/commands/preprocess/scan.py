@@ -16,8 +16,7 @@ from wands.commands.preprocess.work_folder import Clip, Row
 from wands.data.cache.format import IndexEntry
 from wands.data.clips.captions import clean_caption
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
-from wands.data.clips.layouts import ClipRecord, Rejection
-from wands.data.clips.records import IMAGE_EXTENSIONS
+from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord, Rejection
 
 SCAN_THREADS = 16
 

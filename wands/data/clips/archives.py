@@ -1,13 +1,14 @@
-"""Tar archives of clips (WebDataset, diffusion-pipe) read in place: nothing is ever unpacked by a member's name.
+"""Read tar archives of clips (WebDataset, diffusion-pipe) in place, and store their clips under safe names.
 
-A sample is all members of one folder that share their name up to the first dot. Links, devices and names that
-lead out of the archive are refused: they are of no use in a data set, and elsewhere they have overwritten files.
+A sample consists of all members of one folder that share their name up to the first dot. Links, devices and names that
+lead out of the archive are refused: a data set needs none of them, and unpacked elsewhere they have overwritten files.
 """
+
+from __future__ import annotations
 
 import gzip
 import hashlib
 import io
-import os
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -15,97 +16,88 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from wands.errors import CacheError, DataError
+from wands.data.clips.records import Rejection, store_clip
+from wands.errors import DataError, one_line
 
 TAR_EXTENSIONS = (".tar", ".tar.gz", ".tgz")
 
 
+def is_tar(path: Path) -> bool:
+    """Return whether a file name ends like a tar archive."""
+    return path.name.lower().endswith(TAR_EXTENSIONS)
+
+
 @dataclass
 class TarSample:
-    """Members that belong together.
+    """Members of an archive that belong together.
 
     Attributes:
-        key: their common name: folder and file name up to the first dot.
-        members: by what follows that dot, in lower case ("mp4", "txt", "seg.json").
+        key: common name: folder and file name up to the first dot.
+        members: members by the lower-case text after the first dot ("mp4", "txt", "seg.json").
     """
 
     key: str
     members: dict[str, tarfile.TarInfo] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A member, or the archive (empty name), that cannot be used, and why."""
-
-    name: str
-    reason: str
-
-
 class TarReader:
-    """An open archive: its samples, and the bytes of their members. Use as a context manager."""
+    """An open archive: its samples and the bytes of their members. Use as a context manager.
+
+    Attributes:
+        samples: samples in the order of the archive.
+        rejections: members that cannot be used; the key is the member's name, or empty for the archive.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open and list an archive.
 
         Raises:
-            DataError: it is no tar archive or cannot be read at all.
+            DataError: if the file is not a tar archive or cannot be read.
         """
         self._path = path.absolute()
         try:
             self._tar = tarfile.open(path, "r:*")  # noqa: SIM115 - closed by __exit__
         except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
-            raise DataError(f"is no tar archive that can be read ({_brief(error)}); replace it") from None
-        self.refusals: list[Refusal] = []
-        self.samples: list[TarSample] = []
-        self._list()
+            raise DataError(f"is not a readable tar archive ({one_line(error)}); replace it") from None
+        self.rejections: list[Rejection] = []
+        self.samples = self._list()
 
-    def __enter__(self) -> "TarReader":
+    def __enter__(self) -> TarReader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._tar.close()
 
     def read(self, member: tarfile.TarInfo) -> bytes:
-        """The bytes of a regular member.
+        """Return the bytes of a regular member.
 
         Raises:
-            DataError: the archive ends inside it.
+            DataError: if the archive ends inside the member.
         """
         buffer = io.BytesIO()
         self._copy(member, buffer)
         return buffer.getvalue()
 
     def unpack(self, member: tarfile.TarInfo, folder: Path) -> Path:
-        """Copy a regular member to a file that is named by its place, unless it is there already.
+        """Copy a regular member to a file in `folder`, unless the file exists.
 
-        By place, not by content: a later run does not read the archives again to find out what it has.
-
-        Returns:
-            The file, in ``folder`` itself.
+        The file's name is a hash of the member's place in the archive, not of its content, so that a later run does not
+        read the archive again.
 
         Raises:
-            DataError: the archive ends inside it.
-            CacheError: the disk is full or refuses.
+            DataError: if the archive ends inside the member.
+            CacheError: if the disk is full or not writable.
         """
         status = self._path.stat()
         place = (str(self._path), status.st_size, status.st_mtime_ns, member.offset_data, member.size)
         digest = hashlib.sha256(repr(place).encode("utf-8", "surrogateescape")).hexdigest()
         path = folder.absolute() / f"{digest}{PurePosixPath(member.name).suffix.lower()}"
-        if path.is_file() and path.stat().st_size == member.size:
-            return path
-        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+
+        def write(partial: Path) -> None:
             with partial.open("wb") as file:
                 self._copy(member, file)
-            os.replace(partial, path)
-        except OSError as error:
-            raise CacheError(
-                f"{folder} cannot take {member.name} of {self._path} ({error.strerror or error}: {member.size:,} bytes); "
-                "free some space, or name another disk with HF_DATASETS_CACHE"
-            ) from None
-        finally:
-            partial.unlink(missing_ok=True)
+
+        store_clip(path, member.size, write, f"{member.name} of {self._path}")
         return path
 
     def _copy(self, member: tarfile.TarInfo, target: IO[bytes]) -> None:
@@ -118,61 +110,53 @@ class TarReader:
                 target.write(block)
         except (EOFError, tarfile.TarError, ValueError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(
-                f"cannot be read from its archive ({_brief(error)}); replace the archive"
+                f"cannot be read from its archive ({one_line(error)}); replace the archive"
             ) from None
         if size != member.size:
             raise DataError(f"is cut off in its archive ({size:,} of {member.size:,} bytes); replace it")
 
-    def _list(self) -> None:
+    def _list(self) -> list[TarSample]:
         samples: dict[str, TarSample] = {}
         for member in self._members():
-            name = member.name.removeprefix("./")
-            parts = PurePosixPath(name).parts
-            if member.isdir() or any(part.startswith(".") and part != ".." for part in parts):
-                continue  # hidden, as in folders
+            name = PurePosixPath(member.name.removeprefix("./"))
+            if member.isdir() or any(part.startswith(".") and part != ".." for part in name.parts):
+                continue  # hidden files are skipped, as in folders
             if problem := _problem(member):
-                self.refusals.append(Refusal(member.name, problem))
+                self._reject(member.name, problem)
                 continue
-            stem, _, extension = PurePosixPath(name).name.partition(".")
-            key = str(PurePosixPath(name).with_name(stem))
-            sample = samples.setdefault(key, TarSample(key))
-            if extension.lower() in sample.members:
-                self.refusals.append(
-                    Refusal(name, "another member has the same name; the first counts, remove one")
-                )
-            else:
-                sample.members[extension.lower()] = member
-        self.samples = list(samples.values())
+            stem, _, extension = name.name.partition(".")
+            key = str(name.with_name(stem))
+            members = samples.setdefault(key, TarSample(key)).members
+            if members.setdefault(extension.lower(), member) is not member:
+                self._reject(str(name), "another member has the same name; the first counts, remove one")
+        return list(samples.values())
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
-        """Members up to the end mark; `tarfile` itself takes damage between two members for the end."""
+        """Yield members up to the end mark; `tarfile` itself takes damage between two members for the end."""
         try:
             while (member := self._tar.next()) is not None:
                 yield member
             stream = self._tar.fileobj
             assert stream is not None
             stream.seek(self._tar.offset)
-            whole = stream.read(512) == bytes(512)
-            problem = "" if whole else f"no end mark at byte {self._tar.offset:,}"
+            is_complete = stream.read(512) == bytes(512)
+            problem = "" if is_complete else f"no end mark at byte {self._tar.offset:,}"
         except (OSError, EOFError, tarfile.TarError, ValueError, zlib.error) as error:
-            problem = _brief(error)
+            problem = one_line(error)
         if problem:
-            self.refusals.append(
-                Refusal("", f"archive is damaged or cut off ({problem}); what follows is lost, replace it")
-            )
+            self._reject("", f"archive is damaged or cut off ({problem}); what follows is lost, replace it")
+
+    def _reject(self, name: str, reason: str) -> None:
+        self.rejections.append(Rejection(name, str(self._path), reason))
 
 
 def _problem(member: tarfile.TarInfo) -> str:
     if member.issym() or member.islnk():
         return f"a link (to {member.linkname}) in an archive is not followed; store the file itself"
     if not member.isreg():
-        return "no regular file; remove it from the archive"
+        return "not a regular file; remove it from the archive"
     if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
         return "its name leads out of the archive; store it under a relative name without .."
     if member.name != member.name.encode("utf-8", "replace").decode("utf-8"):
         return "member name is not valid UTF-8; rename it"
     return ""
-
-
-def _brief(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

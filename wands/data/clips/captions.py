@@ -1,21 +1,25 @@
-"""Captions as the text encoder will see them, and a guess of their length where no tokenizer is at hand."""
+"""Captions: checks, the text that the text encoder gets, and an estimate of the number of tokens."""
 
 from __future__ import annotations
 
 import html
+import math
 import re
+from typing import Any
 
 import ftfy
 
+from wands.errors import DataError
+
 CLEANING_VERSION = 1
-"""Changes when `clean_caption` gives another text for any caption: it is part of a cache's fingerprint."""
+"""Part of a cache's fingerprint. Increase when `clean_caption` returns another text for any caption."""
 
 _WIDE = re.compile(r"[\u1100-\u11ff\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]")
-"""Scripts without blanks between words: Hangul, kana, Han."""
+"""Characters of scripts without spaces between words: Hangul, kana, Han."""
 
 
 def clean_caption(caption: str) -> str:
-    """Repair broken Unicode, resolve HTML entities twice, make every run of white space one blank.
+    """Repair broken Unicode, resolve HTML entities twice, and replace each run of white space by one space.
 
     Source: `prompt_clean` of diffusers' Wan pipelines, `whitespace` cleaning of the official tokenizer.
     """
@@ -24,14 +28,46 @@ def clean_caption(caption: str) -> str:
 
 
 def estimate_tokens(caption: str) -> int:
-    """Guess the UMT5 tokens of a caption, its end token included, without a tokenizer.
+    """Estimate the number of UMT5 tokens of a caption, end token included, without a tokenizer.
 
-    One token for each 4 characters, and for each 1.5 of Chinese, Japanese and Korean. Good for a warning
-    near 512 tokens, not for arithmetic: a quarter too many or too few is usual.
+    The estimate is one token per 4 characters, or per 1.5 characters of Chinese, Japanese and Korean. Errors of 25 % are
+    common, so use the estimate only for a warning near 512 tokens.
 
     Args:
-        caption: as written; it is cleaned first.
+        caption: text as written; the function cleans it first.
     """
     text = clean_caption(caption)
     wide = len(_WIDE.findall(text))
     return round((len(text) - wide) / 4 + wide / 1.5) + 1
+
+
+def printable(text: str) -> str:
+    """Escape the surrogates by which Python represents names that are not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def check_captions(value: Any, place: str) -> list[str]:
+    """Return the captions of a clip without outer white space.
+
+    Args:
+        value: one caption or a list of captions.
+        place: file or row of the captions, for errors.
+
+    Raises:
+        DataError: if there is no caption, or one is not a text.
+    """
+    if not isinstance(value, list | tuple):
+        value = [value]
+    return [_check_caption(item, place) for item in value or [None]]
+
+
+def _check_caption(value: Any, place: str) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        raise DataError(f"missing caption; write one in {place}")
+    if not isinstance(value, str):
+        raise DataError(f"caption is a {type(value).__name__}, not text; write text in {place}")
+    if not value.strip():
+        raise DataError(f"empty caption; write one in {place}")
+    if value != printable(value):
+        raise DataError(f"caption is not valid Unicode; rewrite it in {place}")
+    return value.strip()

@@ -1,4 +1,9 @@
-"""Hugging Face datasets of clips. The only file that imports `datasets`, and only when one is asked for."""
+"""Hugging Face datasets of clips: a dataset on the Hub, a `save_to_disk` folder, or a folder of parquet or arrow files.
+
+Nothing else imports `datasets`, which is loaded only if a source needs it.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import os
@@ -8,124 +13,167 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from wands.data.clips.records import CLIP_EXTENSIONS
-from wands.data.clips.tables import RANGE_COLUMNS, Columns
-from wands.errors import CacheError, DataError
+from wands.data.clips.captions import check_captions
+from wands.data.clips.records import (
+    CLIP_EXTENSIONS,
+    ClipRecord,
+    Rejection,
+    locate,
+    records_of_clip,
+    reject,
+    store_clip,
+)
+from wands.data.clips.source import Source
+from wands.data.clips.tables import RANGE_COLUMNS, lower_names, read_range
+from wands.errors import DataError, one_line
 
 
-def read_dataset(source: str, split: str, columns: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (index, row with lower-case names) of a split, videos undecoded: a path, or {"path", "bytes"}.
+def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
+    """Layout: a dataset on the Hub, owner/name.
+
+    If a local folder "owner" exists, the source is a mistyped path and not a dataset.
+    """
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source.name) and not Path(source.name).parent.exists():
+        return scan_dataset(source, source.name)
+    return None
+
+
+def saved_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
+    """Layout: a folder with parquet or arrow files."""
+    if any(source.path.rglob("*.parquet")) or any(source.path.rglob("*.arrow")):
+        return scan_dataset(source, str(source.path), source.path)
+    return None
+
+
+def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Iterator[ClipRecord | Rejection]:
+    """Yield the clips of a dataset.
+
+    Args:
+        source: options of the scan.
+        name: folder of the dataset, or its name on the Hub.
+        folder: folder that relative paths in rows count from; None is the repository on the Hub.
+    """
+    for index, row in _read_rows(source, name):
+        video, caption = source.pick(row)
+        if isinstance(video, bytes):
+            video = {"bytes": video}
+        data, written = (video.get("bytes"), video.get("path")) if isinstance(video, dict) else (None, video)
+        place = f"{source.split}:{index}"
+        try:
+            captions = check_captions(caption, place)
+            if data:
+                clip, path = write_clip(data, written, clips_dir(source))
+            elif not isinstance(written, str) or not written:
+                raise DataError("no video in this row; remove it")
+            elif folder is None and not os.path.isabs(written):
+                clip, path = _fetch_clip(name, written)
+            else:
+                clip, path = locate(written, (folder or Path.cwd(),))
+            clip = re.sub(r"^.*/snapshots/[0-9a-f]{40}/", "", clip)  # folders of the Hub's own cache
+            yield from records_of_clip(clip, path, captions, place, read_range(row, path))
+        except DataError as error:
+            yield reject(place, written or place, error)
+
+
+def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (index, row with lower-case names) of a split; a video is a path or {"path", "bytes"}, not decoded.
 
     Rows are streamed: nothing is copied to disk before its turn, whatever the size of the dataset.
 
-    Args:
-        source: an existing folder (of `save_to_disk`, or of data files), else a name on the Hub.
-        split: its name.
-        columns: which columns are wanted; the others are not read.
-
     Raises:
-        DataError: the dataset cannot be loaded or has no such split or columns.
+        DataError: if the dataset cannot be loaded or lacks the split or the columns.
     """
     import datasets
 
-    data = _load(source, split)
     try:
-        columns.check(data.column_names)
-        wanted = {*columns.video_names, *columns.caption_names, *RANGE_COLUMNS}
-        data = data.select_columns([name for name in data.column_names if name.lower() in wanted])
-        for name, feature in data.features.items():
-            if isinstance(feature, datasets.Video):  # reading a row would call torchcodec
-                data = data.cast_column(name, datasets.Video(decode=False))
-            elif isinstance(feature, datasets.Image):
-                data = data.cast_column(name, datasets.Image(decode=False))
+        data = _load(source, name)
+        source.check_columns(data.column_names)
+        wanted = {*source.video_names, *source.caption_names, *RANGE_COLUMNS}
+        data = data.select_columns([column for column in data.column_names if column.lower() in wanted])
+        for column, feature in data.features.items():
+            if isinstance(feature, datasets.Video | datasets.Image):  # reading a row would call torchcodec
+                data = data.cast_column(column, type(feature)(decode=False))
         for index, row in enumerate(data):
-            yield index, {name.lower(): value for name, value in row.items()}
+            yield index, lower_names(row)
     except DataError:
         raise
-    except Exception as error:  # a connection that breaks, a damaged file in the middle
-        raise _cannot_load(source, split, error) from error
+    except Exception as error:  # no connection, no such split, damaged files: as many types as causes
+        raise DataError(
+            f"source={name} could not be loaded as a Hugging Face dataset ({_first_line(error)}); check the name, "
+            f"the split ({source.split}) and the network, or give a folder of clips"
+        ) from error
 
 
-def _load(source: str, split: str) -> Any:
+def _load(source: Source, name: str) -> Any:
     import datasets
 
-    saved = any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
-    try:
-        if not saved:
-            data = datasets.load_dataset(source, split=split, streaming=True)
-            # Some files name their columns only when the first row is read.
-            return data if data.features is not None else data._resolve_features()
-        data = datasets.load_from_disk(source)
-        if not isinstance(data, datasets.DatasetDict):
-            return data
-        if split in data:
-            return data[split]
-    except Exception as error:  # no connection, no such split, damaged files: as many types as causes
-        raise _cannot_load(source, split, error) from error
-    raise DataError(f"source={source} has no split {split}; use one of {', '.join(sorted(data))}")
+    if not any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        data = datasets.load_dataset(name, split=source.split, streaming=True)
+        # Some files name their columns only when the first row is read.
+        return data if data.features is not None else data._resolve_features()
+    data = datasets.load_from_disk(name)
+    if not isinstance(data, datasets.DatasetDict):
+        return data
+    if source.split in data:
+        return data[source.split]
+    raise DataError(f"source={name} has no split {source.split}; use one of {', '.join(sorted(data))}")
 
 
-def _cannot_load(source: str, split: str, error: Exception) -> DataError:
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return DataError(
-        f"source={source} could not be loaded as a Hugging Face dataset ({reason}); check the name, the "
-        f"split ({split}) and the network, or give a folder of clips"
-    )
-
-
-def fetch_clip(source: str, written: str) -> tuple[str, Path]:
-    """Download a clip that a row of a Hub dataset names, unless the Hub's cache has it.
+def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
+    """Download a clip that a row of a Hub dataset names, unless the Hub's cache contains it.
 
     Args:
-        source: the dataset, owner/name.
-        written: path in its repository, or an hf:// address as videofolder gives it when streamed.
+        dataset: owner/name.
+        written: path in the repository, or the hf:// address that a streamed videofolder gives.
 
     Returns:
-        Its path in the repository, and the file.
+        The path in the repository, and the local file.
 
     Raises:
-        DataError: the name leads out of the repository, or it cannot be fetched.
+        DataError: if the path leads out of the repository, or the download fails.
     """
     from huggingface_hub import hf_hub_download
 
     address = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", written)
-    repo, revision, name = address.groups() if address else (source, None, written)
+    repo, revision, name = address.groups() if address else (dataset, None, written)
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise DataError("its path leads out of the dataset's repository; correct it")
     try:
-        path = hf_hub_download(
-            repo, name, repo_type="dataset", revision=unquote(revision) if revision else None
-        )
+        revision = unquote(revision) if revision else None
+        return name, Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))
     except Exception as error:  # not there, no connection, no access
-        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-        raise DataError(f"{name} cannot be fetched from the Hub ({reason}); check the row") from None
-    return name, Path(path)
+        raise DataError(
+            f"{name} cannot be fetched from the Hub ({_first_line(error)}); check the row"
+        ) from None
 
 
-def clips_dir(folder: Path | None) -> Path:
-    """Where clips go that are no files of their own: ``folder``, or else the cache of `datasets`."""
-    if folder is not None:
-        return folder
+def _first_line(error: Exception) -> str:
+    return one_line(Exception((str(error) or type(error).__name__).splitlines()[0]))
+
+
+def clips_dir(source: Source) -> Path:
+    """Return the folder for clips that are not files of their own."""
+    if source.cache_dir is not None:
+        return source.cache_dir
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE) / "wands_clips"
 
 
-def write_clip(data: bytes, written: str | None, folder: Path | None) -> tuple[str, Path]:
-    """Write a clip that came as bytes to a file named by its content, unless it is there already.
+def write_clip(data: bytes, written: str | None, folder: Path) -> tuple[str, Path]:
+    """Write a clip that a row contains as bytes to a file named by its content, unless the file exists.
 
     Args:
-        data: the file's bytes.
-        written: its name in the dataset, or the address that it was fetched from.
-        folder: where to; default: in the cache of `datasets`.
+        data: content of the file.
+        written: name in the dataset, or the address that the clip was fetched from.
+        folder: target folder.
 
     Returns:
-        A name that stays the same when the dataset's order changes, and the file.
+        A name that does not depend on the order of the dataset, and the file.
 
     Raises:
-        CacheError: the disk is full or refuses.
+        CacheError: if the disk is full or not writable.
     """
-    folder = clips_dir(folder)
     digest = hashlib.sha256(data).hexdigest()
     written = written or "clip"
     if re.match(r"https?://", written, re.IGNORECASE):
@@ -133,18 +181,5 @@ def write_clip(data: bytes, written: str | None, folder: Path | None) -> tuple[s
     origin = PurePosixPath(written)
     suffix = origin.suffix if origin.suffix.lower() in CLIP_EXTENSIONS else ""
     path = folder.absolute() / f"{digest}{suffix}"
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        if not path.is_file() or path.stat().st_size != len(data):
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                partial.write_bytes(data)
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise CacheError(
-            f"{folder} cannot take {origin.name[:100]} ({error.strerror or error}: {len(data):,} bytes); "
-            "free some space, or name another disk with HF_DATASETS_CACHE"
-        ) from None
+    store_clip(path, len(data), lambda partial: partial.write_bytes(data), origin.name[:100])
     return f"{origin.stem}-{digest[:12]}{origin.suffix}", path

@@ -1,17 +1,18 @@
-"""What a scan gives: manifest rows with settled keys, and rejections with their reasons. Rules of names and captions."""
+"""Clip records: the type that describes a clip from the scan of a data set to the latent cache, and the rules of clip keys."""
+
+from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from wands.data.clips.tables import read_frames, read_window
-from wands.errors import DataError
+from wands.data.clips.captions import printable
+from wands.errors import CacheError, DataError, one_line
 
 # fmt: off
 VIDEO_EXTENSIONS = (
@@ -21,20 +22,25 @@ VIDEO_EXTENSIONS = (
 # fmt: on
 IMAGE_EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 CLIP_EXTENSIONS = (*VIDEO_EXTENSIONS, *IMAGE_EXTENSIONS)
+Range = tuple[float | None, float | None]
+"""Start and end in seconds; None is the clip's own beginning or end."""
 
 
 @dataclass(frozen=True)
 class ClipRecord:
-    """One clip to be decoded.
+    """One clip with one caption. A clip with several captions has several records.
 
     Attributes:
-        key: unique and stable: the path below SOURCE without its extension, which stays where two clips
-            differ in nothing else; "@start-end" follows where the row cuts a window, "~" and eight digits of
-            the caption's hash from the second caption of one clip on. Never contains "#".
-        path: absolute.
-        caption: as written, stripped of outer white space; never empty.
-        start: seconds, None for the beginning.
-        end: seconds, None for the end.
+        key: unique, stable name. Empty until `settle_keys`. The key is the path below the source without the
+            extension; the extension is kept if two clips differ in nothing else. "@start-end" follows if the row selects
+            a time range. "~" and eight hex digits of the caption's hash follow for the second and later captions of a
+            clip. A key never contains "#".
+        path: absolute path of the file.
+        caption: text as written, without outer white space; never empty.
+        start: seconds; None is the beginning of the file.
+        end: seconds; None is the end of the file.
+        name: path below the source, extension included.
+        is_extra_caption: whether an earlier record has the same clip and range with another caption.
     """
 
     key: str
@@ -42,16 +48,42 @@ class ClipRecord:
     caption: str
     start: float | None = None
     end: float | None = None
+    name: str = field(default="", compare=False)
+    is_extra_caption: bool = field(default=False, compare=False)
+
+    @property
+    def range_suffix(self) -> str:
+        """The time range as part of a key."""
+        if self.start is None and self.end is None:
+            return ""
+        return f"@{self.start or 0.0:.3f}" + ("" if self.end is None else f"-{self.end:.3f}")
+
+    @property
+    def suffix(self) -> str:
+        """Time range and caption as part of a key."""
+        if not self.is_extra_caption:
+            return self.range_suffix
+        return f"{self.range_suffix}~{hashlib.sha256(self.caption.encode()).hexdigest()[:8]}"
+
+    @property
+    def short_key(self) -> str:
+        """Key without the extension."""
+        return clip_key(self.name) + self.suffix
+
+    @property
+    def full_key(self) -> str:
+        """Key with the extension."""
+        return safe_name(self.name) + self.suffix
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """Something in the source, or later a clip, that cannot be used.
+    """A clip, or another part of a source, that cannot be used.
 
     Attributes:
-        key: the clip's key, or table:line where there is no clip to name.
-        path: the file concerned, as written in the source.
-        reason: the rule that is broken; the cure.
+        key: the clip's key, or table:line if there is no clip to name.
+        path: the file, as the source writes it.
+        reason: the rule that is broken, and the fix.
     """
 
     key: str
@@ -59,148 +91,97 @@ class Rejection:
     reason: str
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A usable clip before its key is settled.
+def reject(key: str, path: object, reason: object) -> Rejection:
+    """Return a rejection whose texts can be printed and stored."""
+    return Rejection(*(printable(str(text)) for text in (key, path, reason)))
 
-    ``name`` is its path below the source, extension included; ``further``: not the first caption of the clip.
+
+def records_of_clip(
+    name: str, path: Path, captions: list[str], place: str, seconds: Range = (None, None)
+) -> Iterator[ClipRecord | Rejection]:
+    """Yield one record for each caption of a clip.
+
+    Args:
+        name: path below the source, extension included.
+        path: absolute path.
+        captions: checked captions; a repeated caption is rejected.
+        place: where the captions are written, for the rejection.
+        seconds: time range.
     """
-
-    name: str
-    path: Path
-    caption: str
-    start: float | None = None
-    end: float | None = None
-    further: bool = False
-
-    @property
-    def window(self) -> str:
-        if self.start is None and self.end is None:
-            return ""
-        return f"@{self.start or 0.0:.3f}" + ("" if self.end is None else f"-{self.end:.3f}")
-
-    @property
-    def suffix(self) -> str:
-        if not self.further:
-            return self.window
-        return f"{self.window}~{hashlib.sha256(self.caption.encode()).hexdigest()[:8]}"
-
-    @property
-    def short_key(self) -> str:
-        return clip_key(self.name) + self.suffix
-
-    @property
-    def full_key(self) -> str:
-        return safe_name(self.name) + self.suffix
+    if repeated := next((caption for caption, count in Counter(captions).items() if count > 1), ""):
+        yield reject(place, path, f"caption is there twice ({repeated[:60]}); keep one of them")
+    for index, caption in enumerate(dict.fromkeys(captions)):
+        yield ClipRecord("", path, caption, *seconds, name=name, is_extra_caption=index > 0)
 
 
-@dataclass
-class Scan:
-    """What has been found so far."""
+def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:
+    """Drop duplicate records, set the keys, and sort records and rejections by key.
 
-    entries: list[_Entry] = field(default_factory=list)
-    rejections: list[Rejection] = field(default_factory=list)
+    A later record of the same clip and range with another caption becomes an extra caption of the clip.
+    """
+    rejections: list[Rejection] = []
+    unique: dict[tuple[Path, str], ClipRecord] = {}
+    first: dict[tuple[Path, str], ClipRecord] = {}
+    for item in items:
+        if isinstance(item, Rejection):
+            rejections.append(item)
+            continue
+        known, record = first.setdefault((item.path, item.range_suffix), item), item
+        if known is not item:
+            # With the name of the first record, all captions of a clip have one key before the "~".
+            record = replace(item, name=known.name, is_extra_caption=item.caption != known.caption)
+        if unique.setdefault((record.path, record.suffix), record) is not record:
+            rejections.append(
+                reject(item.short_key, item.path, "duplicate of an earlier row; keep one of them")
+            )
+    short_keys = Counter(record.short_key for record in unique.values())
+    full_keys = Counter(record.full_key for record in unique.values())
+    records = []
+    for record in unique.values():
+        key, full_key = record.short_key, record.full_key
+        if short_keys[key] > 1 or key in full_keys:
+            key = full_key
+        if key == full_key and full_keys[full_key] > 1:
+            rejections.append(reject(key, record.path, "another clip has the same key; rename one of them"))
+        else:
+            records.append(replace(record, key=key))
+    records.sort(key=lambda record: record.key)
+    rejections.sort(key=lambda rejection: (rejection.key, rejection.path, rejection.reason))
+    return records, rejections
 
-    def reject(self, key: str, path: object, reason: str) -> None:
-        self.rejections.append(Rejection(printable(key), printable(str(path)), printable(reason)))
 
-    def add(
-        self,
-        where: str,
-        name: str,
-        path: Path,
-        captions: list[str],
-        window: tuple[float | None, float | None] = (None, None),
-    ) -> None:
-        """Add a clip once for each of its captions; ``where`` they are written."""
-        if twice := [caption for caption, count in Counter(captions).items() if count > 1]:
-            self.reject(where, path, f"caption is there twice ({twice[0][:60]}); keep one of them")
-        for index, caption in enumerate(dict.fromkeys(captions)):
-            self.entries.append(_Entry(name, path, caption, *window, further=index > 0))
-
-    def finish(self) -> tuple[list[ClipRecord], list[Rejection]]:
-        """Drop duplicates, settle the keys, sort both lists by key.
-
-        A later row of the same clip and range with another caption is a further caption of it.
-        """
-        unique: dict[tuple[Path, str], _Entry] = {}
-        first: dict[tuple[Path, str], _Entry] = {}
-        for entry in self.entries:
-            known, named = first.setdefault((entry.path, entry.window), entry), entry
-            if known is not entry:
-                # Under the name of the first: all captions of a clip have one key before the "~".
-                named = replace(entry, name=known.name, further=entry.caption != known.caption)
-            if unique.setdefault((named.path, named.suffix), named) is not named:
-                self.reject(entry.short_key, entry.path, "duplicate of an earlier row; keep one of them")
-        shorts = Counter(entry.short_key for entry in unique.values())
-        fulls = Counter(entry.full_key for entry in unique.values())
-        rows = []
-        for entry in unique.values():
-            short, full = entry.short_key, entry.full_key
-            key = short if shorts[short] == 1 and short not in fulls else full
-            if key == full and fulls[full] > 1:
-                self.reject(full, entry.path, "another clip has the same key; rename one of them")
-            else:
-                rows.append(ClipRecord(key, entry.path, entry.caption, entry.start, entry.end))
-        rows.sort(key=lambda row: row.key)
-        self.rejections.sort(key=lambda rejection: (rejection.key, rejection.path, rejection.reason))
-        return rows, self.rejections
+# ---- names and files
 
 
 def safe_name(name: str) -> str:
-    """A name that may be part of a key."""
-    return name.replace("#", "%23")  # "#" starts the suffix that the decoder gives to windows
+    """Return a name that may be part of a key: "#" starts the suffix of windows and sizes (see `wands.data.clips.clip`)."""
+    return name.replace("#", "%23")
 
 
 def clip_key(name: str) -> str:
-    """The key of a clip that needs no more than its name: without the extension."""
+    """Return the key of a clip without the extension."""
     return safe_name(str(PurePosixPath(name).with_suffix("")))
 
 
-def printable(text: str) -> str:
-    """Names that are not UTF-8 reach Python as surrogates, which no report or cache can store."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def check_captions(value: Any, written: str) -> list[str]:
-    """Strip the caption or captions of a clip; ``written`` says where they were looked for.
-
-    Raises:
-        DataError: there is none, or one that is no text.
-    """
-    if isinstance(value, list | tuple):
-        if not value:
-            raise DataError(f"missing caption; write one in {written}")
-        return [_check_caption(item, written) for item in value]
-    return [_check_caption(value, written)]
-
-
-def _check_caption(value: Any, written: str) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        raise DataError(f"missing caption; write one in {written}")
-    if not isinstance(value, str):
-        raise DataError(f"caption is a {type(value).__name__}, not text; write text in {written}")
-    if not value.strip():
-        raise DataError(f"empty caption; write one in {written}")
-    if value != printable(value):
-        raise DataError(f"caption is not valid Unicode; rewrite it in {written}")
-    return value.strip()
+def spellings(name: str) -> tuple[str, ...]:
+    """Return a name with its accents composed (NFC) and decomposed (NFD): archives of macOS decompose them."""
+    return tuple(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
 
 
 def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
-    """Name and absolute path of a clip that a table names: from the first folder, or a later one that has it.
+    """Return the name and the absolute path of a clip that a table names.
 
-    Where no file has the name as written, one whose letters are composed otherwise counts: zips of macOS keep
-    an accent apart from its letter. The name, and so the key, is the written one on any system.
+    The first folder that contains the file counts. If no file has the name as written, a file counts whose name differs
+    only in the composition of accents. The returned name, and so the key, is the written one on every system.
 
     Raises:
-        DataError: it is not there.
+        DataError: if the file does not exist or its name is not UTF-8.
     """
     if re.match(r"[a-zA-Z][\w+.-]+://", video):
         raise DataError("a URL is no file; download the clip and write its path")
     folder = folders[0]
-    forms = dict.fromkeys((video, *(unicodedata.normalize(form, video) for form in ("NFC", "NFD"))))
-    paths = [Path(os.path.normpath(base / form)) for form in forms for base in folders]
+    names = dict.fromkeys((video, *spellings(video)))
+    paths = [Path(os.path.normpath(base / name)) for name in names for base in folders]
     try:
         index = next((index for index, path in enumerate(paths) if path.is_file()), None)
     except OSError as error:
@@ -208,46 +189,48 @@ def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
     if index is None:
         raise DataError(f"no such file (looked for {paths[0]}); correct the path, it counts from {folder}")
     written = paths[index % len(folders)]
-    name = (
-        written.relative_to(folder) if written.is_relative_to(folder) else written.relative_to(written.anchor)
-    )
-    if str(name) != printable(str(name)):
+    name = written.relative_to(folder if written.is_relative_to(folder) else written.anchor).as_posix()
+    check_name(name)
+    return name, paths[index]
+
+
+def check_name(name: str) -> None:
+    """Raise DataError if a file name is not UTF-8, which no report or cache can store."""
+    if name != printable(name):
         raise DataError("file name is not valid UTF-8; rename it")
-    return name.as_posix(), paths[index]
 
 
 def check_file(name: str, path: Path) -> None:
-    """Make sure that a listed file can be named and is there.
-
-    Raises:
-        DataError: it is not.
-    """
-    if name != printable(name):
-        raise DataError("file name is not valid UTF-8; rename it")
+    """Raise DataError if a listed file has an unusable name or does not exist."""
+    check_name(name)
     if not path.is_file():
-        raise DataError("no such file (a broken link?); mend or remove it")
+        raise DataError("no such file (a broken link?); fix or remove it")
 
 
-def read_range(row: dict[str, Any], path: Path) -> tuple[float | None, float | None]:
-    """A row's range in seconds; one in frames needs the clip's rate, or the times of its frames if that varies.
+def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], label: str) -> None:
+    """Write a clip that is not a file of its own, unless a file of the right size exists.
+
+    Args:
+        path: target; its name identifies the content.
+        num_bytes: size of the clip.
+        write: writes the clip to the path that it is called with.
+        label: name of the clip in errors.
 
     Raises:
-        DataError: a range that cannot be, or a clip that does not open.
+        CacheError: if the disk is full or not writable.
     """
-    frames = read_frames(row)
-    if frames is None:
-        return read_window(row)
-    from wands.data.clips.video import frame_times, probe
-
-    info, (first, last) = probe(path), frames
-    if first == 0 and last + 1 >= info.num_frames > 0:
-        return None, None
-    times = frame_times(path)
-    if times is None:
-        return first / info.fps, (last + 1) / info.fps
-    begin, end = (
-        # Beyond the clip's end at its mean rate: a range that is too long is refused by whoever decodes it.
-        times[min(number, len(times) - 1)] + max(0, number + 1 - len(times)) / info.fps
-        for number in (first, last + 1)
-    )
-    return begin, end
+    if path.is_file() and path.stat().st_size == num_bytes:
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(partial)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise CacheError(
+            f"{path.parent} cannot take {label} ({one_line(error)}: {num_bytes:,} bytes); free some space, or name "
+            "another disk with HF_DATASETS_CACHE"
+        ) from None

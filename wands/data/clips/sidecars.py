@@ -1,36 +1,40 @@
-"""Clips in folders and tars, each with its caption in a file beside it; what lies there and is neither is told of."""
+"""Folders and tar archives of clips, each clip with its caption in a file next to it; other files are reported."""
+
+from __future__ import annotations
 
 import json
 import os
 import re
-import unicodedata
 from collections.abc import Container, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from wands.data.clips.archives import TAR_EXTENSIONS, TarReader, TarSample
-from wands.data.clips.hf_dataset import clips_dir
+from wands.data.clips.archives import TAR_EXTENSIONS, TarReader, TarSample, is_tar
+from wands.data.clips.captions import check_captions
+from wands.data.clips.hf_dataset import clips_dir, saved_dataset
 from wands.data.clips.records import (
     CLIP_EXTENSIONS,
     IMAGE_EXTENSIONS,
     VIDEO_EXTENSIONS,
-    Scan,
-    check_captions,
+    ClipRecord,
+    Rejection,
     check_file,
     clip_key,
-    read_range,
+    records_of_clip,
+    reject,
     safe_name,
+    spellings,
 )
-from wands.data.clips.tables import Columns
+from wands.data.clips.source import Source
+from wands.data.clips.tables import lower_names, read_range
 from wands.errors import DataError
 
-# diffusion-pipe: the folder is the data set, this file has its captions.
-CAPTIONS_OF_FOLDER = "captions.json"
+CAPTIONS_OF_FOLDER = "captions.json"  # diffusion-pipe: captions of the clips in a folder
 VIDEO_LINES = ("videos.txt", "video.txt")  # finetrainers
 CAPTION_LINES = ("prompts.txt", "captions.txt", "prompt.txt", "caption.txt")
-# Beside a clip; the first that is there counts.
+# Endings of caption files next to a clip; the first that exists counts.
 _SIDECARS = (".txt", ".json", ".jsonl")
-# What people have among their clips, too, and would miss without a word.
+# Clips of other kinds that users have in their folders and would miss without a message.
 # fmt: off
 _UNREAD_VIDEOS = (
     ".3g2", ".asf", ".divx", ".dv", ".f4v", ".h264", ".hevc", ".m1v", ".m2t", ".m2v",
@@ -38,58 +42,74 @@ _UNREAD_VIDEOS = (
 )
 _UNREAD_IMAGES = (".apng", ".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".tif", ".tiff")
 # fmt: on
-# Texts that lie among clips and are no captions.
+# Texts in a folder of clips that are not captions.
 _DOCUMENT = re.compile(
     r"(readme|licen[cs]e|copying|copyright|notice)([^a-z0-9].*)?|"
     r"terms|change(s|log)|credits?|authors?|attribution|citation|requirements|todo|notes?|info|about|log|config|"
     r"classes|tags|(file_?)?list|files|urls|links|sources?|metadata|train|test|val(id(ation)?)?",
     re.IGNORECASE | re.DOTALL,
 )
-_MOST_BYTES_OF_CAPTION = 1 << 20
+_MAX_CAPTION_BYTES = 1 << 20
 
 
-def scan_folder(folder: Path, columns: Columns, cache_dir: Path | None, scan: Scan) -> int:
-    """Add the clips of a folder with the captions beside them, and those of archives in it.
+def tar_archive(source: Source) -> Iterator[ClipRecord | Rejection] | None:
+    """Layout: one tar archive."""
+    if source.path.is_file() and is_tar(source.path):
+        return scan_tar(source.path, source.path.parent, source)
+    return None
 
-    Returns:
-        The number of clips and archives, usable or not.
+
+def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | None:
+    """Layout: a folder of clips with captions next to them, and of tar archives.
+
+    In a folder with parquet or arrow files, clips without a caption are images of a README, or clips that rows name.
     """
-    found = 0
-    for root, files in walk(folder, scan):
+    items = list(_scan_folder(source)) if source.path.is_dir() else []
+    records = any(isinstance(item, ClipRecord) for item in items)
+    if None not in items or (not records and saved_dataset(source) is not None):
+        return None
+    return (item for item in items if item is not None)
+
+
+def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
+    """Yield the clips of a folder and of the archives in it; None marks a clip or archive, usable or not."""
+    folder = source.path
+    for root, files in walk(folder):
+        if isinstance(files, Rejection):
+            yield files
+            continue
         stems: dict[str, list[str]] = {}
         for file in files:
             stems.setdefault(PurePosixPath(file).stem, []).append(file)
-        found += _reject_unread(root, folder, stems, columns, scan)
+        yield from _reject_unread(root, folder, stems, source)
         for file in files:
             path = root / file
-            if file.lower().endswith(TAR_EXTENSIONS):
-                found += 1
-                scan_tar(path, folder, columns, {}, cache_dir, scan)
+            if is_tar(path):
+                yield None
+                yield from scan_tar(path, folder, source)
             if not file.lower().endswith(CLIP_EXTENSIONS):
                 continue
-            found += 1
+            yield None
             name = path.relative_to(folder).as_posix()
-            beside = stems[path.stem]
+            siblings = stems[path.stem]
             try:
                 check_file(name, path)
-                if clip := _clip_of_poster(file, beside):
-                    raise DataError(f"taken for the poster of {clip}; rename it if it is a clip of its own")
-                written, captions, row = _read_sidecar(path, beside, columns)
-                scan.add(written, name, path, captions, read_range(row, path))
+                if clip := _clip_of_poster(file, siblings):
+                    raise DataError(f"taken for the poster of {clip}; rename it if it is a separate clip")
+                place, captions, row = _read_sidecar(path, siblings, source)
+                yield from records_of_clip(name, path, captions, place, read_range(row, path))
             except DataError as error:
-                scan.reject(clip_key(name), path, str(error))
-    return found
+                yield reject(clip_key(name), path, error)
 
 
-def walk(folder: Path, scan: Scan) -> Iterator[tuple[Path, list[str]]]:
-    """Folders in sorted order with their visible files; each real folder once, so that links cannot loop."""
+def walk(folder: Path) -> Iterator[tuple[Path, list[str] | Rejection]]:
+    """Yield folders in sorted order with their visible files, or the rejection of an unreadable folder.
+
+    Each real folder is visited once, so that links cannot loop.
+    """
     seen: set[tuple[int, int]] = set()
-
-    def unreadable(error: OSError) -> None:
-        name = os.path.relpath(error.filename, folder)
-        scan.reject(name, error.filename, f"folder cannot be read ({error.strerror}); mend its permissions")
-
-    for root, folders, files in os.walk(folder, followlinks=True, onerror=unreadable):
+    errors: list[OSError] = []
+    for root, folders, files in os.walk(folder, followlinks=True, onerror=errors.append):
         status = os.stat(root)
         if (status.st_dev, status.st_ino) in seen:
             folders.clear()
@@ -97,114 +117,119 @@ def walk(folder: Path, scan: Scan) -> Iterator[tuple[Path, list[str]]]:
         seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield Path(root), sorted(name for name in files if not name.startswith("."))
+    for error in errors:
+        name, reason = os.path.relpath(error.filename, folder), error.strerror
+        rejection = reject(name, error.filename, f"folder cannot be read ({reason}); fix its permissions")
+        yield Path(error.filename), rejection
 
 
-def _clip_of_poster(file: str, beside: list[str]) -> str | None:
-    """The video among the files of an image's stem: a caption there is the video's."""
+def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
+    """Return the video among the files of an image's stem: a caption there belongs to the video."""
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
-    stem, caption = PurePosixPath(file).stem, _sidecar_of(beside)
+    stem, caption = PurePosixPath(file).stem, _sidecar_of(siblings)
     if caption and not PurePosixPath(caption).suffix.islower():  # a camera's: CLIP.MP4 CLIP.JPG CLIP.TXT
-        return next((name for name in beside if name.lower().endswith(VIDEO_EXTENSIONS)), None)
-    return next((stem + extension for extension in VIDEO_EXTENSIONS if stem + extension in beside), None)
+        return next((name for name in siblings if name.lower().endswith(VIDEO_EXTENSIONS)), None)
+    return next((stem + extension for extension in VIDEO_EXTENSIONS if stem + extension in siblings), None)
 
 
-def _sidecar_of(beside: list[str]) -> str | None:
-    """Which of the files of one stem has its captions: the first of _SIDECARS, then in capital letters too."""
-    endings = [PurePosixPath(name).suffix for name in beside]
+def _sidecar_of(siblings: list[str]) -> str | None:
+    """Return the caption file among the files of one stem: the first of _SIDECARS, in lower case if there is a choice."""
+    endings = [PurePosixPath(name).suffix for name in siblings]
     for written in (endings, [ending.lower() for ending in endings]):
         for ending in _SIDECARS:
             if ending in written:
-                return beside[written.index(ending)]
+                return siblings[written.index(ending)]
     return None
 
 
 def _reject_unread(
-    root: Path, folder: Path, stems: dict[str, list[str]], columns: Columns, scan: Scan
-) -> int:
-    """Tell of clips of kinds that are not read, and of captions whose clip is missing.
+    root: Path, folder: Path, stems: dict[str, list[str]], source: Source
+) -> Iterator[Rejection | None]:
+    """Yield rejections of clips of unread kinds and of captions without a clip; None for each unread clip.
 
-    A text alone is not told of where no clip has its caption beside it, nor one that is named like a document.
-
-    Returns:
-        The number of files of kinds that are known not to be read.
+    A lone text is not reported if no clip of the folder has a caption next to it, or if it is named like a document.
     """
     clips = {
         stem for stem, files in stems.items() if any(file.lower().endswith(CLIP_EXTENSIONS) for file in files)
     }
-    paired = any(_sidecar_of(stems[stem]) for stem in clips)
-    count = 0
+    has_sidecars = any(_sidecar_of(stems[stem]) for stem in clips)
     for stem, files in stems.items():
         sidecar = None if stem in clips else _sidecar_of(files)
-        captioned = sidecar is not None and _may_be_caption(root / sidecar, columns)
-        told = False
+        captioned = sidecar is not None and _may_be_caption(root / sidecar, source)
+        reported = False
         for file in files:
             kind = PurePosixPath(file).suffix.lower()
-            if kind in (*CLIP_EXTENSIONS, *_SIDECARS) or file.lower().endswith(TAR_EXTENSIONS):
+            if kind in (*CLIP_EXTENSIONS, *_SIDECARS) or is_tar(root / file):
                 continue
             name = (root / file).relative_to(folder).as_posix()
             known = kind in _UNREAD_VIDEOS or kind in _UNREAD_IMAGES
             if known or captioned:
                 wanted = ".png" if kind in _UNREAD_IMAGES else ".mp4" if known else ".mp4 or .png"
                 what = f"{kind} files are not read" if kind else "a file without an extension is not read"
-                of_caption = f", though {sidecar} has a caption" if captioned else ""
+                caption = f", though {sidecar} has a caption" if captioned else ""
                 key = safe_name(name) if stem in clips else clip_key(name)
-                scan.reject(key, root / file, f"{what}{of_caption}; convert it to {wanted}")
-                count, told = count + known, True
-        if captioned and sidecar and paired and not told and not _belongs_to_another(stem, clips):
+                yield reject(key, root / file, f"{what}{caption}; convert it to {wanted}")
+                reported = True
+                if known:
+                    yield None
+        if captioned and sidecar and has_sidecars and not reported and not _belongs_to_another(stem, clips):
             name = (root / sidecar).relative_to(folder).as_posix()
-            reason = f"no clip of its name lies beside it; add {stem}.mp4, or remove the text"
-            scan.reject(safe_name(name), root / sidecar, reason)
-    return count
+            reason = f"no clip of its name is next to it; add {stem}.mp4, or remove the text"
+            yield reject(safe_name(name), root / sidecar, reason)
 
 
-def _may_be_caption(file: Path, columns: Columns) -> bool:
-    """Whether a text without a clip looks like the caption of one: no document, and no JSON of another kind."""
+def _may_be_caption(file: Path, source: Source) -> bool:
+    """Return whether a text without a clip looks like a caption: not a document, not JSON of another kind."""
     if _DOCUMENT.fullmatch(file.stem) or file.name.lower() in (*VIDEO_LINES, *CAPTION_LINES):
         return False
-    if file.suffix.lower() == ".txt":
-        return True
+    kind = file.suffix.lower()
     try:
-        if file.suffix.lower() == ".jsonl" or not file.is_file():
-            return False
-        if file.stat().st_size > _MOST_BYTES_OF_CAPTION:
-            return False
-        return bool(_caption_in_file(file.name, file.read_bytes(), columns)[0])
+        return kind == ".txt" or (
+            kind != ".jsonl"
+            and file.is_file()
+            and file.stat().st_size <= _MAX_CAPTION_BYTES
+            and bool(_captions_in_file(file.name, file.read_bytes(), source)[0])
+        )
     except (OSError, DataError):
         return False
 
 
 def _belongs_to_another(stem: str, clips: set[str]) -> bool:
-    """Whether a text is one more of some clip: clip.tags.txt of clip.mp4, clip.mp4.txt of clip.mp4."""
+    """Return whether a text is a further file of some clip: clip.tags.txt or clip.mp4.txt of clip.mp4."""
     parts = stem.split(".")
     return any(".".join(parts[:end]) in clips for end in range(1, len(parts)))
 
 
-def _read_sidecar(clip: Path, beside: list[str], columns: Columns) -> tuple[str, list[str], dict[str, Any]]:
-    """Read the captions in a file ``beside`` a clip, of the same stem; see `_sidecar_of`. Of a .jsonl the first line.
+def _read_sidecar(clip: Path, siblings: list[str], source: Source) -> tuple[str, list[str], dict[str, Any]]:
+    """Read the caption file next to a clip.
+
+    Args:
+        clip: the clip.
+        siblings: files with the clip's stem.
+        source: names of the caption column.
 
     Returns:
-        The file's name, the captions in it, and the JSON object they stand in.
+        The file's name, the captions in it, and the JSON object that contains them.
 
     Raises:
-        DataError: there is none, or it cannot be read.
+        DataError: if there is no caption file, or it cannot be read.
     """
-    name = _sidecar_of(beside)
+    name = _sidecar_of(siblings)
     if name is None:
-        raise DataError(f"missing caption; write one in {clip.stem}.txt or {clip.stem}.json beside it")
-    file = clip.with_name(name)
+        raise DataError(f"missing caption; write one in {clip.stem}.txt or {clip.stem}.json next to it")
     try:
-        data = file.read_bytes()
+        data = clip.with_name(name).read_bytes()
     except OSError as error:
-        raise DataError(f"{file.name} cannot be read ({error}); save it as UTF-8 text") from error
-    return file.name, *_caption_in_file(file.name, data, columns)
+        raise DataError(f"{name} cannot be read ({error}); save it as UTF-8 text") from error
+    return name, *_captions_in_file(name, data, source)
 
 
-def _caption_in_file(name: str, data: bytes, columns: Columns) -> tuple[list[str], dict[str, Any]]:
-    """The captions in a file of one clip, and the JSON object they stand in.
+def _captions_in_file(name: str, data: bytes, source: Source) -> tuple[list[str], dict[str, Any]]:
+    """Return the captions in a file of one clip (.jsonl: its first line), and the JSON object that contains them.
 
     Raises:
-        DataError: there is none, or it cannot be read.
+        DataError: if there is no caption, or the file cannot be read.
     """
     row: dict[str, Any] = {}
     try:
@@ -213,46 +238,45 @@ def _caption_in_file(name: str, data: bytes, columns: Columns) -> tuple[list[str
         if kind in (".json", ".jsonl"):
             value = json.loads(value.strip().split("\n")[0] if kind == ".jsonl" else value)
             if not isinstance(value, dict):
-                raise DataError(f"{name} holds a {type(value).__name__}; write an object with a caption")
-            row = {str(key).lower(): item for key, item in value.items()}
-            value = columns.pick_caption(row)
+                raise DataError(f"{name} contains a {type(value).__name__}; write an object with a caption")
+            row = lower_names(value)
+            value = source.pick_caption(row)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
         raise DataError(f"{name} cannot be read ({error}); save it as UTF-8 text") from error
     return check_captions(value, name), row
 
 
-def as_written(name: str, captions: Container[str], present: Container[str]) -> str | None:
-    """How captions.json writes a name; see `locate`. What other names are ``present`` are no writing of this one."""
-    others = (unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
+def name_in_captions(name: str, captions: Container[str], present: Container[str]) -> str | None:
+    """Return the spelling of a clip's name in captions.json; another file's own name is not a spelling of it.
+
+    Args:
+        name: name of the clip.
+        captions: names in captions.json.
+        present: names of all files.
+    """
     if name in captions:
         return name
-    return next((other for other in others if other in captions and other not in present), None)
+    return next((other for other in spellings(name) if other in captions and other not in present), None)
 
 
 def scan_tar(
     archive: Path,
     folder: Path,
-    columns: Columns,
-    captions: dict[str, Any],
-    cache_dir: Path | None,
-    scan: Scan,
-) -> set[str]:
-    """Add the clips of an archive that lies in ``folder``.
+    source: Source,
+    captions: dict[str, Any] | None = None,
+    used: set[str] | None = None,
+) -> Iterator[ClipRecord | Rejection]:
+    """Yield the clips of an archive.
 
     Args:
-        archive: the tar.
-        folder: of the source.
-        columns: of the .json of a sample.
-        captions: by member name; they count before those in the archive.
-        cache_dir: where clips are written.
-        scan: to add to.
-
-    Returns:
-        The names in ``captions`` that were met.
+        archive: the tar file.
+        folder: folder of the source, which contains the archive.
+        source: options of the scan.
+        captions: captions by member name; they take precedence over captions in the archive.
+        used: set to which the used names of `captions` are added.
     """
     place = archive.relative_to(folder).as_posix()
     base = next(place[: -len(end)] for end in TAR_EXTENSIONS if place.lower().endswith(end))
-    met: set[str] = set()
     try:
         with TarReader(archive) as reader:
             for sample in reader.samples:
@@ -260,33 +284,33 @@ def scan_tar(
                 try:
                     (extension, video), *others = _clips_of_sample(sample)
                     for _, other in others:
-                        reason = f"beside {video.name} of the same key, which counts; give it another name"
-                        scan.reject(f"{place}:{other.name}", place, reason)
+                        reason = f"next to {video.name} of the same key, which counts; give it another name"
+                        yield reject(f"{place}:{other.name}", place, reason)
                     written = video.name.removeprefix("./")
-                    where = f"{place}:{written}"
                     row: dict[str, Any] = {}
-                    listed = as_written(written, captions, ())
-                    if listed is not None:
-                        met.add(listed)
+                    listed = name_in_captions(written, captions or {}, ())
+                    if captions and used is not None and listed is not None:
+                        used.add(listed)
                         texts = check_captions(captions[listed], CAPTIONS_OF_FOLDER)
                     else:
-                        texts, row = _caption_of_sample(reader, sample, extension, columns)
-                    path = reader.unpack(video, clips_dir(cache_dir))
-                    scan.add(where, f"{key}.{extension}", path, texts, read_range(row, path))
+                        texts, row = _captions_of_sample(reader, sample, extension, source)
+                    path = reader.unpack(video, clips_dir(source))
+                    yield from records_of_clip(
+                        f"{key}.{extension}", path, texts, f"{place}:{written}", read_range(row, path)
+                    )
                 except DataError as error:
-                    scan.reject(safe_name(key), place, str(error))
-            for refusal in reader.refusals:
-                scan.reject(f"{place}:{refusal.name}".rstrip(":"), place, refusal.reason)
+                    yield reject(safe_name(key), place, error)
+            for item in reader.rejections:
+                yield reject(f"{place}:{item.key}".rstrip(":"), place, item.reason)
     except DataError as error:
-        scan.reject(place, archive, str(error))
-    return met
+        yield reject(place, archive, error)
 
 
 def _clips_of_sample(sample: TarSample) -> list[tuple[str, Any]]:
-    """Extension and member of a sample's videos, then its images; the first is the clip.
+    """Return extension and member of a sample's videos, then of its images; the first is the clip.
 
     Raises:
-        DataError: it has none.
+        DataError: if the sample has no clip.
     """
     members = sorted(sample.members.items(), key=lambda item: (len(item[0]), item[0]))
     clips = [
@@ -297,24 +321,24 @@ def _clips_of_sample(sample: TarSample) -> list[tuple[str, Any]]:
     ]
     if clips:
         return clips
-    found = ", ".join(sorted(sample.members))
+    names = ", ".join(sorted(sample.members))
     if "pth" in sample.members:
-        raise DataError(f"holds latents ({found}), no clip; python -m data_tools.import_shards reads them")
-    raise DataError(f"no clip among its members ({found}); add one, or remove the sample")
+        raise DataError(f"contains latents ({names}), no clip; python -m data_tools.import_shards reads them")
+    raise DataError(f"no clip among its members ({names}); add one, or remove the sample")
 
 
-def _caption_of_sample(
-    reader: TarReader, sample: TarSample, clip: str, columns: Columns
+def _captions_of_sample(
+    reader: TarReader, sample: TarSample, clip: str, source: Source
 ) -> tuple[list[str], dict[str, Any]]:
-    """Captions beside the member with extension ``clip``: .txt, .caption, .json; and the object of a .json.
+    """Return captions from the .txt, .caption or .json next to the member with extension `clip`, and a .json's object.
 
     Raises:
-        DataError: there is none, or it cannot be read.
+        DataError: if there is no caption, or it cannot be read.
     """
-    inner = clip.rpartition(".")[0]  # wds takes "1.0.mp4" for key 1 and extension 0.mp4
+    inner = clip.rpartition(".")[0]  # WebDataset reads "1.0.mp4" as key 1 and extension 0.mp4
     for ending in ("txt", "caption", "json"):
         for extension in (f"{inner}.{ending}".strip("."), ending):
             if extension in sample.members:
                 name = f"{sample.key}.{extension}"
-                return _caption_in_file(name, reader.read(sample.members[extension]), columns)
-    raise DataError("missing caption; put a .txt or .json of the same name beside it in the archive")
+                return _captions_in_file(name, reader.read(sample.members[extension]), source)
+    raise DataError("missing caption; put a .txt or .json of the same name next to it in the archive")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from wands.data.clips.hf_dataset import write_clip
-from wands.data.clips.layouts import VIDEO_EXTENSIONS, ClipRecord, load_source
-from wands.data.clips.records import clip_key
+from wands.data.clips.layouts import load_source
+from wands.data.clips.records import VIDEO_EXTENSIONS, ClipRecord, clip_key
 from wands.errors import CacheError, DataError
 
 
@@ -123,7 +123,7 @@ def test_captions_without_a_clip_are_told(tmp_path: Path) -> None:
     rows, rejections = load_source(str(tmp_path))
     assert keys(rows) == ["a"]
     assert {r.key: r.reason for r in rejections} == {
-        name: f"no clip of its name lies beside it; add {Path(name).stem}.mp4, or remove the text"
+        name: f"no clip of its name is next to it; add {Path(name).stem}.mp4, or remove the text"
         for name in ("b.txt", "c.json", "test_1.txt")
     }
 
@@ -149,7 +149,7 @@ def test_captions_in_capital_letters(tmp_path: Path) -> None:
         ("c.mp4", "three"),
     ]
     assert [r.reason for r in rejections] == [
-        "taken for the poster of UP.MP4; rename it if it is a clip of its own"
+        "taken for the poster of UP.MP4; rename it if it is a separate clip"
     ]
 
 
@@ -192,7 +192,7 @@ def test_every_unusable_clip_says_why(tmp_path: Path) -> None:
         "empty": "empty caption; write one in empty.txt",
         "latin": "latin.txt cannot be read",
         "bad": "bad.json cannot be read",
-        "list": "list.json holds a list; write an object",
+        "list": "list.json contains a list; write an object",
         "nokey": "missing caption; write one in nokey.json",
         "number": "caption is a int, not text",
         "half": "caption is not valid Unicode",
@@ -302,7 +302,7 @@ def test_named_columns_win(tmp_path: Path) -> None:
     ):
         load_source(str(tmp_path / "metadata.json"), video_column="film")
     with pytest.raises(
-        DataError, match=r"no caption column: looked for poem among .*; name it with caption_column"
+        DataError, match=r"no caption column: looked for poem among .*; name it with --caption-column"
     ):
         load_source(str(tmp_path / "metadata.json"), caption_column="poem")
 
@@ -392,10 +392,10 @@ def test_every_unusable_row_says_why(tmp_path: Path) -> None:
         9: "missing caption; write one in metadata.jsonl:9",
         10: "empty caption",
         11: "missing caption",
-        12: "start=a is no number of seconds",
+        12: "start=a is not a number of seconds",
         13: "start=3.0 end=2.0 must be 0 <= start < end",
         14: "start=-1.0 end=None must be",
-        15: "end=nan is no number",
+        15: "end=nan is not a number",
         16: "unreadable line",
         17: "not an object",
         18: "missing caption",
@@ -500,8 +500,12 @@ def test_rows_of_a_csv_are_numbered_by_the_line_where_they_begin(tmp_path: Path)
     [
         ({}, "gone", r"source=.*gone does not exist .*; correct the path"),
         ({}, "gone.csv", "does not exist"),
-        ({"notes.txt": "x"}, "", r"holds no clip; looked for .*\.mp4"),
-        ({"a.mp4": "x"}, "a.mp4", r"a\.mp4 is no table; give a \.csv, \.jsonl or \.json file, or a folder"),
+        ({"notes.txt": "x"}, "", r"contains no clip; looked for .*\.mp4"),
+        (
+            {"a.mp4": "x"},
+            "a.mp4",
+            r"a\.mp4 is not a table; give a \.csv, \.jsonl or \.json file, or a folder",
+        ),
         ({"metadata.csv": "video,caption\n"}, "", "lists no clip"),
         ({"metadata.csv": ""}, "", "lists no clip"),
         ({"metadata.json": "[]"}, "", "lists no clip"),
@@ -511,7 +515,7 @@ def test_rows_of_a_csv_are_numbered_by_the_line_where_they_begin(tmp_path: Path)
         (
             {"metadata.csv": "a", "metadata.json": "[]"},
             "",
-            "holds metadata.csv and metadata.json; name the one",
+            "contains metadata.csv and metadata.json; name the one",
         ),
     ],
 )

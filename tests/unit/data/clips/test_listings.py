@@ -285,7 +285,7 @@ def test_finetrainers_line_aligned(tmp_path: Path, videos: str, captions: str) -
         }
         assert set(rejected) == {f"{videos}:3", "videos/00001"}
     write(tmp_path / "caption.txt", "which of the two counts?\n" * 4)
-    with pytest.raises(DataError, match="holds 2 files of captions"):
+    with pytest.raises(DataError, match="contains 2 files of captions"):
         load_source(str(tmp_path))
 
 
@@ -479,7 +479,7 @@ def test_webdataset_tars(
     }
     others = {f"shard-000000{ending}:__key__/000004.{other}" for other in ("depth.mp4", "jpg")}
     assert set(rejected) == {"shard-000000/000002", "shard-000000/000003"} | others
-    assert all("beside __key__/000004.mp4" in rejected[other] for other in others)
+    assert all("next to __key__/000004.mp4" in rejected[other] for other in others)
     assert "missing caption" in rejected["shard-000000/000002"]
     assert "no clip among its members (txt)" in rejected["shard-000000/000003"]
     by_key = {row.key: row.path for row in load_source(str(source), cache_dir=cache)[0]}
@@ -540,7 +540,7 @@ def test_archives_never_write_outside_the_target(tmp_path: Path, mp4: list[bytes
     for name in ("link.mp4", "hard.mp4"):
         assert f"a link (to {secret})" in reasons[f"evil.tar:{name}"]
     for name in ("device.mp4", "pipe.mp4"):
-        assert "no regular file" in reasons[f"evil.tar:{name}"]
+        assert "not a regular file" in reasons[f"evil.tar:{name}"]
     assert "same name" in reasons["evil.tar:good.mp4"]
     assert len(reasons) == 8
 

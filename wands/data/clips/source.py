@@ -1,0 +1,76 @@
+"""What a user asks to be scanned: the source and the options that every dataset layout gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wands.errors import DataError
+
+# fmt: off
+VIDEO_COLUMNS = (
+    "video", "video_path", "file_name", "file_path", "path", "video_file_name",
+    "image", "image_path", "image_file_name", "mp4",
+)
+CAPTION_COLUMNS = ("caption", "prompt", "text", "cap", "captions", "vila_caption", "gemini_v2_caption", "txt")
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of clips and the options of its scan. Column names are case-insensitive.
+
+    Attributes:
+        name: the source as the user wrote it.
+        split: split of a Hugging Face dataset, or the sub-folder of a data set with one table per split.
+        video_column: column of the clips; None takes the first of `VIDEO_COLUMNS` that exists.
+        caption_column: column of the captions; None takes the first of `CAPTION_COLUMNS` that exists.
+        cache_dir: folder for clips that a dataset or archive contains; None is the cache of `datasets`.
+    """
+
+    name: str
+    split: str = "train"
+    video_column: str | None = None
+    caption_column: str | None = None
+    cache_dir: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """The source as an absolute path."""
+        return Path(self.name).expanduser().absolute()
+
+    @property
+    def video_names(self) -> tuple[str, ...]:
+        """Accepted names of the video column, lower-case."""
+        return (self.video_column.lower(),) if self.video_column else VIDEO_COLUMNS
+
+    @property
+    def caption_names(self) -> tuple[str, ...]:
+        """Accepted names of the caption column, lower-case."""
+        return (self.caption_column.lower(),) if self.caption_column else CAPTION_COLUMNS
+
+    def check_columns(self, present: Iterable[str]) -> None:
+        """Raise DataError if no column can contain a video, or none a caption."""
+        names = {name.lower() for name in present}
+        for kind, wanted in (("video", self.video_names), ("caption", self.caption_names)):
+            if not names.intersection(wanted):
+                raise DataError(
+                    f"source={self.name} has no {kind} column: looked for {', '.join(wanted)} among "
+                    f"{', '.join(sorted(names)) or 'none'}; name it with --{kind}-column"
+                )
+
+    def pick(self, row: dict[str, Any]) -> tuple[Any, Any]:
+        """Return (video, caption) of a row with lower-case names; None for a value that the row lacks."""
+        return _first_filled(row, self.video_names), self.pick_caption(row)
+
+    def pick_caption(self, row: dict[str, Any]) -> Any:
+        """Return the caption of a row with lower-case names; None if the row has none."""
+        return _first_filled(row, self.caption_names)
+
+
+def _first_filled(row: dict[str, Any], names: Iterable[str]) -> Any:
+    """Return the first non-empty value: a table of videos and images leaves one of two columns empty."""
+    values = [row[name] for name in names if name in row]
+    return next((value for value in values if value not in (None, "")), next(iter(values), None))
