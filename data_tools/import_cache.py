@@ -32,7 +32,8 @@ from data_tools.merge import to_variant
 from wands.data.cache.format import array_names, checksum, reason, to_bits
 from wands.data.cache.reader import CacheWriter
 from wands.data.clips.archives import TarReader
-from wands.encoders.components import CONFIG_FILES, find_part, fingerprint_pipeline, read_variant
+from wands.encoders.components import CONFIG_FILES, find_part, read_variant
+from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.errors import ConfigError, DataError
 from wands.variants import TEXT_LEN
 

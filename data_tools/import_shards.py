@@ -31,7 +31,8 @@ from wands.data.cache.format import write_whole
 from wands.data.cache.reader import CacheWriter
 from wands.data.clips.archives import TAR_EXTENSIONS, TarReader
 from wands.data.clips.records import Rejection
-from wands.encoders.components import CONFIG_FILES, find_part, fingerprint_pipeline, read_json, read_variant
+from wands.encoders.components import CONFIG_FILES, find_part, read_config, read_variant
+from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import CLEANING_VERSION, TextEncoder, clean_caption
 from wands.errors import ConfigError, DataError
 from wands.variants import TEXT_LEN, Variant
@@ -258,7 +259,7 @@ def _vae_std(model: str | Path) -> Tensor:
     from diffusers import AutoencoderKLWan
 
     default = inspect.signature(AutoencoderKLWan.__init__).parameters["latents_std"].default
-    config = read_json(find_part(model, "vae", CONFIG_FILES) / "config.json")
+    config = read_config(find_part(model, "vae", CONFIG_FILES) / "config.json")
     return torch.tensor(config.get("latents_std", default))
 
 

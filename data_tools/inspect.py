@@ -78,7 +78,7 @@ def decode(cache: LatentCache, key: str, model: str, out: Path) -> tuple[int, ..
     sample = cache.read(i)
 
     from wands.data.clips.video import save_video, to_frames
-    from wands.encoders.components import fingerprint_pipeline
+    from wands.encoders.fingerprint import fingerprint_pipeline
     from wands.encoders.vae import WanVideoEncoder
 
     cache.check_encoders({"vae": fingerprint_pipeline(model).get("vae")}, model)

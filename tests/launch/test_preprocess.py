@@ -33,7 +33,7 @@ from wands.data.clips.clip import ClipSpec
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import ClipRecord, Rejection
 from wands.data.clips.video import decode_clip, save_video
-from wands.encoders.components import fingerprint_pipeline
+from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import CacheError, ConfigError, DataError

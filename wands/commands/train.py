@@ -10,7 +10,7 @@ from typing import Any
 
 from wands.config.recipe import Recipe, load_recipe
 from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node, start_together
-from wands.encoders.components import fingerprint_pipeline
+from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.errors import ConfigError
 from wands.files import write_text
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here

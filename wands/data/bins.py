@@ -1,9 +1,9 @@
-"""Clips into bins: as few bins as can be found, and of as even a cost as swaps between them reach.
+"""Pack clips into as few bins as possible, then balance the cost of the bins by exchanging clips.
 
-Three plain packers compete for the fewest bins; how many there are follows from the lengths alone. Then bins
-give each other clips until their costs are level, in another way every epoch. All of it works on lengths, of
-which there are few, not on clips; clips of one length take the places in random order. Sums are of integers,
-exact in any order: the bins are the same on every machine.
+Three simple packers compete for the fewest bins; the number of bins depends on the lengths alone. Then pairs of bins
+exchange clips until their costs are balanced, differently in every epoch. All steps work on distinct lengths, which are
+few, and not on clips; clips of one length fill the positions in random order. Sums are sums of integers, exact in any
+order: the bins are the same on every machine.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import numpy as np
 from wands.flow.rng import permutation, philox
 
 Bin = tuple[int, ...]
-"""Sample indices that are packed into one forward; () is an empty bin that pads the last step."""
+"""Sample indices of one forward pass; () is an empty bin that pads the last step."""
 Contents = list[list[int]]
-"""Bins of lengths: numbers into the ascending array of distinct lengths."""
+"""Bins of lengths: indices into the ascending array of distinct lengths."""
 
 MAX_LENGTHS = 1024
-"""More distinct lengths than this are rounded up to shares of a bin, so that clips still share lengths."""
+"""If there are more distinct lengths, they are rounded up to fractions of a bin, so that clips share lengths."""
 ROUNDED = 4096
-"""Shares of a bin that such lengths are rounded up to."""
+"""Number of fractions of a bin to which such lengths are rounded up."""
 PART = 20_000
-"""Clips that are packed at once; larger data is that many equal parts with equal bins."""
+"""Number of clips packed at once; larger data is cut into equal parts with equal bins."""
 ROUNDS = 30
-"""Rounds of swaps; what further ones gain is small."""
+"""Rounds of exchanges; further rounds gain little."""
 SPLITS = 512
-"""Ways to split the clips of two bins anew that a round tries."""
+"""Random splits of the clips of two bins that a round tries."""
 EXACT = 2**32
-"""Cost of the costliest clip, as an integer: sums of millions are exact in float64."""
+"""Integer cost of the costliest clip: sums of millions of costs are exact in float64."""
 
 
 def pack_bins(
     seq_lens: np.ndarray, sample_costs: np.ndarray, max_tokens: int, seed: int | str, epoch: int
 ) -> list[Bin]:
-    """Fill bins to `max_tokens` and level their cost.
+    """Fill bins to `max_tokens` and balance their cost.
 
     Args:
         seq_lens: int64 [N], tokens of every sample, none above `max_tokens`.
         sample_costs: float64 [N], equal for equal lengths.
         max_tokens: capacity of a bin.
-        seed: `train.seed`, or what else the random choices are keyed by.
-        epoch: other epochs fill as many bins in another way.
+        seed: `train.seed`, or another key of the random choices.
+        epoch: every epoch has equally many bins with other contents.
 
     Returns:
-        Bins with every sample exactly once. They are no more than best-fit decreasing needs, where at most
-        `PART` samples have at most `MAX_LENGTHS` lengths.
+        Bins with every sample exactly once, not more bins than best-fit decreasing needs if at most `PART` samples have
+        at most `MAX_LENGTHS` lengths.
     """
     seq_lens, max_tokens = _few_lengths(seq_lens, max_tokens)
     lengths, first, which, counts = np.unique(
@@ -70,7 +70,7 @@ def pack_bins(
 
 
 def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
-    """How many bins `pack_bins` fills, without levelling them: the same in every epoch.
+    """Return the number of bins of `pack_bins`, which is the same in every epoch, without balancing them.
 
     Args:
         seq_lens: int64 [N], tokens of every sample, none above `max_tokens`.
@@ -83,14 +83,14 @@ def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
 
 
 def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int]:
-    """Lengths and capacity, in shares of a bin where there are too many lengths."""
+    """Return lengths and capacity, in fractions of a bin if there are too many distinct lengths."""
     if len(np.unique(seq_lens)) > MAX_LENGTHS:
         return -(-seq_lens * ROUNDED // max_tokens), ROUNDED
     return seq_lens, max_tokens
 
 
 def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
-    """Samples of each length that are packed at once and how often; and those that are left, once."""
+    """Return (samples of each length, repetitions) for equal parts, and for the remaining samples."""
     num_parts = max(1, int(counts.sum()) // PART)
     return (counts // num_parts, num_parts), (counts % num_parts, 1)
 
@@ -102,14 +102,14 @@ def even_out(
     max_tokens: int,
     key: tuple[int | str, ...],
 ) -> list[Bin]:
-    """The same samples in as many bins, none empty, of more even cost.
+    """Balance the cost of bins without changing their number; no bin becomes empty.
 
     Args:
-        bins: none of them empty, together with at least one sample.
+        bins: non-empty bins, at least one.
         seq_lens: int64 [N].
         sample_costs: float64 [N].
         max_tokens: capacity of a bin.
-        key: of the random choices.
+        key: key of the random choices.
     """
     samples = [i for bin in bins for i in bin]
     place = {sample: number for number, sample in enumerate(samples)}
@@ -120,10 +120,10 @@ def even_out(
 
 
 def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
-    """The best of best-fit decreasing and of filling each bin exactly, in two ways.
+    """Return the best of three packings: best-fit decreasing, and exact filling with two choices of lengths.
 
-    Which is best depends on the data: taking the longest that leads to a full bin wastes least where few
-    clips fill a bin, best fit where the short clips must last to the end.
+    The best packing depends on the data. Taking the longest length that leads to a full bin wastes least if few clips fill
+    a bin; best fit wastes least if short clips must last until the end.
 
     Args:
         lengths: int64 [D], ascending.
@@ -133,23 +133,23 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     random = iter(philox("fill").bit_generator.random_raw(int(counts.sum())).tolist())
 
     def any_length(candidates: np.ndarray, left: np.ndarray) -> int:
-        """At random, as often as there are samples, and short ones more often, as many of them fit."""
+        """Choose at random by number of samples; short lengths more often, because more of them fit."""
         reached = (left[candidates] * (max_tokens // lengths[candidates]) ** 2).cumsum()
         return int(candidates[np.searchsorted(reached, next(random) % int(reached[-1]), side="right")])
 
-    found = [
+    packings = [
         best_fit(lengths, counts, max_tokens),
         fill_exactly(lengths, counts, max_tokens, lambda candidates, left: int(candidates[-1])),
         fill_exactly(lengths, counts, max_tokens, any_length),
     ]
-    return min(found, key=len)
+    return min(packings, key=len)
 
 
 def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
-    """Longest first, each into the fullest bin that has room, else into a new one."""
+    """Put each clip, longest first, into the fullest bin with room, or into a new bin."""
     bins: Contents = []
     with_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # distinct amounts of room: few, for clips come in few lengths
+    rooms: list[int] = []  # distinct amounts of room: few, because there are few lengths
     for one in reversed(range(len(lengths))):
         length = int(lengths[one])
         for _ in range(counts[one]):
@@ -172,18 +172,18 @@ def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Conten
 def fill_exactly(
     lengths: np.ndarray, counts: np.ndarray, max_tokens: int, choose: Callable[[np.ndarray, np.ndarray], int]
 ) -> Contents:
-    """Longest first, and beside it lengths whose sum comes as near to the room as any sum of those left.
+    """Start each bin with the longest length left, and add lengths whose sum comes nearest to the free room.
 
     Args:
         lengths: int64 [D], ascending.
         counts: int64 [D], samples of each length.
         max_tokens: capacity of a bin.
-        choose: (those of the lengths that lead to the best sum, samples left of every length) -> one of them.
+        choose: (lengths that lead to the best sum, samples left of every length) -> the chosen length.
     """
     left = counts.copy()
     bins: Contents = []
     sums = _Sums(lengths[left > 0], max_tokens)
-    fresh = True  # sums are of the lengths that are left, not also of some that ran out
+    fresh = True  # whether the sums contain only lengths that are left
     for longest in reversed(range(len(lengths))):
         while left[longest]:
             bin, room = [longest], max_tokens - int(lengths[longest])
@@ -208,7 +208,7 @@ def fill_exactly(
 
 
 class _Sums:
-    """Which sums up to `max_tokens` any number of samples of some lengths can have."""
+    """Sums up to `max_tokens` that any numbers of samples of the given lengths can have."""
 
     def __init__(self, lengths: np.ndarray, max_tokens: int) -> None:
         bits, mask = 1, (1 << (max_tokens + 1)) - 1
@@ -228,20 +228,20 @@ class _Sums:
 def level(
     bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, key: tuple[int | str, ...]
 ) -> Contents:
-    """Let pairs of bins split their samples anew, so that their costs come nearer to each other.
+    """Balance costs: pairs of bins split their samples anew, so that their costs become more similar.
 
-    A costly bin meets a cheap one, any one, or any meet any, in turn; the best of `SPLITS` random splits that
-    keeps both within `max_tokens` is taken if it is better than the present one.
+    The pairs alternate: costly bin and cheap bin by rank, costly bin and random cheap bin, random bins. Of `SPLITS` random
+    splits that keep both bins within `max_tokens` the best is taken, if it is better than the present split.
 
     Args:
-        bins: of lengths.
+        bins: bins of lengths.
         lengths: int64 [D].
-        costs: int64 [D], of a sample of each length.
+        costs: int64 [D], cost of a sample of each length.
         max_tokens: capacity of a bin.
-        key: of the random choices.
+        key: key of the random choices.
     """
     nothing, width = len(lengths), max(map(len, bins))
-    contents = np.full((len(bins), width), nothing)  # padded with a length of nothing, which sorts last
+    contents = np.full((len(bins), width), nothing)  # padded with an empty length, which sorts last
     for number, bin in enumerate(bins):
         contents[number, : len(bin)] = sorted(bin)
     tokens_of, cost_of = np.append(lengths, 0).astype(np.float64), np.append(costs, 0).astype(np.float64)
@@ -275,7 +275,7 @@ def _as_integers(costs: np.ndarray) -> np.ndarray:
 def _pairs(
     cost: np.ndarray, number: int, key: tuple[int | str, ...]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Bins that meet in a round, a few hundred pairs at a time."""
+    """Yield the pairs of bins of a round, 256 pairs at a time."""
     half = len(cost) // 2
     order = np.argsort(-cost, kind="stable")
     shuffled = permutation(len(cost), *key, "pairs", number)

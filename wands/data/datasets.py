@@ -1,4 +1,4 @@
-"""The data of a run: a cache, or several as one, each visited as often as it shall be; less what is held out."""
+"""The data of a run: one or several caches with repeats, without held-out clips."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ Data = LatentCache | MockDataset
 
 
 class Dataset(Protocol):
-    """What the loop asks of a latent cache, of several and of mock data alike; a sample may stand in several rows."""
+    """Interface of latent caches, combined caches and mock data. A sample may have several rows."""
 
     keys: list[str]
     null_text_embeds: Tensor
 
     @property
     def places(self) -> np.ndarray:
-        """Shard of every sample and its place there, int64 [N, 2]."""
+        """Shard and position of every sample, int64 [N, 2]."""
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Video tokens of every sample, int64 [N]."""
+        """Return the video tokens of every sample, int64 [N]."""
 
     def latent_shape(self, index: int) -> tuple[int, int, int]:
-        """Latent (frames, height, width) of a sample, without reading it."""
+        """Return the latent (frames, height, width) of a sample without reading it."""
 
     def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
-        """One sample; of its latents only these frames, when they are given."""
+        """Return a sample; with `frames`, only these latent frames are read."""
 
 
 @dataclass(frozen=True)
 class SelectedSource:
-    """One source as a run uses it.
+    """A source as used by a run.
 
     Attributes:
-        name: its path as the recipe gives it, "mock" for mock data.
-        data: all of its samples.
+        name: path of the source in the recipe, "mock" for mock data.
+        data: all samples of the source.
         chosen: int64, positions in `data` of the samples on the side of `data.split`.
-        repeat: visits per epoch to each of them.
+        repeat: uses per epoch of each chosen sample.
     """
 
     name: str
@@ -62,65 +62,63 @@ class SelectedSource:
 
 
 class CombinedDataset:
-    """Samples of several sources behind the names of one cache.
+    """Samples of several sources with the interface of one cache.
 
-    A row is a possible visit to a sample within an epoch (`wands.data.repeats.RepeatSchedule`): a sample that is to be
-    visited twice has two. Noise is drawn for the name of a sample and the number of the visit, so one name
-    must be one clip: a key that an earlier source has with other content is lengthened by its checksum,
-    "key#1a2b3c4d"; with the same content it is the same clip, and its visits are counted through. So neither
-    paths nor sources that are added at the end change what a sample is called.
+    A row is a possible use of a sample in an epoch (`wands.data.repeats.RepeatSchedule`): a sample that is used twice has
+    two rows. Noise is keyed by sample id and repeat, so one id must mean one clip. If an earlier source has the same key
+    with other content, the checksum is appended to the key: "key#1a2b3c4d". With equal content it is the same clip, and
+    its repeats are counted through. So neither paths nor sources appended later change the id of a sample.
 
     Args:
         sources: the sources.
-        seed: `train.seed`, for the order in which fractions of a source are visited.
+        seed: `train.seed`, for the order in which fractions of a source are used.
 
     Attributes:
-        sources: likewise.
-        keys: name of each row.
+        sources: the sources.
+        keys: sample id of each row.
         null_text_embeds: embedding of the empty caption, bf16 [L, D].
-        visits: the rows of each epoch.
-        places: int64 [rows, 2], where each row is stored: shards, counted through all sources and copies, and
-            the order inside them.
+        schedule: rows of each epoch.
+        places: int64 [rows, 2], shard and position of each row; shards are numbered through all sources and copies.
 
     Raises:
-        ConfigError: an epoch might visit nothing.
+        ConfigError: if an epoch could be empty.
     """
 
     def __init__(self, sources: Sequence[SelectedSource], seed: int) -> None:
         self.sources = tuple(sources)
         self.null_text_embeds = sources[0].data.null_text_embeds
-        numbers = [len(part.chosen) for part in sources]
-        self.schedule = RepeatSchedule(numbers, [part.repeat for part in sources], seed)
+        numbers = [len(source.chosen) for source in sources]
+        self.schedule = RepeatSchedule(numbers, [source.repeat for source in sources], seed)
         rows = self.schedule.sample_of
         names = _settle_names(sources)
         self.keys = [names[i] for i in rows.tolist()]
-        self._part_of = np.repeat(np.arange(len(sources)), numbers)[rows]
-        self._position_of = np.concatenate([part.chosen for part in sources])[rows]
+        self._source_of = np.repeat(np.arange(len(sources)), numbers)[rows]
+        self._position_of = np.concatenate([source.chosen for source in sources])[rows]
         places, first_shard = [], 0
-        for part in sources:
-            stored = part.data.places[part.chosen]
-            for _ in range(ceil(part.repeat)):
+        for source in sources:
+            stored = source.data.places[source.chosen]
+            for _ in range(ceil(source.repeat)):
                 places.append(stored + np.array([first_shard, 0]))
                 first_shard += int(stored[:, 0].max(initial=-1)) + 1
         self.places = np.concatenate(places)
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Video tokens of every row, int64 [rows]."""
-        lens = [part.data.num_tokens(patch_size)[part.chosen] for part in self.sources]
+        """Return the video tokens of every row, int64 [rows]."""
+        lens = [source.data.num_tokens(patch_size)[source.chosen] for source in self.sources]
         return np.concatenate(lens)[self.schedule.sample_of]
 
     def latent_shape(self, i: int) -> tuple[int, int, int]:
-        """Latent (frames, height, width) of a row, without reading it."""
+        """Return the latent (frames, height, width) of a row without reading it."""
         data, position = self._find(i)
         return data.latent_shape(position)
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """The sample of a row, as its source gives it, under its name in this run."""
+        """Return the sample of a row with its id in this run."""
         data, position = self._find(i)
         return replace(data.read(position, frames), sample_id=self.keys[i])
 
     def _find(self, i: int) -> tuple[Data, int]:
-        return self.sources[self._part_of[i]].data, int(self._position_of[i])
+        return self.sources[self._source_of[i]].data, int(self._position_of[i])
 
 
 def open_data(
@@ -131,55 +129,58 @@ def open_data(
     seed: int,
     fingerprint: Callable[[], Mapping[str, Any]],
 ) -> Dataset:
-    """Open what `data` names, check that it fits the model, and leave out the other side of the split.
+    """Open the data of a recipe, check that it fits the model, and remove the other side of the split.
 
-    One cache or mock data of which every sample is visited once an epoch is given as it is.
+    A single cache or mock data without repeats and split is returned unchanged.
 
-    An epoch: with `repeat` r every sample of the source is visited r times; a fraction takes other samples each
-    epoch (`wands.data.repeats.RepeatSchedule`). With `weight` an epoch is as many visits as the sources together have
-    samples, of which each source gets its share.
+    With `repeat` r an epoch uses every sample of the source r times; a fraction selects other samples each epoch
+    (`wands.data.repeats.RepeatSchedule`). With `weight` an epoch has as many rows as all sources have samples, and each
+    source gets its share of them.
 
     Args:
         section: `data` of the recipe.
-        shape: of the DiT, for mock data.
-        variant: of the model.
+        shape: shape of the DiT, for mock data.
+        variant: variant of the model.
         seed: `train.seed`.
-        fingerprint: gives that of the model's encoders; not called for mock data.
+        fingerprint: returns the fingerprint of the model's encoders; not called for mock data.
 
     Raises:
-        ConfigError: no data is named, or a side of the split is empty.
-        CacheError: a cache cannot be used; the message says which.
+        ConfigError: if the recipe names no data, or a side of the split is empty.
+        CacheError: if a cache cannot be used; the message names it.
     """
-    mock = section.mock is not None
-    asked = [SourceConfig(path="mock")] if mock else _asked_for(section)
+    configs = _configured_sources(section)
     opened: list[Data] = (
         [MockDataset(section.mock, shape, seed)]
         if section.mock is not None
-        else _open_caches(section, asked, variant, fingerprint())
+        else _open_caches(section, configs, variant, fingerprint())
     )
     chosen = _choose_side(section, opened)
-    repeats = [exact(source.repeat or 1) for source in asked]
-    if any(source.weight for source in asked):
-        repeats = repeats_of_weights([len(some) for some in chosen], [source.weight or 0 for source in asked])
+    repeats = [exact(source.repeat or 1) for source in configs]
+    if any(source.weight for source in configs):
+        repeats = repeats_of_weights(
+            [len(positions) for positions in chosen], [source.weight or 0 for source in configs]
+        )
     if len(opened) == 1 and len(chosen[0]) == len(opened[0].keys) and repeats == [1]:
         return opened[0]
-    names = [source.path for source in asked]
+    names = [source.path for source in configs]
     return CombinedDataset(
         [SelectedSource(*items) for items in zip(names, opened, chosen, repeats, strict=True)], seed
     )
 
 
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
-    """What each source brings into a run, for people: path, num_samples, num_other_side (of the split), repeat.
+    """Return what each source contributes: path, num_samples, num_other_side (of the split), repeat.
 
     Args:
         section: `data` of the recipe.
-        data: what `open_data` made of it.
+        data: result of `open_data`.
     """
     if isinstance(data, CombinedDataset):
-        sources = [(part.name, len(part.chosen), len(part.data.keys), part.repeat) for part in data.sources]
+        sources = [
+            (source.name, len(source.chosen), len(source.data.keys), source.repeat) for source in data.sources
+        ]
     else:
-        name = "mock" if section.mock is not None else _asked_for(section)[0].path
+        name = _configured_sources(section)[0].path
         sources = [(name, len(data.keys), len(data.keys), Fraction(1))]
     return [
         {"path": path, "num_samples": num, "num_other_side": of - num, "repeat": float(repeat)}
@@ -188,14 +189,15 @@ def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
 
 
 def describe_data(section: DataConfig, data: Dataset) -> list[str]:
-    """The same in lines of text, one for each source and one for the split."""
+    """Describe the data in lines of text: one per source, and one for the split."""
     listed = list_sources(section, data)
     lines = [
-        f"{one['path']}: {one['num_samples']:,} clips" + (f" x {one['repeat']:.4g}" * (one["repeat"] != 1))
-        for one in listed
+        f"{item['path']}: {item['num_samples']:,} clips"
+        + (f" x {item['repeat']:.4g}" * (item["repeat"] != 1))
+        for item in listed
     ]
     if section.holdout:
-        here, there = (sum(one[name] for one in listed) for name in ("num_samples", "num_other_side"))
+        here, there = (sum(item[name] for item in listed) for name in ("num_samples", "num_other_side"))
         shares = {
             "train": f"{here:,} clips to train on, {there:,} held out",
             "holdout": f"{here:,} held-out clips, {there:,} left out",
@@ -205,7 +207,9 @@ def describe_data(section: DataConfig, data: Dataset) -> list[str]:
     return lines
 
 
-def _asked_for(section: DataConfig) -> list[SourceConfig]:
+def _configured_sources(section: DataConfig) -> list[SourceConfig]:
+    if section.mock is not None:
+        return [SourceConfig(path="mock")]
     if section.sources is not None:
         return section.sources
     if section.cache is None:
@@ -217,18 +221,18 @@ def _asked_for(section: DataConfig) -> list[SourceConfig]:
 
 def _open_caches(
     section: DataConfig,
-    asked: Sequence[SourceConfig],
+    configs: Sequence[SourceConfig],
     variant: Variant,
     fingerprint: Mapping[str, Any],
 ) -> list[Data]:
     caches: list[LatentCache] = []
-    for number, source in enumerate(asked):
+    for number, source in enumerate(configs):
         name = "data.cache" if section.sources is None else f"data.sources.{number}.path"
         try:
             cache = LatentCache(source.path, verify=section.verify)
             if not cache.keys:
                 raise CacheError(
-                    f"{name}={source.path} holds no sample; run wands preprocess on a folder with clips."
+                    f"{name}={source.path} has no sample; run wands preprocess on a folder with clips."
                 )
             cache.check_fits(variant, fingerprint)
             cache.serve(variant)
@@ -241,7 +245,7 @@ def _open_caches(
         ):
             key, first, this = difference
             raise CacheError(
-                f"{name}={source.path} was encoded with {key}={this} but {asked[0].path} with {first}; encode "
+                f"{name}={source.path} was encoded with {key}={this} but {configs[0].path} with {first}; encode "
                 "both with wands preprocess --model of the model you train."
             )
         caches.append(cache)
@@ -249,7 +253,7 @@ def _open_caches(
 
 
 def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
-    """What caches of one run must share; sizes and lengths of clips may differ, and what the model does not look at."""
+    """Return the part of a fingerprint that all caches of a run share: not settings of clips, not encoders without use."""
     ignored = (
         {"settings"} if "clip" in variant.conditions else {"settings", "image_encoder", "image_processor"}
     )
@@ -257,38 +261,38 @@ def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
 
 
 def _choose_side(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray]:
-    """Positions of the samples on the side of `data.split`, for each source."""
+    """Return the positions of the samples on the side of `data.split`, for each source."""
     if not section.holdout or section.split == "all":
         return [np.arange(len(data.keys)) for data in opened]
     held = [hold_out(data.keys, section.holdout) for data in opened]
-    num_held, total = sum(int(some.sum()) for some in held), sum(map(len, held))
+    num_held, total = sum(int(mask.sum()) for mask in held), sum(map(len, held))
     if num_held in (0, total):
         raise ConfigError(
             f"data.holdout={section.holdout} holds out {num_held} of {total} samples, and both sides need one; "
             f"{'raise' if num_held == 0 else 'lower'} it, or add clips."
         )
-    return [np.flatnonzero(some == (section.split == "holdout")) for some in held]
+    return [np.flatnonzero(mask == (section.split == "holdout")) for mask in held]
 
 
 def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
-    """What the chosen samples are called, one name for one content; see `CombinedDataset`."""
+    """Return the ids of the chosen samples: one id for one content, see `CombinedDataset`."""
     if len(sources) == 1:
         keys = sources[0].data.keys
         return [keys[i] for i in sources[0].chosen.tolist()]
     names: list[str] = []
     first_with: dict[str, tuple[int, int]] = {}
-    for number, part in enumerate(sources):
-        keys, contents = part.data.keys, _contents(part.data)
-        for i in part.chosen.tolist():
-            source, content = first_with.setdefault(keys[i], (number, contents[i]))
-            same = source == number or content == contents[i]
+    for number, source in enumerate(sources):
+        keys, contents = source.data.keys, _contents(source.data)
+        for i in source.chosen.tolist():
+            owner, content = first_with.setdefault(keys[i], (number, contents[i]))
+            same = owner == number or content == contents[i]
             names.append(keys[i] if same else f"{keys[i]}#{contents[i] & 0xFFFFFFFF:08x}")
     return names
 
 
 def _contents(data: Data) -> list[int]:
-    """What tells samples from others of the same name: checksum, text tokens and frames."""
-    assert isinstance(data, LatentCache), "there is but one source of mock data"
+    """Return a number per sample that distinguishes samples of one key: checksum, text tokens and frames."""
+    assert isinstance(data, LatentCache), "mock data has one source"
     index = data.index
     frames, texts = index.latent_shapes[:, 1].astype(np.int64), index.text_lens.astype(np.int64)
     return (index.crc32.astype(np.int64) | texts << 32 | frames << 44).tolist()

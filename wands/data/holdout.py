@@ -1,4 +1,4 @@
-"""Which clips are held out of training: decided by each clip's own name, whatever else is in the data."""
+"""Choose the clips that are held out of training, by the name of each clip alone."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SUFFIX = re.compile(
     rf"(?:@\d+\.\d+(?:-\d+\.\d+)?|~[0-9a-f]{{8}}|{'|'.join(map(re.escape, CLIP_EXTENSIONS))})+\Z",
     re.IGNORECASE,
 )
-"""What may follow a clip's name in the keys of its windows and further captions (`ClipRecord.key`), and its extension."""
+"""Suffixes of a clip's name in keys: time range and caption (`ClipRecord.key`), and the extension."""
 
 
 def clip_name(key: str) -> str:
-    """The clip that a sample is made of: its key without window, caption, size and extension.
+    """Return the name of a sample's clip: its key without time range, caption, window, size and extension.
 
-    The extension goes because whether a key has one depends on the clip's neighbours. A file whose own name
-    ends like a window loses that end too, always.
+    The extension is removed because a key has it only if another clip has the same name. A file whose own name ends like a
+    time range always loses this end, too.
 
     Args:
-        key: of the sample.
+        key: key of the sample.
     """
     name = key.partition("#")[0]
     if "@" in name or "~" in name or "." in name[-6:]:
@@ -33,23 +33,23 @@ def clip_name(key: str) -> str:
 
 
 def hold_out(keys: Iterable[str], fraction: float) -> np.ndarray:
-    """Which samples belong to clips of the held-out share.
+    """Return which samples belong to held-out clips.
 
-    All samples of a clip fall on the same side. Nothing but the name counts, so adding clips moves none, and a
-    larger fraction holds out all that a smaller one does.
+    All samples of a clip are on the same side. The decision depends on the name alone: adding clips moves no other clip,
+    and a larger fraction holds out all clips that a smaller fraction does.
 
     Args:
-        keys: of the samples.
-        fraction: of the clips, from 0 to 1.
+        keys: keys of the samples.
+        fraction: share of the clips, from 0 to 1.
 
     Returns:
         bool [N].
     """
-    # A purpose of its own: a half that data_tools.split has made must not be all on one side.
+    # Not the hash of data_tools.split: a half made by it must not be completely on one side.
     purpose, limit = hashlib.blake2b(digest_size=8, person=b"wands holdout"), int(fraction * 2.0**64)
-    found = []
+    held_out = []
     for key in keys:
-        named = purpose.copy()
-        named.update(clip_name(key).encode("utf-8", "surrogateescape"))
-        found.append(int.from_bytes(named.digest(), "big") < limit)
-    return np.array(found, dtype=bool)
+        digest = purpose.copy()
+        digest.update(clip_name(key).encode("utf-8", "surrogateescape"))
+        held_out.append(int.from_bytes(digest.digest(), "big") < limit)
+    return np.array(held_out, dtype=bool)

@@ -1,4 +1,4 @@
-"""Random latents of real shapes, behind the same names as the cache: a model or a cluster without data."""
+"""Random latents with real shapes and the interface of the cache, to test a model or cluster without data."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from wands.variants import DiTShape
 
 
 class MockDataset:
-    """Samples whose latents and text are standard normal numbers keyed by (seed, name).
+    """Samples whose latents and text are standard normal, keyed by (seed, sample key).
 
     Args:
-        mock: number of samples, and the shapes and text lengths that they take in turn.
-        shape: of the DiT: latent channels, patch and text width.
+        mock: number of samples, and the shapes and text lengths, used cyclically.
+        shape: shape of the DiT: latent channels, patch size, text width.
         seed: `train.seed`.
 
     Attributes:
-        keys: names of the samples.
-        null_text_embeds: stands for the embedding of the empty caption, bf16 [1, text_dim].
+        keys: sample ids.
+        null_text_embeds: in place of the embedding of the empty caption, bf16 [1, text_dim].
 
     Raises:
-        DataError: a shape does not divide into patches.
+        DataError: if a shape is not a multiple of the patch size.
     """
 
     def __init__(self, mock: MockConfig, shape: DiTShape, seed: int) -> None:
         for latent_shape in mock.shapes:
             if any(n < 1 or n % patch for n, patch in zip(latent_shape, shape.patch_size, strict=True)):
                 raise DataError(
-                    f"data.mock.shapes={list(latent_shape)} must be multiples of the model's patch "
+                    f"data.mock.shapes={list(latent_shape)} must be multiples of the model's patch size "
                     f"{list(shape.patch_size)}; change (frames, height, width)."
                 )
         self.mock = mock
@@ -45,25 +45,24 @@ class MockDataset:
 
     @property
     def places(self) -> np.ndarray:
-        """As if it were stored in shards of 512 samples, int64 [N, 2]: shard and place there."""
+        """Shard and position of every sample as in shards of 512 samples, int64 [N, 2]."""
         return np.stack(np.divmod(np.arange(len(self.keys)), 512), axis=1)
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Tokens of every sample, int64 [N]."""
+        """Return the tokens of every sample, int64 [N]."""
         tokens = [int(np.prod(grid_size(latent_shape, patch_size))) for latent_shape in self.mock.shapes]
         return np.array([tokens[i % len(tokens)] for i in range(len(self.keys))], dtype=np.int64)
 
     def latent_shape(self, index: int) -> tuple[int, int, int]:
-        """Latent (frames, height, width) of one sample."""
+        """Return the latent (frames, height, width) of a sample."""
         return self.mock.shapes[index % len(self.mock.shapes)]
 
     def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
-        """One sample, the same at every call: bf16 latents [C, f, h, w] and text_embeds [n, text_dim].
+        """Return a sample, reproducibly: bf16 latents [C, f, h, w] and text_embeds [n, text_dim].
 
         Args:
             index: position in `keys`.
-            frames: (first, end) of the latent frames wanted, the others are zero as the cache would leave
-                them; all by default.
+            frames: (first, end) of the needed latent frames; the other frames are zero as from the cache. Default: all.
         """
         key = self.keys[index]
         shape, text_len = self.shape, self.mock.text_lens[index % len(self.mock.text_lens)]

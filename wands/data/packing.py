@@ -1,8 +1,8 @@
-"""The plan of an epoch: which samples form a bin, which bins form a step, which rank forwards which bin.
+"""Plan an epoch: samples of each bin, bins of each optimizer step, rank of each bin.
 
-Everything here is a pure function of the lengths, the seed and the epoch, so every rank derives the whole
-plan alone, before the first byte of data is read. Sorting uses raw Philox words, exact integers and sums in a
-fixed order: the plan is the same on every machine.
+Every function is a pure function of lengths, seed and epoch. So every rank derives the whole plan alone, before the first
+byte of data is read. Sorting uses raw Philox words, exact integers and sums in a fixed order: the plan is the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Cost = Callable[[Sequence[int]], float] | tuple[float, float]
 coefficients (a, b) in a * sum(L) + b * sum(L^2)."""
 
 LEVEL = 0.987
-"""Mean over slowest bin of a step, over the full steps of an epoch, that the plan keeps to; it spends the rest
-on steps whose lengths are as mixed as the data's."""
+"""Smallest ratio of the mean to the slowest bin of a step, over the full steps of an epoch. The plan uses the tolerance
+for steps whose lengths are as mixed as the data's."""
 
 MAX_CUTS = 96
-"""Places between sorted bins where steps of unlike cost may be parted: enough, and quick."""
+"""Number of positions in the sorted bins at which groups of steps may be separated."""
 
 WAITS = 1024
-"""Steps in which waiting is counted when these places are chosen."""
+"""Resolution of waiting time when these positions are chosen."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class EpochPlan:
 
     Attributes:
         steps: steps -> bins -> sample indices. Every step has the same number of bins.
-        seq_lens: int64 [N], tokens of every sample, also of those that this epoch does not visit.
+        seq_lens: int64 [N], tokens of every sample, also of samples that the epoch does not use.
         max_tokens: capacity of a bin.
     """
 
@@ -49,27 +49,26 @@ class EpochPlan:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the epoch."""
+        """Number of optimizer steps of the epoch."""
         return len(self.steps)
 
     @property
     def fill(self) -> float:
-        """Share of the bins' token capacity that is used.
+        """Used share of the bins' token capacity.
 
-        The last step takes what is left over and spreads it over its bins, so it counts only when it is
-        alone.
+        The last step spreads the remaining samples over its bins, so it counts only if it is the only step.
         """
         bins = [bin for step in self.steps[: max(1, self.num_steps - 1)] for bin in step if bin]
         return sum(int(self.seq_lens[i]) for bin in bins for i in bin) / (len(bins) * self.max_tokens)
 
     def imbalance(self, dp_size: int, cost: Cost) -> float:
-        """Cost of the slowest rank over the mean, summed over the micro steps of the epoch: 1 at best.
+        """Return the cost of the slowest rank divided by the mean, summed over the micro steps; 1 is optimal.
 
-        Its inverse is the share of the ranks' time that is not spent waiting.
+        The inverse is the share of time in which ranks do not wait.
 
         Args:
-            dp_size: ranks that forward different bins; it divides the bins of a step.
-            cost: of a pack.
+            dp_size: ranks with different bins; it divides the bins of a step.
+            cost: cost of a pack.
         """
         bin_cost = bin_costs(self.seq_lens, cost)
         mean = slowest = 0.0
@@ -81,19 +80,17 @@ class EpochPlan:
         return slowest / mean
 
     def length_bias(self) -> tuple[float, float]:
-        """How unlike the data's the lengths inside a step are: 0 is alike, 1 is nothing in common.
+        """Return the Kolmogorov-Smirnov distance between a step's lengths and the data set's, 0 to 1.
 
         Returns:
-            Mean over the steps of the Kolmogorov-Smirnov distance between the lengths of a step's samples and
-            of all samples; and the same for random steps of as many samples, which is what chance does.
+            Mean distance over the steps, and the mean distance of random steps with equally many samples, which is the
+            value by chance.
         """
         of_step = [[i for bin in step for i in bin] for step in self.steps]
-        visited = np.sort(np.concatenate(of_step))
+        used = np.sort(np.concatenate(of_step))
         ends = np.cumsum([len(samples) for samples in of_step])
-        at_random = np.split(visited[permutation(len(visited), "length bias")], ends[:-1])
-        distance, of_chance = (
-            _mean_distance(steps, self.seq_lens, visited) for steps in (of_step, at_random)
-        )
+        at_random = np.split(used[permutation(len(used), "length bias")], ends[:-1])
+        distance, of_chance = (_mean_distance(steps, self.seq_lens, used) for steps in (of_step, at_random))
         return distance, of_chance
 
 
@@ -109,41 +106,40 @@ def plan_epoch(
     level_bins: int | None = None,
     windows: Sequence[np.ndarray] | None = None,
 ) -> EpochPlan:
-    """Fill bins to `max_tokens`, level their cost, and put bins of like cost into the same step.
+    """Fill bins to `max_tokens`, balance their cost, and put bins of similar cost into one step.
 
-    Equal token counts are very unequal time, for attention grows with the square of each sample. `pack_bins`
-    makes bins as level as it can; what is still uneven, such as bins that one long sample fills alone, is
-    evened out by the choice of a step's bins: sorted by cost, cut where it leaves the lengths inside steps
-    most like the data's, mixed between two cuts, and the steps shuffled. Over an epoch the gradient is
-    unbiased, as every sample is in one step and counts there as in any other (`StepPlan.denominators`); how
-    much more alike the lengths inside one step are is `EpochPlan.length_bias`. The bins that are left over
-    form the last step; they are split until every rank has work, and only then padded with ().
+    Equal token counts take very different time, because attention grows with the square of each sample. `pack_bins` balances
+    the bins as far as possible. The choice of a step's bins balances the rest, such as bins with one long sample: bins are
+    sorted by cost, cut into groups such that lengths inside steps stay most similar to the data's, and mixed inside each
+    group; then the steps are shuffled. The gradient over an epoch is unbiased, as every sample is in one step and has
+    the same weight in every step (`StepPlan.denominators`). `EpochPlan.length_bias` measures the similarity of lengths
+    inside a step. The remaining bins form the last step. They are split until every rank has work, and then padded with ().
 
-    With `windows` each is packed for itself, one after the other. The bins that a window leaves over wait
-    for those of the next ones to make up a step, so that only the last step of the epoch is padded.
+    With `windows`, each window is packed separately. Its remaining bins wait for the remaining bins of the next windows to
+    form a step, so that only the last step of the epoch is padded.
 
-    The number of steps depends on the lengths alone (of all samples, or of those of each window), never on
-    the epoch: `count_steps`.
+    The number of steps depends on the lengths alone (of all samples, or of each window), never on the epoch:
+    `count_steps`.
 
     Args:
         seq_lens: int [N], tokens of every sample.
         max_tokens: capacity of a bin.
         bins_per_step: bins of one optimizer step, over all ranks and micro steps.
         seed: `train.seed`.
-        epoch: other epochs are packed and ordered differently.
-        cost: of a pack.
-        keys: names of the samples, for the error message.
-        level_bins: bins that are levelled to each other, for ranks that wait for each other in every micro step;
-            it divides `bins_per_step`. A step of several such groups takes costly and cheap ones, so that its
-            lengths are less alike. None: all bins of a step.
-        windows: int64 arrays of sample indices, none empty, no index twice: what the epoch visits, in the
-            order in which it is read. None: everything, in one window.
+        epoch: every epoch is packed and ordered differently.
+        cost: cost of a pack.
+        keys: sample ids, for the error message.
+        level_bins: number of bins whose costs are balanced to each other, for ranks that wait for each other in every micro
+            step; it divides `bins_per_step`. A step of several such groups gets costly and cheap groups, so that its
+            lengths are more diverse. None: all bins of a step.
+        windows: int64 arrays of sample indices, none empty, no index twice: the samples of the epoch in the order of
+            reading. None: all samples in one window.
 
     Returns:
         A plan with every sample of the windows exactly once.
 
     Raises:
-        DataError: a sample is longer than a bin, or there is no sample.
+        DataError: if a sample is longer than a bin, or there is no sample.
     """
     seq_lens = np.asarray(seq_lens, dtype=np.int64)
     _check_lengths(seq_lens, max_tokens, keys)
@@ -183,22 +179,21 @@ def plan_epoch(
 def count_steps(
     seq_lens: np.ndarray, *, max_tokens: int, bins_per_step: int, windows: Sequence[np.ndarray] | None = None
 ) -> int:
-    """Steps of any epoch that `plan_epoch` plans from these windows, in any order, without planning it."""
+    """Return the number of steps that `plan_epoch` plans from these windows in any order, without planning."""
     if windows is None:
         return -(-count_bins(seq_lens, max_tokens) // bins_per_step)
     return -(-sum(count_bins(seq_lens[rows], max_tokens) for rows in windows) // bins_per_step)
 
 
 def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.ndarray]:
-    """Samples that are packed together when the storage is read in pieces: `packing.buffer_size`.
+    """Group samples that are packed together if the storage is read in pieces (`packing.buffer_size`).
 
-    Shards, each in the order in which it is stored, stand in random order and are cut into windows of
-    `buffer_size` samples. Which samples share a window is the same in every epoch, so that every epoch has
-    as many steps; their order is the epoch's.
+    Shards, each in its stored order, are put in random order and cut into windows of `buffer_size` samples. The windows
+    are the same in every epoch, so that every epoch has equally many steps; only the order of windows changes.
 
     Args:
-        places: int64 [N, 2], shard of every sample and where in it the sample lies.
-        buffer_size: samples of a window; the last one may have fewer.
+        places: int64 [N, 2], shard and position of every sample.
+        buffer_size: samples of a window; the last window may have fewer.
         seed: `train.seed`.
 
     Returns:
@@ -220,12 +215,12 @@ def _plan_window(
     cost: Cost,
     level_bins: int,
 ) -> tuple[list[Bin], list[Step]]:
-    """The bins that are too few for a step, and the full steps, in random order."""
+    """Return the remaining bins, too few for a step, and the full steps in random order."""
     bin_cost = bin_costs(seq_lens, cost)
     sample_costs = _sample_costs(seq_lens, cost)
     bins = pack_bins(seq_lens, sample_costs, max_tokens, *key)
     bins = [bins[i] for i in permutation(len(bins), *key, "bins")]
-    rest, bins = _part_rest(bins, bins_per_step, sample_costs)
+    rest, bins = _separate_rest(bins, bins_per_step, sample_costs)
     groups = _level_steps(bins, level_bins, bin_cost, seq_lens, key)
     steps = _mix_groups(groups, bins_per_step, bin_cost, key)
     return rest, [steps[i] for i in permutation(len(steps), *key, "steps")]
@@ -237,31 +232,31 @@ def _namer(rows: np.ndarray) -> Callable[[Bin], Bin]:
 
 
 def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: int) -> None:
-    """What no plan may break: every sample of the windows once, no bin over its capacity, no step short of bins."""
+    """Assert that every sample occurs once, no bin exceeds its capacity, and every step has all bins."""
     bins = [bin for step in plan.steps for bin in step]
     sizes = np.fromiter(map(len, bins), np.int64, len(bins))
-    visited = np.fromiter(chain.from_iterable(bins), np.int64, int(sizes.sum()))
+    used = np.fromiter(chain.from_iterable(bins), np.int64, int(sizes.sum()))
     wanted = np.zeros(len(plan.seq_lens), np.int64)
     for rows in windows:
         wanted[rows] += 1
-    found = np.bincount(visited, minlength=len(wanted))
+    found = np.bincount(used, minlength=len(wanted))
     wrong = np.flatnonzero(found != wanted)
     assert not len(wrong), f"sample {wrong[0]} is in {found[wrong[0]]} bins, not in {wanted[wrong[0]]}"
-    tokens = np.bincount(np.repeat(np.arange(len(bins)), sizes), plan.seq_lens[visited], len(bins))
+    tokens = np.bincount(np.repeat(np.arange(len(bins)), sizes), plan.seq_lens[used], len(bins))
     assert tokens.max() <= plan.max_tokens, f"a bin has {int(tokens.max())} tokens"
     assert {len(step) for step in plan.steps} == {bins_per_step}
 
 
 def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], float]) -> list[list[Bin]]:
-    """Deal the bins of a step to ranks, so that the ranks of a micro step get bins of like cost.
+    """Assign the bins of a step to ranks, so that the ranks of a micro step get bins of similar cost.
 
-    The direction alternates from one micro step to the next: ranks that wait for each other only at the end
-    of the step (ZeRO 1 and 2) are level as well.
+    The direction alternates between micro steps. So ranks that wait for each other only at the end of the step (ZeRO 1 and
+    2) are balanced, too.
 
     Args:
-        bins: of one step.
-        dp_size: divides their number.
-        bin_cost: of a bin of sample indices, from `bin_costs`.
+        bins: bins of one step.
+        dp_size: divides the number of bins.
+        bin_cost: cost of a bin of sample indices, from `bin_costs`.
 
     Returns:
         For each micro step, for each dp rank, its bin.
@@ -273,20 +268,20 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
 
 
 def bin_costs(seq_lens: np.ndarray, cost: Cost) -> Callable[[Bin], float]:
-    """The cost of a bin of sample indices, for a cost that is given by lengths and additive over samples."""
+    """Return the function that computes the cost of a bin of sample indices from an additive cost of lengths."""
     of_length, which = _costs_of_lengths(seq_lens, cost)
     of_sample = [of_length[i] for i in which.tolist()]
     return lambda bin: sum(of_sample[i] for i in bin)
 
 
 def _sample_costs(seq_lens: np.ndarray, cost: Cost) -> np.ndarray:
-    """float64 [N]."""
+    """Return the cost of every sample, float64 [N]."""
     of_length, which = _costs_of_lengths(seq_lens, cost)
     return np.array(of_length, dtype=np.float64)[which]
 
 
 def _costs_of_lengths(seq_lens: np.ndarray, cost: Cost) -> tuple[list[float], np.ndarray]:
-    """The cost of each distinct length, ascending, and which of them every sample has."""
+    """Return the cost of each distinct length, ascending, and the index of every sample's length."""
     lengths, which = np.unique(seq_lens, return_inverse=True)
     if isinstance(cost, tuple):
         return [cost[0] * length + cost[1] * length * length for length in lengths.tolist()], which
@@ -302,20 +297,20 @@ def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | 
         longest = int(seq_lens.argmax())
         name = keys[longest] if keys is not None else f"number {longest}"
         raise DataError(
-            f"packing.max_tokens={max_tokens} is less than sample {name} has ({seq_lens[longest]} tokens; "
+            f"packing.max_tokens={max_tokens} is less than the {seq_lens[longest]} tokens of sample {name} ("
             f"{len(too_long)} of {len(seq_lens)} samples are too long); set packing.max_tokens to at least "
             f"{seq_lens[longest]}, or preprocess with a smaller --max-frames or --max-pixels."
         )
 
 
-def _part_rest(
+def _separate_rest(
     bins: Sequence[Bin], bins_per_step: int, sample_costs: np.ndarray
 ) -> tuple[list[Bin], list[Bin]]:
-    """The bins that are too few for a step, and all others, which make up whole steps.
+    """Separate the bins that are too few for a step from all other bins.
 
-    The rest is spread over the ranks of a whole step, where all would wait for one long sample. So it is the
-    first bins of which no sample alone costs more than a rank's share of that step; if there are too few of
-    them, the bins follow whose costliest sample is the cheapest.
+    The remaining bins are spread over the ranks of a whole step, where all ranks would wait for one long sample. So the
+    function chooses the first bins of which no single sample costs more than a rank's share of this step. If there are too
+    few, the bins follow whose costliest sample is cheapest.
     """
     num_rest = len(bins) % bins_per_step
     costs = sample_costs.tolist()
@@ -333,9 +328,9 @@ def _level_steps(
     seq_lens: np.ndarray,
     key: tuple[int | str, int],
 ) -> list[Step]:
-    """Sort bins by cost, part them into groups of whole steps, and mix inside each group.
+    """Sort bins by cost, cut them into groups of whole steps, and mix inside each group.
 
-    Every step of a group gets its share of the bins with long samples and of those with short ones.
+    Every step of a group gets its share of the bins with long samples and of the bins with short samples.
     """
     if not bins:
         return []
@@ -362,7 +357,7 @@ def _mix_groups(
     bin_cost: Callable[[Bin], float],
     key: tuple[int | str, int],
 ) -> list[Step]:
-    """Steps of one group from each share of the groups, from the costliest to the cheapest."""
+    """Build steps with one group from each cost range, from the costliest to the cheapest."""
     if not groups or len(groups[0]) == bins_per_step:
         return list(groups)
     by_cost = sorted(groups, key=lambda group: sum(map(bin_cost, group)), reverse=True)
@@ -378,12 +373,12 @@ def _mix_groups(
 def _group_steps(
     bins: Sequence[Bin], costs: np.ndarray, bins_per_step: int, seq_lens: np.ndarray
 ) -> list[tuple[int, int]]:
-    """Where to part bins, costliest first, so that groups keep to LEVEL and are most like the data.
+    """Cut bins, costliest first, into groups that satisfy LEVEL and are most similar to the data.
 
     Args:
-        bins: of all full steps, costliest first.
-        costs: float64, theirs.
-        bins_per_step: divides their number.
+        bins: bins of all full steps, costliest first.
+        costs: float64, cost of each bin.
+        bins_per_step: divides the number of bins.
         seq_lens: int64 [N].
 
     Returns:
@@ -394,7 +389,7 @@ def _group_steps(
     num_groups = len(places) - 1  # the finest
     before = np.concatenate([[0.0], costs.cumsum()])[places * bins_per_step]
     slowest = costs[places[:-1] * bins_per_step] * bins_per_step
-    # The share of the data's samples up to each of some lengths, for all and for each finest group.
+    # Cumulative share of samples up to each length, for all samples and for each finest group.
     edges = np.unique(np.sort(seq_lens)[np.linspace(0, len(seq_lens) - 1, 128).astype(np.int64)])
     bucket = np.searchsorted(edges, seq_lens)
     group_of = np.repeat(np.arange(num_groups), np.diff(places) * bins_per_step).tolist()
@@ -416,19 +411,19 @@ def _group_steps(
 
 
 def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]:
-    """The cuts of 0..G of least total bias whose waits add up to no more than is allowed, by dynamic programming.
+    """Find the cuts of 0..G with the least total bias whose waits do not exceed a limit, by dynamic programming.
 
     Args:
-        bias: float64 [G, G+1], of the interval from the row to the column.
-        waits: likewise; never negative.
-        allowed: if no cuts keep to it, all are made.
+        bias: float64 [G, G+1], bias of the interval from the row to the column.
+        waits: float64 [G, G+1], waiting cost of the interval; never negative.
+        allowed: limit of the sum of waits. If no cuts satisfy it, all cuts are made.
 
     Returns:
         0, the cuts between, G.
     """
     num = len(bias)
     units = np.ceil(np.minimum(waits / max(allowed, 1e-300), 2.0) * WAITS).astype(np.int64)
-    best = np.full((num + 1, WAITS + 1), np.inf)  # up to a cut, with no more waiting than so much
+    best = np.full((num + 1, WAITS + 1), np.inf)  # best bias up to a cut, by the waiting allowed
     best[0] = 0.0
     came_from = np.zeros((num + 1, WAITS + 1), dtype=np.int64)
     for j in range(1, num + 1):
@@ -451,7 +446,7 @@ def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]
 
 
 def _spread(bins: Sequence[Bin], bins_per_step: int, bin_cost: Callable[[Bin], float]) -> list[Bin]:
-    """Split the costliest bin in two halves of like cost until there are `bins_per_step` or none splits."""
+    """Split the costliest bin in two halves of similar cost until there are `bins_per_step` bins or none can be split."""
     spread = list(bins)
     while len(spread) < bins_per_step:
         divisible = [i for i, bin in enumerate(spread) if len(bin) > 1]
@@ -466,10 +461,10 @@ def _spread(bins: Sequence[Bin], bins_per_step: int, bin_cost: Callable[[Bin], f
 
 
 def _mean_distance(
-    of_step: Sequence[Sequence[int] | np.ndarray], seq_lens: np.ndarray, visited: np.ndarray
+    of_step: Sequence[Sequence[int] | np.ndarray], seq_lens: np.ndarray, used: np.ndarray
 ) -> float:
     lengths, which = np.unique(seq_lens, return_inverse=True)
-    of_all = np.bincount(which[visited], minlength=len(lengths)).cumsum() / len(visited)
+    of_all = np.bincount(which[used], minlength=len(lengths)).cumsum() / len(used)
     distances = []
     for samples in of_step:
         inside = np.bincount(which[samples], minlength=len(lengths)).cumsum()

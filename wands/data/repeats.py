@@ -1,8 +1,7 @@
-"""Which rows of the data an epoch visits, where some are to be visited more often than others.
+"""Choose the rows of each epoch when some samples are repeated more often than others.
 
-A row is one possible visit to one sample in an epoch: a sample that is visited up to three times has three
-rows, which follow each other in copies of the whole source. Nothing here remembers anything: what an epoch
-visits follows from its number.
+A row is one possible use of a sample in an epoch. A sample that is used up to three times has three rows, which follow
+each other in copies of the whole source. There is no state: the rows of an epoch follow from its number.
 """
 
 from __future__ import annotations
@@ -18,24 +17,25 @@ from wands.flow.rng import permutation
 
 
 class RepeatSchedule:
-    """The rows of each epoch.
+    """Rows of each epoch.
 
-    A source of N samples with `repeat` r has ceil(r) copies. All but the last are visited whole in each epoch.
-    Of the last, an epoch takes the share r - floor(r) that follows, in a seeded order of the samples, on the
-    share of the epoch before; after its end the order begins anew. So with r = 1.5 a sample is visited once in
-    one epoch and twice in the next, and any run of e epochs visits each sample floor(e r) or ceil(e r) times.
+    A source of N samples with `repeat` r has ceil(r) copies. Each epoch uses all copies but the last completely. Of the last
+    copy, an epoch uses a share of r - floor(r), in a seeded order of the samples, after the share of the epoch before. At
+    its end the order starts again. With r = 1.5 a sample is used once in one epoch and twice in the next. Any e consecutive
+    epochs use each sample floor(e r) or ceil(e r) times.
 
     Args:
-        num_samples: of each source.
-        repeats: of each source, above 0; exact fractions.
+        num_samples: number of samples of each source.
+        repeats: uses per epoch and sample of each source, above 0; exact fractions.
         seed: `train.seed`.
 
     Attributes:
-        num_rows: of all copies of all sources.
-        sample_of: int64 [num_rows], sample of each row, counted through all sources.
+        num_rows: rows of all copies of all sources.
+        sample_of: int64 [num_rows], sample of each row, numbered through all sources.
+        min_samples: smallest number of rows of an epoch.
 
     Raises:
-        ConfigError: an epoch might visit nothing.
+        ConfigError: if an epoch could be empty.
     """
 
     def __init__(self, num_samples: Sequence[int], repeats: Sequence[Fraction], seed: int) -> None:
@@ -59,48 +59,47 @@ class RepeatSchedule:
                 f"{num} x {float(r):.3g}" for num, r in zip(num_samples, repeats, strict=True)
             )
             raise ConfigError(
-                f"data.sources visit less than one sample an epoch ({shares}); raise repeat or weight."
+                f"data.sources gives less than one sample per epoch ({shares}); increase repeat or weight."
             )
 
     @property
     def is_constant(self) -> bool:
-        """Every epoch visits every row."""
+        """Whether every epoch uses every row."""
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
     def phase(self, epoch: int) -> tuple[int, ...]:
-        """Where each source's walk through its last copy begins and how far it goes: epochs with the same visit the same."""
-        walk: list[int] = []
+        """Return start and length of each source's share of its last copy; epochs with equal phases use equal rows."""
+        shares: list[int] = []
         for repeat, num in zip(self.repeats, self.num_samples, strict=True):
             share = (repeat - floor(repeat)) * num
             begin = floor(epoch * share)
-            walk += (begin % num if num else 0, floor((epoch + 1) * share) - begin)
-        return tuple(walk)
+            shares += (begin % num if num else 0, floor((epoch + 1) * share) - begin)
+        return tuple(shares)
 
     def rows(self, epoch: int) -> np.ndarray:
-        """What an epoch visits, int64, ascending."""
-        phase, found = self.phase(epoch), []
+        """Return the rows of an epoch, int64, ascending."""
+        phase, rows = self.phase(epoch), []
         for number, (repeat, num) in enumerate(zip(self.repeats, self.num_samples, strict=True)):
             first, whole = self._first_rows[number], floor(repeat) * num
             begin, count = phase[2 * number : 2 * number + 2]
-            walked = self._orders[number][np.arange(begin, begin + count) % max(1, num)]
-            found += [np.arange(first, first + whole), first + whole + np.sort(walked)]
-        return np.concatenate(found)
+            chosen = self._orders[number][np.arange(begin, begin + count) % max(1, num)]
+            rows += [np.arange(first, first + whole), first + whole + np.sort(chosen)]
+        return np.concatenate(rows)
 
 
 def exact(number: float) -> Fraction:
-    """The fraction that a person wrote: 0.1 is a tenth."""
+    """Return the fraction that a decimal number stands for: 0.1 is one tenth."""
     return Fraction(str(number))
 
 
 def repeats_of_weights(num_samples: Sequence[int], weights: Sequence[float]) -> list[Fraction]:
-    """The visits to a sample per epoch that give each source its share of the epoch.
+    """Convert the weights of sources to uses per epoch and sample.
 
-    An epoch is as many visits as there are samples in all sources, so that weights in the ratio of the sizes
-    mean one visit each.
+    An epoch has as many rows as all sources have samples. Weights in the ratio of the sizes mean one use per sample.
 
     Args:
-        num_samples: of each source.
-        weights: of each source, above 0, of any sum. That of a source without samples does not count.
+        num_samples: number of samples of each source.
+        weights: weight of each source, above 0, of any sum. The weight of a source without samples is ignored.
     """
     shares = [exact(weight) if num else Fraction(0) for num, weight in zip(num_samples, weights, strict=True)]
     total, summed = sum(num_samples), sum(shares)

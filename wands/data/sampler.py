@@ -1,4 +1,4 @@
-"""From a global step to its samples. The only state is that step, so resuming needs nothing else."""
+"""Map a global step to its samples. The step is the only state, so a resume needs nothing else."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class StepPlan:
         epoch: pass over the data, from 0.
         step_in_epoch: from 0.
         bins: sample indices of every bin; () pads the last step of an epoch.
-        num_samples: of all bins.
-        num_tokens: of all bins.
-        mean_samples: of the steps of this epoch.
-        mean_tokens: likewise.
-        repeat_index_of: for every sample of the data, how many of the same name stand before it.
+        num_samples: samples of all bins.
+        num_tokens: tokens of all bins.
+        mean_samples: mean samples of the steps of this epoch.
+        mean_tokens: mean tokens of the steps of this epoch.
+        repeat_index_of: for every row of the data, how many earlier rows have the same key.
     """
 
     step: int
@@ -50,52 +50,52 @@ class StepPlan:
     repeat_index_of: np.ndarray = field(repr=False, compare=False)
 
     def repeat_indices(self, bin: Bin) -> list[int]:
-        """Which visit within the epoch each sample of a bin is, as the collator wants it."""
+        """Return the repeat index of each sample of a bin, for the collator."""
         return [int(self.repeat_index_of[i]) for i in bin]
 
     @property
     def denominators(self) -> dict[str, float]:
-        """What the summed loss of the step is divided by for its gradient, for each `loss.reduction`.
+        """Divisor of the step's summed loss for the gradient, for each `loss.reduction`.
 
-        The same in every step, so that every sample (or token) counts once in an epoch: steps of long clips have
-        fewer samples, and dividing by their own number would count each of these more.
+        The divisor is the same in every step, so that every sample (or token) has the same weight in an epoch. Steps of
+        long clips have fewer samples; dividing by their own number would increase the weight of these samples.
         """
         return {"sample": self.mean_samples, "token": self.mean_tokens}
 
     @property
     def counts(self) -> dict[str, int]:
-        """What it is divided by to be the mean loss of the step, for each `loss.reduction`."""
+        """Divisor of the step's summed loss for the reported mean, for each `loss.reduction`."""
         return {"sample": self.num_samples, "token": self.num_tokens}
 
 
 class PlanSampler:
-    """Every optimizer step of a run: epoch after epoch, each packed and ordered anew.
+    """All optimizer steps of a run; each epoch is packed and ordered anew.
 
-    An epoch visits every row of the data once, or what `visits` says. In the second case epochs may differ by
-    some steps; where an epoch begins is counted from the epochs before it, each kind of epoch once, so that the
-    step remains the only state.
+    An epoch uses every row of the data once, or the rows of `schedule`. With a schedule, epochs may differ in their number
+    of steps. The start of an epoch is then counted from the epochs before, each kind of epoch once, so that the step
+    remains the only state.
 
     Args:
         seq_lens: int [N], tokens of every row.
-        keys: N names; a name that stands several times is visited several times in each epoch.
+        keys: N sample ids; an id with several rows is used several times in each epoch.
         max_tokens: capacity of a bin.
         bins_per_step: bins of one optimizer step.
         seed: `train.seed`.
-        cost: of a pack, for levelling the ranks.
-        epochs: passes over the data, when `max_steps` is None.
-        max_steps: optimizer steps; goes on into as many epochs as that takes.
+        cost: cost of a pack, to balance the ranks.
+        epochs: number of epochs if `max_steps` is None.
+        max_steps: number of optimizer steps, over as many epochs as needed.
         level_bins: as in `plan_epoch`.
-        visits: the rows of each epoch; None: all of them.
-        buffer_size: `packing.buffer_size`, rows that are packed together; None: all of an epoch.
-        places: int64 [N, 2], as `storage_windows` takes them; needed with `buffer_size`.
+        schedule: rows of each epoch. None: all rows.
+        buffer_size: `packing.buffer_size`, number of rows that are packed together. None: all rows of an epoch.
+        places: int64 [N, 2], as for `storage_windows`; required with `buffer_size`.
 
     Attributes:
-        steps_per_epoch: of epoch 0; of every epoch without `visits`.
+        steps_per_epoch: steps of epoch 0; without a schedule, of every epoch.
         total_steps: optimizer steps of the whole run.
-        bin_cost: of a bin of rows.
+        bin_cost: cost of a bin of rows.
 
     Raises:
-        DataError: there is no sample, or one is longer than a bin.
+        DataError: if there is no sample, or a sample is longer than a bin.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class PlanSampler:
             self._windows = storage_windows(places, buffer_size, seed)
         self._repeat_index_of = _count_earlier(keys)
         self._counted: dict[tuple[int, ...], int] = {}
-        self._first_steps = [0]  # of epochs 0, 1, ..., as far as anybody has asked
+        self._first_steps = [0]  # of epochs 0, 1, ..., as far as requested
         self._total_of = (-1, (0, 0))
         self._plan = (0, self._plan_epoch(0))
         self.steps_per_epoch = self._plan[1].num_steps
         self.total_steps = max_steps if max_steps is not None else self.first_step(epochs)
 
     def num_steps(self, epoch: int) -> int:
-        """Optimizer steps of an epoch."""
+        """Return the number of optimizer steps of an epoch."""
         if self._schedule is None:
             return self.steps_per_epoch
         phase = self._schedule.phase(epoch)
@@ -151,7 +151,7 @@ class PlanSampler:
         return self._counted[phase]
 
     def first_step(self, epoch: int) -> int:
-        """The global step that an epoch begins with."""
+        """Return the first global step of an epoch."""
         if self._schedule is None:
             return epoch * self.steps_per_epoch
         while len(self._first_steps) <= epoch:
@@ -159,7 +159,7 @@ class PlanSampler:
         return self._first_steps[epoch]
 
     def epoch_of(self, step: int) -> int:
-        """The epoch that a global step belongs to."""
+        """Return the epoch of a global step."""
         if self._schedule is None:
             return step // self.steps_per_epoch
         while self._first_steps[-1] <= step:
@@ -167,14 +167,14 @@ class PlanSampler:
         return bisect_right(self._first_steps, step) - 1
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
-        """The plan of one epoch; the latest one asked for is kept."""
+        """Return the plan of an epoch; the latest plan is cached."""
         if self._plan[0] != epoch:
             self._plan = (epoch, self._plan_epoch(epoch))
             assert self._plan[1].num_steps == self.num_steps(epoch)
         return self._plan[1]
 
     def step_plan(self, step: int) -> StepPlan:
-        """What global step `step` trains on."""
+        """Return the plan of a global step."""
         epoch = self.epoch_of(step)
         step_in_epoch = step - self.first_step(epoch)
         plan = self.epoch_plan(epoch)
@@ -194,31 +194,31 @@ class PlanSampler:
         )
 
     def rows(self, epoch: int) -> np.ndarray | None:
-        """The rows that an epoch visits, int64; None for all of them."""
+        """Return the rows of an epoch, int64; None for all rows."""
         return None if self._schedule is None else self._schedule.rows(epoch)
 
     def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
-        """The steps from `start_step` to the end of the run."""
+        """Iterate over the steps from `start_step` to the end of the run."""
         return (self.step_plan(step) for step in range(start_step, self.total_steps))
 
     def _totals(self, epoch: int) -> tuple[int, int]:
-        """Samples and tokens of an epoch; the latest one asked for is kept."""
+        """Return samples and tokens of an epoch; the latest result is cached."""
         if self._total_of[0] != epoch:
             lens = self.seq_lens if self._schedule is None else self.seq_lens[self._schedule.rows(epoch)]
             self._total_of = (epoch, (len(lens), int(lens.sum())))
         return self._total_of[1]
 
     def _windows_of(self, epoch: int) -> list[np.ndarray] | None:
-        """What an epoch visits, as `plan_epoch` takes it."""
+        """Return the rows of an epoch as windows for `plan_epoch`."""
         rows = None if self._schedule is None else self._schedule.rows(epoch)
         if self._windows is None:
             return None if rows is None else [rows]
         windows = [self._windows[i] for i in permutation(len(self._windows), self.seed, epoch, "windows")]
         if rows is None:
             return windows
-        visited = np.zeros(len(self.keys), dtype=bool)
-        visited[rows] = True
-        return [window for window in (window[visited[window]] for window in windows) if len(window)]
+        used = np.zeros(len(self.keys), dtype=bool)
+        used[rows] = True
+        return [window for window in (window[used[window]] for window in windows) if len(window)]
 
     def _plan_epoch(self, epoch: int) -> EpochPlan:
         return plan_epoch(
@@ -235,20 +235,20 @@ class PlanSampler:
 
 
 def check_enough_samples(num_samples: int, dp_size: int) -> None:
-    """Refuse a world in which some rank would never see a sample.
+    """Raise if a rank would never get a sample.
 
     Raises:
-        DataError: fewer samples than data-parallel ranks.
+        DataError: if there are fewer samples than data-parallel ranks.
     """
     if num_samples < dp_size:
-        cure = f"use at most {num_samples} such ranks, or add clips" if num_samples else "add clips"
+        fix = f"use at most {num_samples} such ranks, or add clips" if num_samples else "add clips"
         raise DataError(
-            f"data has {num_samples} samples, fewer than the {dp_size} data-parallel ranks; {cure}."
+            f"data has {num_samples} samples, fewer than the {dp_size} data-parallel ranks; {fix}."
         )
 
 
 def _count_earlier(keys: Sequence[str]) -> np.ndarray:
-    """How many of the same name stand before each."""
+    """Return for each key how many earlier keys are equal."""
     repeat_indices = np.zeros(len(keys), dtype=np.int64)
     if len(set(keys)) == len(keys):
         return repeat_indices

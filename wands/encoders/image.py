@@ -1,7 +1,7 @@
-"""Given frames to what an image-to-video model is conditioned on: their latents and CLIP's states of them.
+"""Encode the given frames for image-to-video models: their latents and CLIP's hidden states.
 
-Letters: C latent channels, F H W pixel frames, rows, columns, f h w the same of latents, I rows of CLIP's states, E
-their width.
+Letters: C latent channels; F H W pixel frames, rows, columns; f h w latent frames, rows, columns; I tokens of CLIP; E
+width of CLIP.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from transformers import CLIPVisionModel
 from wands.data.clips.video import to_frames
 from wands.encoders.components import find_part, quiet_loading
 from wands.encoders.vae import WanVideoEncoder
-from wands.errors import ConfigError
+from wands.errors import ConfigError, one_line
 from wands.model.files.loading import load_index
 
 
 def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
-    """The video that is encoded for the given frames of a clip: mid-grey, 0 in [-1, 1], wherever none is given.
+    """Return the video that is encoded for the given frames of a clip: mid-grey, 0 in [-1, 1], in all other frames.
 
     Args:
         pixels: [3, F, H, W] in [-1, 1], F > 1.
-        last_image: the last frame is given as well as the first.
+        last_image: whether the last frame is given, too.
 
     Returns:
-        As `pixels`.
+        Tensor of the shape of `pixels`.
 
     Source: diffusers `WanImageToVideoPipeline.prepare_latents`.
     """
@@ -43,10 +43,10 @@ def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
 
 
 class ImageEncoder:
-    """CLIP's vision tower and its image processor, frozen."""
+    """Frozen CLIP vision encoder with its image processor."""
 
     def __init__(self, processor: Any, model: CLIPVisionModel) -> None:
-        """Take a loaded processor and encoder."""
+        """Store a loaded processor and encoder."""
         self.processor = processor
         self.model = model.eval().requires_grad_(False)
 
@@ -54,10 +54,10 @@ class ImageEncoder:
     def load(cls, model: str | Path, device: torch.device | str = "cpu") -> ImageEncoder:
         """Load from a pipeline folder or Hub id, in float32 as published.
 
-        The processor is of the class that the pipeline names: others resize to slightly different pixels.
+        The processor has the class that the pipeline names: other classes resize to slightly different pixels.
 
         Raises:
-            ConfigError: there is no such model, or its files are damaged.
+            ConfigError: if the model does not exist or its files are damaged.
         """
         named = (load_index(model).get("image_processor") or [None, None])[1] or "CLIPImageProcessor"
         try:
@@ -67,16 +67,17 @@ class ImageEncoder:
             with quiet_loading():
                 encoder = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32)
         except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ConfigError(f"model={model}: its image encoder cannot be loaded ({reason}).") from None
+            raise ConfigError(
+                f"model={model}: its image encoder cannot be loaded ({one_line(error)}); restore its files."
+            ) from None
         return cls(processor, encoder.to(device))
 
     @torch.no_grad()
-    def encode(self, pictures: Sequence[np.ndarray]) -> Tensor:
-        """States before the last layer, those of several pictures one after the other.
+    def encode(self, images: Sequence[np.ndarray]) -> Tensor:
+        """Return the hidden states before the last layer, of all images one after the other.
 
         Args:
-            pictures: uint8 [H, W, 3] each.
+            images: uint8 [H, W, 3] each.
 
         Returns:
             float32 [I, E] on the CPU.
@@ -85,28 +86,28 @@ class ImageEncoder:
         """
         from PIL import Image
 
-        images = [Image.fromarray(picture) for picture in pictures]
+        images = [Image.fromarray(image) for image in images]
         values = self.processor(images=images, return_tensors="pt").to(self.model.device)
         states = self.model(**values, output_hidden_states=True).hidden_states[-2]
         return states.flatten(0, 1).float().cpu()
 
 
 class WindowEncoder:
-    """All that is stored of a window of a clip beside its text, made while its pixels are there.
+    """Encodes everything but the text that the cache stores of a window, while its pixels are in memory.
 
-    CLIP stays loaded beside the VAE: its 1.3 to 2.5 GB are little next to the VAE's activations, and a pass of its own
-    would decode every clip once more.
+    CLIP stays loaded next to the VAE. Its 1.3 to 2.5 GB are small compared with the VAE's activations, and a separate pass
+    would decode every clip twice.
     """
 
     def __init__(
         self, vae: WanVideoEncoder, clip: ImageEncoder | None = None, conditions: Collection[str] = ("text",)
     ) -> None:
-        """Take loaded encoders.
+        """Store loaded encoders.
 
         Args:
             vae: the VAE.
-            clip: for variants with the condition "clip".
-            conditions: of the variant.
+            clip: CLIP, for variants with the condition "clip".
+            conditions: conditions of the variant.
         """
         assert (clip is not None) == ("clip" in conditions), conditions
         self.vae, self.clip, self.conditions = vae, clip, conditions
@@ -124,34 +125,34 @@ class WindowEncoder:
         """Load from a pipeline folder or Hub id.
 
         Args:
-            model: the folder or id.
-            device: where the encoders run.
-            conditions: of the variant.
-            dtype: of the VAE's weights and arithmetic.
+            model: pipeline folder or Hub id.
+            device: device of the encoders.
+            conditions: conditions of the variant.
+            dtype: dtype of the VAE's weights and arithmetic.
             tiling: see `WanVideoEncoder`.
 
         Raises:
-            ConfigError: there is no such model, or its files are damaged.
+            ConfigError: if the model does not exist or its files are damaged.
         """
         vae = WanVideoEncoder.load(model, device, dtype=dtype, tiling=tiling)
         return cls(vae, ImageEncoder.load(model, device) if "clip" in conditions else None, conditions)
 
     def encode(self, pixels: Tensor) -> dict[str, Tensor]:
-        """Encode a window and the frames that are given of it.
+        """Encode a window and its given frames.
 
         Args:
             pixels: float32 [3, F, H, W] in [-1, 1], see `WanVideoEncoder.encode`.
 
         Returns:
-            bf16 on the CPU: "latents" [C, f, h, w] and, as the conditions ask for, "image_latents" of that shape and
+            bf16 on the CPU: "latents" [C, f, h, w] and, depending on the conditions, "image_latents" [C, f, h, w] and
             "image_embeds" [I, E].
         """
-        found = {"latents": self.vae.encode(pixels)}
+        encoded = {"latents": self.vae.encode(pixels)}
         last_image = "last_image" in self.conditions
         if "image" in self.conditions:
-            assert pixels.shape[1] > 1, "a still has no frame that is not given"
-            found["image_latents"] = self.vae.encode(given_frames(pixels, last_image))
+            assert pixels.shape[1] > 1, "a still has only the given frame"
+            encoded["image_latents"] = self.vae.encode(given_frames(pixels, last_image))
         if self.clip is not None:
             frames = to_frames(pixels[:, [0, -1] if last_image else [0]])
-            found["image_embeds"] = self.clip.encode(list(frames))
-        return {name: tensor.to(torch.bfloat16) for name, tensor in found.items()}
+            encoded["image_embeds"] = self.clip.encode(list(frames))
+        return {name: tensor.to(torch.bfloat16) for name, tensor in encoded.items()}

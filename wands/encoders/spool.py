@@ -1,4 +1,4 @@
-"""Text embeddings on their way from the pass over captions to the pass over clips."""
+"""Store text embeddings between the pass over captions and the pass over clips of `wands preprocess`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wands.data.cache.write_ahead_log import LogRecord, WriteAheadLog, read_reco
 
 
 def caption_name(caption: str) -> str:
-    """What a caption's embedding is found by: 32 hex digits."""
+    """Return the name of a caption's embedding: 32 hex digits."""
     return hashlib.blake2b(caption.encode(), digest_size=16).hexdigest()
 
 
@@ -21,16 +21,16 @@ def store_text(journal: WriteAheadLog, caption: str, embeds: Tensor) -> None:
     """Append the embedding of a caption, bf16 [L, D].
 
     Raises:
-        CacheError: the disk is full.
+        CacheError: if the disk is full.
     """
     journal.add(caption_name(caption), [to_bits(embeds)], {})
 
 
 class TextSpool:
-    """The embeddings in some journals, each found by its caption: in memory a million of them are 800 GB."""
+    """Text embeddings in logs, found by caption. They stay on disk: a million embeddings have 800 GB."""
 
     def __init__(self, journals: Iterable[Path]) -> None:
-        """Look through the journals; what is added to them later is not seen."""
+        """Index the logs; records added later are not found."""
         self._places: dict[str, LogRecord] = {}
         for journal in journals:
             self._places.update((record.name, record) for record in read_records(journal))
@@ -39,9 +39,9 @@ class TextSpool:
         return caption_name(caption) in self._places
 
     def read(self, caption: str) -> Tensor:
-        """The embedding that was stored for `caption`, bit for bit.
+        """Return the stored embedding of `caption`, bit for bit.
 
         Raises:
-            CacheError: the journal is damaged.
+            CacheError: if the log is damaged.
         """
         return from_bits(self._places[caption_name(caption)].read()[0])

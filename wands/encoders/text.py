@@ -1,4 +1,4 @@
-"""Captions to text embeddings, as official Wan makes them. Letters: L text tokens, D width of the encoder."""
+"""Encode captions as official Wan does. Letters: L text tokens, D width of the encoder."""
 
 from __future__ import annotations
 
@@ -12,29 +12,28 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 from wands.data.clips.captions import CLEANING_VERSION as CLEANING_VERSION
 from wands.data.clips.captions import clean_caption
 from wands.encoders.components import find_part, quiet_loading
-from wands.errors import ConfigError
+from wands.errors import ConfigError, one_line
 from wands.variants import TEXT_LEN
 
 
 class TextEncoder:
-    """UMT5 and its tokenizer; one caption at a time, no padding.
+    """UMT5 and its tokenizer. One caption at a time, without padding.
 
-    UMT5 masks its pads, so they change nothing but cost and rounding; without them a caption's embedding
-    depends on that caption alone, bit for bit, whatever else is encoded in the same run. The pads that Wan's
-    DiT attends to are zeros, which training appends.
+    UMT5 masks padding, so padding changes only cost and rounding. Without padding, an embedding depends bit for bit on its
+    caption alone. The DiT of Wan attends to padding of zeros, which training appends.
     """
 
     def __init__(self, tokenizer: Any, model: UMT5EncoderModel) -> None:
-        """Take a loaded tokenizer and encoder.
+        """Store a loaded tokenizer and encoder.
 
         Raises:
-            ConfigError: a faulty transformers release left the token embedding random.
+            ConfigError: if a faulty transformers release left the token embedding random.
         """
         if model.encoder.embed_tokens.weight.data_ptr() != model.shared.weight.data_ptr():
-            # Seen in releases of late 2025: every caption becomes noise, and nothing fails.
+            # Releases of late 2025 have this fault: every caption becomes noise without an error.
             raise ConfigError(
                 "text_encoder: UMT5's encoder.embed_tokens is not its shared embedding; upgrade "
-                "transformers, this release loads the encoder wrongly."
+                "transformers, because this release loads the encoder wrongly."
             )
         self.tokenizer = tokenizer
         self.model = model.eval().requires_grad_(False)
@@ -46,7 +45,7 @@ class TextEncoder:
         """Load from a pipeline folder or Hub id.
 
         Raises:
-            ConfigError: there is no such model, or its files are damaged.
+            ConfigError: if the model does not exist or its files are damaged.
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer"))
@@ -54,8 +53,9 @@ class TextEncoder:
             with quiet_loading():
                 encoder = UMT5EncoderModel.from_pretrained(folder, dtype=dtype)
         except (OSError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ConfigError(f"model={model}: its text encoder cannot be loaded ({reason}).") from None
+            raise ConfigError(
+                f"model={model}: its text encoder cannot be loaded ({one_line(error)}); restore its files."
+            ) from None
         return cls(tokenizer, encoder.to(device))
 
     @torch.no_grad()
@@ -63,10 +63,10 @@ class TextEncoder:
         """Clean, tokenise (at most 512 tokens, end token included) and encode one caption.
 
         Args:
-            caption: any text; "" gives the unconditional embedding.
+            caption: any text; "" returns the unconditional embedding.
 
         Returns:
-            bf16 [L, D] on the CPU, L the caption's real length, at least 1.
+            bf16 [L, D] on the CPU; L is the caption's length, at least 1.
         """
         tokens = self.tokenizer(
             clean_caption(caption),

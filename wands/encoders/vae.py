@@ -1,6 +1,6 @@
-"""Pixels to the latents that Wan's DiT is trained on, and back.
+"""Encode pixels to the latents that Wan's DiT is trained on, and decode them.
 
-Letters: C latent channels, F H W pixel frames, rows, columns, f h w the same of latents.
+Letters: C latent channels; F H W pixel frames, rows, columns; f h w latent frames, rows, columns.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from wands.encoders.components import find_part
-from wands.errors import ConfigError
+from wands.errors import ConfigError, one_line
 
 TILE, TILE_STRIDE = 256, 192
-"""Pixels of a tile's side, and from one tile to the next; diffusers' defaults, written down because caches name them."""
+"""Side of a tile and distance between tiles in pixels. These are diffusers' defaults, which fingerprints of caches contain."""
 
 
 class WanVideoEncoder:
-    """The frozen VAE. A clip is encoded whole in time: cut, the causal VAE would start anew."""
+    """Frozen VAE. A clip is encoded in one piece, because the causal VAE restarts at every cut."""
 
     def __init__(self, vae: AutoencoderKLWan, *, tiling: bool = False) -> None:
-        """Take a loaded VAE.
+        """Store a loaded VAE.
 
         Args:
-            vae: in float32, or in bfloat16 for less memory and time.
-            tiling: encode frames larger than a tile in overlapping tiles, blended: less memory, and latents
-                near the seams that have not seen all of the frame.
+            vae: VAE in float32, or in bfloat16 for less memory and time.
+            tiling: encode large frames in overlapping, blended tiles. This needs less memory, but latents near the seams
+                do not depend on the whole frame.
         """
         self.vae = vae.eval().requires_grad_(False)
         if tiling:
@@ -50,29 +50,30 @@ class WanVideoEncoder:
         """Load from a pipeline folder or Hub id.
 
         Args:
-            model: the folder or id.
-            device: where it runs.
-            dtype: of weights and arithmetic.
+            model: pipeline folder or Hub id.
+            device: device of the VAE.
+            dtype: dtype of weights and arithmetic.
             tiling: see `__init__`.
 
         Raises:
-            ConfigError: there is no such model, or its files are damaged.
+            ConfigError: if the model does not exist or its files are damaged.
         """
-        own = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         try:
-            vae = AutoencoderKLWan.from_pretrained(find_part(model, "vae"), torch_dtype=own)
+            vae = AutoencoderKLWan.from_pretrained(find_part(model, "vae"), torch_dtype=torch_dtype)
         except (OSError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ConfigError(f"model={model}: its VAE cannot be loaded ({reason}).") from None
+            raise ConfigError(
+                f"model={model}: its VAE cannot be loaded ({one_line(error)}); restore its files."
+            ) from None
         return cls(vae.to(device), tiling=tiling)
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Posterior mean, normalised by the VAE's own statistics: (mean - latents_mean) / latents_std.
+        """Return the posterior mean, normalised by the VAE's statistics: (mean - latents_mean) / latents_std.
 
         Args:
             pixels: float32 [3, F, H, W] in [-1, 1]; F = 1 + 4k, H and W multiples of the spatial stride.
-                Anything else would be cut silently by the VAE.
+                The VAE silently crops other sizes.
 
         Returns:
             float32 [C, f, h, w] on the CPU.
@@ -84,13 +85,13 @@ class WanVideoEncoder:
         assert height % rows == 0, f"height {height} is not a multiple of {rows}: the VAE would crop it"
         assert width % columns == 0, f"width {width} is not a multiple of {columns}: the VAE would crop it"
         low, high = pixels.aminmax()
-        assert -1 <= low <= high <= 1, f"pixels lie in [{low}, {high}], not in [-1, 1]"
+        assert -1 <= low <= high <= 1, f"pixels are in [{low}, {high}], not in [-1, 1]"
         posterior = self.vae.encode(pixels[None].to(self.vae.device, self.vae.dtype)).latent_dist
         return self.normalise(posterior.mode()[0].float()).cpu()
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Inverse of `encode` as far as the VAE can.
+        """Decode latents to pixels; approximate inverse of `encode`.
 
         Args:
             latents: [C, f, h, w], normalised, any float type.
@@ -102,9 +103,9 @@ class WanVideoEncoder:
         return self.vae.decode(restored[None]).sample[0].float().clamp(-1, 1).cpu()
 
     def normalise(self, latents: Tensor) -> Tensor:
-        """[C, f, h, w] as the VAE gives them -> as the DiT takes them."""
+        """Normalise latents [C, f, h, w] of the VAE for the DiT."""
         return (latents - self._mean) / self._std
 
     def denormalise(self, latents: Tensor) -> Tensor:
-        """Inverse of `normalise`."""
+        """Undo `normalise`."""
         return latents * self._std + self._mean

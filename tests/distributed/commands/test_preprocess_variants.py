@@ -41,7 +41,7 @@ from wands.data.clips.video import decode_clip
 from wands.data.collate import PackedBatch, PackingCollator, Sample
 from wands.data.patchify import patchify
 from wands.encoders import image
-from wands.encoders.components import fingerprint_pipeline
+from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.image import ImageEncoder, WindowEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import CacheError, ConfigError

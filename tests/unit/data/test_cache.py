@@ -85,7 +85,7 @@ def test_every_bf16_bit_pattern_survives(tmp_path: Path) -> None:
     with CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT) as writer:
         writer.add("all", sample.latents, sample.text_embeds, meta_of(sample, num_frames=61))
         writer.commit(NULL)
-    cache = LatentCache.open(tmp_path / "c", verify=True)
+    cache = LatentCache(tmp_path / "c", verify=True)
     assert_same(cache, [sample])
     assert bits(cache.null_text_embeds) == bits(NULL)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from data_tools.import_shards import check_latents, import_shards, main
 from data_tools.tfrecord import crc32c, masked_crc32c, parse_example, parse_tensor, read_records
 from wands.data.cache.reader import LatentCache
-from wands.encoders.components import fingerprint_pipeline
+from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import TextEncoder
 from wands.errors import CacheError, DataError
 from wands.variants import variant_of

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import UMT5EncoderModel
 
-from wands.encoders import components as pipeline_module
-from wands.encoders.components import find_part, fingerprint_pipeline
+from wands.encoders import fingerprint as pipeline_module
+from wands.encoders.components import find_part
+from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.errors import ConfigError
 from wands.model.files import hub
 

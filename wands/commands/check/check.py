@@ -1,7 +1,7 @@
-"""`wands check`: what `wands preprocess` will make of a source, clip by clip, without a model.
+"""`wands check`: predict clip by clip what `wands preprocess` will make of a source, without a model.
 
-Every clip is decoded by the same function as in `wands preprocess`, so the two cannot disagree; it runs in processes of
-its own, so that a file which crashes or hangs a decoder is one more rejected clip.
+Both commands decode with the same function, so they cannot disagree. Decoding runs in subprocesses, so that a file that
+crashes or hangs a decoder is one more rejected clip.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from typing import Literal
 
 import numpy as np
 
-from wands.commands.check.check_report import CheckedClip, CheckedSample, CheckReport, PackingForecast
+from wands.commands.check.check_report import (
+    VERDICTS,
+    CheckedClip,
+    CheckedSample,
+    CheckReport,
+    PackingForecast,
+)
 from wands.commands.progress import progress
 from wands.data.clips.captions import clean_caption, estimate_tokens
 from wands.data.clips.clip import ClipSpec, check_frames, further_specs, split_bounds
@@ -28,20 +34,20 @@ from wands.data.clips.records import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ClipReco
 from wands.data.clips.video import decode_clip, probe
 from wands.data.clips.video_file import VideoInfo
 from wands.data.packing import plan_epoch
-from wands.errors import ConfigError, DataError
+from wands.errors import ConfigError, DataError, one_line
 from wands.files import write_text
 from wands.variants import TEXT_LEN, VARIANTS, Variant
 
 ASSUMED = "wan2.1-t2v-1.3b"
-"""Variant whose strides and rate count where no model is given; all of Wan 2.1 share them."""
+"""Variant whose strides and frame rate are used if no model is given; all Wan 2.1 variants share them."""
 LIMIT_SECONDS = 300.0
-"""One clip may be decoded for so long; a decoder that hangs is ended then."""
+"""Time limit of decoding one clip; a decoder that hangs is stopped."""
 SAMPLE_OVERHEAD = 1350
-"""Bytes of a shard per sample beside its numbers and caption: HDF5's groups, attributes, paths. Measured: 1.2 to 1.4 kB."""
+"""Bytes per sample in a shard without arrays and caption: HDF5's groups, attributes, paths. Measured: 1.2 to 1.4 kB."""
 ARRAY_OVERHEAD = 300
-"""Likewise for each further array of a sample."""
+"""Bytes in a shard for each further array of a sample."""
 TO_SDR = "zscale=t=linear:npl=100,format=gbrpf32le,zscale=p=bt709,tonemap=hable,zscale=t=bt709:m=bt709:r=tv,format=yuv420p"
-"""FFmpeg's filter that maps HDR to what the VAE was trained on."""
+"""FFmpeg filter that maps HDR to SDR, which the VAE was trained on."""
 THUMBNAIL = (176, 120)  # pixels, width and height at most
 KEPT_THUMBNAILS = 20_000  # 100 MB; a page shows fewer
 
@@ -66,38 +72,44 @@ def check(
     limit_seconds: float = LIMIT_SECONDS,
     thumbnails: bool = True,
 ) -> CheckReport:
-    """Look at every clip of a source as `wands preprocess` with the same options will.
+    """Decode every clip of a source as `wands preprocess` with the same options will.
 
     Args:
         source: folder, table or Hugging Face dataset, see `wands.data.clips.layouts.load_source`.
-        model: diffusers pipeline folder or Hub id: its DiT's config names the variant and its tokenizer counts
-            caption tokens. Default: Wan 2.1's strides and rate, and an estimate.
+        model: diffusers pipeline folder or Hub id. The config of its DiT names the variant, its tokenizer counts caption
+            tokens. Default: strides and frame rate of Wan 2.1, and an estimate of caption tokens.
         height: exact height in pixels, with `width`.
         width: exact width in pixels.
-        center_crop: fill height x width by cutting rather than by stretching.
-        max_pixels: scale larger clips down to this area. Default: 399,360; no bound with `height` and `width`.
-            Several: each clip at every size that comes of it.
+        center_crop: fill height x width by cropping instead of stretching.
+        max_pixels: scale larger clips down to this area. Default: 399,360; no limit with `height` and `width`.
+            Several areas: every clip at every resulting size.
         max_frames: longest sample; None keeps whole clips.
-        clip_mode: which frames of a longer clip.
-        fps: frames per second of the samples. Default: the variant's own.
-        split: of a dataset.
-        video_column: of a table or dataset.
-        caption_column: of a table or dataset.
+        clip_mode: which frames of a longer clip to take.
+        fps: frames per second of the samples. Default: the variant's frame rate.
+        split: split of a dataset.
+        video_column: column of the clips in a table or dataset.
+        caption_column: column of the captions in a table or dataset.
         max_tokens: capacity of a bin, as `packing.max_tokens` of a recipe.
-        bins_per_step: as `train.bins_per_step` of a recipe.
-        num_workers: processes that decode. Default: one per core.
-        limit_seconds: longest time for one clip.
-        thumbnails: make pictures for the page, of the first 20,000 clips at most.
+        bins_per_step: bins of an optimizer step, as `train.bins_per_step` of a recipe.
+        num_workers: number of decoding processes. Default: one per core.
+        limit_seconds: time limit for one clip.
+        thumbnails: make thumbnails for the page, of the first 20,000 clips at most.
 
     Raises:
-        ConfigError: options that exclude each other, or a model that is not there.
-        DataError: the source does not exist or holds no clip at all.
+        ConfigError: if options exclude each other or the model does not exist.
+        DataError: if the source does not exist or contains no clip.
     """
     started = time.monotonic()
     for name, value in (("max_tokens", max_tokens), ("bins_per_step", bins_per_step)):
         if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1; give what the recipe has.")
-    variant = _read_variant(model) if model else VARIANTS[ASSUMED]
+            raise ConfigError(
+                f"--{name.replace('_', '-')}={value} must be at least 1; use the recipe's value."
+            )
+    variant = VARIANTS[ASSUMED]
+    if model:
+        from wands.encoders.components import read_variant
+
+        variant = read_variant(model)
     bound, more_pixels = split_bounds(max_pixels)
     spec = ClipSpec.of_variant(
         variant,
@@ -109,28 +121,18 @@ def check(
         max_frames=max_frames,
         clip_mode=clip_mode,
     )
-    further_specs(spec, more_pixels)  # refuses what cannot be
+    further_specs(spec, more_pixels)  # raises if a limit is invalid
     rows, rejections = load_source(
         source, split=split, video_column=video_column, caption_column=caption_column
     )
     captions = [clean_caption(row.caption) for row in rows]
     count = _counter(model)
     lengths = {caption: count(caption) for caption in sorted(set(captions))}
+    base = _Task(Path(), spec, None, None, more_pixels, thumbnails, variant.conditions)
     tasks: list[_Task | None] = [
-        _Task(row.path, spec, row.start, row.end, more_pixels, thumbnails, variant.conditions) for row in rows
+        *(replace(base, path=row.path, start=row.start, end=row.end) for row in rows),
+        *(replace(base, path=Path(item.path)) if _is_clip(item.path) else None for item in rejections),
     ]
-    for item in rejections:
-        clip_path = Path(item.path) if _is_clip(item.path) else None
-        tasks.append(
-            _Task(
-                *(clip_path, spec),
-                more_pixels=more_pixels,
-                thumbnails=thumbnails,
-                conditions=variant.conditions,
-            )
-            if clip_path
-            else None
-        )
     looks = _look_at_all(tasks, num_workers, limit_seconds)
     clips = [
         CheckedClip(item.key, item.path, source=look.source, reason=item.reason, thumbnail=look.thumbnail)
@@ -139,23 +141,24 @@ def check(
     first_with: dict[str, ClipRecord] = {}
     digests: set[str] = set()
     cache_bytes = 0
-    for row, caption, look in zip(rows, captions, looks, strict=False):  # looks go on
+    for row, caption, look in zip(rows, captions, looks, strict=False):  # looks of rejections follow
         if not caption:
             look = replace(look, windows=(), digest="", reason="empty caption once cleaned; write one")
         clip = CheckedClip(row.key, str(row.path), caption, lengths[caption], look.source, reason=look.reason)
         first = first_with.setdefault(look.digest, row) if look.digest else row
-        twin = "" if first.path == row.path else first.key  # one file has several captions, or ranges
+        duplicate = (
+            "" if first.path == row.path else first.key
+        )  # one file may have several captions or ranges
         cache_bytes += _cache_bytes(clip, look.windows, variant, digests)
         clips.append(
             replace(
                 clip,
                 samples=tuple(_sample(row.key, window, variant) for window in look.windows),
-                warnings=tuple(_warnings(clip, look, spec, twin, exact=model is not None)),
+                warnings=tuple(_warnings(clip, look, spec, duplicate, exact=model is not None)),
                 thumbnail=look.thumbnail,
             )
         )
-    order = ("rejected", "warned", "fine")
-    clips.sort(key=lambda clip: (order.index(clip.verdict), clip.key))
+    clips.sort(key=lambda clip: (VERDICTS.index(clip.verdict), clip.key))
     return CheckReport(
         source=source,
         variant=variant.name if model else "Wan 2.1 text-to-video",
@@ -170,10 +173,10 @@ def check(
 
 
 def save_report(report: CheckReport, json_path: Path | None = None, html_path: Path | None = None) -> None:
-    """Write the report as JSON, as a page for a browser, or both; each file whole or not at all.
+    """Write the report as JSON, as an HTML page, or both; each file appears complete or not at all.
 
     Raises:
-        WandsError: a file cannot be written.
+        WandsError: if a file cannot be written.
     """
     from wands.commands.check.html_page import render_page
 
@@ -190,11 +193,11 @@ def save_report(report: CheckReport, json_path: Path | None = None, html_path: P
 class _Task:
     path: Path
     spec: ClipSpec
-    start: float | None = None
-    end: float | None = None
-    more_pixels: tuple[int, ...] = ()
-    thumbnails: bool = True
-    conditions: tuple[str, ...] = ("text",)
+    start: float | None
+    end: float | None
+    more_pixels: tuple[int, ...]
+    thumbnails: bool
+    conditions: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,7 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Look:
-    """What decoding a clip showed. `digest` names the pictures of all its samples, "" where there are none."""
+    """Result of decoding a clip; `digest` identifies the images of all its samples and is empty if there are none."""
 
     windows: tuple[_Window, ...] = ()
     source: VideoInfo | None = None
@@ -223,35 +226,32 @@ class _Look:
 def _look_at(task: _Task) -> _Look:
     look, windows = _Look(), list[_Window]()
     try:
-        with task.path.open("rb") as file:  # as `wands preprocess` does before it decodes
+        with task.path.open("rb") as file:  # raises for the same files as `wands preprocess`
             file.seek(0, 2)
             file.seek(0)
             file.read(1 << 16)
         for clip in decode_clip(task.path, task.spec, task.start, task.end, task.more_pixels):
             frames = clip.frames
             check_frames(str(task.path), len(frames), task.conditions)
-            # Every 16th pixel of every frame: no two clips that differ agree in all of them.
-            seen = repr(frames.shape).encode() + frames[:, ::4, ::4].tobytes()
-            digest = hashlib.blake2b(seen, digest_size=16).hexdigest()
+            # Every 16th pixel of every frame: different clips do not agree in all of them.
+            content = repr(frames.shape).encode() + frames[:, ::4, ::4].tobytes()
+            digest = hashlib.blake2b(content, digest_size=16).hexdigest()
             num_frames, height, width, _ = frames.shape
             windows.append(_Window(clip.suffix, clip.start_seconds, num_frames, height, width, digest))
             look = replace(
-                look,
-                source=clip.source,
-                variable_fps=clip.variable_fps,
-                interlaced=clip.interlaced,
+                look, source=clip.source, variable_fps=clip.variable_fps, interlaced=clip.interlaced
             )
             if task.thumbnails and not look.thumbnail:
                 look = replace(look, thumbnail=_thumbnail(frames[len(frames) // 2]))
     except DataError as error:
         look = replace(look, reason=str(error))
     except OSError as error:
-        reason = f"video={task.path} cannot be read ({error.strerror}); mend its permissions"
+        reason = f"video={task.path} cannot be read ({error.strerror}); fix its permissions"
         look = replace(look, reason=reason)
     except MemoryError:
         look = replace(look, reason="does not fit into memory; lower --max-frames or --max-pixels")
     if look.source is None:
-        with suppress(DataError, MemoryError):  # then there is nothing to tell of it
+        with suppress(DataError, MemoryError):  # then the report has no facts about the file
             look = replace(look, source=probe(task.path))
     return replace(look, windows=tuple(windows), digest=" ".join(window.digest for window in windows))
 
@@ -259,45 +259,45 @@ def _look_at(task: _Task) -> _Look:
 def _thumbnail(frame: np.ndarray) -> bytes:
     from PIL import Image
 
-    picture = Image.fromarray(frame)
-    picture.thumbnail(THUMBNAIL)
+    image = Image.fromarray(frame)
+    image.thumbnail(THUMBNAIL)
     buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=72)
+    image.save(buffer, "JPEG", quality=72)
     return buffer.getvalue()
 
 
 def _look_at_all(tasks: Sequence[_Task | None], num_workers: int | None, limit_seconds: float) -> list[_Look]:
-    """Decode each clip once, in worker processes; what is no task is not looked at."""
+    """Decode each clip once, in worker processes; the result for None is empty."""
     looks = [_Look()] * len(tasks)
-    numbers: dict[_Task, list[int]] = {}  # a clip of several captions is several rows
+    numbers: dict[_Task, list[int]] = {}  # a clip with several captions is several rows
     for number, task in enumerate(tasks):
         if task:
             numbers.setdefault(task, []).append(number)
-    wanted = list(numbers)
-    with progress("clips", len(wanted)) as advance:
-        for place, look in map_isolated(
-            _look_at, wanted, num_workers=num_workers, limit_seconds=limit_seconds, preload=[__name__]
+    distinct = list(numbers)
+    with progress("clips", len(distinct)) as advance:
+        for index, look in map_isolated(
+            _look_at, distinct, num_workers=num_workers, limit_seconds=limit_seconds, preload=[__name__]
         ):
+            task = distinct[index]
             if isinstance(look, Crash):
-                path = wanted[place].path
                 look = _Look(
-                    reason=f"video={path} cannot be decoded: {look.reason}; replace or re-encode the file"
+                    reason=f"video={task.path} cannot be decoded: {look.reason}; replace or re-encode the file"
                 )
-            for number in numbers[wanted[place]]:
+            for number in numbers[task]:
                 looks[number] = look if number < KEPT_THUMBNAILS else replace(look, thumbnail=b"")
             advance()
     return looks
 
 
 def _is_clip(path: str) -> bool:
-    """Whether what was rejected, for want of a caption for example, is a file that can be looked at."""
+    """Return whether a rejection, for example for a missing caption, names a file that can be decoded."""
     try:
         return os.path.isabs(path) and path.lower().endswith(CLIP_EXTENSIONS) and os.path.isfile(path)
-    except ValueError:  # a name that no system takes
+    except ValueError:  # a name that no system accepts
         return False
 
 
-# ---- what follows from it
+# ---- results
 
 
 def _sample(key: str, window: _Window, variant: Variant) -> CheckedSample:
@@ -312,13 +312,13 @@ def _latent_size(window: _Window, variant: Variant) -> tuple[int, int, int]:
     return (window.num_frames - 1) // stride[0] + 1, window.height // stride[1], window.width // stride[2]
 
 
-def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, twin: str, *, exact: bool) -> list[str]:
+def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, duplicate: str, *, exact: bool) -> list[str]:
     warnings = []
-    if twin:
-        warnings.append(f"duplicate: the same pictures as {twin}; keep one of them")
+    if duplicate:
+        warnings.append(f"duplicate: the same images as {duplicate}; keep one of them")
     if clip.text_tokens > TEXT_LEN:
         count = f"{clip.text_tokens:,}" if exact else f"about {clip.text_tokens:,}"
-        warnings.append(f"caption too long: {count} tokens, all beyond {TEXT_LEN} is cut")
+        warnings.append(f"caption too long: {count} tokens, cut after {TEXT_LEN}")
     source = look.source
     if source is None or not look.windows:
         return warnings
@@ -329,12 +329,12 @@ def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, twin: str, *, exac
         warnings.append(f"low frame rate: {source.fps:.4g} fps, frames are repeated to reach {spec.fps:g}")
     if look.interlaced:
         warnings.append(
-            "interlaced: what moves comes out combed; give what ffmpeg -i IN -vf bwdif OUT makes of it"
+            "interlaced: moving edges come out combed; convert it with ffmpeg -i IN -vf bwdif OUT"
         )
     if source.hdr:
         warnings.append(
-            f"HDR: {source.hdr} brightness is kept as stored, which looks grey; give what "
-            f"ffmpeg -i IN -vf {TO_SDR} OUT makes of it"
+            f"HDR: {source.hdr} brightness is kept as stored, which looks grey; convert it with "
+            f"ffmpeg -i IN -vf {TO_SDR} OUT"
         )
     if source.rotation or source.mirrored:
         warnings.append(_describe_turn(source))
@@ -355,10 +355,17 @@ def _describe_turn(source: VideoInfo) -> str:
 
 
 def _cache_bytes(clip: CheckedClip, windows: Sequence[_Window], variant: Variant, stored: set[str]) -> int:
-    """What the samples of a clip add to the cache; `stored` has the digests of those whose latents it holds already."""
-    own = 2 * min(clip.text_tokens, TEXT_LEN) * variant.dit.text_dim + len(clip.caption.encode())
+    """Return the bytes that the samples of a clip add to the cache.
+
+    Args:
+        clip: the clip and its caption.
+        windows: its samples.
+        variant: variant of the model.
+        stored: digests of the windows whose latents the cache already contains; updated.
+    """
+    text = 2 * min(clip.text_tokens, TEXT_LEN) * variant.dit.text_dim + len(clip.caption.encode())
     dit, image, clip_states = variant.dit, "image" in variant.conditions, "clip" in variant.conditions
-    total = len(windows) * (own + SAMPLE_OVERHEAD + ARRAY_OVERHEAD * (image + clip_states))
+    total = len(windows) * (text + SAMPLE_OVERHEAD + ARRAY_OVERHEAD * (image + clip_states))
     for window in windows:
         if window.digest not in stored:
             stored.add(window.digest)
@@ -389,7 +396,7 @@ def _forecast(
 
 
 def _counter(model: str | Path | None) -> Callable[[str], int]:
-    """How the tokens of a cleaned caption are counted."""
+    """Return the function that counts the tokens of a cleaned caption."""
     if model is None:
         return estimate_tokens
     from transformers import AutoTokenizer
@@ -399,12 +406,7 @@ def _counter(model: str | Path | None) -> Callable[[str], int]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer", CONFIG_FILES))
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"model={model}: its tokenizer cannot be loaded ({reason}).") from None
+        raise ConfigError(
+            f"--model={model}: its tokenizer cannot be loaded ({one_line(error)}); check the folder tokenizer."
+        ) from None
     return lambda caption: len(tokenizer(caption, verbose=False).input_ids)  # it would warn beyond 512
-
-
-def _read_variant(model: str | Path) -> Variant:
-    from wands.encoders.components import read_variant
-
-    return read_variant(model)

@@ -1,4 +1,4 @@
-"""What `wands check` saw, and how a terminal and a program are told; `check_page` tells a browser."""
+"""The result of `wands check` for terminals and programs; `html_page` renders it for browsers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from wands.data.clips.video_file import VideoInfo
 
 SHOWN_CLIPS = 200
 SHOWN_PROBLEMS = 12
-LOG_WIDTH = 130  # columns where there is no terminal to ask
+LOG_WIDTH = 130  # columns if the output is not a terminal
+VERDICTS = ("rejected", "warned", "fine")
+"""Verdicts on clips, the worst first."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,9 @@ class CheckedSample:
     """One sample that `wands preprocess` will write.
 
     Attributes:
-        key: its name in the cache.
-        start_seconds: time of its first frame in the clip.
-        num_frames: 1 + k * the VAE's stride.
+        key: key of the sample in the cache.
+        start_seconds: time of the first frame in the clip.
+        num_frames: 1 + k * temporal stride of the VAE.
         height: pixels.
         width: pixels.
         num_tokens: video tokens.
@@ -44,18 +46,18 @@ class CheckedSample:
 
 @dataclass(frozen=True)
 class CheckedClip:
-    """One row of the source.
+    """One clip of the source with one caption.
 
     Attributes:
-        key: of the row.
+        key: key of the clip.
         path: the file.
-        caption: cleaned, "" where there is none.
-        text_tokens: of the caption, end token included, uncut; estimated where no tokenizer was given.
-        source: what the file says of itself; None where it cannot be read or was not looked at.
-        samples: what it becomes; may be some in spite of a `reason`: windows before the damage.
-        warnings: what is unusual, and what happens because of it.
-        reason: why it is rejected, with the cure; "" where it is not.
-        thumbnail: JPEG of the middle of the first sample, b"" where there is none.
+        caption: cleaned caption, or empty.
+        text_tokens: tokens of the caption, end token included, not cut; an estimate if there is no tokenizer.
+        source: facts from the file; None if the file cannot be read or was not decoded.
+        samples: samples of the clip. A clip with a `reason` may have some: the windows before the damage.
+        warnings: unusual facts and their consequences.
+        reason: why the clip is rejected, with the fix; empty for an accepted clip.
+        thumbnail: JPEG of the middle frame of the first sample, or empty.
     """
 
     key: str
@@ -70,13 +72,13 @@ class CheckedClip:
 
     @property
     def verdict(self) -> Literal["rejected", "warned", "fine"]:
-        """The worst that is to be said."""
+        """The most severe class that applies."""
         return "rejected" if self.reason else "warned" if self.warnings else "fine"
 
 
 @dataclass(frozen=True)
 class PackingForecast:
-    """How the samples will fill bins of `max_tokens`; `problem` says why they cannot, else it is ""."""
+    """Prediction of how the samples fill bins of `max_tokens`; `problem` is the reason if they cannot, or empty."""
 
     max_tokens: int
     bins_per_step: int
@@ -87,18 +89,18 @@ class PackingForecast:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `wands check` saw.
+    """Result of `wands check`.
 
     Attributes:
-        source: as given.
-        variant: whose strides and frame rate were used.
-        spec: what clips are turned into.
-        clips: every row of the source, rejected ones first, then those with warnings, each sorted by key.
-        exact_text: token counts of captions come from the model's own tokenizer.
+        source: the source as the user wrote it.
+        variant: variant whose strides and frame rate were used.
+        spec: rate, size and length of the samples.
+        clips: all clips, rejected clips first, then clips with warnings, each group sorted by key.
+        exact_text: whether the model's tokenizer counted the caption tokens.
         cache_bytes: expected size of the cache's shards.
-        packing: None where there is no sample.
+        packing: prediction for training; None if there is no sample.
         seconds: wall time.
-        more_pixels: further bounds of a frame's area.
+        more_pixels: further limits of a frame's area.
     """
 
     source: str
@@ -122,20 +124,20 @@ class CheckReport:
         return np.array([sample.num_tokens for sample in self.samples], np.int64)
 
     def count(self, verdict: str) -> int:
-        """Clips with this verdict."""
+        """Return the number of clips with this verdict."""
         return sum(clip.verdict == verdict for clip in self.clips)
 
     def problems(self) -> list[tuple[str, int]]:
-        """What is said of clips, without its numbers and names, and of how many; the most frequent first."""
-        said = ((clip, text) for clip in self.clips for text in (clip.reason, *clip.warnings) if text)
-        return Counter(_kind(clip, text) for clip, text in said).most_common()
+        """Return reasons and warnings without numbers and names, and their number of clips; the most frequent first."""
+        texts = ((clip, text) for clip in self.clips for text in (clip.reason, *clip.warnings) if text)
+        return Counter(_kind(clip, text) for clip, text in texts).most_common()
 
     def totals(self) -> dict[str, Any]:
-        """The numbers of the whole source."""
+        """Return the totals of the whole source."""
         frames = sum(sample.num_frames for sample in self.samples)
         return {
             "clips": len(self.clips),
-            **{verdict: self.count(verdict) for verdict in ("fine", "warned", "rejected")},
+            **{verdict: self.count(verdict) for verdict in reversed(VERDICTS)},
             "samples": len(self.samples),
             "frames": frames,
             "seconds_of_video": round(frames / self.spec.fps, 3),
@@ -144,7 +146,7 @@ class CheckReport:
         }
 
     def to_json(self) -> str:
-        """Everything but the thumbnails."""
+        """Return everything but the thumbnails as JSON."""
         clips = []
         for clip in self.clips:
             row = {"verdict": clip.verdict} | asdict(replace(clip, thumbnail=b""))
@@ -152,27 +154,30 @@ class CheckReport:
             if clip.source:
                 row["source"]["sar"] = str(clip.source.sar)
             clips.append(row)
-        head = {"source": self.source, "variant": self.variant, "exact_text": self.exact_text}
-        packing = asdict(self.packing) if self.packing else None
-        settings = asdict(self.spec) | {"more_pixels": self.more_pixels}
-        return json.dumps(
-            head | {"settings": settings, "totals": self.totals(), "packing": packing, "clips": clips},
-            indent=1,
-        )
+        value = {
+            "source": self.source,
+            "variant": self.variant,
+            "exact_text": self.exact_text,
+            "settings": asdict(self.spec) | {"more_pixels": self.more_pixels},
+            "totals": self.totals(),
+            "packing": asdict(self.packing) if self.packing else None,
+            "clips": clips,
+        }
+        return json.dumps(value, indent=1)
 
     def render(self, width: int | None = None) -> str:
-        """The report as the terminal shows it.
+        """Return the report as text for the terminal.
 
         Args:
-            width: columns; default: the terminal's.
+            width: columns. Default: the terminal's width.
         """
         lines = [_table(self.clips[:SHOWN_CLIPS], width)]
         if len(self.clips) > SHOWN_CLIPS:
-            lines.append(f"... and {len(self.clips) - SHOWN_CLIPS:,} more clips: --json and --html have all")
+            lines.append(f"... and {len(self.clips) - SHOWN_CLIPS:,} more clips: see --json or --html")
         totals = self.totals()
         lines.append(
             f"{totals['clips']:,} clips: {totals['fine']:,} fine, {totals['warned']:,} with warnings, "
-            f"{totals['rejected']:,} rejected; looked at in {self.seconds:.1f} s"
+            f"{totals['rejected']:,} rejected; checked in {self.seconds:.1f} s"
         )
         lines += [f"  {count:7,}  {kind}" for kind, count in self.problems()[:SHOWN_PROBLEMS]]
         if not self.samples:
@@ -187,31 +192,29 @@ class CheckReport:
         return "\n".join(lines)
 
     def packing_line(self) -> str:
-        """Fill and steps in one sentence."""
-        if self.packing is None:
-            return "packing: no sample"
-        if self.packing.problem:
-            return f"packing: {self.packing.problem}"
+        """Return fill and steps as one sentence."""
         plan = self.packing
+        if plan is None or plan.problem:
+            return f"packing: {plan.problem if plan else 'no sample'}"
         return (
             f"packing: bins of {plan.max_tokens:,} tokens are {plan.fill:.1%} full, "
-            f"{plan.steps_per_epoch:,} steps of {plan.bins_per_step:,} bins an epoch"
+            f"{plan.steps_per_epoch:,} steps of {plan.bins_per_step:,} bins per epoch"
         )
 
 
 def describe_source(clip: CheckedClip) -> str:
-    """What the file is, in a few words; "" where that is not known."""
+    """Return size, rate, length and codec of the file, or an empty text if they are unknown."""
     info = clip.source
     if info is None:
         return ""
-    if info.container.endswith("_pipe"):  # FFmpeg gives an image a rate too
+    if info.container.endswith("_pipe"):  # FFmpeg reports a rate for images
         return f"{info.width}x{info.height}, {info.codec} image"
     frames = f", {info.num_frames:,} frames" if info.num_frames else ""
     return f"{info.width}x{info.height} {info.fps:.5g} fps, {info.duration:.2f} s{frames}, {info.codec}"
 
 
 def describe_samples(clip: CheckedClip) -> str:
-    """What it becomes, in a few words; "" for nothing."""
+    """Return number, frames, size and tokens of the samples, or an empty text."""
     if not clip.samples:
         return ""
     first, many = clip.samples[0], len(clip.samples)
@@ -222,7 +225,7 @@ def describe_samples(clip: CheckedClip) -> str:
 
 
 def _kind(clip: CheckedClip, text: str) -> str:
-    """A reason or warning up to its first number, colon or bracket."""
+    """Return a reason or warning up to its first number, colon or bracket."""
     text = re.sub(r"=\S+", "", text.removeprefix(f"video={clip.path} "))
     return re.split(r"[;:(]|\s(?=\S*\d)", text)[0].strip()
 
@@ -235,7 +238,7 @@ def _table(clips: Sequence[CheckedClip], width: int | None) -> str:
 
     console = Console(width=width or (None if sys.stdout.isatty() else LOG_WIDTH))
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name, share in (("clip", 3), ("is", 3), ("becomes", 3), ("verdict", 5)):
+    for name, share in (("clip", 3), ("file", 3), ("samples", 3), ("verdict", 5)):
         table.add_column(name, overflow="fold", ratio=share)
     table.expand = True
     for clip in clips:

@@ -26,7 +26,8 @@ from wands.data.cache.format import write_whole
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.clips.clip import ClipSpec, further_specs, split_bounds
 from wands.data.clips.layouts import load_source
-from wands.encoders.components import CONFIG_FILES, find_part, fingerprint_pipeline, read_json, read_variant
+from wands.encoders.components import CONFIG_FILES, find_part, read_config, read_variant
+from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.spool import TextSpool
 from wands.encoders.text import CLEANING_VERSION
 from wands.encoders.vae import TILE, TILE_STRIDE
@@ -170,7 +171,7 @@ def _read_variant(model: str | Path) -> Variant:
     variant = read_variant(model)
     find_part(model, "tokenizer", CONFIG_FILES)
     vae, text_encoder = (
-        read_json(find_part(model, part, CONFIG_FILES) / "config.json") for part in ("vae", "text_encoder")
+        read_config(find_part(model, part, CONFIG_FILES) / "config.json") for part in ("vae", "text_encoder")
     )
     stride = (vae.get("scale_factor_temporal", 4), *[vae.get("scale_factor_spatial", 8)] * 2)
     pairs = [
@@ -180,7 +181,7 @@ def _read_variant(model: str | Path) -> Variant:
     ]
     if "clip" in variant.conditions:
         find_part(model, "image_processor", CONFIG_FILES)
-        clip = read_json(find_part(model, "image_encoder", CONFIG_FILES) / "config.json")
+        clip = read_config(find_part(model, "image_encoder", CONFIG_FILES) / "config.json")
         rows = (clip.get("image_size", 224) // clip.get("patch_size", 32)) ** 2 + 1
         pairs += [
             (

@@ -141,7 +141,7 @@ def _plan(
         sizes = plan_sizes(spec, more_pixels, *map(Fraction, display_size))
     except TooSmallError:
         return None
-    return None if sizes.refused else frozenset(sizes.geometries)
+    return None if sizes.error else frozenset(sizes.by_suffix)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""What lies in a cache folder and how each file is read and written whole: manifest, index, shard, checksums.
+"""File format of a latent cache: manifest, index, shards, checksums, and functions that read and write whole files.
 
     manifest.json      schema version, variant, fingerprint of encoders and settings; written first
     shard-00000.h5     /samples/000000/{latents, text_embeds} uint16, contiguous; attributes key, crc32, meta;
-                       for models that are given frames also image_latents, for those with CLIP image_embeds
+                       image_latents for models with given frames, image_embeds for models with CLIP
     index.npz          keys, places, shapes, checksums, the embedding of ""; written last
 
 Letters: N samples, L text tokens, D text width, C latent channels, f h w latent frames, rows, columns, A arrays of
@@ -30,50 +30,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wands.errors import CacheError
-from wands.files import publish
+from wands.errors import CacheError, one_line
+from wands.files import publish, read_json
 from wands.variants import Variant
 
 FORMAT = "wands latent cache"
 SCHEMA_VERSION = 1
 MANIFEST_NAME, INDEX_NAME = "manifest.json", "index.npz"
 IMAGE_ARRAYS = {"image": "image_latents", "clip": "image_embeds"}
-"""What a condition of a variant adds to each sample; image_latents have the shape of the latents."""
+"""Array that a condition of a variant adds to each sample; image_latents have the shape of the latents."""
 ARRAYS = ("latents", "text_embeds", *IMAGE_ARRAYS.values())
-"""Names of a sample's arrays in the order of checksum and offsets; every sample of a cache has the same ones."""
+"""Names of a sample's arrays in the order of checksum and offsets; all samples of a cache have the same arrays."""
 LIBVER = ("v110", "v110")
-"""File format that HDF5 1.10 and later read; "latest" would write what only the newest library opens."""
+"""File format that HDF5 1.10 and later read; only the newest library reads "latest"."""
 
 
 # ---- bits and digests
 
 
 def to_bits(tensor: Tensor) -> np.ndarray:
-    """The bits of a bf16 tensor as uint16: neither numpy nor HDF5 has a bf16 that survives a round trip."""
+    """Return the bits of a bf16 tensor as uint16: numpy and HDF5 have no lossless bf16."""
     assert tensor.dtype == torch.bfloat16, f"the cache stores bf16, got {tensor.dtype}"
     return tensor.detach().cpu().contiguous().view(torch.uint16).numpy()
 
 
 def from_bits(bits: np.ndarray) -> Tensor:
-    """Inverse of `to_bits`; the array must be writable and is shared, not copied."""
+    """Return the bf16 tensor of uint16 bits, without copying. The array must be writable. Inverse of `to_bits`."""
     return torch.from_numpy(bits).view(torch.bfloat16)
 
 
 def checksum(*arrays: np.ndarray) -> int:
-    """CRC-32 of a sample's bits, in the order of `ARRAYS`."""
-    found = 0
+    """Return the CRC-32 of a sample's bits, in the order of `ARRAYS`."""
+    crc32 = 0
     for array in arrays:
-        found = zlib.crc32(array.data, found)
-    return found
+        crc32 = zlib.crc32(array.data, crc32)
+    return crc32
 
 
 def digest(value: Any) -> str:
-    """32 hex digits that name a JSON value."""
+    """Return a hash of a JSON value, 32 hex digits."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def to_text(value: str) -> str:
-    """`value` with all but ASCII escaped: file names need not be Unicode, HDF5 strings must."""
+    """Escape all characters but ASCII: file names need not be Unicode, HDF5 strings must be."""
     return json.dumps(value)
 
 
@@ -81,12 +81,12 @@ def to_text(value: str) -> str:
 
 
 def array_names(conditions: Collection[str]) -> tuple[str, ...]:
-    """Which of `ARRAYS` the samples for a variant with these conditions have."""
+    """Return the `ARRAYS` of samples for a variant with these conditions."""
     return (*ARRAYS[:2], *(name for condition, name in IMAGE_ARRAYS.items() if condition in conditions))
 
 
 def variant_contract(variant: Variant) -> dict[str, Any]:
-    """What of a variant decides whether a cache fits it; the name is for the reader of the message."""
+    """Return the facts of a variant that decide whether a cache fits; the name is for messages."""
     dit = variant.dit
     return {
         "name": variant.name,
@@ -99,7 +99,7 @@ def variant_contract(variant: Variant) -> dict[str, Any]:
 
 
 def build_manifest(variant: Variant, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of `manifest.json`, as JSON will give it back; `digest` tells whether it was altered since."""
+    """Return the content of `manifest.json` as JSON returns it, with a `digest` that reveals changes."""
     manifest = plain(
         {
             "format": FORMAT,
@@ -112,7 +112,7 @@ def build_manifest(variant: Variant, fingerprint: Mapping[str, Any]) -> dict[str
 
 
 def plain(value: Any) -> Any:
-    """`value` after a trip through JSON, so that tuples equal the lists they come back as."""
+    """Return `value` after a round trip through JSON, which converts tuples to lists."""
     return json.loads(json.dumps(value))
 
 
@@ -120,23 +120,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read `manifest.json` of a cache folder.
 
     Raises:
-        CacheError: no folder, not a cache, damaged, or written by a version with another schema.
+        CacheError: if the folder is not a cache, is damaged, or has another schema version.
     """
     if not path.is_dir():
         raise CacheError(f"cache={path} is not a folder; give the --out of a wands preprocess.")
-    try:
-        manifest = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (path / MANIFEST_NAME).exists():
         raise CacheError(
             f"cache={path} is not a latent cache (no {MANIFEST_NAME}); give the --out of a wands preprocess."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CacheError(
-            f"cache={path} has an unreadable {MANIFEST_NAME} ({reason(error)}); restore it or encode again."
-        ) from None
+        )
+    manifest = read_json(
+        path / MANIFEST_NAME,
+        label=f"cache={path} {MANIFEST_NAME}",
+        fix="restore it or encode again.",
+        error=CacheError,
+    )
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CacheError(
-            f"cache={path} has a {MANIFEST_NAME} of something else; give the --out of a wands preprocess."
+            f"cache={path} has a {MANIFEST_NAME} of another format; give the --out of a wands preprocess."
         )
     if manifest.get("schema_version") != SCHEMA_VERSION:
         raise CacheError(
@@ -147,18 +147,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, Any]]:
-    """Every place where two nested JSON values differ: (dotted name, value in ours, value in theirs)."""
+    """Return all differences of two nested JSON values: (dotted name, value in ours, value in theirs)."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return [
-            found
+            difference
             for key in sorted(ours.keys() | theirs.keys())
-            for found in differences(ours.get(key), theirs.get(key), f"{name}.{key}" if name else key)
+            for difference in differences(ours.get(key), theirs.get(key), f"{name}.{key}" if name else key)
         ]
     return [] if ours == theirs else [(name, ours, theirs)]
 
 
 def first_difference(ours: Any, theirs: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """The first of the `differences`."""
+    """Return the first of the `differences`."""
     return next(iter(differences(ours, theirs, name)), None)
 
 
@@ -167,7 +167,7 @@ def first_difference(ours: Any, theirs: Any, name: str = "") -> tuple[str, Any, 
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """One sample of a finished shard."""
+    """Index entry of one sample in a finished shard."""
 
     key: str
     shard: str
@@ -179,62 +179,45 @@ class IndexEntry:
     fps: float
     content: str
     video: str = ""
-    """Digest of what the latents are made from, without the caption; empty in caches of earlier versions."""
+    """Digest of the input of the latents, without the caption; empty in caches of earlier versions."""
     last: bool = False
-    """No other window of its clip follows."""
+    """Whether the sample is the last window of its clip."""
     offsets: tuple[int, ...] = (0, 0)
-    """Where each array begins in the shard, in bytes."""
+    """Start of each array in the shard, in bytes."""
     display_size: tuple[str, ...] = ()
     """Width and height of the source as fractions, in square pixels; empty in caches of earlier versions."""
 
     @classmethod
-    def of(
-        cls,
-        key: str,
-        shard: str,
-        row: int,
-        latent_shape: tuple[int, ...],
-        text_len: int,
-        crc32: int,
-        meta: Mapping[str, Any],
-        offsets: tuple[int, ...],
-    ) -> IndexEntry:
-        """From what a shard holds of a sample; `meta` is its metadata."""
-        c, f, h, w = latent_shape
+    def of(cls, meta: Mapping[str, Any], **stored: Any) -> IndexEntry:
+        """Return the entry of a sample from its metadata and the other fields."""
         return cls(
-            key=key,
-            shard=shard,
-            row=row,
-            latent_shape=(c, f, h, w),
-            text_len=text_len,
-            crc32=crc32,
             num_frames=meta["num_frames"],
             fps=meta["fps"],
             content=meta["content"],
             video=meta.get("video", ""),
             last=meta.get("last", False),
-            offsets=offsets,
             display_size=tuple(meta.get("display_size", ())),
+            **stored,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class CacheIndex:
-    """What planning needs of every sample, as arrays; row i of each belongs to `keys[i]`.
+    """Facts about all samples for planning, as arrays; row i of each array belongs to `keys[i]`.
 
     Attributes:
         keys: sample ids, sorted.
         shard_names: file names of the shards.
-        shard_bytes: int64 [shards], their sizes.
-        shard_ids: digests of what they hold; `NO_ID` for one of an older wands, whose offsets are not known.
-        shards: int32 [N], which shard holds the sample.
-        rows: int32 [N], its number inside the shard.
+        shard_bytes: int64 [shards], sizes of the shards.
+        shard_ids: digests of the shards' contents; `NO_ID` for a shard of an older wands, whose offsets are unknown.
+        shards: int32 [N], number of the sample's shard.
+        rows: int32 [N], number of the sample in the shard.
         latent_shapes: int32 [N, 4], (C, f, h, w).
-        text_lens: int32 [N], text tokens kept.
-        crc32: uint32 [N], of the bits of all arrays.
+        text_lens: int32 [N], text tokens without padding.
+        crc32: uint32 [N], checksum of all arrays.
         num_frames: int32 [N], pixel frames.
         fps: float32 [N], frames per second after resampling.
-        offsets: int64 [N, A], where each array begins in the shard, in bytes: HDF5 need not be asked.
+        offsets: int64 [N, A], start of each array in the shard in bytes, so that HDF5 is not needed for reading.
         null_text: uint16 [L, D], bf16 bits of the embedding of "".
     """
 
@@ -256,19 +239,19 @@ class CacheIndex:
         return len(self.keys)
 
     def grid_sizes(self, patch_size: Sequence[int]) -> np.ndarray:
-        """Tokens along (frames, rows, columns) of each sample, int64 [N, 3]."""
+        """Return the tokens along (frames, rows, columns) of each sample, int64 [N, 3]."""
         patch = np.asarray(patch_size, np.int64)
         latents = self.latent_shapes[:, 1:].astype(np.int64)
         assert not (latents % patch).any(), f"latents are not multiples of patch_size={tuple(patch_size)}"
         return latents // patch
 
     def num_tokens(self, patch_size: Sequence[int]) -> np.ndarray:
-        """Tokens of each sample, int64 [N]."""
+        """Return the tokens of each sample, int64 [N]."""
         return self.grid_sizes(patch_size).prod(axis=1)
 
     @classmethod
     def build(cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray) -> CacheIndex:
-        """Index the entries of finished shards in `path`, sorted by key."""
+        """Return the index of entries in finished shards of a folder, sorted by key."""
         entries = sorted(entries, key=lambda entry: entry.key)
         names = tuple(sorted({entry.shard for entry in entries}))
         number = {name: i for i, name in enumerate(names)}
@@ -289,7 +272,7 @@ class CacheIndex:
         )
 
     def to_bytes(self) -> bytes:
-        """The npz file. Strings travel as NUL-separated UTF-8, so that no pickle is involved."""
+        """Return the content of the npz file. Strings are stored as NUL-separated UTF-8, so that no pickle is needed."""
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         buffer = io.BytesIO()
         arrays |= {name: _join(getattr(self, name)) for name in TEXTS}
@@ -301,7 +284,7 @@ class CacheIndex:
         """Read `index.npz`.
 
         Raises:
-            CacheError: the file is damaged or lacks an array.
+            CacheError: if the file is damaged or lacks an array.
         """
         try:
             with np.load(path, allow_pickle=False) as npz:
@@ -311,25 +294,12 @@ class CacheIndex:
                 arrays["offsets"] = np.zeros((len(arrays["rows"]), 2), np.int64)
                 arrays["shard_ids"] = _join([NO_ID] * len(arrays["shard_bytes"]))
             index = cls(**{**arrays, **{name: _split(arrays[name]) for name in TEXTS}})
-            lengths = {
-                len(arrays[n])
-                for n in (
-                    "shards",
-                    "rows",
-                    "latent_shapes",
-                    "text_lens",
-                    "crc32",
-                    "num_frames",
-                    "fps",
-                    "offsets",
-                )
-            }
-            shards = {len(index.shard_bytes), len(index.shard_names), len(index.shard_ids)}
-            if lengths != {len(index)} or len(shards) != 1:
+            wrong = {name for name in SAMPLE_ARRAYS if len(arrays[name]) != len(index)}
+            if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
                 raise ValueError("arrays of different lengths")
         except (
             *(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error),
-            RuntimeError,  # a method or a password that zipfile does not know
+            RuntimeError,  # zipfile does not know the method or password
         ) as error:
             raise CacheError(
                 f"cache={path.parent} has a damaged {path.name} ({reason(error)}); run the same wands "
@@ -339,6 +309,7 @@ class CacheIndex:
 
 
 TEXTS = ("keys", "shard_names", "shard_ids")
+SAMPLE_ARRAYS = ("shards", "rows", "latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets")
 NO_ID = "-"
 
 
@@ -356,17 +327,17 @@ def _split(array: np.ndarray) -> tuple[str, ...]:
 
 
 def shard_name(number: int) -> str:
-    """File name of a shard."""
+    """Return the file name of a shard."""
     return f"shard-{number:05d}.h5"
 
 
 def shard_number(path: Path) -> int:
-    """Inverse of `shard_name`."""
+    """Return the number of a shard from its path. Inverse of `shard_name`."""
     return int(path.stem.removeprefix("shard-"))
 
 
 def sample_path(row: int) -> str:
-    """HDF5 path of a sample in its shard: a number, because a key may hold any character."""
+    """Return the HDF5 path of a sample in its shard: a number, because a key may contain any character."""
     return f"samples/{row:06d}"
 
 
@@ -375,10 +346,10 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
 
     Args:
         path: the file.
-        fingerprint: digest of the manifest's fingerprint, which the shard must carry too.
+        fingerprint: digest of the manifest's fingerprint; the shard must have the same.
 
     Raises:
-        OSError: unreadable, or a shard of another cache.
+        OSError: if the file is unreadable or a shard of another cache.
     """
     # Finished shards never change, and locks fail on read-only and network file systems.
     file = h5py.File(path, "r", locking=False)
@@ -389,30 +360,30 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
 
 
 def stored_names(group: h5py.Group) -> list[str]:
-    """Which of `ARRAYS` a sample has; each has latents and text, or is damaged."""
+    """Return the `ARRAYS` of a stored sample; latents and text are required."""
     return [name for name in ARRAYS if name in group or name in ARRAYS[:2]]
 
 
 def read_offsets(group: h5py.Group) -> tuple[int, ...]:
-    """Where each array of a sample begins in its file, in bytes; 0 for an empty one.
+    """Return the start of each array of a sample in its file, in bytes; 0 for an empty array.
 
     Raises:
-        OSError: one is not stored in one piece.
+        OSError: if an array is not contiguous.
     """
     arrays = [group[name] for name in stored_names(group)]
-    found = [stored.id.get_offset() for stored in arrays]
-    if any(at is None and stored.size for at, stored in zip(found, arrays, strict=True)):
+    offsets = [stored.id.get_offset() for stored in arrays]
+    if any(at is None and stored.size for at, stored in zip(offsets, arrays, strict=True)):
         raise OSError("not stored in one piece")
-    return tuple(at or 0 for at in found)
+    return tuple(at or 0 for at in offsets)
 
 
 def shard_id(entries: Sequence[IndexEntry]) -> str:
-    """What tells a shard from any other, of the same size too."""
+    """Return a digest that distinguishes a shard from any other, also of equal size."""
     return digest([[entry.key, entry.crc32, entry.offsets] for entry in entries])
 
 
 def read_shard_id(path: Path) -> str:
-    """The `shard_id` that a finished shard carries, or `NO_ID`."""
+    """Return the `shard_id` stored in a finished shard, or `NO_ID`."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             return str(file.attrs.get("id", NO_ID))
@@ -421,33 +392,33 @@ def read_shard_id(path: Path) -> str:
 
 
 def read_entries(path: Path, fingerprint: str) -> Iterator[IndexEntry]:
-    """Every sample of a finished shard.
+    """Yield the entries of a finished shard.
 
     Raises:
-        CacheError: the shard is damaged or of another cache.
+        CacheError: if the shard is damaged or belongs to another cache.
     """
     try:
         with open_shard(path, fingerprint) as file:
             for name, group in file["samples"].items():
                 yield IndexEntry.of(
-                    json.loads(group.attrs["key"]),
-                    path.name,
-                    int(name),
-                    group["latents"].shape,
-                    group["text_embeds"].shape[0],
-                    int(group.attrs["crc32"]),
                     json.loads(group.attrs["meta"]),
-                    read_offsets(group),
+                    key=json.loads(group.attrs["key"]),
+                    shard=path.name,
+                    row=int(name),
+                    latent_shape=tuple(group["latents"].shape),
+                    text_len=group["text_embeds"].shape[0],
+                    crc32=int(group.attrs["crc32"]),
+                    offsets=read_offsets(group),
                 )
     except (OSError, KeyError, ValueError, RuntimeError) as error:
         raise CacheError(_damaged_shard(path, error)) from None
 
 
 def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """All arrays of one sample of a finished shard but the text, checked: uint16, by name, and the metadata.
+    """Return the uint16 arrays of a sample by name, without the text, and its metadata; the checksum is verified.
 
     Raises:
-        CacheError: the shard is damaged or of another cache.
+        CacheError: if the shard is damaged or belongs to another cache.
     """
     try:
         with open_shard(path, fingerprint) as file:
@@ -464,7 +435,7 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
 def _damaged_shard(path: Path, error: Exception) -> str:
     return (
         f"cache={path.parent} has a damaged {path.name} ({reason(error)}); delete that file and run the "
-        "same wands preprocess again: its clips are then encoded once more."
+        "same wands preprocess again, which encodes its clips again."
     )
 
 
@@ -472,10 +443,10 @@ def _damaged_shard(path: Path, error: Exception) -> str:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it exists complete or not at all, even after a power cut.
+    """Write a file that exists complete or not at all, even after a power failure.
 
     Raises:
-        CacheError: the disk is full or refuses.
+        CacheError: if the disk is full or not writable.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -487,25 +458,25 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def disk_error(path: Path, wanted: int, error: Exception, cache: Path | None = None) -> CacheError:
-    """The sentence for a write that failed: no space, a quota, a file size limit, a read-only disk.
+    """Return the error of a failed write: no space, quota, file size limit, or a read-only disk.
 
     Args:
         path: the file.
-        wanted: bytes.
-        error: what the system said.
-        cache: folder of the cache; default: the file's.
+        wanted: size of the write in bytes.
+        error: the system's error.
+        cache: folder of the cache. Default: folder of the file.
     """
     free = shutil.disk_usage(path.parent).free
     return CacheError(
         f"cache={cache or path.parent} cannot take {path.name} ({reason(error)}: {wanted:,} bytes wanted, "
-        f"{free:,} free); free some space or choose another --out, then run the same command again: finished "
+        f"{free:,} free); free some space or choose another --out, then run the same command again; finished "
         "shards are kept."
     )
 
 
 def reason(error: Exception) -> str:
-    """The cause in a few words. HDF5 hides the system's error number in a page of text."""
+    """Return the cause of an error in a few words. HDF5 hides the system's error number in a page of text."""
     number = getattr(error, "errno", None) or next(iter(re.findall(r"errno = (\d+)", str(error))), None)
     if number and int(number) in errno.errorcode:
         return os.strerror(int(number))
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error)

@@ -1,6 +1,6 @@
-"""The latent cache, read: HDF5 shards of bf16 bits beside an index that needs none of them opened.
+"""Read a latent cache: HDF5 shards of bf16 bits, and an index that makes opening the shards unnecessary.
 
-`wands/data/cache/format.py` says what lies in the files, `wands/data/cache/writer.py` writes them.
+`wands/data/cache/format.py` describes the files, `wands/data/cache/writer.py` writes them.
 """
 
 from __future__ import annotations
@@ -45,44 +45,42 @@ from wands.variants import Variant
 __all__ = ["CacheIndex", "CacheWriter", "LatentCache"]
 
 MAX_HANDLES = 32
-PER_PROCESS = ("_pid", "_lock", "_handles", "_offsets", "_looked_into")
+PER_PROCESS = ("_pid", "_lock", "_handles", "_offsets", "_compared")
 MUST_AGREE = ("vae_stride", "patch_size", "latent_channels", "text_dim")
 GIVEN = {"image", "last_image", "clip"}
-"""Conditions that are stored; text always is, and a clean first frame is one of the latents."""
+"""Conditions with stored arrays. Text is always stored, and a clean first frame is part of the latents."""
 LATENTS = {"latents", "image_latents"}
-CURE = "encode again with wands preprocess --model of the model you train, into another --out."
+FIX = "encode again with wands preprocess --model MODEL --out OTHER, where MODEL is the model to train."
 
 
 class LatentCache:
     """Random access to the samples of a finished cache.
 
-    Shards are opened at the first read, once per process, and never pickled: a cache may be handed to worker
-    processes of any start method. Each shard is known by a digest of what it holds, and the index knows where in
-    it a sample lies: after one look into the shard to see that this is so, the bits are read beside HDF5, by
-    several threads at once and as fast as from any file. With an index of an older wands HDF5 is asked for the
-    place of each sample, once.
+    Each process opens a shard at its first read. Handles are never pickled, so a cache can be passed to worker processes of
+    any start method. The index contains a digest of each shard's content and the place of each sample. The first read of a
+    shard compares both with the shard. Later reads bypass HDF5, in several threads at once and at the speed of plain files.
+    With an index of an older wands, HDF5 is asked once for the place of each sample.
 
-    A cache may be larger than memory: nothing of a shard is mapped or kept, each read fills new arrays that are
-    its caller's, and what stays of the files is the system's page cache, which gives way to everything else.
-    What is kept is the index (some hundred bytes a sample) and at most `MAX_HANDLES` open shards.
+    A cache may be larger than memory. No shard is mapped or kept; each read fills new arrays. Only the index (some hundred
+    bytes per sample) and at most `MAX_HANDLES` open shards stay in memory.
 
     Attributes:
-        keys: sample ids, sorted; `read(i)` gives the sample called `keys[i]`.
+        keys: sample ids, sorted; `read(i)` returns the sample `keys[i]`.
         null_text_embeds: embedding of the empty caption, bf16 [L, D].
         index: shapes, lengths and places of all samples.
         manifest: variant and fingerprint.
-        conditions: of a variant, whose samples `read` gives; those of the cache until `serve`.
+        conditions: conditions of the variant for which `read` returns samples; the cache's own until `serve`.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:
-        """Read the manifest and the index; of the shards only presence and size are checked.
+        """Read manifest and index; check presence and size of the shards.
 
         Args:
             path: cache folder.
-            verify: check a sample's checksum at every read.
+            verify: verify the checksum of a sample at every read.
 
         Raises:
-            CacheError: not a cache, unfinished, another schema version, or shards that do not match.
+            CacheError: if the folder is not a finished cache, has another schema version, or its shards do not match.
         """
         self.path = Path(path)
         self.verify = verify
@@ -90,7 +88,7 @@ class LatentCache:
         if not (self.path / INDEX_NAME).is_file():
             raise CacheError(
                 f"cache={self.path} is unfinished (no {INDEX_NAME}); run the same wands preprocess again, "
-                "it goes on where it stopped."
+                "which continues where it stopped."
             )
         self.index = CacheIndex.from_file(self.path / INDEX_NAME)
         self.keys = list(self.index.keys)
@@ -100,91 +98,83 @@ class LatentCache:
         if len(self) and self.index.offsets.shape[1] != len(self._names):
             raise CacheError(
                 f"cache={self.path} has an {INDEX_NAME} of samples with {self.index.offsets.shape[1]} arrays, not "
-                f"{', '.join(self._names)}; run the same wands preprocess again, it rebuilds the index."
+                f"{', '.join(self._names)}; run the same wands preprocess again, which rebuilds the index."
             )
         self._check_shards()
         self._forget_handles()
-
-    @classmethod
-    def open(cls, path: str | Path, verify: bool = False) -> LatentCache:
-        """The same as the constructor, read as a sentence."""
-        return cls(path, verify)
 
     def __len__(self) -> int:
         return len(self.index)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What the samples were made with: encoders and settings, nested."""
+        """Encoders and settings that made the samples, nested."""
         return self.manifest["fingerprint"]
 
     @property
     def num_bytes(self) -> int:
-        """Size of all shards on disk."""
+        """Size of all shards in bytes."""
         return int(self.index.shard_bytes.sum())
 
     @property
     def places(self) -> np.ndarray:
-        """Where every sample is stored: its shard and its number there, int64 [N, 2]."""
+        """Shard and position of every sample, int64 [N, 2]."""
         return np.stack([self.index.shards, self.index.rows], axis=1).astype(np.int64)
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Video tokens of every sample, int64 [N]."""
+        """Return the video tokens of every sample, int64 [N]."""
         return self.index.num_tokens(patch_size)
 
     def find(self, key: str) -> int:
-        """Position of the sample called `key`.
+        """Return the position of a sample.
 
         Raises:
-            CacheError: there is none; the message names some that are there.
+            CacheError: if the cache has no such sample; the message names some samples.
         """
         if key in self.index.keys:
             return self.index.keys.index(key)
         near = ", ".join([k for k in self.index.keys if key.lower() in k.lower()][:3] or self.index.keys[:3])
         raise CacheError(
-            f"key={key} is not in cache={self.path} ({len(self)} samples); use for example {near}."
+            f"key={key} is not in cache={self.path} ({len(self)} samples); use, for example, {near}."
         )
 
     def latent_shape(self, i: int) -> tuple[int, int, int]:
-        """Latent (frames, height, width) of sample `i`, without opening its shard."""
+        """Return the latent (frames, height, width) of sample `i` without opening its shard."""
         f, h, w = self.index.latent_shapes[i][1:].tolist()
         return f, h, w
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Sample `i` of the index: latents bf16 [C, f, h, w], trimmed text_embeds bf16 [L, D], and of the given
-        frames what `conditions` ask for: image_latents bf16 [C, f, h, w], image_embeds bf16 [I, E].
+        """Read a sample: latents bf16 [C, f, h, w], text_embeds bf16 [L, D] without padding, and the arrays of given frames
+        that `conditions` need: image_latents bf16 [C, f, h, w], image_embeds bf16 [I, E].
 
         Args:
             i: position in `keys`.
-            frames: (first, end) of the latent frames wanted, all by default. Latents keep their shape;
-                the other frames are zero and, without `verify`, not read from the file: a rank of a
-                context-parallel group needs but the frames of its own tokens
-                (`wands.data.patchify.frames_of_tokens`). A checksum is one of the whole sample, so `verify`
-                reads all of it.
+            frames: (first, end) of the needed latent frames. Default: all. Latents keep their shape; the other frames are
+                zero and are not read from the file. A rank of a context-parallel group needs only the frames of its
+                tokens (`wands.data.patchify.frames_of_tokens`). With `verify` the whole sample is read for the checksum.
 
         Raises:
-            CacheError: the shard cannot be read, does not match the index, or (with `verify`) a checksum is
-                wrong.
+            CacheError: if the shard cannot be read or does not match the index, or (with `verify`) the checksum is wrong.
         """
         num_frames = self.latent_shape(i)[0]
         first, end = (0, num_frames) if frames is None else frames
         assert 0 <= first <= end <= num_frames, (frames, num_frames)
         offsets, file = self._place(i)
-        whole, wanted = self.verify or (first, end) == (0, num_frames), array_names(self.conditions)
+        read_all, wanted = self.verify or (first, end) == (0, num_frames), array_names(self.conditions)
         arrays: dict[str, np.ndarray] = {}
         try:
             for (name, shape), offset in zip(self._shapes(i).items(), offsets, strict=True):
                 if not self.verify and name not in wanted:
                     continue
-                if whole or name not in LATENTS:
+                if read_all or name not in LATENTS:
                     arrays[name] = np.empty(shape, np.uint16)
                     _read_into(arrays[name], file, offset)
                 else:
                     arrays[name] = _read_frames(shape, (first, end), file, offset)
         except OSError as error:
             raise self._damaged(i, f"cannot be read ({reason(error)})") from None
-        if self.verify and (found := checksum(*arrays.values())) != self.index.crc32[i]:
-            raise self._damaged(i, f"has a wrong checksum ({found:08x}, not {self.index.crc32[i]:08x})")
+        if self.verify and (crc32 := checksum(*arrays.values())) != self.index.crc32[i]:
+            raise self._damaged(i, f"has a wrong checksum ({crc32:08x}, not {self.index.crc32[i]:08x})")
         tensors = {name: from_bits(arrays[name]) for name in wanted}
         if self.verify:
             for name in LATENTS & tensors.keys():
@@ -192,64 +182,63 @@ class LatentCache:
         return Sample(sample_id=self.index.keys[i], **tensors)
 
     def serve(self, variant: Variant) -> None:
-        """From here on give the samples of a variant that the cache fits, which may take less than is stored."""
+        """Return samples for a variant from now on; the variant may need fewer arrays than are stored."""
         assert set(array_names(variant.conditions)) <= set(self._names), variant.name
         self.conditions = variant.conditions
 
     def meta(self, i: int) -> dict[str, Any]:
-        """What is known of sample `i` beside its numbers: caption, source file, window, num_frames, fps."""
+        """Return the metadata of sample `i`: caption, source file, window, num_frames, fps."""
         with self._own_handles():
             return json.loads(self._group(i).attrs["meta"])
 
     def check_fits(self, variant: Variant, fingerprint: Mapping[str, Any]) -> None:
-        """Refuse to train a model on latents or text that were made for another one.
+        """Raise if the cache was made for another model.
 
         Args:
-            variant: of the model to train. Sizes of one family share their caches: what must agree is the
-                VAE's stride, the latent channels and the text width; and the cache must have what the model is
-                conditioned on. It may have more: see `serve`.
-            fingerprint: of the model's encoders (`wands.encoders.components.fingerprint_pipeline`). Parts that
-                the model folder does not have, such as a bare DiT's, are not compared.
+            variant: variant of the model to train. Sizes of one family share caches. VAE stride, latent channels and text
+                width must agree, and the cache must contain the model's conditions. The cache may contain more: see `serve`.
+            fingerprint: fingerprint of the model's encoders (`wands.encoders.fingerprint.fingerprint_pipeline`). Parts that
+                the model folder lacks, as a bare DiT does, are not compared.
 
         Raises:
-            CacheError: naming what the cache has and what the model has.
+            CacheError: if something differs; the message names both values.
         """
         ours, theirs = self.manifest["variant"], variant_contract(variant)
         differing = [name for name in MUST_AGREE if ours.get(name) != theirs[name]]
-        differing += _lacking(ours, theirs)
+        differing += _missing_conditions(ours, theirs)
         if differing:
             cached, model = (
                 ", ".join(f"{name}={side.get(name)}" for name in differing) for side in (ours, theirs)
             )
             raise CacheError(
                 f"cache={self.path} was made for {ours['name']} ({cached}) but the model is {theirs['name']} "
-                f"({model}); {CURE}"
+                f"({model}); {FIX}"
             )
         self.check_encoders(fingerprint, theirs["name"])
 
     def check_encoders(self, fingerprint: Mapping[str, Any], model: str) -> None:
-        """Refuse encoders other than those that made the cache.
+        """Raise if other encoders made the cache.
 
         Args:
-            fingerprint: of the parts to compare, see `check_fits`.
-            model: how the message calls the model that they belong to.
+            fingerprint: fingerprint of the parts to compare, see `check_fits`.
+            model: name of the model in the message.
 
         Raises:
-            CacheError: naming what the cache has and what the model has.
+            CacheError: if something differs; the message names both values.
         """
         known = {part: self.fingerprint.get(part) for part in fingerprint}
         if difference := first_difference(known, plain(fingerprint)):
-            name, cached, found = difference
+            name, cached, own = difference
             raise CacheError(
                 f"cache={self.path} was encoded for {self.manifest['variant']['name']} with {name}={cached} "
-                f"but the model, {model}, has {name}={found}; {CURE}"
+                f"but the model, {model}, has {name}={own}; {FIX}"
             )
 
     def _check_shards(self) -> None:
         for name, size in zip(self.index.shard_names, self.index.shard_bytes.tolist(), strict=True):
-            found = _file_size(f"{self.path}/{name}")
-            if found != size:
-                what = "is missing" if found is None else f"has {found} bytes, not the {size} of the index"
+            actual = _file_size(f"{self.path}/{name}")
+            if actual != size:
+                what = "is missing" if actual is None else f"has {actual} bytes, not the {size} of the index"
                 raise CacheError(
                     f"cache={self.path} is incomplete: {name} {what}; restore the file, or delete it and run "
                     "the same wands preprocess again."
@@ -260,15 +249,15 @@ class LatentCache:
         self._lock = threading.Lock()
         self._handles: OrderedDict[str, tuple[h5py.File, FileIO]] = OrderedDict()
         self._offsets: dict[int, tuple[int, ...]] = {}
-        self._looked_into: set[str] = set()
+        self._compared: set[str] = set()
 
     def _own_handles(self) -> threading.Lock:
-        if self._pid != os.getpid():  # a forked child: HDF5 promises nothing for handles opened by the parent
+        if self._pid != os.getpid():  # a forked child: HDF5 does not support handles opened by the parent
             self._forget_handles()
         return self._lock
 
     def _shard(self, i: int) -> tuple[h5py.File, FileIO]:
-        """The shard of sample `i` as HDF5 and as bytes; the latter is closed when its last reader is done."""
+        """Return the shard of sample `i` as HDF5 file and as plain file, which is closed after its last reader."""
         name = self.index.shard_names[self.index.shards[i]]
         if name not in self._handles:
             path = self.path / name
@@ -277,21 +266,21 @@ class LatentCache:
         if len(self._handles) > MAX_HANDLES:
             oldest, (file, _) = self._handles.popitem(last=False)
             file.close()
-            self._looked_into.discard(oldest)
+            self._compared.discard(oldest)
         return self._handles[name]
 
     def _group(self, i: int) -> h5py.Group:
         try:
             group = self._shard(i)[0][sample_path(int(self.index.rows[i]))]
-            found = json.loads(group.attrs["key"])
+            key = json.loads(group.attrs["key"])
         except (OSError, KeyError, ValueError) as error:
             raise self._damaged(i, f"cannot be read ({reason(error)})") from None
-        if found != self.index.keys[i]:
-            raise self._damaged(i, f"is not where the index says, {found} is")
+        if key != self.index.keys[i]:
+            raise self._damaged(i, f"is not where the index says, {key} is")
         return group
 
     def _shapes(self, i: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of all arrays of sample `i`, by index and manifest, in the order of their offsets."""
+        """Return the shapes of all arrays of sample `i` by index and manifest, in the order of offsets."""
         latents = tuple(self.index.latent_shapes[i].tolist())
         text = (int(self.index.text_lens[i]), self.null_text_embeds.shape[1])
         embeds = tuple(self.manifest["variant"].get("image_embeds", ()))
@@ -299,7 +288,7 @@ class LatentCache:
         return {name: shapes[name] for name in self._names}
 
     def _place(self, i: int) -> tuple[tuple[int, ...], FileIO]:
-        """Where each array of sample `i` begins, in bytes of its shard; and that file."""
+        """Return the start of each array of sample `i` in its shard, in bytes, and the shard as plain file."""
         with self._own_handles():
             try:
                 file = self._shard(i)[1]
@@ -307,31 +296,31 @@ class LatentCache:
                 raise self._damaged(i, f"cannot be read ({reason(error)})") from None
             shard = int(self.index.shards[i])
             name, known = self.index.shard_names[shard], self.index.shard_ids[shard]
-            if name in self._looked_into:
+            if name in self._compared:
                 return tuple(self.index.offsets[i].tolist()), file
             if known != NO_ID or i not in self._offsets:
                 group = self._group(i)
                 try:
-                    found = {name: group[name].shape for name in stored_names(group)}
-                    types = {group[name].dtype for name in found}
+                    shapes = {name: group[name].shape for name in stored_names(group)}
+                    types = {group[name].dtype for name in shapes}
                     offsets = read_offsets(group)
                 except (OSError, KeyError, RuntimeError) as error:
                     raise self._damaged(i, f"cannot be read ({reason(error)})") from None
-                if found != self._shapes(i) or types != {np.dtype(np.uint16)}:
-                    told = " and ".join(f"{name} {shape}" for name, shape in found.items())
-                    raise self._damaged(i, f"has {told}, not what the index says")
+                if shapes != self._shapes(i) or types != {np.dtype(np.uint16)}:
+                    stored = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
+                    raise self._damaged(i, f"has {stored}, not what the index says")
                 self._offsets[i] = offsets
                 if known != NO_ID:
                     if known != self._handles[name][0].attrs.get("id"):
                         raise self._damaged(i, "is in another shard than the one that was indexed")
-                    self._looked_into.add(name)
+                    self._compared.add(name)
             return self._offsets[i], file
 
     def _damaged(self, i: int, what: str) -> CacheError:
         shard = self.index.shard_names[self.index.shards[i]]
         return CacheError(
             f"cache={self.path} is damaged: sample {self.index.keys[i]} in {shard} {what}; delete {shard} "
-            "and run the same wands preprocess again: it encodes what is missing."
+            "and run the same wands preprocess again, which encodes the missing samples."
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -342,26 +331,26 @@ class LatentCache:
         self._forget_handles()
 
 
-def _lacking(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Names of what keeps a cache with the contract `ours` from giving all that `theirs` is conditioned on."""
+def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a cache's contract `ours` that do not provide the conditions of a model's `theirs`."""
     has, wanted = set(ours.get("conditions", ())) & GIVEN, set(theirs["conditions"]) & GIVEN
-    # Latents of the first frame alone are other numbers than latents of the first and the last.
+    # Latents of the first frame alone differ from latents of the first and last frame.
     if not wanted <= has or ("image" in wanted and "last_image" in has - wanted):
         return ["conditions"]
     return ["image_embeds"] if "clip" in wanted and ours["image_embeds"] != theirs["image_embeds"] else []
 
 
 def _file_size(path: str) -> int | None:
-    """Of a file, None where there is none; one call to the system, for there may be thousands of shards."""
+    """Return the size of a file, or None. One system call, because there may be thousands of shards."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _read_frames(shape: tuple[int, ...], frames: tuple[int, int], file: FileIO, offset: int) -> np.ndarray:
-    """uint16 [C, f, h, w] of which only the frames (first, end) are read, the others zero."""
+    """Return uint16 [C, f, h, w] with only the frames (first, end) read; the other frames are zero."""
     (first, end), (channels, num_frames, rows, columns) = frames, shape
     bits = np.zeros(shape, np.uint16)
     for channel in range(channels):
@@ -371,7 +360,7 @@ def _read_frames(shape: tuple[int, ...], frames: tuple[int, int], file: FileIO, 
 
 
 def _read_into(array: np.ndarray, file: FileIO, offset: int) -> None:
-    """Fill a contiguous array from a place in a file; the system gives at most 2 GiB at a time."""
+    """Fill a contiguous array from an offset in a file; the system reads at most 2 GiB at a time."""
     view = array.data.cast("B") if array.size else memoryview(b"")
     while view:
         count = os.preadv(file.fileno(), [view], offset)

@@ -1,6 +1,6 @@
-"""Samples and embeddings on their way into a cache: a file that loses nothing but its torn end when a process is killed.
+"""Write-ahead log of samples and embeddings: a file that loses only its torn end if a process is killed.
 
-An HDF5 file of a killed process is lost, so a sample is first appended here, and shards are made of whole journals.
+An HDF5 file of a killed process is lost. So each sample is first appended to a log, and shards are made from whole logs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _MAGIC = b"wjr1"
 
 @dataclass(frozen=True)
 class LogRecord:
-    """Where one record lies.
+    """Position of a record in a log.
 
     Attributes:
-        name: key of a sample, or what else it is found by.
+        name: key of a sample, or another name to find the record.
         meta: JSON values.
-        path: the journal.
-        offset: of the arrays in the file.
-        shapes: of the arrays, all uint16.
-        crc32: of the arrays' bytes.
+        path: the log.
+        offset: start of the arrays in the file.
+        shapes: shapes of the arrays, all uint16.
+        crc32: checksum of the arrays' bytes.
     """
 
     name: str
@@ -45,10 +45,10 @@ class LogRecord:
     crc32: int
 
     def read(self) -> list[np.ndarray]:
-        """The arrays, uint16, writable.
+        """Return the arrays, uint16, writable.
 
         Raises:
-            CacheError: their checksum is wrong, as after a power cut.
+            CacheError: if the checksum is wrong, as after a power failure.
         """
         sizes = [2 * int(np.prod(shape)) for shape in self.shapes]
         with self.path.open("rb") as file:
@@ -65,10 +65,10 @@ class LogRecord:
 
 
 def read_records(path: Path) -> Iterator[LogRecord]:
-    """Every whole record of a journal, without its arrays; a torn end is left out, and all behind a damaged header.
+    """Yield the complete records of a log without their arrays, up to a torn end or a damaged header.
 
     Args:
-        path: the file; it may be written to at the same time.
+        path: the log; another process may write to it at the same time.
     """
     with path.open("rb") as file:
         size, position = file.seek(0, os.SEEK_END), 0
@@ -90,28 +90,28 @@ def read_records(path: Path) -> Iterator[LogRecord]:
 
 
 class WriteAheadLog:
-    """Appends records to a file, new or begun by a process that was killed. One process at a time.
+    """A file to which one process at a time appends records; it may exist from a process that was killed.
 
     Attributes:
         path: the file.
-        num_records: in the file.
-        num_bytes: of the file.
+        num_records: number of records in the file.
+        num_bytes: size of the file.
     """
 
     def __init__(self, path: Path, durable: bool = True) -> None:
-        """Open the file, which must exist, and cut off a torn end.
+        """Open an existing file and cut off a torn end.
 
         Args:
             path: the file.
-            durable: survive a power cut too, not the end of the process alone.
+            durable: survive a power failure, not only the end of the process.
 
         Raises:
-            FileNotFoundError: it does not exist.
+            FileNotFoundError: if the file does not exist.
         """
         self.path, self._durable = path, durable
         self._file = path.open("r+b", buffering=0)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX)  # held until the process ends, however it ends
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # held until the process ends for any reason
             records = list(read_records(path))
             self.num_records = len(records)
             self.num_bytes = (
@@ -125,15 +125,15 @@ class WriteAheadLog:
             raise
 
     def add(self, name: str, arrays: Sequence[np.ndarray], meta: Mapping[str, Any]) -> None:
-        """Append one record; once this returns, killing the process does not lose it.
+        """Append a record. After the return, killing the process does not lose it.
 
         Args:
-            name: what it is found by.
+            name: name to find the record.
             arrays: uint16, contiguous.
             meta: JSON values.
 
         Raises:
-            CacheError: the disk is full; the journal is as it was.
+            CacheError: if the disk is full; the log is unchanged.
         """
         assert all(array.dtype == np.uint16 for array in arrays), [array.dtype for array in arrays]
         content = b"".join(array.tobytes() for array in arrays)
@@ -156,10 +156,10 @@ class WriteAheadLog:
         self.num_records += 1
 
     def clear(self) -> None:
-        """Forget all records: they have come to lie elsewhere."""
+        """Remove all records, after they were stored in shards."""
         self._file.truncate(0)
         self.num_bytes = self.num_records = 0
 
     def close(self) -> None:
-        """Let another process have the file."""
+        """Close the file and release its lock."""
         self._file.close()

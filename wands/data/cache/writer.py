@@ -1,8 +1,8 @@
-"""The latent cache, written: shards, each complete or not there at all, then the index.
+"""Write a latent cache: shards, each complete or absent, then the index.
 
-Every file is written under a temporary name, synced and renamed: HDF5 files of a killed process are lost, so
-a shard is the unit of resume, and a folder without an index is an unfinished cache that no reader opens. The
-index is sorted by key: the order of writing, and how often a run was killed, leave no trace in training.
+Every file is written under a temporary name, synced and renamed. HDF5 files of a killed process are lost, so a shard is the
+unit of resume. A folder without an index is an unfinished cache, which no reader opens. The index is sorted by key, so the
+order of writing and interruptions do not affect training.
 """
 
 from __future__ import annotations
@@ -54,32 +54,32 @@ from wands.files import publish
 from wands.variants import Variant
 
 SLACK = 1 << 17
-"""Bytes claimed beyond the samples for HDF5's own tables of one shard."""
+"""Bytes reserved in addition to the samples for HDF5's own tables of a shard."""
 
 
 class ShardWriter:
-    """Adds samples to shards of its own; several processes may each have one in the same folder.
+    """Writes samples to new shards. Several processes may each have a writer for the same folder.
 
-    A shard's number is claimed by creating its temporary file, so that no two writers ever share one.
+    Creating the temporary file of a shard claims its number, so two writers never share a shard.
 
     Attributes:
         path: cache folder.
-        digest: of the manifest's fingerprint; each shard carries it.
-        max_samples: of one shard.
-        max_bytes: of one shard.
+        digest: digest of the manifest's fingerprint; stored in each shard.
+        max_samples: largest number of samples of a shard.
+        max_bytes: size at which a shard is finished.
     """
 
     def __init__(
         self, path: Path, fingerprint: str, max_samples: int = 512, max_bytes: int = 1 << 30, first: int = 0
     ) -> None:
-        """Name the folder; nothing is written before the first sample.
+        """Set the folder; nothing is written before the first sample.
 
         Args:
-            path: cache folder, with its manifest.
+            path: cache folder with its manifest.
             fingerprint: digest of the manifest's fingerprint.
-            max_samples: of one shard.
-            max_bytes: of one shard, reached but for one sample.
-            first: number to begin with; numbers in use are skipped.
+            max_samples: largest number of samples of a shard.
+            max_bytes: size at which a shard is finished; the last sample may exceed it.
+            first: first shard number; used numbers are skipped.
         """
         self.path = path
         self.max_samples, self.max_bytes = max_samples, max_bytes
@@ -88,12 +88,10 @@ class ShardWriter:
         self._file: h5py.File | None = None
         self._pending: list[IndexEntry] = []
         self._num_bytes = 0
-        self._rows: dict[
-            str, int
-        ] = {}  # digest of all but the text -> the sample of the open shard that has it
+        self._rows: dict[str, int] = {}  # digest of all arrays but the text -> sample of the open shard
 
     def has(self, key: str, content: str) -> bool:
-        """Whether a finished shard already holds `key`, made from the same `content`."""
+        """Return whether a finished shard contains `key`, made from the same `content`."""
         return key in self._entries and self._entries[key].content == content
 
     def add(
@@ -106,20 +104,19 @@ class ShardWriter:
         image_latents: Tensor | None = None,
         image_embeds: Tensor | None = None,
     ) -> None:
-        """Append one sample; of several samples in a shard that differ in their text alone the rest is stored once.
+        """Append a sample. Samples of a shard that differ only in the text share their other arrays.
 
         Args:
-            key: unique name; becomes the sample id of training.
+            key: unique sample id.
             latents: bf16 [C, f, h, w], normalised.
-            text_embeds: bf16 [L, D], trimmed to its real length.
-            meta: JSON values; must hold `num_frames`, `fps` and `content` (a digest of what the sample is
-                made from), usually also `caption`, `source`, the window, `video` (a digest of what the
-                latents are made from) and `last` (no window of the clip follows).
-            image_latents: bf16 [C, f, h, w], of the given frames, for variants that take them.
-            image_embeds: bf16 [I, E], CLIP's states of the given frames, likewise.
+            text_embeds: bf16 [L, D] without padding.
+            meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of the sample's input). Usual: `caption`,
+                `source`, the window, `video` (digest of the latents' input) and `last` (whether it is the clip's last window).
+            image_latents: bf16 [C, f, h, w], latents of the given frames, for variants with given frames.
+            image_embeds: bf16 [I, E], CLIP's states of the given frames, for variants with CLIP.
 
         Raises:
-            CacheError: the disk is full; the unfinished shard is removed.
+            CacheError: if the disk is full; the unfinished shard is removed.
         """
         assert (latents.ndim, text_embeds.ndim) == (4, 2), (latents.shape, text_embeds.shape)
         assert image_latents is None or image_latents.shape == latents.shape, image_latents.shape
@@ -137,10 +134,10 @@ class ShardWriter:
             for array, values in bits.items():
                 if same is None:
                     group.create_dataset(array, data=values)
-                else:  # another caption of the clip, say: a second name for the same numbers
+                else:  # for example another caption of the clip: a hard link to the same array
                     group[array] = file[sample_path(same)][array]
             group.create_dataset("text_embeds", data=text_bits)
-            # Of fixed length they lie in the object's header, which HDF5 guards by a checksum of its own.
+            # Strings of fixed length are in the object's header, which HDF5 protects by a checksum.
             group.attrs.update(
                 key=np.bytes_(to_text(key)), dtype=np.bytes_("bfloat16"), crc32=crc32, meta=np.bytes_(text)
             )
@@ -149,8 +146,14 @@ class ShardWriter:
             raise self._drop_shard(size, error) from None
         self._pending.append(
             IndexEntry.of(
-                *(key, shard_name(self._next), row, tuple(latents.shape), len(text_embeds), crc32, meta),
-                offsets,
+                meta,
+                key=key,
+                shard=shard_name(self._next),
+                row=row,
+                latent_shape=tuple(latents.shape),
+                text_len=len(text_embeds),
+                crc32=crc32,
+                offsets=offsets,
             )
         )
         self._num_bytes += size
@@ -159,14 +162,14 @@ class ShardWriter:
             self.finish_shard()
 
     def add_record(self, record: LogRecord) -> None:
-        """Append the samples of a journal's record, those that a finished shard does not hold.
+        """Append the samples of a log record that no finished shard contains.
 
         Args:
-            record: latents, what there is of the given frames, and then the text of each sample; `meta["samples"]`
-                has their keys and metadata.
+            record: latents, arrays of the given frames, and then the text of each sample; `meta["samples"]` contains keys
+                and metadata.
 
         Raises:
-            CacheError: the record is damaged, or the disk is full.
+            CacheError: if the record is damaged, or the disk is full.
         """
         lacking = [not self.has(key, meta["content"]) for key, meta in record.meta["samples"]]
         if not any(lacking):
@@ -180,16 +183,16 @@ class ShardWriter:
                 self.add(key, latents, text_embeds, meta, **images)
 
     def finish_shard(self) -> None:
-        """Give the samples added since the last shard their file.
+        """Publish the samples added since the last shard as a shard.
 
         Raises:
-            CacheError: the disk is full; the shard is removed.
+            CacheError: if the disk is full; the shard is removed.
         """
         if self._file is None:
             return
         try:
             partial = sample_path(len(self._pending))
-            if partial in self._file:  # Ctrl-C came in the middle of a sample
+            if partial in self._file:  # Ctrl-C interrupted a sample
                 del self._file[partial]
             self._file.attrs["id"] = shard_id(self._pending)
             self._file.close()
@@ -218,14 +221,14 @@ class ShardWriter:
                 continue
             if not (self.path / shard_name(self._next)).exists():
                 return
-            self._temporary.unlink()  # finished by another writer before the temporary name was ours
+            self._temporary.unlink()  # another writer finished it before this writer claimed the temporary name
             self._next += 1
 
     def _open_shard(self, num_bytes: int) -> h5py.File:
-        """The shard being written, with `num_bytes` more of the disk claimed for it.
+        """Return the shard being written, with `num_bytes` more of the disk reserved.
 
-        A write that fails inside HDF5 leaves a file that can neither be closed nor forgotten, and the process
-        ends by a segmentation fault; so that space is asked for before HDF5 needs it.
+        A failed write inside HDF5 leaves a file that cannot be closed, and the process ends by a segmentation fault. So the
+        space is reserved before HDF5 needs it.
         """
         try:
             if self._file is None:
@@ -235,7 +238,7 @@ class ShardWriter:
                 self._file.attrs["fingerprint"] = self.digest
             self._reserve(self._file.id.get_filesize() + num_bytes + SLACK)
         except OSError as error:
-            self.finish_shard()  # what it holds already has its space
+            self.finish_shard()  # its samples have their space
             self._temporary.unlink(missing_ok=True)
             raise disk_error(self.path / shard_name(self._next), num_bytes, error) from None
         return self._file
@@ -246,24 +249,24 @@ class ShardWriter:
             os.posix_fallocate(descriptor, 0, num_bytes)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise  # any other: a file system that cannot promise space
+                raise  # other errors: the file system cannot reserve space
         finally:
             os.close(descriptor)
 
     def _drop_shard(self, wanted: int, error: Exception) -> CacheError:
-        """Give up the unfinished shard, so that neither its file nor its entries are met again."""
+        """Remove the unfinished shard, its file and its entries, and return the error to raise."""
         try:
             if self._file is not None:
                 self._file.close()
         except (OSError, RuntimeError):
-            pass  # what could not be written before cannot be flushed now; the file goes anyway
+            pass  # the flush fails like the write before; the file is removed anyway
         self._temporary.unlink(missing_ok=True)
         self._file, self._pending, self._num_bytes, self._rows = None, [], 0, {}
         return disk_error(self.path / shard_name(self._next), wanted, error)
 
 
 def _cut_slack(shard: Path) -> None:
-    """Give back the space that was claimed and not needed: HDF5 does not know of it and leaves it in the file.
+    """Release reserved space that was not needed, which HDF5 leaves in the file.
 
     Source: HDF5 File Format Specification 3.0, superblock versions 2 and 3, "End of File Address".
     """
@@ -275,18 +278,18 @@ def _cut_slack(shard: Path) -> None:
 
 
 def _digest_of(arrays: Iterable[np.ndarray]) -> str:
-    found = hashlib.blake2b()
+    content = hashlib.blake2b()
     for array in arrays:
-        found.update(repr(array.shape).encode())
-        found.update(array.data)
-    return found.hexdigest()
+        content.update(repr(array.shape).encode())
+        content.update(array.data)
+    return content.hexdigest()
 
 
 class CacheWriter(ShardWriter):
-    """Adds samples to a cache, new or begun by an earlier run with the same fingerprint.
+    """Writes samples to a cache, new or from an earlier run with the same fingerprint.
 
-    Use as a context manager and call `commit` at the end. Leaving early, by an error or Ctrl-C, keeps the
-    samples written so far in a finished shard, but writes no index: the cache stays as it was for readers.
+    Use as a context manager and call `commit` at the end. Leaving early, by an error or Ctrl-C, stores the samples written
+    so far in a finished shard but writes no index: readers see the cache unchanged.
     """
 
     def __init__(
@@ -297,18 +300,18 @@ class CacheWriter(ShardWriter):
         max_samples: int = 512,
         max_bytes: int = 1 << 30,
     ) -> None:
-        """Create the folder, or take up what is in it.
+        """Create or open the folder.
 
         Args:
             path: cache folder.
-            variant: the samples are made for.
-            fingerprint: of encoders and settings, nested, of JSON values.
-            max_samples: of one shard.
-            max_bytes: of one shard, reached but for one sample.
+            variant: variant for which the samples are made.
+            fingerprint: fingerprint of encoders and settings, nested JSON values.
+            max_samples: largest number of samples of a shard.
+            max_bytes: size at which a shard is finished; the last sample may exceed it.
 
         Raises:
-            CacheError: the folder holds something else, a cache with another fingerprint (both values are
-                named), or another process writes to it.
+            CacheError: if the folder contains other files or a cache with another fingerprint (both values are named), or
+                another process writes to it.
         """
         manifest = build_manifest(variant, fingerprint)
         super().__init__(Path(path), digest(manifest["fingerprint"]), max_samples, max_bytes)
@@ -323,21 +326,21 @@ class CacheWriter(ShardWriter):
 
     @property
     def keys(self) -> frozenset[str]:
-        """Every key in a finished shard."""
+        """Keys of all samples in finished shards."""
         return frozenset(self._entries)
 
     @property
     def entries(self) -> Mapping[str, IndexEntry]:
-        """Every sample in a finished shard by its key."""
+        """Entries of all samples in finished shards by key."""
         return self._entries
 
     def refresh(self) -> None:
-        """Take in the shards that others have finished since this writer last looked.
+        """Read the entries of shards that other writers have finished.
 
         Raises:
-            CacheError: one is damaged.
+            CacheError: if a shard is damaged.
         """
-        # A clip whose caption or file has changed is encoded again: of two samples the later one counts.
+        # A clip is encoded again if its caption or file has changed: the later of two samples counts.
         for shard in sorted(self.path.glob("shard-*.h5"), key=shard_number):
             if shard.name not in self._known:
                 self._entries.update((entry.key, entry) for entry in read_entries(shard, self.digest))
@@ -345,10 +348,10 @@ class CacheWriter(ShardWriter):
                 self._next = max(self._next, shard_number(shard) + 1)
 
     def adopt(self, journal: Path) -> None:
-        """Move the samples of a journal into shards, whatever ended the process that wrote it; the journal goes.
+        """Move the samples of a log of an ended process into shards, and delete the log.
 
         Raises:
-            CacheError: a sample is damaged, or the disk is full.
+            CacheError: if a sample is damaged, or the disk is full.
         """
         for record in read_records(journal):
             self.add_record(record)
@@ -356,15 +359,15 @@ class CacheWriter(ShardWriter):
         journal.unlink()
 
     def commit(self, null_text_embeds: Tensor, keys: Collection[str] | None = None) -> None:
-        """Finish the last shard and write the index: from here on the cache can be read.
+        """Finish the last shard and write the index, which makes the cache readable.
 
         Args:
             null_text_embeds: embedding of "", bf16 [L, D].
-            keys: what the index shall hold; default: everything. The rest stays in the shards, and a later
-                run that wants it back does not encode it again.
+            keys: samples of the index. Default: all. Other samples stay in the shards, so that a later run need not encode
+                them again.
 
         Raises:
-            CacheError: the disk is full.
+            CacheError: if the disk is full.
         """
         self.finish_shard()
         entries = [entry for key, entry in self._entries.items() if keys is None or key in keys]
@@ -391,7 +394,7 @@ class CacheWriter(ShardWriter):
                 f"cache={self.path} cannot be made a folder ({reason(error)}); choose another --out."
             ) from None
         try:
-            # The system lifts this lock when the process ends, however it ends.
+            # The system releases this lock when the process ends for any reason.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
@@ -399,22 +402,22 @@ class CacheWriter(ShardWriter):
                 f"cache={self.path} is being written by another process; wait for it or choose another --out."
             ) from None
         except OSError:
-            pass  # a file system without locks: then the user alone sees to it that one run writes
+            pass  # a file system without locks: the user must start only one run
         return lock
 
     def _enter(self, manifest: dict[str, Any]) -> None:
         if (self.path / MANIFEST_NAME).exists():
             present = read_manifest(self.path)
-            if found := differences(
+            if changes := differences(
                 {name: present[name] for name in ("variant", "fingerprint")},
                 {name: manifest[name] for name in ("variant", "fingerprint")},
             ):
-                told = ", ".join(
-                    f"{name.removeprefix('fingerprint.')}={cached} but this run has {asked}"
-                    for name, cached, asked in found
+                text = ", ".join(
+                    f"{name.removeprefix('fingerprint.')}={cached} but this run has {own}"
+                    for name, cached, own in changes
                 )
                 raise CacheError(
-                    f"cache={self.path} was begun with {told}; give the settings it was begun with, or another --out."
+                    f"cache={self.path} was begun with {text}; use the settings of the first run, or another --out."
                 )
         elif any(not name.endswith(".tmp") for name in os.listdir(self.path)):
             raise CacheError(
@@ -422,5 +425,7 @@ class CacheWriter(ShardWriter):
             )
         else:
             write_whole(self.path / MANIFEST_NAME, json.dumps(manifest, indent=2).encode())
-        for leftover in self.path.glob(".*.tmp"):  # a killed run's: the lock is ours, nobody else writes
+        for leftover in self.path.glob(
+            ".*.tmp"
+        ):  # files of a killed run: this process holds the lock, nobody else writes
             leftover.unlink()

@@ -1,54 +1,55 @@
-"""What a clip is turned into: which sizes, which windows of time. Pure arithmetic: no file, no PyAV.
+"""Plan the samples of a clip: frame sizes and time windows. Pure arithmetic without files and PyAV.
 
-The key of a sample is its row's key and a suffix: "#0003" for the fourth window in slide mode, then "#640x352" (width x height)
-for every size but that of the first bound. Keys of rows never contain "#".
+The key of a sample is the clip's key and a suffix. In slide mode the suffix of the fourth window is "#0003". Every size
+but the size of the first area limit adds "#640x352" (width x height). Keys of clips never contain "#".
 """
+
+from __future__ import annotations
 
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from wands.errors import ConfigError, DataError
 from wands.variants import Variant
 
 MAX_PIXELS = 480 * 832
-"""Default bound of a frame's area: Wan's 480p class, whatever the aspect."""
+"""Default limit of a frame's area: Wan's 480p class at any aspect ratio."""
 
-# Matroska and FLV round timestamps to 1 ms: a frame due at 62.5 ms may carry 63 ms and must still be chosen.
+# Matroska and FLV round timestamps to 1 ms: a frame due at 62.5 ms may have 63 ms and must still be chosen.
 TIME_SLACK = 1e-3
 
 
 class TooSmallError(DataError):
-    """A bound on a frame's area leaves less than the smallest legal side."""
+    """An area limit leaves less than the smallest allowed side."""
 
 
 @dataclass(frozen=True)
 class ClipSpec:
-    """What every clip is turned into: rate, size, length.
+    """Frame rate, size and length of the samples of every clip.
 
-    Size: with ``height`` and ``width`` the picture is resized to exactly that, or, with ``center_crop``, to
-    cover it and cut centrally. Otherwise it keeps its own aspect, is scaled down (never up) to at most
-    ``max_pixels``, and the few pixels over a multiple of ``size_multiple`` are cut centrally.
+    Size: with ``height`` and ``width`` a frame is resized to exactly this size. With ``center_crop`` it is resized to cover
+    the size and cropped centrally. Otherwise a frame keeps its aspect ratio, is scaled down (never up) to at most
+    ``max_pixels``, and the pixels beyond a multiple of ``size_multiple`` are cropped centrally.
     Length: 1 + k * ``frame_stride`` frames.
 
     Attributes:
-        fps: frames per second of the result.
-        height: pixels; with ``width`` or not at all.
+        fps: frames per second of the samples.
+        height: pixels; both ``height`` and ``width`` or neither.
         width: pixels.
-        center_crop: cut to ``height`` x ``width`` rather than distort.
-        max_pixels: upper bound of height * width; not together with ``height``.
-        max_frames: upper bound of a window's frames; None takes the whole clip.
-        clip_mode: ``head`` the first frames, ``middle`` the central ones, ``slide`` consecutive windows that
-            do not overlap. The last window may be shorter; unless it is the only one, it is dropped when it
-            would be a still (at most ``frame_stride`` frames left).
-        size_multiple: VAE stride x patch, 16 for Wan2.1.
+        center_crop: crop to ``height`` x ``width`` instead of stretching.
+        max_pixels: largest height * width; excludes ``height``.
+        max_frames: largest number of frames of a window; None takes the whole clip.
+        clip_mode: ``head`` takes the first frames, ``middle`` the central frames, ``slide`` consecutive windows without
+            overlap. The last window may be shorter. A later window of at most ``frame_stride`` frames is dropped.
+        size_multiple: VAE stride x patch size, 16 for Wan 2.1.
         frame_stride: temporal stride of the VAE.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: if a value is invalid or options exclude each other.
     """
 
     fps: float
@@ -64,7 +65,7 @@ class ClipSpec:
     def __post_init__(self) -> None:
         multiple = self.size_multiple
         if not (math.isfinite(self.fps) and self.fps > 0):
-            raise ConfigError(f"fps={self.fps} must be positive; use the variant's own, e.g. 16")
+            raise ConfigError(f"fps={self.fps} must be positive; use the variant's frame rate, e.g. 16")
         if (self.height is None) != (self.width is None):
             raise ConfigError(f"height={self.height} width={self.width} come together; give both or neither")
         for name, size in (("height", self.height), ("width", self.width)):
@@ -95,73 +96,65 @@ class ClipSpec:
         *,
         fps: float | None = None,
         height: int | None = None,
-        width: int | None = None,
-        center_crop: bool = False,
         max_pixels: int | None = None,
         max_frames: int | None = 81,
-        clip_mode: Literal["head", "middle", "slide"] = "head",
-    ) -> "ClipSpec":
-        """What `wands preprocess` and `wands check` do with clips unless told otherwise.
+        **options: Any,
+    ) -> ClipSpec:
+        """Return the spec of `wands preprocess` and `wands check`.
 
         Args:
-            variant: gives strides and, unless `fps` does, the frame rate.
-            fps: frames per second of the samples.
-            height: exact height in pixels, with `width`.
-            width: exact width in pixels.
-            center_crop: fill height x width by cutting rather than by stretching.
-            max_pixels: default: `MAX_PIXELS`; no bound with `height` and `width`.
+            variant: gives strides and the default frame rate.
+            fps: frames per second. Default: the variant's frame rate.
+            height: exact height in pixels, together with ``width``.
+            max_pixels: area limit. Default: `MAX_PIXELS`; no limit with ``height``.
             max_frames: longest sample; None keeps whole clips.
-            clip_mode: which part of a longer clip.
+            options: ``width``, ``center_crop`` and ``clip_mode`` of `ClipSpec`.
 
         Raises:
-            ConfigError: a value that cannot be, or options that exclude each other.
+            ConfigError: if a value is invalid or options exclude each other.
         """
-        if max_pixels is None and height is None:
-            max_pixels = MAX_PIXELS
         shortest = variant.vae_stride[0] + 1
         if variant.num_images and max_frames is not None and max_frames < shortest:
             raise ConfigError(
-                f"max_frames={max_frames} makes stills, and {variant.name} is given the first frame; use {shortest} or more"
+                f"max_frames={max_frames} makes stills, but {variant.name} is given the first frame; use {shortest} or more"
             )
         return cls(
-            fps=fps if fps is not None else variant.fps,
+            fps=variant.fps if fps is None else fps,
             height=height,
-            width=width,
-            center_crop=center_crop,
-            max_pixels=max_pixels,
+            max_pixels=MAX_PIXELS if max_pixels is None and height is None else max_pixels,
             max_frames=max_frames,
-            clip_mode=clip_mode,
             size_multiple=variant.vae_stride[1] * variant.dit.patch_size[1],
             frame_stride=variant.vae_stride[0],
+            **options,
         )
 
     def legal_frames(self, num_frames: int) -> int:
-        """The largest 1 + k * frame_stride that is <= num_frames (0 for 0)."""
+        """Return the largest 1 + k * frame_stride that is <= num_frames; 0 for 0."""
         return (num_frames - 1) // self.frame_stride * self.frame_stride + 1 if num_frames > 0 else 0
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """Resize to ``scaled``, then cut centrally to ``target``; both (width, height) in pixels as displayed."""
+class FrameSize:
+    """Resize to ``scaled``, then crop centrally to ``target``; both (width, height) in displayed pixels."""
 
     scaled: tuple[int, int]
     target: tuple[int, int]
 
 
-def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> Geometry:
-    """Choose the size for a picture that is displayed at width x height square pixels.
+def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
+    """Choose the size of a frame that is displayed at width x height square pixels.
 
     Raises:
-        TooSmallError: nothing of at least ``size_multiple`` pixels on each side is left.
+        TooSmallError: if a side is shorter than ``size_multiple`` pixels.
     """
     multiple = spec.size_multiple
     if spec.width is not None and spec.height is not None:
         target = (spec.width, spec.height)
         if not spec.center_crop:
-            return Geometry(target, target)
+            return FrameSize(target, target)
     else:
         shrink = min(1.0, math.sqrt(spec.max_pixels / (width * height))) if spec.max_pixels else 1.0
-        # 1e-6 px of slack: a root that should be whole must not lose a row to float rounding.
+        # 1e-6 px of slack: a root that should be an integer must not lose a row to rounding.
         target_width, target_height = (
             int(float(side) * shrink + 1e-6) // multiple * multiple for side in (width, height)
         )
@@ -173,96 +166,95 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> Geometry:
             )
     cover = max(target[0] / width, target[1] / height)
     scaled = (max(target[0], round(width * cover)), max(target[1], round(height * cover)))
-    return Geometry(scaled, target)
+    return FrameSize(scaled, target)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that a clip is kept at.
+    """Sizes at which a clip is stored.
 
     Attributes:
-        geometries: suffix of the sample's key -> size; no two are the same size.
-        refused: what is wrong with a bound that gives none.
+        by_suffix: suffix of the sample's key -> size; all sizes differ.
+        error: error of an area limit that gives no size.
     """
 
-    geometries: dict[str, Geometry]
-    refused: TooSmallError | None = None
+    by_suffix: dict[str, FrameSize]
+    error: TooSmallError | None = None
 
 
 def plan_sizes(spec: ClipSpec, more_pixels: Sequence[int], width: Fraction, height: Fraction) -> Sizes:
-    """Choose the size under each bound; a bound that gives a size which an earlier one has given adds none.
+    """Choose the size under each area limit; equal sizes are stored once.
 
     Args:
-        spec: holds the first bound.
-        more_pixels: further ones.
-        width: of the picture as displayed, in square pixels.
-        height: likewise.
+        spec: contains the first limit.
+        more_pixels: further limits.
+        width: displayed width of a frame in square pixels.
+        height: displayed height in square pixels.
 
     Raises:
-        TooSmallError: no bound leaves a legal size.
+        TooSmallError: if no limit leaves an allowed size.
     """
-    geometries: dict[str, Geometry] = {}
-    refused: TooSmallError | None = None
-    for bound in further_specs(spec, more_pixels):
+    sizes: dict[str, FrameSize] = {}
+    first_error: TooSmallError | None = None
+    for limited in further_specs(spec, more_pixels):
         try:
-            geometry = plan_size(bound, width, height)
+            size = plan_size(limited, width, height)
         except TooSmallError as error:
-            refused = refused or error
+            first_error = first_error or error
             continue
-        if geometry.target not in {known.target for known in geometries.values()}:
-            suffix = "" if bound is spec else "#{}x{}".format(*geometry.target)
-            geometries[suffix] = geometry
-    if refused is not None and not geometries:
-        raise refused
-    return Sizes(geometries, refused)
+        if size.target not in {known.target for known in sizes.values()}:
+            sizes["" if limited is spec else "#{}x{}".format(*size.target)] = size
+    if first_error is not None and not sizes:
+        raise first_error
+    return Sizes(sizes, first_error)
 
 
 def further_specs(spec: ClipSpec, more_pixels: Sequence[int]) -> list[ClipSpec]:
-    """`spec`, and the same with each further bound on a frame's area.
+    """Return `spec`, and a copy of it with each further area limit.
 
     Raises:
-        ConfigError: a bound that cannot be.
+        ConfigError: if a limit is invalid.
     """
     return [spec, *(replace(spec, max_pixels=pixels) for pixels in more_pixels)]
 
 
 def split_bounds(max_pixels: int | Sequence[int] | None) -> tuple[int | None, tuple[int, ...]]:
-    """The first bound of a frame's area, which may be left to the default, and the further ones."""
+    """Split `--max-pixels` into the first area limit (None: the default) and the further limits."""
     if max_pixels is None or isinstance(max_pixels, int):
         return max_pixels, ()
     return next(iter(max_pixels), None), tuple(max_pixels[1:])
 
 
 def split_suffix(suffix: str) -> tuple[str, str]:
-    """Part the suffix of a sample's key: ("#0003" or "", "#640x352" or "")."""
-    found = re.fullmatch(r"((?:#\d+)?)((?:#\d+x\d+)?)", suffix)
-    assert found, suffix
-    return found[1], found[2]
+    """Split the suffix of a sample's key into window and size: ("#0003" or "", "#640x352" or "")."""
+    match = re.fullmatch(r"((?:#\d+)?)((?:#\d+x\d+)?)", suffix)
+    assert match, suffix
+    return match[1], match[2]
 
 
 def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> None:
-    """Refuse a sample of which a model that is given its first frame could predict nothing.
+    """Raise if an image-to-video model, which is given the first frame, has nothing to predict in a sample.
 
     Args:
-        path: of the clip.
-        num_frames: of the sample.
-        conditions: of the variant.
+        path: path of the clip.
+        num_frames: frames of the sample.
+        conditions: conditions of the variant.
 
     Raises:
-        DataError: it is a still.
+        DataError: if the sample is a still.
     """
     if num_frames == 1 and "image" in conditions:
         raise DataError(
-            f"video={path} gives one frame, and an image-to-video model needs more than the one it is given; "
-            "leave stills out, or give a longer clip"
+            f"video={path} gives one frame, but an image-to-video model needs more than the given frame; "
+            "remove stills, or use a longer clip"
         )
 
 
 def plan_windows(spec: ClipSpec, begin: float, finish: float) -> Iterator[tuple[float, int]]:
-    """Choose the windows inside [begin, finish) seconds, lazily: a damaged header may promise years.
+    """Choose the windows inside [begin, finish) seconds. Lazily, because a damaged header may promise years.
 
     Yields:
-        (start in seconds, number of frames) of each window, in time order; none when no frame fits.
+        (start in seconds, number of frames) of each window, in time order; nothing if no frame fits.
     """
     available = math.ceil((finish - begin - TIME_SLACK) * spec.fps)
     if available < 1:

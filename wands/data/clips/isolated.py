@@ -1,4 +1,4 @@
-"""Work in processes of its own: a decoder that crashes or hangs on a damaged file costs that file, not the run."""
+"""Run decoders in subprocesses, so that a crash or hang rejects one file and not the run."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Crash:
-    """Stands for the result of an item that took its process down.
+    """Result of an item whose process died.
 
     Attributes:
-        reason: what happened, in words, such as "the process ended by SIGSEGV".
+        reason: the cause, such as "the process ended by SIGSEGV".
     """
 
     reason: str
 
 
 class Crashed(Exception):
-    """The process that should have given a value ended, or was ended; the text says how, as in `Crash.reason`."""
+    """The subprocess died or was stopped; the text is the cause, as in `Crash.reason`."""
 
 
 def num_cores() -> int:
-    """Processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -47,22 +47,22 @@ def map_isolated(
     limit_seconds: float,
     preload: Sequence[str] = (),
 ) -> Iterator[tuple[int, Result | Crash]]:
-    """Call a function on each item in worker processes; yields in the order in which they finish.
+    """Call a function on each item in worker processes. Yield results in the order in which they finish.
 
     Args:
-        function: importable by name; it and the items are pickled.
-        items: one call each.
-        num_workers: processes; default: one per core that may be used.
-        limit_seconds: a call that takes longer is ended, and its process with it.
-        preload: modules to import once, for all workers.
+        function: function that can be imported by name; it and the items are pickled.
+        items: arguments, one call each.
+        num_workers: number of processes. Default: one per usable core.
+        limit_seconds: time limit of a call; the process of a longer call is stopped.
+        preload: modules to import once for all workers.
 
     Yields:
-        (index of the item, its result, or a `Crash` when its process died or was ended).
+        (index of the item, its result, or a `Crash` if its process died or was stopped).
 
     Raises:
-        RuntimeError: the function raised; the text holds the worker's traceback.
+        RuntimeError: if the function raises; the text contains the worker's traceback.
     """
-    # Not fork: the caller may have threads, and libraries that do not survive one.
+    # Not fork: the caller may have threads, and libraries that do not survive a fork.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *preload])
     queue = iter(enumerate(items))
@@ -103,18 +103,18 @@ def iterate_isolated(
     limit_seconds: float,
     preload: Sequence[str] = (),
 ) -> Iterator[Result]:
-    """Go through the values of an iterator that a process of its own runs, one ahead of the caller.
+    """Yield the values of an iterator that runs in a subprocess, one value ahead of the caller.
 
     Args:
-        function: importable by name, gives the iterator; arguments and values are pickled.
-        arguments: of the function.
-        limit_seconds: a value that takes longer ends the process; the first one may take its start longer.
-        preload: modules to import once, for all such processes.
+        function: function that can be imported by name and returns the iterator; arguments and values are pickled.
+        arguments: arguments of the function.
+        limit_seconds: time limit of a value; the start of the process has the same limit again.
+        preload: modules to import once for all such processes.
 
     Raises:
-        Crashed: the process ended, or took too long.
-        WandsError: the iterator raised it; MemoryError likewise.
-        RuntimeError: the iterator raised anything else; the text holds its traceback.
+        Crashed: if the process died or exceeded the limit.
+        WandsError: if the iterator raises it. MemoryError is passed on, too.
+        RuntimeError: if the iterator raises anything else; the text contains its traceback.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *preload])
@@ -129,7 +129,7 @@ def iterate_isolated(
             try:
                 kind, value = pipe.recv()
             except (EOFError, ConnectionResetError):
-                raise Crashed(_how_it_ended(process)) from None
+                raise Crashed(_cause_of_death(process)) from None
             if kind == "error":
                 raise value
             if kind == "end":
@@ -148,8 +148,8 @@ def _serve_values(
     import traceback
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with, args=(pipe,), daemon=True).start()
-    with suppress(BrokenPipeError, ConnectionResetError):  # nobody wants more
+    threading.Thread(target=_exit_with_caller, args=(pipe,), daemon=True).start()
+    with suppress(BrokenPipeError, ConnectionResetError):  # the caller wants no more values
         pipe.send(("ready", None))
         try:
             for value in function(*arguments):
@@ -163,15 +163,15 @@ def _serve_values(
             pipe.send(("error", RuntimeError(traceback.format_exc())))
 
 
-def _leave_with(pipe: Connection) -> None:
-    """End this process when the caller's is gone: it may be in a decoder that never returns."""
+def _exit_with_caller(pipe: Connection) -> None:
+    """Exit when the caller's process is gone: the main thread may be in a decoder that never returns."""
     try:
         pipe.recv()
     except (EOFError, OSError):
         os._exit(1)
 
 
-def _how_it_ended(process: Any) -> str:
+def _cause_of_death(process: Any) -> str:
     process.join(10)
     code = process.exitcode or 0
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
@@ -179,27 +179,29 @@ def _how_it_ended(process: Any) -> str:
 
 
 class _Worker(Generic[Item, Result]):
-    """A process and what it is working on."""
+    """A worker process and its current item."""
 
     def __init__(self, context: Any, function: Callable[[Item], Result]) -> None:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, function), daemon=True)
         self.process.start()
-        theirs.close()  # or its end would never be seen
-        self.pipe.recv()  # it has started: from here on its time counts
+        theirs.close()  # otherwise the end of the process would not be noticed
+        self.pipe.recv()  # the process has started: its time limit counts from now
         self.index, self.started = -1, 0.0
 
     def give(self, numbered: tuple[int, Item]) -> None:
         self.index, item = numbered
         self.started = time.monotonic()
-        with suppress(BrokenPipeError, ConnectionResetError):  # it died before its first item: `take` says so
+        with suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # the process died before its first item: `take` reports it
             self.pipe.send(item)
 
     def take(self) -> Result | Crash:
         try:
             error, result = self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            return Crash(_how_it_ended(self.process))
+            return Crash(_cause_of_death(self.process))
         if error is not None:
             raise RuntimeError(error)
         return result
@@ -213,7 +215,7 @@ class _Worker(Generic[Item, Result]):
 def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
     import traceback
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     pipe.send("ready")
     while True:
         try:

@@ -1,8 +1,8 @@
-"""Clips in and out: a file on disk <-> uint8 [F, H, W, 3].
+"""Decode clips to uint8 [F, H, W, 3], and encode frames to mp4.
 
-Time is in seconds from the first timestamp of the video stream. Frames are chosen by timestamp, never by
-number. Headers and seek tables lie: they are only trusted where they were seen to be right.
-torch is imported where it is used: the processes of `wands check` do without it.
+Times are seconds from the first timestamp of the video stream. Frames are chosen by timestamp, never by number. Headers
+and seek tables can be wrong: they are used only where measurements have shown them right. torch is imported where it is
+used, because the processes of `wands check` do not need it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import av
 import numpy as np
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, VideoReformatter
 
-from wands.data.clips.clip import TIME_SLACK, ClipSpec, Geometry, TooSmallError, plan_sizes, plan_windows
+from wands.data.clips.clip import TIME_SLACK, ClipSpec, FrameSize, TooSmallError, plan_sizes, plan_windows
 from wands.data.clips.video_file import BROKEN, LONGEST_HOLD, VideoFrame, VideoInfo, VideoReader
 from wands.errors import DataError
 
@@ -36,11 +36,11 @@ class DecodedClip:
         frames: uint8 [F, H, W, 3] RGB, F = 1 + k * frame_stride, H and W multiples of size_multiple.
         fps: frames per second of ``frames``.
         start_seconds: time of ``frames[0]``.
-        suffix: to be appended to the clip's key: "" or, in slide mode, "#0000", "#0001", ...; then the size, if it
-            is not that of the first bound.
-        source: the file it came from.
-        variable_fps: the pictures read up to its end do not lie at even distances in time.
-        interlaced: some of these hold two moments in alternate lines, and so do the frames made of them.
+        suffix: suffix of the sample's key: "", or in slide mode "#0000", "#0001", ...; then the size, unless it is the size
+            of the first area limit.
+        source: facts from the file.
+        variable_fps: whether the frames read so far are not equally spaced in time.
+        interlaced: whether some of the frames read so far contain two moments in alternate lines.
     """
 
     frames: np.ndarray
@@ -55,10 +55,10 @@ class DecodedClip:
 def _choose(
     reader: VideoReader, frames: Iterator[VideoFrame], times: Iterable[float]
 ) -> Iterator[VideoFrame]:
-    """For each time the last frame that starts at or before it; ends early where the stream ends.
+    """Yield for each time the last frame that starts at or before it; stop at the end of the stream.
 
     Raises:
-        DataError: the frame due at a time is damaged or missing, or timestamps leap or run backwards.
+        DataError: if a frame is damaged or missing, or timestamps leap or run backwards.
     """
     current, following = next(frames, None), next(frames, None)
     if current is None:
@@ -78,37 +78,37 @@ def _choose(
             raise reader.error(f"is corrupt at {time:.3f} s", "replace the file, or cut the window before it")
         if time >= current.time + LONGEST_HOLD:
             raise reader.error(
-                f"shows one picture from {current.time:.3f} s to {time:.3f} s at least",
-                f"take a window of motion (a picture may last {LONGEST_HOLD:g} s)",
+                f"shows one image from {current.time:.3f} s to {time:.3f} s at least",
+                f"take a window with motion (an image may last {LONGEST_HOLD:g} s)",
             )
         yield current
 
 
 class _Renderer:
-    """Turns decoded pictures into upright RGB of the planned size."""
+    """Convert decoded images to upright RGB of the planned size."""
 
-    def __init__(self, reader: VideoReader, geometry: Geometry) -> None:
-        self._reader, self._geometry = reader, geometry
+    def __init__(self, reader: VideoReader, size_plan: FrameSize) -> None:
+        self._reader, self._size_plan = reader, size_plan
         self._turns = reader.info.rotation // 90
         self._reformatter = VideoReformatter()
 
     @property
     def size(self) -> tuple[int, int]:
-        """(height, width) of the result."""
-        return self._geometry.target[::-1]
+        """Height and width of the result."""
+        return self._size_plan.target[::-1]
 
-    def __call__(self, picture: Any) -> np.ndarray:
+    def __call__(self, image: Any) -> np.ndarray:
         info = self._reader.info
-        if (picture.width, picture.height) != (info.width, info.height):
+        if (image.width, image.height) != (info.width, info.height):
             raise self._reader.error(
-                f"changes size from {info.width}x{info.height} to {picture.width}x{picture.height}",
+                f"changes size from {info.width}x{info.height} to {image.width}x{image.height}",
                 "split it where it changes",
             )
-        stored = self._geometry.scaled[::-1] if self._turns % 2 else self._geometry.scaled
-        grows = stored[0] > picture.width or stored[1] > picture.height
-        # threads=1: swscale's own threads cost more than they bring (0.5 against 4 ms for a 720p frame).
+        stored = self._size_plan.scaled[::-1] if self._turns % 2 else self._size_plan.scaled
+        grows = stored[0] > image.width or stored[1] > image.height
+        # threads=1: swscale's threads are slower (0.5 ms against 4 ms for a 720p frame).
         rgb = self._reformatter.reformat(
-            picture, *stored, "rgb24", interpolation="BICUBIC" if grows else "AREA", threads=1
+            image, *stored, "rgb24", interpolation="BICUBIC" if grows else "AREA", threads=1
         )
         upright = np.rot90(rgb.to_ndarray(), self._turns)
         if info.mirrored:
@@ -136,18 +136,18 @@ def _read_windows(
         sizes = plan_sizes(spec, more_pixels, *reader.info.display_size)
     except TooSmallError as error:
         raise _too_small(reader, error) from None
-    renders = {suffix: _Renderer(reader, geometry) for suffix, geometry in sizes.geometries.items()}
+    renders = {suffix: _Renderer(reader, size_plan) for suffix, size_plan in sizes.by_suffix.items()}
     times = (t + i / spec.fps for t, length in plan_windows(spec, begin, finish) for i in range(length))
     chosen = _choose(reader, reader.frames(first_window[0]), times)
     for index, (window_start, length) in enumerate(plan_windows(spec, begin, finish)):
-        # Filled in place: stacking a list of frames was seen to halve the speed.
-        pictures = {
+        # Filled in place: stacking a list of frames halves the speed.
+        images = {
             suffix: np.empty((length, *render.size, 3), dtype=np.uint8) for suffix, render in renders.items()
         }
         filled, latest = 0, None
         for frame in islice(chosen, length):
-            for suffix, frames in pictures.items():
-                frames[filled] = frames[filled - 1] if frame is latest else renders[suffix](frame.picture)
+            for suffix, frames in images.items():
+                frames[filled] = frames[filled - 1] if frame is latest else renders[suffix](frame.image)
             filled, latest = filled + 1, frame
         if filled < length and reader.reached < duration - slack:
             raise reader.error(
@@ -160,13 +160,13 @@ def _read_windows(
             raise reader.error(f"has no frame at or after {window_start:.3f} s", "correct the row's start")
         if kept == length or index == 0 or kept > spec.frame_stride:
             window = f"#{index:04d}" if spec.clip_mode == "slide" else ""
-            seen = reader.variable_fps, reader.interlaced
-            for suffix, frames in pictures.items():
-                yield DecodedClip(frames[:kept], spec.fps, window_start, window + suffix, reader.info, *seen)
+            flags = reader.variable_fps, reader.interlaced
+            for suffix, frames in images.items():
+                yield DecodedClip(frames[:kept], spec.fps, window_start, window + suffix, reader.info, *flags)
         if filled < length:
             break
-    if sizes.refused:
-        raise _too_small(reader, sizes.refused)
+    if sizes.error:
+        raise _too_small(reader, sizes.error)
 
 
 def _too_small(reader: VideoReader, error: TooSmallError) -> TooSmallError:
@@ -180,26 +180,24 @@ def decode_clip(
     end: float | None = None,
     more_pixels: Sequence[int] = (),
 ) -> Iterator[DecodedClip]:
-    """Decode the windows of a clip that ``spec`` asks for, lazily and in time order.
+    """Decode the windows of a clip that ``spec`` selects, lazily and in time order.
 
-    The frame for time t is the last one whose timestamp is <= t. Rotation, mirroring and pixel aspect are applied.
-    Damage and truncation outside the windows are ignored; windows that slide mode yields before an error are
-    whole.
+    The frame for time t is the last frame with a timestamp <= t. Rotation, mirroring and pixel aspect ratio are applied.
+    Damage and truncation outside the windows are ignored. Windows that slide mode yields before an error are complete.
 
     Args:
         path: the file.
-        spec: rate, size and length wanted.
-        start: seconds; take nothing before it.
-        end: seconds; take nothing at or after it.
-        more_pixels: further bounds of a frame's area, each a further clip of every window unless it gives a
-            size that is there already.
+        spec: rate, size and length of the samples.
+        start: seconds; take no frame before.
+        end: seconds; take no frame at or after.
+        more_pixels: further area limits; each adds a sample of every window, unless the size exists already.
 
     Yields:
-        For each bound one clip for ``head`` and ``middle``, one per window for ``slide``; at least one.
+        For each size one clip for ``head`` and ``middle``, one per window for ``slide``; at least one.
 
     Raises:
-        DataError: the file cannot be opened, has no video, no frame, is truncated or corrupt inside a window,
-            too short or too small. Too small for a further bound alone: after all clips.
+        DataError: if the file cannot be opened, has no video or no frame, is truncated or corrupt inside a window, or is
+            too short or too small. If the clip is too small only for a further limit, the error follows all clips.
     """
     path = Path(path)
     try:
@@ -215,7 +213,7 @@ def probe(path: Path) -> VideoInfo:
     """Read a file's header and first frame.
 
     Raises:
-        DataError: it cannot be opened, or has no video or no frame that can be decoded.
+        DataError: if the file cannot be opened, or has no video or no decodable frame.
     """
     path = Path(path)
     try:
@@ -226,13 +224,13 @@ def probe(path: Path) -> VideoInfo:
 
 
 def frame_times(path: Path) -> tuple[float, ...] | None:
-    """When each frame of a variable-rate clip begins, in seconds, and at last when the clip ends.
+    """Return the start of each frame of a variable-rate clip in seconds, and the end of the clip as last item.
 
     Returns:
-        None for all others: there frame k begins at k / fps, as `probe` tells it.
+        None for a constant rate, where frame k begins at k / `VideoInfo.fps`.
 
     Raises:
-        DataError: as `probe`.
+        DataError: as for `probe`.
     """
     try:
         status = path.stat()
@@ -241,7 +239,7 @@ def frame_times(path: Path) -> tuple[float, ...] | None:
         raise DataError(_cannot_read(path, error)) from error
 
 
-@lru_cache(maxsize=64)  # a table cuts many windows of one clip, in rows that follow each other
+@lru_cache(maxsize=64)  # consecutive rows of a table cut many windows of one clip
 def _frame_times(path: Path, size: int, changed: int) -> tuple[float, ...] | None:
     with VideoReader(path) as reader:
         return reader.frame_times()
@@ -253,7 +251,7 @@ def _cannot_read(path: Path, error: Exception) -> str:
 
 
 def to_pixels(frames: np.ndarray) -> torch.Tensor:
-    """Scale uint8 [F, H, W, 3] to the VAE's float32 [3, F, H, W] in [-1, 1]."""
+    """Convert uint8 [F, H, W, 3] to the VAE's float32 [3, F, H, W] in [-1, 1]."""
     import torch
 
     assert frames.dtype == np.uint8, frames.dtype
@@ -262,7 +260,7 @@ def to_pixels(frames: np.ndarray) -> torch.Tensor:
 
 
 def to_frames(pixels: torch.Tensor) -> np.ndarray:
-    """Inverse of `to_pixels`: [3, F, H, W] in [-1, 1], any float type, clamped, to uint8 [F, H, W, 3]."""
+    """Convert [3, F, H, W] of any float type, clamped to [-1, 1], to uint8 [F, H, W, 3]. Inverse of `to_pixels`."""
     import torch
 
     scaled = pixels.detach().float().add(1.0).mul_(127.5).round_().clamp_(0, 255)
@@ -270,12 +268,11 @@ def to_frames(pixels: torch.Tensor) -> np.ndarray:
 
 
 def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Write H.264 mp4 that every player opens (yuv420p, BT.709, index first); appears whole or not at all.
+    """Write an H.264 mp4 that every player opens (yuv420p, BT.709, index first). The file appears complete or not at all.
 
     Args:
-        path: ends in .mp4; its folder is made.
-        frames: uint8 [F, H, W, 3] RGB. yuv420p has even sizes only: of an odd height or width the last row or
-            column is doubled.
+        path: target, ends in .mp4; its folder is created.
+        frames: uint8 [F, H, W, 3] RGB. Sizes of yuv420p are even, so the last row or column of an odd size is doubled.
         fps: frames per second.
     """
     path = Path(path)
@@ -297,11 +294,11 @@ def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
                 padded = np.pad(
                     frame, ((0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0)), "edge"
                 )
-                picture = av.VideoFrame.from_ndarray(padded, format="rgb24").reformat(
+                image = av.VideoFrame.from_ndarray(padded, format="rgb24").reformat(
                     format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG
                 )
-                picture.pts, picture.time_base = index, 1 / rate
-                output.mux(stream.encode(picture))
+                image.pts, image.time_base = index, 1 / rate
+                output.mux(stream.encode(image))
             output.mux(stream.encode(None))
         os.replace(partial, path)
     finally:

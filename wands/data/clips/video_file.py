@@ -1,7 +1,7 @@
-"""An open video file: what it says of itself, its pictures one after the other, seeking, damage.
+"""Read video files with PyAV: header facts, decoded frames in order, seeking, damage.
 
-Time is in seconds from the first timestamp of the video stream. Headers and seek tables lie: they are only trusted where they
-were seen to be right.
+Times are seconds from the first timestamp of the video stream. Headers and seek tables can be wrong: they are used only
+where measurements have shown them right.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from av.video.reformatter import ColorTrc
 from wands.data.clips.clip import TIME_SLACK
 from wands.errors import DataError
 
-# What PyAV was seen to raise on damaged files: FFmpegError is not all.
+# Exceptions that PyAV raises on damaged files: not only FFmpegError.
 BROKEN = (av.FFmpegError, IndexError, OSError, ValueError)
-# Only these were seen to seek to the frame that was asked for; MPEG-PS, MPEG-TS, AVI and FLV give others.
+# Only these containers seek to the requested frame; MPEG-PS, MPEG-TS, AVI and FLV return other frames.
 _SEEKABLE = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
-# FFmpeg guesses these durations from the file's size or last timestamp: some frames short, blind to a cut.
+# FFmpeg estimates these durations from the file's size or last timestamp: too short, and wrong for a truncated file.
 _GUESSED_DURATION = {"avi", "mpeg", "mpegts"}
-# A damaged timestamp can lie hours ahead, and a still teaches nothing: seconds one picture may be held.
+# Seconds that one image may last. A damaged timestamp can be hours ahead, and a still has no motion.
 LONGEST_HOLD = 10.0
-# Transfer functions of HDR: taken for those of SDR, their pictures come out grey and flat.
+# Transfer functions of HDR: read as SDR, the images look grey and flat.
 HDR = {ColorTrc.SMPTE2084: "PQ", ColorTrc.ARIB_STD_B67: "HLG"}
-# Seconds by which rounded timestamps may lie off (FLV: 1 ms each).
+# Largest error of rounded timestamps in seconds (FLV: 1 ms each).
 ROUNDING = 2.5e-3
-# Text that names other files, or is drawn as a terminal: never what a person means by a clip.
+# Formats of text files that name other files or are drawn as a terminal: never a clip.
 _PLAYLISTS = {"concat", "dash", "hls", "imf", "sdp", "tty"}
 
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """What a file says of itself.
+    """Facts from a file's header and first frame.
 
     Attributes:
         container: FFmpeg's name(s) of the format.
         codec: FFmpeg's name of the codec.
         fps: average frames per second.
-        num_frames: header's count, 0 when it has none; may lie.
-        duration: seconds of video that the file promises; less can be readable when it is truncated.
-        width: stored pixels per row, before rotation and pixel aspect.
+        num_frames: frame count of the header, 0 if it has none; may be wrong.
+        duration: seconds of video according to the header; a truncated file has less.
+        width: stored pixels per row, before rotation and pixel aspect ratio.
         height: stored rows.
-        rotation: counterclockwise degrees by which the stored picture is to be turned: 0, 90, 180 or 270.
+        rotation: counterclockwise degrees (0, 90, 180 or 270) by which the stored image must be rotated.
         sar: width / height of a stored pixel.
-        mirrored: once turned, its left and right are to be exchanged.
-        hdr: "PQ" or "HLG" where that is how brightness is stored, else "". Nothing maps it to SDR.
+        mirrored: whether left and right must be exchanged after the rotation.
+        hdr: "PQ" or "HLG" for HDR brightness, else "". Nothing maps HDR to SDR.
     """
 
     container: str
@@ -72,42 +72,49 @@ class VideoInfo:
 
     @property
     def display_size(self) -> tuple[Fraction, Fraction]:
-        """Width and height as a player shows them: pixel aspect applied to the width, then turned."""
+        """Displayed width and height: pixel aspect ratio applied to the width, then rotated."""
         width, height = self.width * self.sar, Fraction(self.height)
         return (height, width) if self.rotation % 180 else (width, height)
 
 
 @dataclass(frozen=True)
 class VideoFrame:
-    """A decoded picture, shown from ``time`` to ``end``; ``after_loss``: pictures before it were lost."""
+    """A decoded image.
+
+    Attributes:
+        time: start in seconds.
+        end: end in seconds.
+        image: PyAV's frame.
+        damaged: whether the image is corrupt.
+        after_loss: whether images before it were lost.
+    """
 
     time: float
     end: float
-    picture: Any
+    image: Any
     damaged: bool
     after_loss: bool
 
 
 def _open_container(path: Path) -> Any:
-    # Absolute, for FFmpeg reads a relative name such as "a:b.mp4" as protocol a.
+    # Absolute: FFmpeg reads a relative name such as "a:b.mp4" as protocol a.
     return av.open(str(path.absolute()), metadata_errors="replace", timeout=60.0)
 
 
-def _orientation(path: Path, picture: Any) -> tuple[int, bool]:
-    """Counterclockwise degrees by which a picture is to be turned, and whether it is to be mirrored then.
+def _orientation(path: Path, image: Any) -> tuple[int, bool]:
+    """Return the counterclockwise degrees by which an image must be rotated, and whether it must be mirrored then.
 
-    PyAV's `rotation` is where the display matrix takes the x axis, so a picture that is mirrored left to right
-    reads as one that stands on its head.
+    PyAV's `rotation` is the direction of the x axis in the display matrix, so a horizontally mirrored image has 180.
     """
     try:
-        found = picture.side_data.get("DISPLAYMATRIX")
-        # Of the 3 x 3 numbers in 16.16 the upper left 2 x 2: where x goes, and where y goes.
-        x_to_x, x_to_y, _, y_to_x, y_to_y, *_ = struct.unpack("=9i", bytes(found)) if found else (0,) * 9
+        data = image.side_data.get("DISPLAYMATRIX")
+        # 3 x 3 numbers in 16.16 fixed point; the upper left 2 x 2 maps x and y.
+        x_to_x, x_to_y, _, y_to_x, y_to_y, *_ = struct.unpack("=9i", bytes(data)) if data else (0,) * 9
         mirrored = x_to_x * y_to_y < x_to_y * y_to_x
-    except ValueError:  # PyAV 18 has no name for EXIF, and shows no side data at all of a picture that has it
+    except ValueError:  # PyAV 18 has no name for EXIF, and hides all side data of an image with EXIF
         mirrored = _is_mirrored_by_exif(path)
-    along_x = picture.rotation % 180 == 0
-    return (picture.rotation + (180 if mirrored and along_x else 0)) % 360, mirrored
+    along_x = image.rotation % 180 == 0
+    return (image.rotation + (180 if mirrored and along_x else 0)) % 360, mirrored
 
 
 def _is_mirrored_by_exif(path: Path) -> bool:
@@ -116,18 +123,25 @@ def _is_mirrored_by_exif(path: Path) -> bool:
     try:
         with Image.open(path) as image:
             return image.getexif().get(ExifTags.Base.Orientation) in (2, 4, 5, 7)
-    except Exception:  # no picture, or damaged EXIF: Pillow's types of error are as many as its formats
+    except Exception:  # no image, or damaged EXIF: Pillow raises many types of errors
         return False
 
 
 class VideoReader:
-    """An open video stream. Damage inside it does not raise: the frames concerned are marked."""
+    """An open video stream. Damage inside the stream does not raise: the frames are marked.
+
+    Attributes:
+        reached: time up to which frames were decoded, in seconds.
+        interlaced: whether a decoded frame is interlaced.
+        first: first frame.
+        info: facts from header and first frame.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.reached = 0.0  # seconds up to which frames were decoded
-        self.interlaced = False  # some of these are
-        self._steps = (math.inf, 0.0)  # shortest and longest time from one frame to the next
+        self.reached = 0.0
+        self.interlaced = False
+        self._steps = (math.inf, 0.0)  # shortest and longest time between two frames
         self._open()
         try:
             self._frames = self._decode()
@@ -152,14 +166,14 @@ class VideoReader:
         return DataError(f"video={self.path} {problem}; {cure}")
 
     def _open(self) -> None:
-        if not self.path.is_file():  # a pipe or a device would block for ever
+        if not self.path.is_file():  # a pipe or a device would block forever
             raise self.error("is not a regular file", "check the path")
         self._container = _open_container(self.path)
         try:
             name = self._container.format.name
             if name in _PLAYLISTS:
-                raise self.error(f"is a {name} text, not a video", "give the clip itself")
-            # Cover art of an audio file is a video stream of one picture.
+                raise self.error(f"is a {name} text, not a video", "use the clip itself")
+            # Cover art of an audio file is a video stream of one image.
             streams = [
                 s for s in self._container.streams.video if not s.disposition & Disposition.attached_pic
             ]
@@ -170,7 +184,7 @@ class VideoReader:
                 raise self.error("is in a codec that FFmpeg does not know", "convert it to H.264")
             self._stream.thread_type = "AUTO"
             if self._stream.codec_context.name == "mjpeg":
-                # Left to itself it fills what is missing of a cut picture with grey and calls it whole.
+                # By default the decoder fills missing parts of a truncated image with grey and reports no error.
                 self._stream.codec_context.options = {"err_detect": "explode"}
         except BaseException:
             self._container.close()
@@ -181,38 +195,38 @@ class VideoReader:
         self._origin = float((self._stream.start_time or 0) * self._stream.time_base)
 
     def _describe(self) -> VideoInfo:
-        picture = self.first.picture
-        if picture.rotation % 90:
+        image = self.first.image
+        if image.rotation % 90:
             raise self.error(
-                f"is rotated by {picture.rotation} degrees", "re-encode it upright (ffmpeg -i IN OUT)"
+                f"is rotated by {image.rotation} degrees", "re-encode it upright (ffmpeg -i IN OUT)"
             )
-        rotation, mirrored = _orientation(self.path, picture)
+        rotation, mirrored = _orientation(self.path, image)
         return VideoInfo(
             container=self._container.format.name,
             codec=self._stream.codec_context.name,
             fps=self._rate,
             num_frames=self._stream.frames,
             duration=self._duration(),
-            width=picture.width,
-            height=picture.height,
+            width=image.width,
+            height=image.height,
             rotation=rotation,
             sar=Fraction(self._stream.sample_aspect_ratio or 1),
             mirrored=mirrored,
-            hdr=HDR.get(picture.color_trc, ""),
+            hdr=HDR.get(image.color_trc, ""),
         )
 
     @property
     def variable_fps(self) -> bool:
-        """Whether the frames decoded so far lie at distances that no rounding explains."""
+        """Whether distances of the frames decoded so far differ by more than rounding."""
         shortest, longest = self._steps
         return longest - shortest > max(ROUNDING, 0.1 * shortest) if longest else False
 
     def tolerance(self, duration: float) -> float:
-        """Seconds by which an honest header may overstate: 2 %, at least two frames."""
+        """Return by how many seconds a correct header may exceed the content: 2 %, at least two frames."""
         return max(0.02 * duration, 2 / self._rate)
 
     def _duration(self) -> float:
-        """Seconds of video that the header promises; where it is silent or guesses, those in the packets."""
+        """Return the seconds of video in the header, or in the packets if the header has none or estimates."""
         whole = float((self._container.duration or 0) / av.time_base)
         if self._container.format.name not in _GUESSED_DURATION:
             if self._stream.duration:
@@ -223,13 +237,13 @@ class VideoReader:
                 tagged = int(hours) * 3600 + int(minutes) * 60 + float(seconds) - self._origin
                 if 0 < tagged <= whole + self.tolerance(whole):
                     return tagged
-        video, anything = self._scan()
-        # AVI keeps the frame count of the uncut file; its duration follows the file's size.
+        video, anything = self._scan_packets()
+        # AVI keeps the frame count of the file before truncation; its duration follows the file's size.
         promised = self._stream.frames / self._rate if self._is_avi and self._stream.frames else whole
         return video if anything >= promised - self.tolerance(promised) else promised
 
-    def _scan(self) -> tuple[float, float]:
-        """Read every packet of the file: (seconds of video, seconds of the longest stream)."""
+    def _scan_packets(self) -> tuple[float, float]:
+        """Read every packet of the file. Return (seconds of video, seconds of the longest stream)."""
         video = anything = 0.0
         with _open_container(self.path) as container:
             started = float((container.start_time or 0) / av.time_base)
@@ -247,17 +261,17 @@ class VideoReader:
                     elif is_video and packet.size:  # a raw stream has no timestamps at all
                         video += length
             except BROKEN:
-                pass  # what lies beyond cannot be read: exactly what the caller wants to know
+                pass  # the rest of the file is unreadable, which is the result
         return video, max(anything, video)
 
     def frame_times(self) -> tuple[float, ...] | None:
-        """As the function of this name; reads packets, decodes nothing."""
-        # Where timestamps are those of packets, not of pictures: broadcasts store a picture as two fields, AVI
-        # numbers what it stores. Their rate is constant.
+        """Return the times of `wands.data.clips.video.frame_times`; reads packets and decodes nothing."""
+        # Timestamps of these containers belong to packets, not to images: broadcasts store an image as two fields, AVI
+        # numbers packets. Their rate is constant.
         if self._container.format.name in _GUESSED_DURATION:
             return None
         unit, index = self._stream.time_base, self._stream.index_entries
-        if 0 < self._stream.frames == len(index):  # of every frame, so the file need not be read
+        if 0 < self._stream.frames == len(index):  # an entry for every frame: no need to read the file
             stored = [entry.timestamp for entry in index]
             if self._is_even([float((stamp - stored[0]) * unit) for stamp in stored]):
                 return None
@@ -272,21 +286,21 @@ class VideoReader:
                     times.append(float(packet.pts * unit) - self._origin)
                     end = max(end, times[-1] + (float((packet.duration or 0) * unit) or 1 / self._rate))
             except BROKEN:
-                pass  # frames beyond cannot be shown either
-        times.sort()  # from the order of decoding
+                pass  # later frames are unreadable
+        times.sort()  # packets are in decoding order
         return None if self._is_even(times) else (*times, min(end, self.info.duration))
 
     def _is_even(self, times: Sequence[float]) -> bool:
-        """Whether frame k begins at k / rate, but for rounding."""
+        """Return whether frame k begins at k / rate up to rounding."""
         allowed = min(ROUNDING, 0.5 / self._rate)
         return all(abs(time - number / self._rate) <= allowed for number, time in enumerate(times))
 
     def _is_hidden(self, packet: Any) -> bool:
-        # VP8 alone stores its reference pictures, which are never shown, in packets with times of their own.
+        # VP8 stores reference images, which are never displayed, in separate packets with timestamps.
         return self._stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
 
     def frames(self, start: float) -> Iterator[VideoFrame]:
-        """Frames in display order, the first at or before ``start``. To be called once."""
+        """Return frames in display order, the first at or before ``start`` seconds. Call once."""
         if start > 0 and self._can_seek:
             self._container.seek(
                 round((start + self._origin) / self._stream.time_base), stream=self._stream, backward=True
@@ -295,7 +309,7 @@ class VideoReader:
             first = next(sought, None)
             if first is not None and first.time <= start + TIME_SLACK:
                 return chain([first], sought)
-            self._container.close()  # the seek landed too late: read from the beginning instead
+            self._container.close()  # the seek ended too late: read from the beginning
             self._open()
             return self._decode()
         return chain([self.first], self._frames)
@@ -304,33 +318,33 @@ class VideoReader:
         try:
             yield from self._container.demux(self._stream)
         except BROKEN:
-            return  # seen on FLV only: nothing behind it can be read, so the file is a truncated one
+            return  # happens with FLV: the rest is unreadable, so the file is truncated
 
     def _decode(self) -> Iterator[VideoFrame]:
         damaged = lost = False
         end, before = 0.0, None
-        clock: deque[int] = deque()  # timestamps of packets that have not come out as a frame yet
+        clock: deque[int] = deque()  # timestamps of packets without a decoded frame yet
         for packet in self._packets():
             if packet.size and packet.dts is not None:
                 clock.append(packet.dts)
             try:
-                pictures = self._stream.decode(packet)
+                images = self._stream.decode(packet)
             except BROKEN:
                 damaged = lost = True
                 continue
-            for picture in pictures:
-                # AVI numbers packets in decoding order: with B-frames a picture's own pts is wrong, but the
-                # k-th picture shown has the k-th packet's time. A lost packet breaks that count for good.
-                stamp = clock.popleft() if self._is_avi and clock else picture.pts
+            for image in images:
+                # AVI numbers packets in decoding order. With B-frames the pts of an image is wrong, but the k-th
+                # displayed image has the time of the k-th packet. A lost packet breaks this count permanently.
+                stamp = clock.popleft() if self._is_avi and clock else image.pts
                 time = end if stamp is None else float(stamp * self._stream.time_base) - self._origin
-                end = time + (float((picture.duration or 0) * self._stream.time_base) or 1 / self._rate)
+                end = time + (float((image.duration or 0) * self._stream.time_base) or 1 / self._rate)
                 self.reached = max(self.reached, end)
-                self.interlaced = self.interlaced or picture.interlaced_frame
+                self.interlaced = self.interlaced or image.interlaced_frame
                 if before is not None:
                     shortest, longest = self._steps
                     self._steps = (min(shortest, time - before), max(longest, time - before))
                 before = time
-                healed = picture.key_frame and not self._is_avi
-                damaged = picture.is_corrupt or (damaged and not healed)
-                yield VideoFrame(time, end, picture, damaged, lost)
+                healed = image.key_frame and not self._is_avi
+                damaged = image.is_corrupt or (damaged and not healed)
+                yield VideoFrame(time, end, image, damaged, lost)
                 lost = False

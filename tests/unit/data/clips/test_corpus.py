@@ -66,8 +66,8 @@ def test_oddities_are_told(checked: tuple[dict[str, str], CheckReport]) -> None:
         "slow": "5 fps, frames are repeated to reach 16",
         "wide pixels": "pixel aspect: 4:3, taken as 128x64",
         "one frame": "becomes a still",
-        "whole": "duplicate: the same pictures as UPPER",
-        "endless caption": "all beyond 512 is cut",
+        "whole": "duplicate: the same images as UPPER",
+        "endless caption": "cut after 512",
     }.items():
         assert words in warnings[key], key
     assert [key for key in ("UPPER", "odd size", "ten bit", "alpha.mov") if warnings[key]] == []

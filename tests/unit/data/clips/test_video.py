@@ -805,7 +805,7 @@ def test_a_leap_in_time_is_refused_not_filled(tmp_path: Path) -> None:
     stamps = [40 * i if i < 10 else 40 * i + 3_600_000 for i in range(20)]
     path = write_clip(tmp_path / "leap.mkv", num_frames=20, stamps_ms=stamps)
     assert numbers(decode_one(path, ClipSpec(fps=25, max_frames=9)).frames) == list(range(9))
-    with pytest.raises(DataError, match=r"shows one picture from 0\.360 s to 10\.3[67]"):
+    with pytest.raises(DataError, match=r"shows one image from 0\.360 s to 10\.3[67]"):
         list(decode_clip(path, ClipSpec(fps=25)))
 
 

@@ -1,0 +1,160 @@
+"""Fingerprint of the frozen encoders of a pipeline: equal fingerprints make equal caches."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from wands.encoders.components import CONFIG_FILES, find_part, read_config
+from wands.errors import ConfigError, one_line
+from wands.model.files.loading import load_index
+
+# Config keys that change numbers without changing a tensor's name or shape. The lists name relevant keys and not irrelevant
+# ones, because every release of diffusers and transformers adds keys.
+# fmt: off
+VAE_KEYS = (
+    "z_dim", "latents_mean", "latents_std", "is_residual", "patch_size", "temperal_downsample", "scale_factor_temporal",
+    "scale_factor_spatial",
+)
+TEXT_KEYS = (
+    "d_model", "num_heads", "num_layers", "feed_forward_proj", "layer_norm_epsilon", "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+)
+CLIP_KEYS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size", "hidden_act", "layer_norm_eps",
+)
+PROCESSOR_KEYS = (
+    "do_convert_rgb", "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor",
+    "do_normalize", "image_mean", "image_std",
+)
+# fmt: on
+IMAGE_PARTS = ("image_encoder", "image_processor")
+PROBE = "A cat, 2 dogs &amp; «trois» oiseaux – 一只猫 🐈 swim\n\tslowly; ÄÖÜß naïve"
+
+
+def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
+    """Identify the frozen encoders of a pipeline by their content.
+
+    Weights are identified by the SHA-256 of their files, configs by the keys that change numbers, the tokenizer by its
+    vocabulary and the tokens of one sentence. Weights on the Hub are not downloaded: the Hub stores their hashes.
+
+    Args:
+        model: diffusers pipeline folder or Hub id.
+
+    Returns:
+        {"vae": {...}, "text_encoder": {...}, "tokenizer": {...}}, with CLIP also "image_encoder" and "image_processor".
+        Parts that the model lacks are left out.
+
+    Raises:
+        ConfigError: if the model does not exist or a part is damaged.
+    """
+    readers: dict[str, Callable[[str, Path], dict[str, str]]] = {
+        "vae": _fingerprint_vae,
+        "text_encoder": _fingerprint_text_encoder,
+        "tokenizer": _fingerprint_tokenizer,
+        "image_encoder": _fingerprint_image_encoder,
+        "image_processor": _fingerprint_image_processor,
+    }
+    fingerprint = {}
+    for part, read in readers.items():
+        if Path(model).is_dir() and not (Path(model) / part).is_dir():
+            continue
+        # A missing part on the Hub is an error for find_part, and most models have no CLIP.
+        if (
+            part in IMAGE_PARTS
+            and not Path(model).is_dir()
+            and load_index(model).get(part, [None])[0] is None
+        ):
+            continue
+        fingerprint[part] = read(str(model), find_part(model, part, CONFIG_FILES))
+    return fingerprint
+
+
+def _fingerprint_vae(model: str, folder: Path) -> dict[str, str]:
+    from diffusers import AutoencoderKLWan
+
+    defaults = inspect.signature(AutoencoderKLWan.__init__).parameters
+    config = read_config(folder / "config.json")
+    kept = {key: config.get(key, defaults[key].default) for key in VAE_KEYS}
+    weights = _weights_sha256(model, folder, "diffusion_pytorch_model.safetensors")
+    return {"config_sha256": _sha256(kept), "weights_sha256": weights}
+
+
+def _fingerprint_text_encoder(model: str, folder: Path) -> dict[str, str]:
+    from transformers import UMT5Config
+
+    return _fingerprint_encoder(model, folder, UMT5Config, TEXT_KEYS)
+
+
+def _fingerprint_image_encoder(model: str, folder: Path) -> dict[str, str]:
+    from transformers import CLIPVisionConfig
+
+    return _fingerprint_encoder(model, folder, CLIPVisionConfig, CLIP_KEYS)
+
+
+def _fingerprint_encoder(model: str, folder: Path, kind: Any, keys: Sequence[str]) -> dict[str, str]:
+    """Fingerprint an encoder of transformers; the config class `kind` adds defaults of missing keys."""
+    config = kind.from_dict(read_config(folder / "config.json"))
+    kept = {key: getattr(config, key) for key in keys}
+    return {
+        "config_sha256": _sha256(kept),
+        "weights_sha256": _weights_sha256(model, folder, "model.safetensors"),
+    }
+
+
+def _fingerprint_tokenizer(model: str, folder: Path) -> dict[str, str]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model={model} has a tokenizer that cannot be loaded ({one_line(error)}); restore the folder tokenizer."
+        ) from None
+    return {"vocabulary_sha256": _sha256([sorted(tokenizer.get_vocab().items()), tokenizer(PROBE).input_ids])}
+
+
+def _fingerprint_image_processor(model: str, folder: Path) -> dict[str, str]:
+    config = read_config(folder / "preprocessor_config.json")
+    kept = {key: config.get(key) for key in PROCESSOR_KEYS}
+    return {"config_sha256": _sha256(kept)}
+
+
+def _weights_sha256(model: str, folder: Path, single: str) -> str:
+    index = folder / f"{single}.index.json"
+    names = sorted(set(read_config(index)["weight_map"].values())) if index.is_file() else [single]
+    with ThreadPoolExecutor(4) as pool:  # hashlib releases the GIL: weight files of UMT5-XXL in parallel
+        hashes = list(pool.map(lambda name: _file_sha256(model, folder, name), names))
+    return hashes[0] if len(hashes) == 1 else _sha256(hashes)
+
+
+def _file_sha256(model: str, folder: Path, name: str) -> str:
+    path = folder / name
+    if path.is_file():
+        blob = path.resolve()
+        if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name):
+            return blob.name  # the Hub's cache names large files by their SHA-256
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    if Path(model).is_dir():
+        raise ConfigError(f"model={model} has no {folder.name}/{name}; restore it from the Hub.")
+    try:
+        etag = get_hf_file_metadata(hf_hub_url(model, f"{folder.name}/{name}")).etag
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ConfigError(
+            f"model={model}: the Hub has no hash of {folder.name}/{name} ({one_line(error)}); check network and access."
+        ) from None
+    return str(etag)
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
