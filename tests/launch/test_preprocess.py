@@ -402,7 +402,7 @@ def test_other_settings_are_refused_and_each_is_named_with_both_values(
     with pytest.raises(CacheError) as caught:
         preprocess(str(made_of_one.source), made_of_one.cache, tiny_pipeline, **(SMALL | change))
     assert str(caught.value) == (
-        f"cache={made_of_one.cache} was begun with {', '.join(differences)}; give the settings it was begun with, "
+        f"cache={made_of_one.cache} was begun with {', '.join(differences)}; use the settings of the first run, "
         "or another --out."
     )
     assert contents(made_of_one.cache) == before

@@ -297,7 +297,7 @@ def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | 
         longest = int(seq_lens.argmax())
         name = keys[longest] if keys is not None else f"number {longest}"
         raise DataError(
-            f"packing.max_tokens={max_tokens} is less than the {seq_lens[longest]} tokens of sample {name} ("
+            f"packing.max_tokens={max_tokens} is less than sample {name} needs ({seq_lens[longest]} tokens; "
             f"{len(too_long)} of {len(seq_lens)} samples are too long); set packing.max_tokens to at least "
             f"{seq_lens[longest]}, or preprocess with a smaller --max-frames or --max-pixels."
         )

@@ -162,7 +162,7 @@ def test_what_is_said_of_the_data(caches):
     ("sources", "kind", "said"),
     [
         ([("a", {}), ("nowhere", {})], CacheError, r"data\.sources\.1\.path: cache=.*nowhere is not a folder; give"),
-        ([("a", {}), ("empty", {})], CacheError, r"data\.sources\.1\.path=.*empty holds no sample; run"),
+        ([("a", {}), ("empty", {})], CacheError, r"data\.sources\.1\.path=.*empty has no sample; run"),
         ([("alien", {})], CacheError, r"data\.sources\.0\.path: cache=.*alien was .* vae\.weights=bb but the model"),
         ([("a", {}), ("text", {})], CacheError, r"sources\.1\.path=.*text was .* text_encoder={'w.*} but .*a with None; encode"),
         ([("c", {"repeat": 0.5})], ConfigError, r"less than one sample an epoch \(1 x 0\.5\); raise"),
