@@ -86,8 +86,9 @@ class ImageEncoder:
         """
         from PIL import Image
 
-        images = [Image.fromarray(image) for image in images]
-        values = self.processor(images=images, return_tensors="pt").to(self.model.device)
+        values = self.processor(images=[Image.fromarray(image) for image in images], return_tensors="pt").to(
+            self.model.device
+        )
         states = self.model(**values, output_hidden_states=True).hidden_states[-2]
         return states.flatten(0, 1).float().cpu()
 
