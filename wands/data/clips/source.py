@@ -1,4 +1,4 @@
-"""What a user asks to be scanned: the source and the options that every dataset layout gets."""
+"""The source of a scan: its name and the options that every dataset layout gets."""
 
 from __future__ import annotations
 
