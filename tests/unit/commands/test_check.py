@@ -367,7 +367,7 @@ def test_exit_codes(clips: Path, clips_dir: Path, tmp_path: Path) -> None:
 
 
 def test_wrong_options_are_refused(clips: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="bins_per_step=0 must be at least 1"):
+    with pytest.raises(ConfigError, match="--bins-per-step=0 must be at least 1"):
         check(str(clips), bins_per_step=0)
     with pytest.raises(ConfigError, match="neither a folder nor a Hub id"):
         check(str(clips), model=tmp_path / "nowhere")

@@ -124,7 +124,7 @@ def test_weights_are_shares(caches):
     for epoch in range(40):
         rows = data.schedule.rows(epoch)
         assert abs(len(rows) - 11) <= 1
-        found += np.bincount(data._part_of[rows], minlength=2)
+        found += np.bincount(data._source_of[rows], minlength=2)
     assert found / found.sum() == pytest.approx([0.25, 0.75], abs=0.005)
 
 
@@ -165,7 +165,7 @@ def test_what_is_said_of_the_data(caches):
         ([("a", {}), ("empty", {})], CacheError, r"data\.sources\.1\.path=.*empty has no sample; run"),
         ([("alien", {})], CacheError, r"data\.sources\.0\.path: cache=.*alien was .* vae\.weights=bb but the model"),
         ([("a", {}), ("text", {})], CacheError, r"sources\.1\.path=.*text was .* text_encoder={'w.*} but .*a with None; encode"),
-        ([("c", {"repeat": 0.5})], ConfigError, r"less than one sample an epoch \(1 x 0\.5\); raise"),
+        ([("c", {"repeat": 0.5})], ConfigError, r"less than one sample per epoch \(1 x 0\.5\); increase"),
     ],
 )  # fmt: skip
 def test_sources_that_cannot_be_are_refused(caches, sources, kind: type[WandsError], said: str):

@@ -189,7 +189,7 @@ def _examine(row: ClipRecord) -> Clip | Rejection:
         return Rejection(
             row.key,
             str(row.path),
-            f"video={row.path} cannot be read ({error.strerror}); mend its permissions",
+            f"video={row.path} cannot be read ({error.strerror}); fix its permissions",
         )
     return Clip(str(row.path), row.start, row.end, video, (Row(row.key, caption, content),))
 
