@@ -1,6 +1,6 @@
-"""The Wan family as data: one frozen row per variant, and the arithmetic that follows from a DiT's shape.
+"""Wan variants as data: one row per variant, and arithmetic on the shape of a DiT.
 
-A variant is recognised from the model's own config, never from a folder's name.
+A variant is recognised from the config of a model, never from the name of a folder.
 Sources: the official Wan 2.1 and 2.2 configs and diffusers' conversion of them.
 """
 
@@ -11,31 +11,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 TEXT_LEN = 512
-"""Text tokens that every sample attends to: trimmed embeddings, zero-padded, pads attended (official Wan)."""
+"""Text tokens that every sample attends to: the embeddings, then zero padding, which official Wan attends to."""
 IMAGE_LEN = 257
-"""CLIP tokens of one picture: 16 x 16 patches and the class token, whatever the picture's size."""
+"""CLIP tokens of one image of any size: 16 x 16 patches and the class token."""
 MASK_CHANNELS = 4
-"""Channels that say which of a latent frame's four pixel frames are given."""
+"""Mask channels of a latent frame: one for each of its four pixel frames, 1 for conditioning frames."""
 
 
 @dataclass(frozen=True)
 class DiTShape:
-    """The numbers of a Wan DiT that data, planning and reporting need.
+    """Shape of a Wan DiT.
 
     Attributes:
         num_heads: attention heads of a block.
         head_dim: channels of one head.
         num_layers: transformer blocks.
         ffn_dim: hidden width of the feed-forward.
-        in_channels: channels that enter the patch embedding: noisy latents, and behind them what they are
-            conditioned on.
-        out_channels: channels that leave the model: those of the latents.
-        text_dim: width of the text encoder's states.
+        in_channels: latent channels of the patch embedding: noisy channels, then conditioning channels.
+        out_channels: latent channels of the output.
+        text_dim: width of the text encoder's hidden states.
         freq_dim: width of the sinusoidal timestep features.
         patch_size: latent (frames, height, width) of one token.
-        image_dim: width of CLIP's states, None for a model that attends to no picture.
-        image_len: CLIP tokens that every sample attends to, 0 without `image_dim`.
-        image_positions: rows of the table of positions that tells two pictures apart, 0 without one.
+        image_dim: width of CLIP's hidden states; None for a model without CLIP.
+        image_len: CLIP tokens that every sample attends to; 0 without CLIP.
+        image_positions: rows of the position embedding of two images; 0 without a position embedding.
     """
 
     num_heads: int
@@ -53,7 +52,7 @@ class DiTShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DiTShape:
-        """Read the shape from a diffusers ``WanTransformer3DModel`` config."""
+        """Read the shape from the config of a diffusers ``WanTransformer3DModel``."""
         pt, ph, pw = config["patch_size"]
         image_dim, positions = config.get("image_dim"), config.get("pos_embed_seq_len") or 0
         return cls(
@@ -72,7 +71,7 @@ class DiTShape:
         )
 
     def to_config(self) -> dict[str, Any]:
-        """The diffusers config of a DiT of this shape, as `from_config` reads it."""
+        """Return the diffusers config of a DiT with this shape, which `from_config` reads."""
         config: dict[str, Any] = {
             "patch_size": list(self.patch_size),
             "num_attention_heads": self.num_heads,
@@ -91,7 +90,7 @@ class DiTShape:
 
     @property
     def condition_channels(self) -> int:
-        """Channels of a token that are neither noised nor predicted: a mask and the latents of pictures."""
+        """Latent channels that are neither noised nor predicted: a mask and the latents of conditioning frames."""
         return self.in_channels - self.out_channels
 
     @property
@@ -101,7 +100,7 @@ class DiTShape:
 
     @property
     def num_params(self) -> int:
-        """Parameters of a DiT of this shape, norms and biases included."""
+        """Number of parameters of a DiT with this shape, including norms and biases."""
         d, f, patch = self.dim, self.ffn_dim, self._patch_volume
         attention = 4 * (d * d + d) + 2 * d  # q, k, v, out and the two qk norms
         block = 2 * attention + 2 * d + (d * f + f) + (f * d + d) + 6 * d
@@ -112,7 +111,7 @@ class DiTShape:
         image = 0
         if self.image_dim is not None:
             i = self.image_dim
-            block += 2 * (d * d + d) + d  # keys and values of the picture, and the norm of its keys
+            block += 2 * (d * d + d) + d  # keys and values of images, and the norm of the keys
             image = self.image_positions * i + 2 * i + (i * i + i) + (i * d + d) + 2 * d
         return self.num_layers * block + time + text + image + embed + head
 
@@ -121,15 +120,15 @@ class DiTShape:
         return self.patch_size[0] * self.patch_size[1] * self.patch_size[2]
 
     def linear_flops_per_token(self) -> int:
-        """Multiply-adds x 2 of one video token's linear layers in one forward, attention scores left out."""
+        """Return the FLOPs of the linear layers and the cross-attention per video token in one forward (2 per multiply-add)."""
         d = self.dim
         block = 2 * (4 * d * d + 2 * d * d + 2 * d * self.ffn_dim)  # self q k v o, cross q o, ffn
-        cross = 4 * d * (TEXT_LEN + self.image_len)  # scores and values against text and picture
+        cross = 4 * d * (TEXT_LEN + self.image_len)  # scores and values of text and images
         ends = 2 * d * self._patch_volume * (self.in_channels + self.out_channels)
         return self.num_layers * (block + cross) + ends
 
     def linear_flops_per_sample(self) -> int:
-        """FLOPs of one forward that every sample pays once: keys, values and embeddings of text, picture and time."""
+        """Return the FLOPs per sample in one forward: keys, values and embeddings of text, images and timestep."""
         d = self.dim
         text_kv = self.num_layers * 2 * 2 * d * d * (TEXT_LEN + self.image_len)
         embed = 2 * TEXT_LEN * (self.text_dim * d + d * d)
@@ -138,16 +137,16 @@ class DiTShape:
         return text_kv + embed + image + time
 
     def attention_flops_per_squared_token(self) -> int:
-        """FLOPs of self-attention per pair of tokens of one sample in one forward (scores and values)."""
+        """Return the FLOPs of self-attention per pair of tokens of a sample in one forward (scores and values)."""
         return self.num_layers * 4 * self.dim
 
     def forward_flops(self, seq_lens: Sequence[int]) -> int:
-        """Exact matmul FLOPs of one forward of stock Wan over a pack, all 512 text rows of each sample included.
+        """Return the matmul FLOPs of one forward of the stock model over a pack, with all 512 text tokens of each sample.
 
-        A training step with full gradients costs three times this.
+        A training step of a full finetune takes three times as many FLOPs.
 
         Args:
-            seq_lens: tokens of each sample in the pack.
+            seq_lens: number of tokens of each sample in the pack.
         """
         tokens = sum(seq_lens)
         squares = sum(length * length for length in seq_lens)
@@ -160,12 +159,12 @@ class DiTShape:
 
 @dataclass(frozen=True)
 class Expert:
-    """One DiT of a model and the noise levels that it is trained at.
+    """A DiT of a model, with the noise levels that it is trained at.
 
     Attributes:
-        name: "high" or "low", "" for a model of one DiT.
+        name: "high" or "low"; "" for a model with one DiT.
         subfolder: "transformer" or "transformer_2": subfolder of a diffusers pipeline, and name of the module there.
-        sigma_range: [low, high), the end included when it is 1.
+        sigma_range: [low, high); the end is included if it is 1.
     """
 
     name: str
@@ -175,21 +174,21 @@ class Expert:
 
 @dataclass(frozen=True)
 class Variant:
-    """One published Wan model.
+    """A published Wan model.
 
     Attributes:
-        name: how wands and its recipes call it.
-        dit: shape of the DiT (of each expert).
+        name: name in wands and its recipes.
+        dit: shape of the DiT, or of each expert.
         vae_stride: pixels per latent in (frames, height, width).
-        fps: frame rate that the model was trained at.
+        fps: frame rate of the training videos.
         default_shift: flow shift of official inference.
-        boundary_ratio: t/1000 from which on the high-noise expert works, None for one expert.
-        conditions: what the model is conditioned on besides noise, of
-            "text": the caption, always;
-            "image": the first frame, as 4 channels of mask and latents of that frame before grey ones;
-            "last_image": the last frame, in the same channels;
-            "clip": CLIP's states of these pictures, attended to beside the text;
-            "first_frame": at will, the first latent frame itself, clean, its tokens at timestep 0.
+        boundary_ratio: t/1000 at and above which the high-noise expert is used; None for one DiT.
+        conditions: inputs of the model besides noise:
+            "text": the caption; every model has it.
+            "image": the first frame, as 4 mask channels and the latents of a video of this frame and grey frames.
+            "last_image": the last frame, in the same channels.
+            "clip": CLIP hidden states of these frames, in the cross-attention.
+            "first_frame": the clean first latent frame with timestep 0 for its tokens; optional for each sample.
     """
 
     name: str
@@ -202,12 +201,12 @@ class Variant:
 
     @property
     def num_images(self) -> int:
-        """Pictures that every sample is conditioned on: 0, 1 (its first frame) or 2 (its last as well)."""
+        """Number of conditioning frames of every sample: 0, 1 (first frame) or 2 (first and last frame)."""
         return ("image" in self.conditions) + ("last_image" in self.conditions)
 
     @property
     def experts(self) -> tuple[Expert, ...]:
-        """Its DiTs: sampling takes the first whenever t >= 1000 * boundary_ratio, else the second."""
+        """The DiTs of the model. Sampling uses the first if t >= 1000 * boundary_ratio, else the second."""
         if self.boundary_ratio is None:
             return (Expert("", "transformer", (0.0, 1.0)),)
         boundary = self.boundary_ratio
@@ -259,18 +258,17 @@ VARIANTS: dict[str, Variant] = {
 
 
 def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> Variant:
-    """Recognise a model from its own configs.
+    """Recognise the variant of a model from its configs.
 
-    A shape that was never published, such as the demo's, is of the family whose interfaces it has, under a name
-    that ends in "-tiny".
+    An unpublished shape, such as the demo's, belongs to the family with the same inputs and gets a name that ends in "-tiny".
 
     Args:
-        config: of the diffusers ``WanTransformer3DModel``; of A14B, either expert's.
-        index: `model_index.json` of the pipeline. It tells the experts of Wan 2.2 T2V from a Wan 2.1 T2V model,
-            whose DiT has the same shape, and it may set another `boundary_ratio`. None for a bare DiT.
+        config: config of the diffusers ``WanTransformer3DModel``; for A14B, of either expert.
+        index: `model_index.json` of the pipeline; None for a DiT without a pipeline. It distinguishes Wan 2.2 T2V from Wan 2.1
+            T2V, whose DiT has the same shape, and can set another `boundary_ratio`.
 
     Raises:
-        ValueError: the config is of no model that wands knows.
+        ValueError: if the config matches no supported family.
     """
     shape, index = DiTShape.from_config(config), index or {}
     family = _family(shape, index)
@@ -286,7 +284,7 @@ def _family(shape: DiTShape, index: Mapping[str, Any]) -> str:
     latents, extra, clip = shape.out_channels, shape.condition_channels, shape.image_dim is not None
     two_experts = index.get("boundary_ratio") is not None
     if extra == 0 and not clip:
-        # The 5B model alone has the 48 channels of the Wan 2.2 VAE.
+        # Only the 5B model has the 48 channels of the Wan 2.2 VAE.
         if index.get("expand_timesteps", latents == 48):
             return "wan2.2-ti2v"
         return "wan2.2-t2v" if two_experts else "wan2.1-t2v"
@@ -295,11 +293,11 @@ def _family(shape: DiTShape, index: Mapping[str, Any]) -> str:
             return "wan2.2-i2v"
         return "wan2.1-flf2v" if shape.image_positions else "wan2.1-i2v"
     raise ValueError(
-        f"in_channels={shape.in_channels}, out_channels={latents}, image_dim={shape.image_dim} is of no Wan 2.1 or 2.2 "
+        f"in_channels={shape.in_channels}, out_channels={latents}, image_dim={shape.image_dim} matches no Wan 2.1 or 2.2 "
         "text-to-video or image-to-video model"
     )
 
 
 def legal_frames(num_frames: int) -> int:
-    """The longest 4k+1 that is not above `num_frames`: the causal VAE takes one frame and then groups of four."""
+    """Return the largest 4k+1 <= `num_frames`: the causal VAE encodes one frame, then groups of four frames."""
     return (num_frames - 1) // 4 * 4 + 1

@@ -1,4 +1,4 @@
-"""Context-parallel attention in a test world: shard, attend, and put the pieces together again."""
+"""Context-parallel attention in a test world: slice the inputs, attend, and join the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADS, DIM = 4, 8
 
 
 def make_inputs(seq_lens: tuple[int, ...], dtype: torch.dtype, heads: int = HEADS) -> list[Tensor]:
-    """q, k, v and the gradient of the output, for the whole pack, the same on every rank."""
+    """Return q, k, v and the gradient of the output for the whole pack, equal on every rank."""
     generator = torch.Generator().manual_seed(len(seq_lens) + sum(seq_lens))
     return [
         torch.randn(sum(seq_lens), heads, DIM, generator=generator, dtype=torch.float64).to(dtype)
@@ -28,7 +28,7 @@ def make_inputs(seq_lens: tuple[int, ...], dtype: torch.dtype, heads: int = HEAD
 
 
 def whole(inputs: list[Tensor], seq_lens: tuple[int, ...], backend: str = "reference") -> list[Tensor]:
-    """The dumb way: one process, the whole pack; out, dq, dk, dv."""
+    """Attend to the whole pack in one process, as the reference; return out, dq, dk and dv."""
     *leaves, dout = [x.clone().requires_grad_() for x in inputs]
     kernel = choose_backend(backend, "cpu", leaves[0].dtype)
     out = varlen_attention(*leaves, Segments.build(seq_lens), kernel)
@@ -37,7 +37,7 @@ def whole(inputs: list[Tensor], seq_lens: tuple[int, ...], backend: str = "refer
 
 @cache
 def groups_of(ring: int, ulysses: int) -> ProcessGroups:
-    """The groups of a world of dp x ring x ulysses ranks, made once in each world."""
+    """Return the process groups of a world of dp x ring x ulysses ranks, created once per world."""
     if not dist.is_initialized():
         import deepspeed
 
@@ -54,11 +54,13 @@ def meta_of(layout: ContextLayout) -> PackedMeta:
 
 def shard_rows(x: Tensor, layout: ContextLayout) -> Tensor:
     pads = (layout.token_index < 0).view(-1, 1, 1)
-    return x[layout.token_index.clamp(min=0)].masked_fill(pads, 3.0)  # pads are not zero: nobody may look
+    return x[layout.token_index.clamp(min=0)].masked_fill(
+        pads, 3.0
+    )  # not zero, so that attention to padding changes results
 
 
 def join(piece: Tensor, layout: ContextLayout, group: dist.ProcessGroup | None) -> Tensor:
-    """All ranks' rows at their places in the pack; pads, which stay behind, must be finite."""
+    """Return the rows of all ranks in packed order, without padding, which must be finite."""
     assert torch.isfinite(piece).all()
     total = piece.new_zeros(sum(layout.seq_lens), *piece.shape[1:], dtype=torch.float64)
     total[layout.token_index[: layout.num_valid]] = piece[: layout.num_valid].double()
@@ -76,7 +78,7 @@ def attend(
     fused: bool = True,
     backend: str = "cpu",
 ) -> list[Tensor]:
-    """Shard the pack, attend and differentiate on this rank, and join: out, dq, dk, dv in float64."""
+    """Slice the pack, attend and differentiate on this rank, and join out, dq, dk and dv in float64."""
     groups = groups_of(ring, ulysses)
     layout = ContextLayout.build(
         seq_lens, ulysses_degree=ulysses, ring_degree=ring, cp_rank=groups.dims.cp_rank

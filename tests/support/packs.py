@@ -1,4 +1,4 @@
-"""A stock model and a packed one with the same weights, and packs of unequal samples for both."""
+"""A stock and a packed model with the same weights, and packs of unequal samples for both."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CONFIG = {
     "ffn_dim": 96,
     "num_layers": 3,
 }
-# What each kind of Wan model has beside that: channels of conditions behind the 4 of the latents, a picture that is attended to
-# (with positions where there are two), timesteps of tokens instead of samples.
+# Config keys of each kind of Wan model: conditioning channels after the 4 latent channels, and CLIP tokens of an image (with a
+# position embedding for two images). ti2v has timesteps of tokens instead of samples.
 IMAGE_ROWS = 6
 KINDS = {
     "t2v": {},
@@ -45,9 +45,9 @@ TIMESTEPS = [997.3, 301.7, 0.4, 650.1, 998.9, 42.0, 777.7]
 
 @dataclass(frozen=True)
 class Pack:
-    """Unequal samples, sample by sample and packed.
+    """Unequal samples, separate and packed.
 
-    `images` are [I, D] of each sample, or none; `num_cond_tokens` says how many tokens at the start of each are at timestep 0.
+    `images` contains [I, D] for each sample, or nothing; `num_cond_tokens` is the number of tokens at timestep 0 of each sample.
     """
 
     latents: list[Tensor]
@@ -71,13 +71,13 @@ class Pack:
 
     @property
     def row_timesteps(self) -> Tensor:
-        """One for each entry of `meta.timestep_lens`."""
+        """Timestep of each entry of `meta.timestep_lens`."""
         num_cond_tokens = self.num_cond_tokens or (0,) * len(self.timesteps)
         pairs = zip(self.timesteps, num_cond_tokens, strict=True)
         return torch.stack([t for step, clean in pairs for t in ([0 * step] if clean else []) + [step]])
 
     def replaced(self, index: int, **parts: Tensor) -> Pack:
-        """The pack with another `latents`, `texts`, `images` or `timesteps` for one sample."""
+        """Return the pack with other `latents`, `texts`, `images` or `timesteps` for one sample."""
         changed = {}
         for name, value in parts.items():
             rows = list(getattr(self, name))
@@ -99,7 +99,7 @@ def make_pack(num_samples: int, dtype: torch.dtype = torch.float32, seed: int = 
     with_images = "image_dim" in config
     images = [normal(IMAGE_ROWS, config["image_dim"]) for _ in grids] if with_images else []
     num_cond_tokens = ()
-    if kind == "ti2v":  # every second sample that has a second frame starts from a picture
+    if kind == "ti2v":  # every second sample with more than one frame has a clean first frame
         num_cond_tokens = tuple(h * w if f > 1 and i % 2 == 0 else 0 for i, (f, h, w) in enumerate(grids))
     meta = make_meta(grids, text_lens, num_cond_tokens)
     return Pack(latents, texts, torch.tensor(TIMESTEPS[:num_samples]), meta, images, num_cond_tokens)
@@ -125,7 +125,7 @@ def make_meta(
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
-    """Give every parameter, also those that start at zero or one, a value that matters."""
+    """Set every parameter to random values, also parameters that start at zero or one."""
     generator = torch.Generator().manual_seed(seed)
     for name, param in model.named_parameters():
         noise = torch.randn(param.shape, generator=generator)
@@ -141,7 +141,7 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
 def build_pair(
     dtype: torch.dtype = torch.float32, kind: str = "t2v"
 ) -> tuple[WanTransformer3DModel, PackedWanTransformer]:
-    """The stock model and ours, with the same non-trivial weights."""
+    """Return the stock and the packed model with the same random weights."""
     diffusers.logging.set_verbosity_error()  # a notice at every `.to(dtype)`
     config = CONFIG | KINDS[kind]
     stock, packed = WanTransformer3DModel(**config), PackedWanTransformer(**config)
@@ -165,10 +165,10 @@ def run_packed(model: PackedWanTransformer, pack: Pack) -> Tensor:
 
 
 def run_stock(stock: WanTransformer3DModel, pack: Pack, per_token: bool = False) -> Tensor:
-    """One sample at a time through diffusers, as its own pipelines call it; returned as packed tokens.
+    """Run the stock model on one sample at a time, as diffusers pipelines do; return packed tokens.
 
     Args:
-        per_token: give a timestep for each token, as for TI2V.
+        per_token: use a timestep per token, as for TI2V.
     """
     outputs = []
     for i, (latents, text, timestep) in enumerate(zip(pack.latents, pack.texts, pack.timesteps, strict=True)):
@@ -179,7 +179,7 @@ def run_stock(stock: WanTransformer3DModel, pack: Pack, per_token: bool = False)
             timesteps[:, : (pack.num_cond_tokens or (0,) * len(pack.latents))[i]] = 0
         if pack.images:
             image = pack.images[i][None]
-            if stock.config.pos_embed_seq_len:  # the first and the last picture, each on its own
+            if stock.config.pos_embed_seq_len:  # the first and the last image separately
                 image = torch.stack(pack.images[i].chunk(2))
         output = stock(latents[None], timesteps, padded[None], image, return_dict=False)[0]
         outputs.append(patchify(output[0], PATCH))

@@ -1,4 +1,4 @@
-"""Plain PyTorch attention, random packed rows, and which back ends there are to test."""
+"""Plain PyTorch attention, random packed rows, and the kernels to test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUDA_BACKENDS = {
 
 
 def make_inputs(lens_q, lens_k, dtype, device="cpu", dim=DIM) -> list[Tensor]:
-    """q, k, v and the gradient of the output."""
+    """Return random q, k, v and the gradient of the output."""
     generator = torch.Generator().manual_seed(3)
     rows = (sum(lens_q), sum(lens_k), sum(lens_k), sum(lens_q))
     return [torch.randn(n, HEADS, dim, generator=generator).to(device, dtype) for n in rows]
@@ -31,7 +31,7 @@ def make_inputs(lens_q, lens_k, dtype, device="cpu", dim=DIM) -> list[Tensor]:
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Dense float64 attention with a block mask; rows without a key are 0 and -inf."""
+    """Compute dense float64 attention with a block mask; rows without keys have out 0 and lse -inf."""
     q, k, v = (x.double() for x in (q, k, v))
     id_q = torch.repeat_interleave(torch.arange(len(segments.lens_q)), torch.tensor(segments.lens_q)).to(
         q.device
@@ -45,7 +45,7 @@ def plain_attention(
 
 
 def cuda_backend(name: str) -> Backend:
-    """The kernel, behind its check, where its package is installed and the GPU is one of its own."""
+    """Return the kernel after its check; skip the test if the package is not installed or the GPU is not supported."""
     pytest.importorskip(CUDA_BACKENDS[name])
     backend = get_backend(name)
     assert isinstance(backend, FlashBackend)

@@ -227,7 +227,7 @@ def test_cache_of_another_variant(cache: Path, tiny_pipeline: Path, tmp_path: Pa
     config = json.loads((model / "transformer" / "config.json").read_text())
     (model / "transformer" / "config.json").write_text(json.dumps({**config, "in_channels": 32}))
     text = refused("train", "--set", f"model.path={model}", "--set", f"data.cache={cache}")
-    assert "is of no Wan 2.1 or 2.2" in text
+    assert "matches no Wan 2.1 or 2.2" in text
     (model / "transformer" / "config.json").write_text(
         json.dumps({**config, "in_channels": 36, "image_dim": 1280})
     )

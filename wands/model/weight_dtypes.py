@@ -26,7 +26,7 @@ class WeightDtypePolicy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all parameters are fp32."""
+        """True if all parameters are fp32."""
         return self == WeightDtypePolicy()
 
     def apply(self, model: nn.Module) -> None:

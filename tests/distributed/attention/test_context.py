@@ -211,7 +211,7 @@ KEPT = {  # mode -> what is saved, what is offloaded
 
 
 def checkpointed(mode: str, grid: tuple[int, int]) -> tuple[int, int, list[Tensor]]:
-    """How often a rank's kernel ran forward and how often it exchanged in one step, and the gradients of q, k and v."""
+    """Return the number of kernel forwards and of exchanges of a rank in one step, and the gradients of q, k and v."""
     groups, lens = groups_of(*grid), PACKS["unequal"]
     layout = ContextLayout.build(
         lens, ulysses_degree=grid[1], ring_degree=grid[0], cp_rank=groups.dims.cp_rank
@@ -304,7 +304,7 @@ def test_the_operators_keep_pytorchs_rules_for_operators(layout: str):
 
 
 def exchanges_keep_the_rules() -> list[Tensor]:
-    """What comes back from there and back."""
+    """Return a tensor, and the same tensor after both exchanges."""
     peers = (groups_of(1, 2).ulysses.group_name, 2)
     x = torch.randn(3, 5, 4, 8, requires_grad=True)
     torch.library.opcheck(ulysses.to_heads, (x, *peers))

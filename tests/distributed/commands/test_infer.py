@@ -789,7 +789,7 @@ def test_folder_that_is_no_pipeline(tiny_pipeline: Path, tmp_path: Path) -> None
         (
             "transformer/config.json",
             {"in_channels": 20},
-            "in_channels=20, out_channels=16, image_dim=None is of no Wan 2.1 or 2.2",
+            "in_channels=20, out_channels=16, image_dim=None matches no Wan 2.1 or 2.2",
         ),
         (
             "transformer/config.json",

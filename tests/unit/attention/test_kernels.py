@@ -103,7 +103,7 @@ def test_rows_behind_the_last_segment_attend_to_nothing(name: str):
 
 
 def check_blocks(backend: Backend, dtype: torch.dtype, device: str = "cpu", dim: int = DIM) -> None:
-    """What a ring does: attend to blocks of keys, merge, give every block's backward the merged result."""
+    """Use a kernel as a ring does: attend to blocks of keys, merge, and pass the merged result to the backward of every block."""
     lens, cut = (6, 3, 4), (2, 3, 0)  # the first block holds `cut` keys of each segment
     q, k, v, dout = make_inputs(lens, lens, dtype, device, dim)
     whole = Segments.build(lens, device=device)
@@ -244,7 +244,7 @@ def test_the_check_lets_right_kernels_pass(name: str, dtype: torch.dtype, head_d
 def kernel_forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale
 ) -> tuple[Tensor, Tensor]:
-    """What the packages compute: right where there is something to attend to, anything elsewhere."""
+    """Compute what the packages compute: right values in rows with keys, any values in other rows."""
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     segments = Segments.build(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())
     assert (max_seqlen_q, max_seqlen_k) == (segments.max_seqlen_q, segments.max_seqlen_k)

@@ -57,7 +57,7 @@ def test_a_ranks_own_numbers_agree_with_its_index(seq_lens: list[int], ring: int
 @settings(max_examples=200, deadline=None)
 @given(PACKS, DEGREES, DEGREES)
 def test_ulysses_ranks_side_by_side_are_their_row_in_order(seq_lens: list[int], ring: int, ulysses: int):
-    """What the all-to-all joins is described by `chunk_lens`: another order would attend to the wrong sample."""
+    """`chunk_lens` describes the rows that the all-to-all joins: another order would attend to the wrong sample."""
     layouts = group_of(seq_lens, ring, ulysses)
     plan = layouts[0].plan
     for row in range(ring):

@@ -1,4 +1,4 @@
-"""Corruption: the algebra, and that noise belongs to a sample and not to where it happens to be packed."""
+"""Noise: the algebra, and that noise depends on the sample and not on the pack."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import wands.flow.noise as corrupt_module
+import wands.flow.noise as noise_module
 from wands.config.recipe import FlowConfig
 from wands.distributed.layout import ContextLayout
 from wands.flow.noise import NoisyBatch, add_noise, draw_noise
@@ -25,8 +25,8 @@ def clean_of(name: str, length: int) -> torch.Tensor:
     return torch.from_numpy(philox("clean", name).standard_normal((length, P))).float()
 
 
-def corrupt_pack(samples: list[tuple[str, int]], seed: int = 0, epoch: int = 0) -> dict[str, tuple]:
-    """Corrupt a pack of (name, length); per sample its noisy rows, target rows, sigma and timestep."""
+def add_noise_to_pack(samples: list[tuple[str, int]], seed: int = 0, epoch: int = 0) -> dict[str, tuple]:
+    """Add noise to a pack of (name, length); return noisy rows, target rows, sigma and timestep of each sample."""
     names, lens = zip(*samples, strict=True)
     layout = ContextLayout.build(lens)
     tokens = torch.cat([clean_of(name, length) for name, length in samples])
@@ -77,10 +77,10 @@ def test_bf16_latents_are_corrupted_in_fp32():
 )
 def test_a_sample_is_the_same_in_every_pack_order_and_rank(lens: list[int], data: st.DataObject, seed: int):
     samples = [(f"clip{i}", length) for i, length in enumerate(lens)]
-    together = corrupt_pack(samples, seed)
-    shuffled = corrupt_pack(data.draw(st.permutations(samples)), seed)
+    together = add_noise_to_pack(samples, seed)
+    shuffled = add_noise_to_pack(data.draw(st.permutations(samples)), seed)
     cut = data.draw(st.integers(1, len(samples) - 1))
-    apart = {**corrupt_pack(samples[:cut], seed), **corrupt_pack(samples[cut:], seed)}
+    apart = {**add_noise_to_pack(samples[:cut], seed), **add_noise_to_pack(samples[cut:], seed)}
     for name, _ in samples:
         assert_same(together[name], shuffled[name])
         assert_same(together[name], apart[name])
@@ -141,16 +141,16 @@ def check_timesteps_are_not_rounded() -> None:
 
 def test_every_sample_has_its_own_noise(monkeypatch: pytest.MonkeyPatch):
     check_every_sample_has_its_own_noise()
-    monkeypatch.setattr(corrupt_module, "rng", lambda seed, key, purpose: philox(seed, key.epoch, purpose))
+    monkeypatch.setattr(noise_module, "rng", lambda seed, key, purpose: philox(seed, key.epoch, purpose))
     with pytest.raises(AssertionError):
         check_every_sample_has_its_own_noise()
 
 
 def test_sigma_is_never_bf16(monkeypatch: pytest.MonkeyPatch):
     check_timesteps_are_not_rounded()
-    exact = corrupt_module.sample_sigma
+    exact = noise_module.sample_sigma
     monkeypatch.setattr(
-        corrupt_module, "sample_sigma", lambda *args: float(torch.tensor(exact(*args)).bfloat16())
+        noise_module, "sample_sigma", lambda *args: float(torch.tensor(exact(*args)).bfloat16())
     )
     with pytest.raises(AssertionError):
         check_timesteps_are_not_rounded()
@@ -162,15 +162,15 @@ def test_timesteps_are_never_bf16(monkeypatch: pytest.MonkeyPatch):
             return (sigmas * 1000).bfloat16().float()
 
     check_timesteps_are_not_rounded()
-    monkeypatch.setattr(corrupt_module, "NUM_TRAIN_TIMESTEPS", RoundedThousand())
+    monkeypatch.setattr(noise_module, "NUM_TRAIN_TIMESTEPS", RoundedThousand())
     with pytest.raises(AssertionError):
         check_timesteps_are_not_rounded()
 
 
 def check_ranks_draw_their_own_sigmas() -> None:
-    """What data-parallel ranks draw in one step, each in a process of its own with the same seed."""
+    """Noise that data-parallel ranks draw in one step, each in a separate process with the same seed."""
     bins = [[("a", 3), ("b", 4)], [("c", 3), ("d", 4)], [("e", 3), ("f", 4)], [("g", 3), ("h", 4)]]
-    sigmas = [row[2] for samples in bins for row in corrupt_pack(samples).values()]
+    sigmas = [row[2] for samples in bins for row in add_noise_to_pack(samples).values()]
     assert len(set(sigmas)) == 8
 
 
@@ -183,6 +183,6 @@ def test_ranks_draw_their_own_sigmas(monkeypatch: pytest.MonkeyPatch):
         place.append(0)
         return rng(seed, SampleKey(str(len(place) % 4), 0, 0), purpose)
 
-    monkeypatch.setattr(corrupt_module, "rng", by_place)
+    monkeypatch.setattr(noise_module, "rng", by_place)
     with pytest.raises(AssertionError):
         check_ranks_draw_their_own_sigmas()

@@ -60,7 +60,7 @@ def set_mode(model: PackedWanTransformer, mode: Mode) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """How often a step computed the product of each linear layer, and the ring.
+    """Count how often a step computed each linear layer, and the ring.
 
     Beneath the modes of checkpointing: what they take from what they kept does not come here.
     """

@@ -3,8 +3,8 @@
 Letters: T rows, H heads, D head dim, S segments. All tensors are packed, [T, H, D], without a batch axis.
 
 The backward takes `out` and `lse` as arguments and does not compute them again. A ring merges the results of several blocks of
-keys and passes the *merged* `out` and `lse`. The probabilities exp(score - lse) are then those of the whole row, and the call for
-a block returns exactly the block's part of the gradient. Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
+keys and passes the *merged* `out` and `lse`. exp(score - lse) is then the probability over the whole row, and the call for a
+block returns exactly the block's part of the gradient. Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
 
 How to add a kernel:
 
