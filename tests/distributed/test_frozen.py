@@ -29,7 +29,7 @@ TOLERANCE = 2e-6
 """Relative. The bits of a float32 loss differ between kinds of CPU; `scripts/golden.py` compares them on one machine."""
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_the_stored_ones(
     case: str, world_size: int, tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool

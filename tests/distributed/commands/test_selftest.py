@@ -328,7 +328,7 @@ def of_context(folder: Path, dtype: str, reverse: bool) -> dict[str, tuple[str, 
     return {one.name: (one.status, one.text) for one in found}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_context_parallelism_is_one_process(
     world_size: int, tiny_variant: Callable[[str], Path], run_world: Callable[..., list[Any]]
 ) -> None:

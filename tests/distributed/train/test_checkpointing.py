@@ -61,6 +61,7 @@ def run_and_count_stores(*args: Any) -> tuple[list[dict[str, Any]], int]:
         return run_training(*args), made.call_count
 
 
+@pytest.mark.slow
 def test_two_experts_share_a_store(tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool):
     model = tiny_variant("wan2.2-t2v-a14b")
     shared = ("train.max_steps=2", "train.bins_per_step=2", "model.experts=both")

@@ -295,6 +295,7 @@ def step_with_a_mistake(mistake: str, *args: Any) -> Step:
         return optimizer_step(*args)
 
 
+@pytest.mark.slow
 def test_a_mistake_would_be_seen(
     single: dict[int, Step], worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
 ):
@@ -345,8 +346,10 @@ KEPT = {
 @pytest.mark.parametrize(
     ("stage", "grid"),
     [
-        (2, TWO_BY_TWO),
-        *(pytest.param(3, grid, marks=pytest.mark.slow) for grid in (Grid(1, 1, 2), Grid(1, 2, 1))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(2, TWO_BY_TWO), (3, Grid(1, 1, 2)), (3, Grid(1, 2, 1))]
+        ),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in [(2, Grid(1, 1, 2)), (2, Grid(1, 2, 1)), (3, TWO_BY_TWO)]
@@ -427,7 +430,7 @@ def series(
                 grid,
                 list(DS_CONFIGS)[i % len(DS_CONFIGS)],
                 8,
-                marks=() if grid == TWO_BY_TWO else pytest.mark.slow,
+                marks=() if grid == Grid(1, 1, 2) else pytest.mark.slow,
             )
             for i, grid in enumerate(GRIDS)
         ),
@@ -462,6 +465,7 @@ def test_the_loss_series_is_that_of_one_process(
         assert loss == pytest.approx(their_clips[clip][1], rel=SERIES_TOLERANCE), clip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grid", "stage"),
     [

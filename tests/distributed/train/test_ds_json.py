@@ -43,6 +43,7 @@ def test_clipping(tiny_pipeline: Path, tmp_path: Path, run_world):
     assert recipe == json_
 
 
+@pytest.mark.slow
 def test_profiler_and_tensorboard(tiny_pipeline: Path, tmp_path: Path, run_world):
     report = tmp_path / "flops.txt"
     ds = zero(

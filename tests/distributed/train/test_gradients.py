@@ -76,9 +76,8 @@ def test_stage_zero_in_float32(tiny_pipeline: Path, tmp_path: Path, worlds: Worl
     assert error <= rounding
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "zero3" else pytest.mark.slow) for name in DS_CONFIGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DS_CONFIGS)
 def test_every_shipped_json_gives_the_stock_gradient(
     name: str, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool, stock: Stock
 ):

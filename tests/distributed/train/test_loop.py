@@ -63,7 +63,8 @@ def sample_losses(out: Path) -> dict[tuple[Any, ...], float]:
     return {(row["step"], row["sample_id"], row["epoch"], row["sigma"]): row["loss"] for row in rows}
 
 
-@pytest.mark.parametrize("reduction", ["sample", pytest.param("token", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["sample", "token"])
 def test_packing_off_gives_the_same_loss_per_sample(
     reduction: str, tiny_pipeline: Path, tmp_path: Path, run_world
 ):

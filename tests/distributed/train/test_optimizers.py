@@ -427,10 +427,11 @@ ON_HOST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [
-        *(pytest.param("fused", stage, marks=() if stage == 2 else pytest.mark.slow) for stage in range(4)),
+        *(("fused", stage) for stage in range(4)),
         pytest.param(
             "on host", 2, marks=pytest.mark.full
         ),  # compiled for a minute where it is for the first time
