@@ -283,7 +283,7 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
         "pickle.pt": "--lora=/pickle.pt must be a .safetensors file; convert it.",
         "cut.safetensors": "--lora=/cut.safetensors cannot be read as a LoRA (",
         "other.safetensors": "--lora=/other.safetensors fits no module of the transformer (1 modules, first nowhere);",
-        "no_lora.safetensors": "--lora=/no_lora.safetensors holds 1 keys that are no LoRA",
+        "no_lora.safetensors": "--lora=/no_lora.safetensors contains 1 keys that are not LoRA keys",
         "wide.safetensors": "--lora=/wide.safetensors does not fit the transformer (",
     }.items():
         assert said(folder, lora=[tmp_path / name]).startswith(words)
