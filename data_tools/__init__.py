@@ -1,1 +1,1 @@
-"""Small programs round a latent cache: `python -m data_tools.inspect CACHE`."""
+"""Small programs for a latent cache: `python -m data_tools.inspect CACHE`."""

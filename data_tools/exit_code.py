@@ -1,4 +1,4 @@
-"""How the programs of this folder end."""
+"""Exit code and error line of the programs in this folder."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from wands.errors import WandsError
 Main = Callable[[Sequence[str] | None], int]
 
 
-def mistakes_are_2(main: Main) -> Callable[..., int]:
-    """Make a program print a mistake of the user's in one line to stderr, and end with exit code 2.
+def exit_2_on_user_error(main: Main) -> Callable[..., int]:
+    """Make a program print a user's error in one line to stderr and exit with code 2.
 
     Args:
-        main: takes the arguments of the command line (None: those of the process) and returns the exit code.
+        main: function of the command line's arguments (None: arguments of the process) that returns the exit code.
     """
 
     @functools.wraps(main)
-    def told(arguments: Sequence[str] | None = None) -> int:
+    def run(arguments: Sequence[str] | None = None) -> int:
         try:
             return main(arguments)
         except WandsError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
 
-    return told
+    return run

@@ -1,13 +1,13 @@
-"""Write a latent cache in a form that other programs read: safetensors files, or WebDataset tars.
+"""Export a latent cache for other programs: safetensors files or WebDataset tars.
 
 python -m data_tools.export CACHE OUT --format safetensors|webdataset
 
-OUT holds export.json, the manifest of the cache; null_text.safetensors, the embedding of the empty caption; and
-safetensors  a file per sample with latents and text_embeds in bf16, for models that are given frames also image_latents
-             and, with CLIP, image_embeds; key, caption and the rest in its header
-webdataset   the same files in tars of 1 GiB, each with the caption as .txt and the rest as .json beside it
+OUT contains export.json (manifest of the cache), null_text.safetensors (embedding of the empty caption) and
+safetensors  a file per sample with latents and text_embeds in bf16, and image_latents and image_embeds for image-to-video
+             models; key, caption and other metadata in its header
+webdataset   the same files in tars of 1 GiB, each with the caption as .txt and the metadata as .json next to it
 
-python -m data_tools.import_cache brings either back, bit by bit.
+python -m data_tools.import_cache converts both formats back, bit by bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 from safetensors.torch import save
 
-from data_tools.exit_code import mistakes_are_2
+from data_tools.exit_code import exit_2_on_user_error
 from wands.commands.progress import progress
 from wands.data.cache.format import array_names, disk_error, to_text
 from wands.data.cache.reader import LatentCache
@@ -37,31 +37,31 @@ EXPORT_NAME, NULL_NAME = "export.json", "null_text.safetensors"
 EXPORT_FORMAT = "wands export"
 FORMATS = ("safetensors", "webdataset")
 NAME_LENGTH = 150
-"""Of a file, cut: file systems and tars take 255 bytes."""
+"""Largest length of a file name: file systems and tars allow 255 bytes."""
 
 
 def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 << 30) -> int:
-    """Write every sample of a cache to another folder, each checksum verified on the way.
+    """Write every sample of a cache to a new folder and verify each checksum.
 
-    The folder appears when all of it is there; what a killed run has left is removed by the next.
+    The folder appears when it is complete. The next run removes files of a killed run.
 
     Args:
         path: the cache.
-        out: folder to make.
+        out: folder to create.
         format: one of `FORMATS`.
-        max_bytes: of one tar, reached but for one sample.
+        max_bytes: size at which a tar is finished; the last sample may exceed it.
 
     Returns:
-        Samples written.
+        Number of samples.
 
     Raises:
-        CacheError: a damaged cache, or no space.
-        ConfigError: `out` is there already.
+        CacheError: if the cache is damaged or the disk is full.
+        ConfigError: if `out` exists.
     """
     assert format in FORMATS, format
     cache, out = LatentCache(path, verify=True), Path(out).absolute()
     if out.exists():
-        raise ConfigError(f"OUT={out} is there already; give a new folder.")
+        raise ConfigError(f"OUT={out} exists; give a new folder.")
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -79,8 +79,8 @@ def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 <<
             for i in range(len(cache)):
                 name, meta, content = file_name(i, cache.keys[i]), cache.meta(i), _to_bytes(cache, i)
                 if tars:
-                    known = {"key": cache.keys[i], "crc32": f"{cache.index.crc32[i]:08x}", **meta}
-                    tars.add(name, content, str(meta.get("caption") or ""), json.dumps(known))
+                    metadata = {"key": cache.keys[i], "crc32": f"{cache.index.crc32[i]:08x}", **meta}
+                    tars.add(name, content, str(meta.get("caption") or ""), json.dumps(metadata))
                 else:
                     (temporary / f"{name}.safetensors").write_bytes(content)
                 advance()
@@ -95,7 +95,7 @@ def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 <<
 
 
 def file_name(i: int, key: str) -> str:
-    """A name that any file system takes, without a dot: WebDataset takes what follows one for the kind of file."""
+    """Return a file name for any file system, without a dot: WebDataset reads the text after a dot as the kind of file."""
     readable = quote(key.encode("utf-8", "surrogateescape"), safe="").replace(".", "%2E")
     return f"{i:08d}-{readable}"[:NAME_LENGTH]
 
@@ -112,14 +112,14 @@ def _to_bytes(cache: LatentCache, i: int) -> bytes:
 
 
 class _Tars:
-    """One tar after the other."""
+    """Consecutive tars of limited size."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
         self._tar: tarfile.TarFile | None = None
         self._count = 0
 
-    def add(self, name: str, content: bytes, caption: str, known: str) -> None:
+    def add(self, name: str, content: bytes, caption: str, metadata: str) -> None:
         if self._tar is None or self._tar.offset >= self._max_bytes:
             self.close()
             path = self._folder / f"shard-{self._count:05d}.tar"
@@ -128,7 +128,7 @@ class _Tars:
         parts = {
             "safetensors": content,
             "txt": caption.encode("utf-8", "replace"),
-            "json": known.encode(),
+            "json": metadata.encode(),
         }
         for extension, part in parts.items():
             member = tarfile.TarInfo(f"{name}.{extension}")
@@ -140,13 +140,13 @@ class _Tars:
             self._tar.close()
 
 
-@mistakes_are_2
+@exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 2 for a mistake of the user's."""
+    """Run the command line and return the exit code, 2 for an error of the user."""
     assert __doc__
     parser = argparse.ArgumentParser(prog="python -m data_tools.export", description=__doc__.splitlines()[0])
     parser.add_argument("cache", type=Path, help="folder written by wands preprocess")
-    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("out", type=Path, help="folder to create")
     parser.add_argument("--format", choices=FORMATS, required=True)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -1,10 +1,10 @@
-"""Turn encoded samples of another form into a latent cache: what data_tools.export wrote, or a musubi-tuner cache.
+"""Convert encoded samples into a latent cache: an export of data_tools.export, or a musubi-tuner cache.
 
 python -m data_tools.import_cache SOURCE OUT [--model DIR_OR_HUB_ID]
 
 SOURCE is a folder with export.json (safetensors files or tars), or the cache_directory of musubi-tuner for Wan
-(*_wan.safetensors and *_wan_te.safetensors). The latter does not say what it was encoded with: --model does.
-No pickle is ever opened, nothing is unpacked. Killed at any moment, the same command goes on where it stopped.
+(*_wan.safetensors and *_wan_te.safetensors), which does not name its encoders, so that --model is needed.
+No pickle is opened and nothing is unpacked. Killed at any moment, the same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from data_tools.exit_code import mistakes_are_2
+from data_tools.exit_code import exit_2_on_user_error
 from data_tools.export import EXPORT_FORMAT, EXPORT_NAME, FORMATS, NULL_NAME
 from data_tools.import_shards import check_latents
 from data_tools.merge import to_variant
@@ -39,15 +39,15 @@ from wands.variants import TEXT_LEN
 
 PICKLES = {".pth", ".pt", ".pkl", ".pickle", ".ckpt", ".bin"}
 MUSUBI_FPS = 16.0
-"""Frames per second to which musubi-tuner brings videos for Wan."""
+"""Frames per second to which musubi-tuner resamples videos for Wan."""
 MUSUBI_LATENTS = re.compile(
     r"(?P<base>.+?)(_(?P<first>\d{5})-(?P<count>\d{3,}))?_\d{4,}x\d{4,}_wan\.safetensors"
 )
 
 
 @dataclass(frozen=True)
-class Item:
-    """One sample on its way into a cache: latents bf16 [C, f, h, w], text_embeds bf16 [L, D]; `images` of given frames."""
+class EncodedClip:
+    """A sample to import: latents bf16 [C, f, h, w], text_embeds bf16 [L, D], and `images`, the arrays of given frames."""
 
     key: str
     latents: Tensor
@@ -57,7 +57,7 @@ class Item:
 
 
 def import_cache(source: str | Path, out: str | Path, model: str | None = None) -> int:
-    """Write encoded samples to a cache, or go on with an import that was interrupted.
+    """Write encoded samples to a cache, or continue an interrupted import.
 
     Args:
         source: folder of an export, or cache folder of musubi-tuner.
@@ -65,18 +65,18 @@ def import_cache(source: str | Path, out: str | Path, model: str | None = None) 
         model: pipeline folder or Hub id with the VAE and the text encoder that musubi-tuner used.
 
     Returns:
-        Samples in the cache.
+        Number of samples in the cache.
 
     Raises:
-        CacheError: `out` was begun otherwise, or no space.
-        ConfigError: no `model` where one is needed, or one where it would be ignored.
-        DataError: nothing to import, or a file that is damaged, unsafe, or does not fit; it is named.
+        CacheError: if `out` has other settings, or the disk is full.
+        ConfigError: if `model` is needed and missing, or given and not needed.
+        DataError: if there is nothing to import, or a file is damaged, unsafe, or does not fit; the message names it.
     """
     source = Path(source)
     if (source / EXPORT_NAME).is_file():
         if model is not None:
             raise ConfigError(
-                f"--model={model} is not needed: {source} says what it was encoded with; leave it out."
+                f"--model={model} is not needed, because {source} names its encoders; leave it out."
             )
         return _import_export(source, Path(out))
     if any(source.glob("*_wan.safetensors")):
@@ -87,7 +87,7 @@ def import_cache(source: str | Path, out: str | Path, model: str | None = None) 
         return _import_musubi(source, Path(out), model)
     if pickles := sorted(path for path in source.glob("*") if path.suffix in PICKLES):
         raise DataError(
-            f"source={source} holds pickles such as {pickles[0].name}, which can run any program when opened "
+            f"source={source} contains pickles such as {pickles[0].name}, which can run any program when opened "
             "(DiffSynth keeps its cache so); run wands preprocess on the videos instead."
         )
     raise DataError(
@@ -126,7 +126,7 @@ def _import_export(source: Path, out: Path) -> int:
     return count
 
 
-def _read_folder(source: Path, names: Sequence[str]) -> Iterator[Item]:
+def _read_folder(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
     for path in sorted(source.iterdir()):
         if path.suffix in PICKLES:
             raise DataError(f"{path} is a pickle, which can run any program when opened; remove it.")
@@ -134,7 +134,7 @@ def _read_folder(source: Path, names: Sequence[str]) -> Iterator[Item]:
             yield _exported(path.read_bytes(), str(path), names)
 
 
-def _read_tars(source: Path, names: Sequence[str]) -> Iterator[Item]:
+def _read_tars(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
     for path in sorted(source.glob("*.tar")):
         try:
             reader = TarReader(path)
@@ -156,24 +156,24 @@ def _read_tars(source: Path, names: Sequence[str]) -> Iterator[Item]:
                 yield _exported(content, f"{path}: {sample.key}.safetensors", names)
 
 
-def _exported(content: bytes, place: str, names: Sequence[str]) -> Item:
-    """One sample of an export, its checksum verified; `names` are those of its arrays."""
+def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
+    """Return a sample of an export with the arrays `names`; its checksum is verified."""
     try:
         header, stored = _header(content), load(content)
         tensors = {name: stored[name] for name in names}
         if any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
             raise ValueError(f"not bf16 but {' and '.join(str(t.dtype) for t in tensors.values())}")
-        found = checksum(*map(to_bits, tensors.values()))
-        if found != int(header["crc32"], 16):
-            raise ValueError(f"wrong checksum ({found:08x}, not {header['crc32']})")
+        crc32 = checksum(*map(to_bits, tensors.values()))
+        if crc32 != int(header["crc32"], 16):
+            raise ValueError(f"wrong checksum ({crc32:08x}, not {header['crc32']})")
         latents, text = tensors.pop("latents"), tensors.pop("text_embeds")
-        return Item(json.loads(header["key"]), latents, text, json.loads(header["meta"]), tensors)
+        return EncodedClip(json.loads(header["key"]), latents, text, json.loads(header["meta"]), tensors)
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(f"{place} is damaged ({reason(error)}); export again.") from None
 
 
 def _header(content: bytes) -> dict[str, str]:
-    """The text that a safetensors file carries beside its tensors."""
+    """Return the metadata of a safetensors file."""
     size = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + size]).get("__metadata__", {})
 
@@ -189,7 +189,7 @@ def _import_musubi(source: Path, out: Path, model: str) -> int:
     variant = read_variant(model)
     if variant.num_images:
         raise ConfigError(
-            f"model={model} is {variant.name}, and what musubi-tuner stores of its given frames is not read; run wands "
+            f"model={model} is {variant.name}, but the given frames in musubi-tuner's cache are not supported; run wands "
             "preprocess on the videos."
         )
     vae = AutoencoderKLWan.load_config(find_part(model, "vae", CONFIG_FILES))
@@ -228,8 +228,8 @@ def _import_musubi(source: Path, out: Path, model: str) -> int:
     return count
 
 
-def _musubi_item(path: Path) -> Item:
-    """Latents and text of one clip, as musubi-tuner 0.2 names files and tensors.
+def _musubi_item(path: Path) -> EncodedClip:
+    """Read latents and text of a clip from files of musubi-tuner 0.2.
 
     Source: kohya-ss/musubi-tuner, src/musubi_tuner/dataset (save_latent_cache_wan,
     save_text_encoder_output_cache_wan).
@@ -237,7 +237,7 @@ def _musubi_item(path: Path) -> Item:
     named = MUSUBI_LATENTS.fullmatch(path.name)
     if named is None:
         raise DataError(
-            f"{path} has no name of musubi-tuner's (CLIP_FIRST-COUNT_WxH_wan.safetensors); remove it."
+            f"{path} is not named like a file of musubi-tuner (CLIP_FIRST-COUNT_WxH_wan.safetensors); remove it."
         )
     text_path = path.with_name(f"{named['base']}_wan_te.safetensors")
     latent_bytes, text_bytes = _read_file(path), _read_file(text_path)
@@ -256,7 +256,7 @@ def _musubi_item(path: Path) -> Item:
         "fps": MUSUBI_FPS,
         "content": hashlib.blake2b(latent_bytes + text_bytes, digest_size=16).hexdigest(),
     }
-    return Item(path.name.removesuffix("_wan.safetensors"), latents, text, meta)
+    return EncodedClip(path.name.removesuffix("_wan.safetensors"), latents, text, meta)
 
 
 def _read_file(path: Path) -> bytes:
@@ -271,16 +271,16 @@ def _read_file(path: Path) -> bytes:
 def _tensor(content: bytes, pattern: str) -> Tensor:
     tensors = load(content)
     if any(name.startswith("f_indices") for name in tensors):
-        raise ValueError("f_indices: one-frame training, which a text-to-video model has no use for")
+        raise ValueError("f_indices: one-frame training, which text-to-video models do not support")
     names = [name for name in tensors if re.fullmatch(pattern, name)]
     if len(names) != 1:
         raise ValueError(f"tensors {', '.join(sorted(tensors))}")
     return tensors[names[0]].to(torch.bfloat16)
 
 
-@mistakes_are_2
+@exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 2 for a mistake of the user's."""
+    """Run the command line and return the exit code, 2 for an error of the user."""
     assert __doc__
     parser = argparse.ArgumentParser(
         prog="python -m data_tools.import_cache", description=__doc__.splitlines()[0]

@@ -1,10 +1,10 @@
-"""Turn shards that another trainer has encoded into a latent cache, without their videos.
+"""Convert encoded shards of other trainers into a latent cache, without their videos.
 
 python -m data_tools.import_shards SHARDS --model DIR_OR_HUB_ID --out CACHE [--fps N]
 
 SHARDS is a file or folder: the tars of NVIDIA DFM / Megatron-Bridge (Energon: .pth latents, .json with the caption)
-or the .tfrec files of MaxDiffusion. Latents are read by torch's loader of plain tensors, pickles of text are never
-opened: captions are encoded anew. TFRecords hold no captions, so there the embeddings are taken as they are.
+or the .tfrec files of MaxDiffusion. Latents are read by torch's loader of plain tensors. Pickles of text are never
+opened; captions are encoded again. TFRecords contain no captions, so their embeddings are used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_tools.exit_code import mistakes_are_2
+from data_tools.exit_code import exit_2_on_user_error
 from data_tools.tfrecord import parse_example, parse_tensor, read_records
 from wands.data.cache.format import write_whole
 from wands.data.cache.reader import CacheWriter
@@ -34,28 +34,28 @@ from wands.data.clips.records import Rejection
 from wands.encoders.components import CONFIG_FILES, find_part, read_config, read_variant
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import CLEANING_VERSION, TextEncoder, clean_caption
-from wands.errors import ConfigError, DataError
+from wands.errors import ConfigError, DataError, one_line
 from wands.variants import TEXT_LEN, Variant
 
 REJECTS_NAME = "rejects.jsonl"
 CONTRAST, JITTER = 0.4, 0.3
-"""Assumed spread, in log units, of one clip's contrast against all clips' and of a channel's against the clip's."""
+"""Assumed standard deviations in log units: contrast of a clip against all clips, of a channel against the clip."""
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One sample of a shard, or why it cannot be read.
+    """One sample of a shard, or the reason why it cannot be read.
 
     Attributes:
-        key: file and number in it.
+        key: file, and number in the file.
         path: the shard.
         latents: [C, f, h, w], any float type, as stored.
-        caption: None where the format has none.
-        text_embeds: [L, D] where the format has no caption.
-        content: digest of what the sample is made from.
-        encoding: what the shard says of how the latents were made; must be the same in a whole cache.
-        source: the video, as far as it is told.
-        problem: the rule that is broken; the cure.
+        caption: None if the format has no captions.
+        text_embeds: [L, D] if the format has no captions.
+        content: digest of the sample's input.
+        encoding: facts about the encoding of the latents; equal for all samples of a cache.
+        source: path of the video, if known.
+        problem: the rule that is broken, and the fix; empty for a readable sample.
     """
 
     key: str
@@ -71,7 +71,7 @@ class EncodedSample:
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import did: samples in the cache, those of them from an earlier run, what was rejected."""
+    """Result of an import: samples in the cache, samples from an earlier run, rejections."""
 
     num_samples: int
     num_reused: int
@@ -81,29 +81,28 @@ class ImportReport:
 def import_shards(
     source: str | Path, out: str | Path, model: str | Path, *, fps: float | None = None, device: str = "cpu"
 ) -> ImportReport:
-    """Write the samples of encoded shards to a cache, or go on with an import that was interrupted.
+    """Write the samples of encoded shards to a cache, or continue an interrupted import.
 
     Args:
         source: a shard, or a folder with shards at any depth.
         out: cache folder.
-        model: pipeline folder or Hub id whose VAE and text encoder the shards were made with: shards do not say.
-            What can be checked is: channels, size, normalisation, width of the text.
-        fps: frames per second of the clips, which shards do not say either. Default: the variant's own.
-        device: where the text encoder runs.
+        model: pipeline folder or Hub id with the VAE and text encoder of the shards, which shards do not name. Channels,
+            size, normalisation and text width are checked.
+        fps: frames per second of the clips, which shards do not contain. Default: the variant's frame rate.
+        device: device of the text encoder.
 
     Raises:
-        ConfigError: the model is not complete, or an option cannot be.
-        DataError: there are no shards, or none of their samples can be used.
-        CacheError: the cache was begun otherwise, or the disk is full.
+        ConfigError: if the model is not complete, or an option is invalid.
+        DataError: if there are no shards or no usable samples.
+        CacheError: if the cache has other settings, or the disk is full.
     """
     if fps is not None and not (math.isfinite(fps) and fps > 0):
-        raise ConfigError(f"fps={fps} must be positive; use the rate of the clips, e.g. 16")
+        raise ConfigError(f"--fps={fps} must be positive; use the rate of the clips, e.g. 16")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        brief = " ".join(str(error).split())[:120]
         raise ConfigError(
-            f"device={device} cannot be used ({brief}); use cpu, or cuda with an NVIDIA GPU"
+            f"--device={device} cannot be used ({one_line(error, 120)}); use cpu, or cuda with an NVIDIA GPU"
         ) from None
     variant = read_variant(model)
     if variant.num_images:
@@ -179,7 +178,7 @@ def _metadata(sample: EncodedSample, variant: Variant, fps: float) -> dict[str, 
 def _checked(
     samples: Iterator[EncodedSample], variant: Variant, std: Tensor, rejected: list[Rejection]
 ) -> Iterator[EncodedSample]:
-    """The samples that a cache of ``variant`` can hold; the others go to ``rejected``."""
+    """Yield the samples that fit a cache of ``variant``, and append rejections of the others to ``rejected``."""
     for sample in samples:
         try:
             if sample.problem:
@@ -197,7 +196,7 @@ def _check_text(sample: EncodedSample, variant: Variant) -> None:
     text = sample.text_embeds
     if text is None:
         if not clean_caption(sample.caption or ""):
-            raise DataError("missing caption in its .json; write one, the pickle beside it is never opened")
+            raise DataError("missing caption in its .json; write one, the pickle next to it is never opened")
         return
     if text.ndim != 2 or text.shape[1] != variant.dit.text_dim or not 1 <= len(text) <= TEXT_LEN:
         raise DataError(
@@ -205,22 +204,22 @@ def _check_text(sample: EncodedSample, variant: Variant) -> None:
             f"{variant.name}; give the model that the shards were made for"
         )
     if not text.isfinite().all():
-        raise DataError("text embedding holds numbers that are not finite; encode the clip again")
+        raise DataError("text embedding contains numbers that are not finite; encode the clip again")
 
 
 def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
-    """Make sure that latents fit a variant and are normalised.
+    """Check that latents fit a variant and are normalised.
 
-    Whether they are normalised, the spread of each channel tells: near 1 it is, near the VAE's own ``std`` it is
-    not. A clip's contrast scales all channels, so the profile over channels counts more than the size.
+    The standard deviation of each channel is near 1 for normalised latents, and near the VAE's ``std`` otherwise. A clip's
+    contrast scales all channels, so the profile over channels counts more than the absolute value.
 
     Args:
         latents: [C, f, h, w].
-        variant: whose DiT shall be trained on them.
+        variant: variant to train.
         std: [C], latents_std of the VAE.
 
     Raises:
-        DataError: they do not fit, are not finite, or look as the VAE gives them.
+        DataError: if the latents do not fit, are not finite, or look not normalised.
     """
     channels, patch = variant.dit.out_channels, variant.dit.patch_size
     if latents.ndim != 4 or latents.shape[0] != channels or 0 in latents.shape:
@@ -234,7 +233,7 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
             "again at a size that is"
         )
     if not latents.is_floating_point() or not latents.isfinite().all():
-        raise DataError("latents hold numbers that are not finite; encode the clip again")
+        raise DataError("latents contain numbers that are not finite; encode the clip again")
     spread = latents.float().flatten(1).std(dim=1, correction=0)
     if (spread == 0).any():
         raise DataError("latents are constant in a channel; encode the clip again")
@@ -248,7 +247,7 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
 
 
 def _unlikelihood(spread: Tensor) -> float:
-    """How ill the spreads of the channels, float [C], fit 1, up to a contrast that they share."""
+    """Return the negative log-likelihood that the channels' deviations, float [C], are 1 up to a common contrast."""
     logs = spread.double().log()
     contrast = logs.mean()
     shared = contrast**2 / (CONTRAST**2 + JITTER**2 / len(logs))
@@ -273,9 +272,9 @@ def _find_shards(source: Path) -> list[Path]:
         what = (
             f"looked for {' '.join(TAR_EXTENSIONS)} .tfrec .tfrecord" if source.exists() else "no such folder"
         )
-        raise DataError(f"source={source} holds no shards ({what}); give the folder that holds them")
+        raise DataError(f"source={source} contains no shards ({what}); give the folder that holds them")
     if len({_is_tar(path) for path in shards}) > 1:
-        raise DataError(f"source={source} holds both tars and TFRecords; give the folder of one of them")
+        raise DataError(f"source={source} contains both tars and TFRecords; give the folder of one of them")
     return shards
 
 
@@ -298,7 +297,7 @@ def _read_all(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample]:
 
 
 def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
-    """Samples of a tar of DFM or Megatron-Bridge: .pth [C, f, h, w], .json; its .pickle is left alone."""
+    """Yield samples of a tar of DFM or Megatron-Bridge: .pth [C, f, h, w] and .json; .pickle is never opened."""
     base = next(name[: -len(end)] for end in TAR_EXTENSIONS if name.lower().endswith(end))
     with TarReader(path) as reader:
         for sample in reader.samples:
@@ -318,22 +317,23 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
     try:
         latents = torch.load(io.BytesIO(tensor), map_location="cpu", weights_only=True)
     except Exception as error:  # damage and foreign pickles end in as many types as there are causes
-        brief = " ".join(str(error).split())[:120]
-        raise DataError(f".pth is no plain tensor ({brief}); nothing else is ever unpickled") from None
+        raise DataError(
+            f".pth is not a plain tensor ({one_line(error, 120)}); nothing else is unpickled"
+        ) from None
     if not isinstance(latents, Tensor):
-        raise DataError(f".pth holds a {type(latents).__name__}, not a tensor; give shards of DFM")
+        raise DataError(f".pth contains a {type(latents).__name__}, not a tensor; give shards of DFM")
     try:
-        told = json.loads(info)
+        facts = json.loads(info)
     except ValueError as error:
         raise DataError(f".json cannot be read ({error}); give shards of DFM") from None
-    if not isinstance(told, dict) or not isinstance(told.get("caption", ""), str):
-        raise DataError(".json is no object with a caption; give shards of DFM")
-    version = told.get("model_version", "wan2.1")
+    if not isinstance(facts, dict) or not isinstance(facts.get("caption", ""), str):
+        raise DataError(".json is not an object with a caption; give shards of DFM")
+    version = facts.get("model_version", "wan2.1")
     if version != "wan2.1":
         raise DataError(
             f"model_version={version} is not wan2.1, whose latents this wands trains on; leave it out"
         )
-    caption = told.get("caption", "")
+    caption = facts.get("caption", "")
     return EncodedSample(
         key,
         path,
@@ -342,15 +342,15 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
         content=_digest(tensor, caption.encode()),
         encoding={
             "from": "energon",
-            "posterior": "mean" if told.get("deterministic_latents", True) else "sample",
-            "vae_tiling": bool(told.get("memory_optimization", True)),
+            "posterior": "mean" if facts.get("deterministic_latents", True) else "sample",
+            "vae_tiling": bool(facts.get("memory_optimization", True)),
         },
-        source=str(told.get("video_path", "")),
+        source=str(facts.get("video_path", "")),
     )
 
 
 def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample]:
-    """Samples of a file of MaxDiffusion: latents [C, f, h, w], encoder_hidden_states [L, D]."""
+    """Yield samples of a file of MaxDiffusion: latents [C, f, h, w], encoder_hidden_states [L, D]."""
     for number, record in enumerate(read_records(path)):
         key = f"{name.rpartition('.')[0]}/{number:06d}"
         try:
@@ -382,7 +382,7 @@ def _without_batch(tensor: Tensor, ndim: int) -> Tensor:
 
 
 def _without_pads(text: Tensor) -> Tensor:
-    """Text embeddings up to the last row that is not zero: training appends the zeros itself."""
+    """Return text embeddings up to the last non-zero row; training appends the zeros."""
     if text.ndim != 2:
         return text
     used = (text != 0).any(dim=1).nonzero()
@@ -396,9 +396,9 @@ def _digest(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-@mistakes_are_2
+@exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 2 for a mistake of the user's."""
+    """Run the command line and return the exit code, 2 for an error of the user."""
     assert __doc__
     parser = argparse.ArgumentParser(
         prog="python -m data_tools.import_shards", description=__doc__.splitlines()[0]
@@ -409,7 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="cache folder")
     parser.add_argument("--fps", type=float, help="frame rate of the clips (default: the variant's)")
-    parser.add_argument("--device", default="cpu", help="where the text encoder runs (default cpu)")
+    parser.add_argument("--device", default="cpu", help="device of the text encoder (default cpu)")
     options = parser.parse_args(arguments)
     report = import_shards(options.shards, options.out, options.model, fps=options.fps, device=options.device)
     reused = f", {report.num_reused:,} of them from an earlier run" if report.num_reused else ""

@@ -1,4 +1,4 @@
-"""Print what is in a latent cache, and look at one of its samples.
+"""Print the contents of a latent cache, or decode one of its samples.
 
 python -m data_tools.inspect CACHE [--rows N]
 python -m data_tools.inspect CACHE --decode KEY --model DIR_OR_HUB_ID --out FILE.mp4|FILE.png
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.exit_code import mistakes_are_2
+from data_tools.exit_code import exit_2_on_user_error
 from wands.commands.length_histogram import token_histogram
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
@@ -23,11 +23,11 @@ STRIP_FRAMES = 8
 
 
 def describe(cache: LatentCache, num_rows: int) -> str:
-    """All that is known of a cache without decoding it.
+    """Describe a cache without decoding it.
 
     Args:
-        cache: to describe.
-        num_rows: samples whose captions are shown.
+        cache: the cache.
+        num_rows: number of samples to list.
     """
     index, variant = cache.index, cache.manifest["variant"]
     tokens = cache.num_tokens(tuple(variant["patch_size"]))
@@ -60,8 +60,8 @@ def decode(cache: LatentCache, key: str, model: str, out: Path) -> tuple[int, ..
     """Decode one sample to a video or a strip of frames.
 
     Args:
-        cache: where it lies; its checksum is verified.
-        key: its name.
+        cache: the cache; the sample's checksum is verified.
+        key: sample id.
         model: diffusers pipeline folder or Hub id with the VAE that made the cache.
         out: an .mp4, or a .png with up to eight frames side by side.
 
@@ -69,8 +69,8 @@ def decode(cache: LatentCache, key: str, model: str, out: Path) -> tuple[int, ..
         Shape (frames, height, width, 3) of the decoded video.
 
     Raises:
-        CacheError: no such sample, a damaged one, or another VAE.
-        ConfigError: `out` is neither, or `model` is no pipeline.
+        CacheError: if the sample does not exist or is damaged, or another VAE made the cache.
+        ConfigError: if `out` has another extension, or `model` is not a pipeline.
     """
     if out.suffix.lower() not in (".mp4", ".png"):
         raise ConfigError(f"--out={out} must end in .mp4 or .png.")
@@ -110,7 +110,7 @@ def _clip_states(variant: dict[str, Any]) -> str:
 
 
 def _short(values: Any) -> str:
-    """`name value` pairs of a fingerprint, hashes cut to eight digits, what is not set left out."""
+    """Return `name value` pairs of a fingerprint without unset values; hashes have eight digits."""
     return ", ".join(f"{name} {value}" for name, value in _flat(values))
 
 
@@ -126,9 +126,9 @@ def _times(numbers: Sequence[int]) -> str:
     return "x".join(map(str, numbers))
 
 
-@mistakes_are_2
+@exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 2 for a mistake of the user's."""
+    """Run the command line and return the exit code, 2 for an error of the user."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.inspect", description=__doc__.splitlines()[0])
     parser.add_argument("cache", type=Path, help="folder written by wands preprocess")
     parser.add_argument("--rows", type=int, default=5, help="samples to list (default 5)")

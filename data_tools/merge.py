@@ -1,8 +1,8 @@
-"""Put several caches of the same model and settings into one.
+"""Merge several caches of the same model and settings.
 
 python -m data_tools.merge OUT CACHE...
 
-Nothing is encoded again. Killed at any moment, the same command goes on where it stopped.
+Nothing is encoded again. Killed at any moment, the same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_tools.exit_code import mistakes_are_2
+from data_tools.exit_code import exit_2_on_user_error
 from wands.commands.progress import progress
 from wands.data.cache.format import INDEX_NAME, first_difference, to_bits
 from wands.data.cache.reader import CacheWriter, LatentCache
@@ -28,12 +28,12 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Merged:
-    """What `merge` did.
+    """Result of `merge`.
 
     Attributes:
-        num_samples: in the merged cache.
-        num_copied: of them, those copied by this run; the others were there from an earlier one.
-        duplicates: keys that several caches had with the same content, kept once.
+        num_samples: samples in the merged cache.
+        num_copied: samples copied by this run; an earlier run copied the others.
+        duplicates: keys that several caches have with equal content, stored once.
     """
 
     num_samples: int
@@ -42,16 +42,15 @@ class Merged:
 
 
 def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
-    """Copy the samples of several caches into one, bit by bit, each checksum verified on the way.
+    """Copy the samples of several caches into one, bit by bit, and verify each checksum.
 
     Args:
-        out: folder of the merged cache: new, or that of an earlier run with the same caches.
-        paths: the caches. Where several have a sample of one key, all must have the same latents and text;
-            the first one's metadata is kept.
+        out: folder of the merged cache: new, or from an earlier run with the same caches.
+        paths: the caches. Samples with one key must have equal latents and text; the metadata of the first is kept.
 
     Raises:
-        CacheError: caches of another fingerprint (what differs is named), or a damaged one.
-        ConfigError: samples of one key that differ, or an `out` that holds something else.
+        CacheError: if fingerprints differ (the message names the difference), or a cache is damaged.
+        ConfigError: if samples of one key differ, or `out` contains other samples.
     """
     caches = [LatentCache(path, verify=True) for path in paths]
     if any(cache.path.resolve() == Path(out).resolve() for cache in caches):
@@ -70,7 +69,7 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
                 differing.append(f"{key} (in {places[key][0].path} and {cache.path})")
     if differing:
         raise ConfigError(
-            f"{len(differing):,} key(s) stand for different samples: {', '.join(differing[:SHOWN])}; take them "
+            f"{len(differing):,} key(s) have different samples: {', '.join(differing[:SHOWN])}; take them "
             "out of one cache with python -m data_tools.split CACHE KEEP DROP --keys-file FILE."
         )
     copied = copy_samples(caches[0], Path(out), list(places.values()))
@@ -78,19 +77,19 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
 
 
 def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCache, int]]) -> int:
-    """Write samples of other caches into a cache of their own; take up a copy that was killed.
+    """Copy samples of other caches into a cache, new or from a copy that was killed.
 
     Args:
-        like: gives variant, fingerprint and the embedding of "".
-        out: folder to write.
+        like: cache with the variant, the fingerprint and the embedding of "".
+        out: target folder.
         places: (cache, position) of each sample.
 
     Returns:
-        How many samples this run has copied.
+        Number of samples copied by this run.
 
     Raises:
-        CacheError: a damaged sample, no space, or an `out` with another fingerprint.
-        ConfigError: `out` holds a finished cache with samples that are not among these.
+        CacheError: if a sample is damaged, the disk is full, or `out` has another fingerprint.
+        ConfigError: if `out` is a finished cache with other samples.
     """
     keys = {cache.keys[i] for cache, i in places}
     if (out / INDEX_NAME).exists() and (others := sorted(set(LatentCache(out).keys) - keys)):
@@ -117,7 +116,7 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
 
 
 def to_variant(contract: dict[str, Any]) -> Variant:
-    """A variant with the contract that a manifest holds; sizes of the DiT, which no cache knows, are those of any."""
+    """Return a variant with the contract of a manifest; sizes of the DiT, which no cache contains, are arbitrary."""
     base = next(iter(VARIANTS.values()))
     channels, conditions = contract["latent_channels"], tuple(contract["conditions"])
     image_len, image_dim = contract.get("image_embeds", (0, None))
@@ -147,7 +146,7 @@ def _check_alike(first: LatentCache, other: LatentCache) -> None:
         name, one, two = difference
         raise CacheError(
             f"cache={other.path} has {name}={two} but {first.path} has {one}; only caches made with the same "
-            "model and settings can be one: encode one of them again, or train on both side by side."
+            "model and settings can be merged: encode one of them again, or train on both with data.sources."
         )
     if to_bits(first.null_text_embeds).tobytes() != to_bits(other.null_text_embeds).tobytes():
         raise CacheError(
@@ -162,9 +161,9 @@ def _signature(cache: LatentCache, i: int) -> tuple[Any, ...]:
     return (*index.latent_shapes[i].tolist(), *(column[i].item() for column in numbers))
 
 
-@mistakes_are_2
+@exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 2 for a mistake of the user's."""
+    """Run the command line and return the exit code, 2 for an error of the user."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.merge", description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder of the merged cache")
     parser.add_argument("cache", type=Path, nargs="+", help="folders written by wands preprocess")

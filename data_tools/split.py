@@ -3,7 +3,7 @@
 python -m data_tools.split CACHE OUT_A OUT_B --fraction F     a share F of the clips goes to OUT_A, each with all its samples
 python -m data_tools.split CACHE OUT_A OUT_B --keys-file FILE  the keys in FILE, one a line, go to OUT_A
 
-Killed at any moment, the same command goes on where it stopped.
+Killed at any moment, the same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from data_tools.exit_code import mistakes_are_2
+from data_tools.exit_code import exit_2_on_user_error
 from data_tools.merge import SHOWN, copy_samples
 from wands.data.cache.reader import LatentCache
 from wands.data.holdout import clip_name
@@ -32,19 +32,19 @@ def split(
     """Copy each sample of a cache into one of two new ones.
 
     Args:
-        path: the cache; it stays as it is.
-        out_a: gets the samples of `keys`, or of the clips whose hash is below `fraction`.
-        out_b: gets the rest.
-        fraction: of the clips, in (0, 1). The side of a clip's windows, captions and sizes depends on its name
-            alone: a cache that has grown is split the same way, and a larger fraction keeps all of a smaller one.
-        keys: instead of `fraction`.
+        path: the cache; it is not changed.
+        out_a: folder for the samples of `keys`, or of the clips whose hash is below `fraction`.
+        out_b: folder for the other samples.
+        fraction: share of the clips, in (0, 1). All samples of a clip are on the side that its name decides. A cache that
+            has grown is split in the same way, and a larger fraction contains all clips of a smaller fraction.
+        keys: sample ids, instead of `fraction`.
 
     Returns:
-        Samples in `out_a` and in `out_b`.
+        Number of samples in `out_a` and in `out_b`.
 
     Raises:
-        CacheError: a damaged cache, or no space.
-        ConfigError: keys that are not in the cache, or a side without any sample.
+        CacheError: if the cache is damaged or the disk is full.
+        ConfigError: if a key is not in the cache, or a side has no sample.
     """
     assert (fraction is None) != (keys is None)
     cache = LatentCache(path, verify=True)
@@ -60,7 +60,7 @@ def split(
     else:
         assert fraction is not None
         if not 0 < fraction < 1:
-            raise ConfigError(f"fraction={fraction} must lie between 0 and 1.")
+            raise ConfigError(f"--fraction={fraction} must be between 0 and 1, for example 0.1.")
         wanted = {key for key in cache.keys if name_hash(clip_name(key)) < fraction}
     sides = [[i for i, key in enumerate(cache.keys) if (key in wanted) == side] for side in (True, False)]
     if not all(sides):
@@ -73,14 +73,14 @@ def split(
 
 
 def name_hash(name: str) -> float:
-    """A number in [0, 1) that depends on a clip's name alone, the same on every machine."""
+    """Return a number in [0, 1) that depends on a clip's name alone, on every machine."""
     content = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return (int.from_bytes(content, "big") >> 11) / (1 << 53)
 
 
-@mistakes_are_2
+@exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 2 for a mistake of the user's."""
+    """Run the command line and return the exit code, 2 for an error of the user."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.split", description=__doc__.splitlines()[0])
     parser.add_argument("cache", type=Path, help="folder written by wands preprocess")
     parser.add_argument("out_a", type=Path)

@@ -1,7 +1,7 @@
-"""TFRecord files and the tf.train.Example messages in them, without TensorFlow.
+"""Read TFRecord files and their tf.train.Example messages without TensorFlow.
 
-A record is its length (8 bytes), a checksum of those, the data, a checksum of it. The checksums are CRC-32C, turned
-and offset so that a checksum of checksums stays sound. Only what `tf.io.serialize_tensor` writes is decoded.
+A record consists of its length (8 bytes), a checksum of the length, the data, and a checksum of the data. The checksums are
+masked CRC-32C. Only tensors written by `tf.io.serialize_tensor` are decoded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from wands.errors import DataError
 _POLYNOMIAL = 0x82F63B78
 _BLOCK = 4096
 _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16}
-"""tensorflow.DataType of the types that latents and embeddings come in."""
+"""Supported values of tensorflow.DataType."""
 
 
 # ---- checksum
@@ -28,7 +28,7 @@ _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.flo
 
 @cache
 def _byte_table() -> np.ndarray:
-    """CRC of each single byte, uint32 [256]."""
+    """Return the CRC of each single byte, uint32 [256]."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
@@ -37,7 +37,7 @@ def _byte_table() -> np.ndarray:
 
 @cache
 def _skip_tables() -> np.ndarray:
-    """What each byte of a CRC becomes after `_BLOCK` zero bytes, uint32 [4, 256]."""
+    """Return each byte of a CRC after `_BLOCK` zero bytes, uint32 [4, 256]."""
     state = (np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32))[:, None]).astype(
         np.uint32
     )
@@ -48,10 +48,10 @@ def _skip_tables() -> np.ndarray:
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli) of some bytes.
+    """Return the CRC-32C (Castagnoli) of some bytes.
 
-    All blocks of 4096 bytes are taken at once, a byte of each in a step, and their checksums are then chained: a
-    loop over single bytes takes minutes for the 28 MB of one sample.
+    All blocks of 4096 bytes are processed in parallel, one byte of each per step, and their checksums are then combined.
+    A loop over single bytes needs minutes for the 28 MB of one sample.
     """
     table, size = _byte_table(), len(data) // _BLOCK * _BLOCK
     crc = 0xFFFFFFFF
@@ -76,7 +76,7 @@ def crc32c(data: bytes) -> int:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """The checksum as TFRecord stores it."""
+    """Return the masked checksum of a TFRecord."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -85,10 +85,10 @@ def masked_crc32c(data: bytes) -> int:
 
 
 def read_records(path: Path) -> Iterator[bytes | DataError]:
-    """Every record of a file; in place of a damaged one, what is wrong. A damaged length ends the file.
+    """Yield each record of a file, or an error in place of a damaged record. A damaged length ends the file.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: if the file cannot be read.
     """
     try:
         size = path.stat().st_size
@@ -106,17 +106,17 @@ def read_records(path: Path) -> Iterator[bytes | DataError]:
                 intact = masked_crc32c(data) == checksum
                 yield data if intact else DataError("checksum of the record is wrong; replace the file")
     except OSError as error:
-        raise DataError(f"source={path} cannot be read ({error.strerror}); mend its permissions") from None
+        raise DataError(f"source={path} cannot be read ({error.strerror}); fix its permissions") from None
 
 
 # ---- messages
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of each field of a protobuf message; the value of a length-delimited one is its bytes.
+    """Yield (number, value) of each field of a protobuf message; length-delimited values are bytes.
 
     Raises:
-        ValueError: not a protobuf message.
+        ValueError: if the data is not a protobuf message.
     """
     place = 0
     while place < len(data):
@@ -148,7 +148,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _last(data: bytes, number: int) -> bytes | None:
-    """The last value of a length-delimited field, which counts where there are several."""
+    """Return the last value of a length-delimited field, which counts if there are several."""
     values = [value for found, value in _fields(data) if found == number and isinstance(value, bytes)]
     return values[-1] if values else None
 
@@ -175,7 +175,7 @@ def parse_example(data: bytes) -> dict[str, bytes]:
 
 
 def parse_tensor(data: bytes) -> Tensor:
-    """What `tf.io.serialize_tensor` wrote, in its own type.
+    """The value that `tf.io.serialize_tensor` wrote, in its own type.
 
     Raises:
         DataError: it is no such message, of another type, or its bytes do not fill its shape.

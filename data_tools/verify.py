@@ -1,8 +1,8 @@
-"""Check every bit of a latent cache that anything ever reads.
+"""Verify every bit of a latent cache that a reader uses.
 
 python -m data_tools.verify CACHE [--workers N]
 
-Exit code 0: sound. 1: something is wrong; each line names the sample or the part of a file, and the cure.
+Exit code 0: no problem. 1: problems; each line names the sample or the part of a file, and the fix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from data_tools.exit_code import mistakes_are_2
+from data_tools.exit_code import exit_2_on_user_error
 from wands.commands.progress import progress
 from wands.data.cache.format import (
     INDEX_NAME,
@@ -41,36 +41,36 @@ from wands.errors import CacheError
 
 MANIFEST_KEYS = {"format", "schema_version", "variant", "fingerprint", "digest"}
 DAMAGE = (OSError, KeyError, ValueError, RuntimeError, TypeError)
-"""What h5py raises for a file whose structures are broken."""
+"""Exceptions of h5py for a file with broken structures."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """A problem of a cache.
 
     Attributes:
-        place: file name, with the sample's key where it is one sample's.
-        what: what was found there.
-        cure: what to do.
+        place: file name, with the sample's key if only one sample is affected.
+        what: description of the problem.
+        fix: how to repair the cache.
     """
 
     place: str
     what: str
-    cure: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.what}; {self.cure}"
+        return f"{self.place}: {self.what}; {self.fix}"
 
 
 @dataclass
-class Report:
-    """What `verify` saw.
+class VerifyResult:
+    """Result of `verify`.
 
     Attributes:
-        problems: empty for a sound cache.
+        problems: problems; empty for an intact cache.
         num_samples: samples in the shards, indexed or not.
         num_bytes: bytes of arrays whose checksum was computed.
-        num_unguarded: samples of an older wands, whose captions no checksum guards.
+        num_unguarded: samples of an older wands, whose captions have no checksum.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Report:
     num_bytes: int = 0
     num_unguarded: int = 0
 
-    def add(self, other: Report) -> None:
+    def add(self, other: VerifyResult) -> None:
         self.problems += other.problems
         self.num_samples += other.num_samples
         self.num_bytes += other.num_bytes
@@ -87,24 +87,23 @@ class Report:
 
 def verify(
     path: str | Path, workers: int | None = None, advance: Callable[[], object] = lambda: None
-) -> Report:
-    """Read a whole cache and compare all it holds with its checksums and with itself.
+) -> VerifyResult:
+    """Read a whole cache and compare the data with its checksums and with the index.
 
-    Guarded are: latents, text and what belongs to given frames by the CRC-32 of the sample, kept in shard
-    and index; keys, captions and all
-    structures of a shard by HDF5's own checksums; the index by those of the zip file and by comparing it with
-    the shards; the manifest by its digest. Bits that no reader looks at, such as gaps in a shard, are not
-    read. Not guarded is what lies outside an HDF5 header: metadata of one sample above 64 KiB.
+    Protected are: arrays by the CRC-32 of the sample in shard and index; keys, captions and structures of a shard by HDF5's
+    checksums; the index by the checksums of the zip file and by comparison with the shards; the manifest by its digest.
+    Unused bits, such as gaps in a shard, are not read. Not protected is metadata outside an HDF5 header: metadata of one
+    sample above 64 KiB.
 
     Args:
-        path: cache folder; need not be finished.
-        workers: threads; the checksums and reads of several shards run side by side.
+        path: cache folder, finished or not.
+        workers: number of threads; each thread checks one shard at a time.
         advance: called after each shard.
 
     Raises:
-        CacheError: `path` is no cache at all.
+        CacheError: if `path` is not a cache.
     """
-    path, report = Path(path), Report()
+    path, report = Path(path), VerifyResult()
     shards = sorted(file.name for file in path.glob("shard-*.h5"))
     fingerprint = _check_manifest(path, shards, report)
     index = _check_index(path, report)
@@ -114,13 +113,13 @@ def verify(
         for i, (shard, row) in enumerate(zip(index.shards.tolist(), index.rows.tolist(), strict=True)):
             if not 0 <= shard < len(index.shard_names) or row in rows[index.shard_names[shard]]:
                 report.problems.append(
-                    Problem(f"{INDEX_NAME} ({index.keys[i]})", "no place of its own", REBUILD)
+                    Problem(f"{INDEX_NAME} ({index.keys[i]})", "no separate place", REBUILD)
                 )
             else:
                 rows[index.shard_names[shard]][row] = i
 
-    def check(name: str) -> Report:
-        found = Report()
+    def check(name: str) -> VerifyResult:
+        found = VerifyResult()
         found.problems = list(_check_shard(path / name, fingerprint, index, rows[name], found))
         advance()
         return found
@@ -131,29 +130,29 @@ def verify(
     return report
 
 
-REBUILD = "run the same wands preprocess again: it rebuilds the index from the shards."
+REBUILD = "run the same wands preprocess again, which rebuilds the index from the shards."
 
 
-def _check_manifest(path: Path, shards: list[str], report: Report) -> str | None:
-    """Digest of the fingerprint that shards must carry; None where the manifest is not to be trusted."""
-    cure = "restore it, or copy it from a cache of the same model and settings."
+def _check_manifest(path: Path, shards: list[str], report: VerifyResult) -> str | None:
+    """Return the digest of the fingerprint that shards must have; None if the manifest is damaged."""
+    fix = "restore it, or copy it from a cache of the same model and settings."
     try:
         manifest = read_manifest(path)
     except CacheError as error:
         if not shards:
             raise
-        report.problems.append(Problem(MANIFEST_NAME, f"cannot be used ({error})", cure))
+        report.problems.append(Problem(MANIFEST_NAME, f"cannot be used ({error})", fix))
         return None
     stored = manifest.pop("digest", None)
     unknown = manifest.keys() - MANIFEST_KEYS
     if unknown or (stored is not None and stored != digest(manifest)):
         what = f"has an unknown {', '.join(sorted(unknown))}" if unknown else "was altered: wrong digest"
-        report.problems.append(Problem(MANIFEST_NAME, what, cure))
+        report.problems.append(Problem(MANIFEST_NAME, what, fix))
         return None
     return digest(manifest["fingerprint"])
 
 
-def _check_index(path: Path, report: Report) -> CacheIndex | None:
+def _check_index(path: Path, report: VerifyResult) -> CacheIndex | None:
     if not (path / INDEX_NAME).exists():
         report.problems.append(
             Problem(INDEX_NAME, "is missing: the cache is unfinished", "run the same wands preprocess again.")
@@ -171,36 +170,36 @@ def _check_index(path: Path, report: Report) -> CacheIndex | None:
 
 
 def _check_shard(
-    path: Path, fingerprint: str | None, index: CacheIndex | None, rows: dict[int, int], report: Report
+    path: Path, fingerprint: str | None, index: CacheIndex | None, rows: dict[int, int], report: VerifyResult
 ) -> Iterator[Problem]:
-    """Problems of one shard; `rows` says which sample of the index each of its rows is."""
-    cure = f"delete {path.name} and run the same wands preprocess again: it encodes what is missing."
+    """Yield the problems of a shard; `rows` maps rows of the shard to samples of the index."""
+    fix = f"delete {path.name} and run the same wands preprocess again, which encodes the missing samples."
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
-        yield Problem(path.name, f"cannot be read ({reason(error)}), {len(rows)} samples", cure)
+        yield Problem(path.name, f"cannot be read ({reason(error)}), {len(rows)} samples", fix)
         return
     try:
         if index and path.name in index.shard_names:
             size = int(index.shard_bytes[index.shard_names.index(path.name)])
             if (found := os.fstat(descriptor).st_size) != size:
-                yield Problem(path.name, f"has {found:,} bytes, the index says {size:,}", cure)
+                yield Problem(path.name, f"has {found:,} bytes, the index says {size:,}", fix)
         try:
             file = h5py.File(path, "r", locking=False)
         except DAMAGE as error:
-            yield Problem(path.name, f"is damaged ({reason(error)}), {len(rows)} samples", cure)
+            yield Problem(path.name, f"is damaged ({reason(error)}), {len(rows)} samples", fix)
             return
         with file:
             try:
                 carried = file.attrs["fingerprint"]
                 if fingerprint is not None and carried != fingerprint:
-                    yield Problem(path.name, f"carries fingerprint {carried}, not the manifest's", cure)
+                    yield Problem(path.name, f"carries fingerprint {carried}, not the manifest's", fix)
                 known = index.shard_ids[index.shard_names.index(path.name)] if index and rows else NO_ID
                 if known not in (NO_ID, file.attrs.get("id")):
-                    yield Problem(path.name, "is not the shard that was indexed", cure)
+                    yield Problem(path.name, "is not the shard that was indexed", fix)
                 present = {int(name) for name in file["samples"]}
             except DAMAGE as error:
-                yield Problem(path.name, f"has damaged structures ({reason(error)})", cure)
+                yield Problem(path.name, f"has damaged structures ({reason(error)})", fix)
                 present = set()
             for row in sorted(present | rows.keys()):
                 i = rows.get(row)
@@ -211,14 +210,14 @@ def _check_shard(
                     group = file[sample_path(row)]
                     stored = _read_sample(group, descriptor)
                 except DAMAGE as error:
-                    yield Problem(name, f"cannot be read ({reason(error)})", cure)
+                    yield Problem(name, f"cannot be read ({reason(error)})", fix)
                     continue
                 report.num_samples += 1
                 report.num_bytes += stored["num_bytes"]
                 report.num_unguarded += not stored["guarded"]
                 if stored["crc32"] != stored["computed"]:
                     what = f"wrong checksum of latents and text ({stored['computed']:08x}, "
-                    yield Problem(name, f"{what}not {stored['crc32']:08x})", cure)
+                    yield Problem(name, f"{what}not {stored['crc32']:08x})", fix)
                 elif index and i is not None:
                     yield from _compare(name, index, i, stored)
     finally:
@@ -226,9 +225,9 @@ def _check_shard(
 
 
 def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
-    """All that a reader could ask of a sample.
+    """Return everything that a reader uses of a sample.
 
-    The bits are read beside HDF5, which lets but one thread read at a time.
+    The bits are read without HDF5, which allows only one reading thread.
     """
     attrs = {name: group.attrs[name] for name in ("key", "dtype", "crc32", "meta")}
     if attrs["dtype"] not in ("bfloat16", b"bfloat16"):
@@ -258,7 +257,7 @@ def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
 
 
 def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> Iterator[Problem]:
-    """Where index and shard disagree. The shard's own values have just passed their checksums."""
+    """Yield differences of index and shard; the values of the shard have passed their checksums."""
     if stored["key"] != index.keys[i]:
         yield Problem(f"{INDEX_NAME} ({index.keys[i]})", f"{name} holds {stored['key']}", REBUILD)
     columns = ["latent_shapes", "text_lens", "crc32", "num_frames", "fps"]
@@ -271,7 +270,7 @@ def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> It
             yield Problem(f"{INDEX_NAME} ({index.keys[i]})", what, REBUILD)
 
 
-@mistakes_are_2
+@exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 1 when something is wrong, 2 for a mistake of the user's."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.verify", description=__doc__.splitlines()[0])

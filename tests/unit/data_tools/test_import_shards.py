@@ -175,7 +175,7 @@ def test_pickles_are_never_run(model: Path, tmp_path: Path) -> None:
     report = import_shards(tmp_path / "shards", tmp_path / "cache", model)
     assert report.num_samples == 1  # the first: its pickle is not looked at
     assert [item.key for item in report.rejected] == [f"a/00000{i}" for i in (1, 2, 3)]
-    assert all("no plain tensor" in item.reason for item in report.rejected)
+    assert all("not a plain tensor" in item.reason for item in report.rejected)
     assert not any(trap.exists() for trap in traps)
     torch.load(io.BytesIO(saved(Evil(traps[2]))), weights_only=False)
     assert traps[2].exists()  # the traps do spring when loaded the common way
@@ -202,7 +202,7 @@ def test_unusable_samples_say_why(model: Path, tmp_path: Path) -> None:
         "no .pth": {k: v for k, v in energon_sample(good).items() if k != "pth"},
         "no .json": {k: v for k, v in energon_sample(good).items() if k != "json"},
         ".json cannot be read": energon_sample(good) | {"json": b"{"},
-        "holds a list": energon_sample([good]),
+        "contains a list": energon_sample([good]),
     }
     path = energon(tmp_path / "shards/a.tar", list(samples.values()))
     with tarfile.open(path) as archive:

@@ -1,1 +1,1 @@
-"""What `wands check` says, in a terminal and in a browser."""
+"""`wands check`: its report for terminals, programs and browsers."""

@@ -208,7 +208,7 @@ def check_file(name: str, path: Path) -> None:
 
 
 def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], label: str) -> None:
-    """Write a clip that is not a file of its own, unless a file of the right size exists.
+    """Write a clip of an archive or dataset to a file, unless a file of the right size exists.
 
     Args:
         path: target; its name identifies the content.
