@@ -116,7 +116,7 @@ def test_another_vae_is_refused(
     ("key", "out", "message"),
     [
         ("bike", "a.mp4", "key=bike is not in cache"),
-        ("zebra", "a.mp4", "use for example bikes, carphone_pristine"),
+        ("zebra", "a.mp4", "use, for example, bikes, carphone_pristine"),
         ("bikes", "a.avi", "must end in .mp4 or .png"),
     ],
 )

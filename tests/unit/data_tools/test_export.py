@@ -140,7 +140,7 @@ def add_member(path: Path, name: str, content: bytes = b"evil", **changes: Any) 
         ("a/../../evil.txt", {}, "its name leads out of the archive"),
         ("evil.safetensors", {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}, "a link"),
         ("evil.safetensors", {"type": tarfile.LNKTYPE, "linkname": "../x"}, "a link"),
-        ("evil.safetensors", {"type": tarfile.CHRTYPE}, "no regular file"),
+        ("evil.safetensors", {"type": tarfile.CHRTYPE}, "not a regular file"),
         ("evil.pth", {}, "is a pickle"),
         ("evil.latents.pickle", {}, "is a pickle"),
         ("evil.txt", {}, "has no .safetensors"),

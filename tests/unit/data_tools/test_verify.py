@@ -206,7 +206,7 @@ def test_an_index_that_disagrees_with_the_shards_names_the_sample(cache: Path) -
         problems = verify(cache).problems
         assert problems, name
         assert any("clip/003" in problem.place for problem in problems), name
-        assert all("rebuilds the index" in problem.cure for problem in problems), name
+        assert all("rebuilds the index" in problem.fix for problem in problems), name
 
 
 def test_missing_files_and_a_shard_of_another_cache(
