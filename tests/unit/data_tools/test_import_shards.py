@@ -244,7 +244,8 @@ def test_options_that_cannot_be(
     arguments = [str(tmp_path / "a.tar"), "--model", str(model), "--out", str(tmp_path / "cache")]
     assert main([*arguments, *options]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {options[0]}=")
+    name = "model" if options[0] == "--model" else options[0]
+    assert error.startswith(f"error: {name}=")
     assert error.count("\n") == 1
 
 
