@@ -386,7 +386,7 @@ def test_removed_clip_leaves_the_index_and_comes_back_for_free(
         (
             {"fps": 8, "text_dtype": "bf16", "max_pixels": 4096},
             [
-                "settings.clip.fps=16 but this run has 8",
+                "settings.clip.fps=16 but this run has 8.0",
                 "settings.clip.max_pixels=6144 but this run has 4096",
                 "settings.text_dtype=fp32 but this run has bf16",
             ],
@@ -480,8 +480,8 @@ def test_slide_windows_cover_the_clip_and_resume(
             "height=100 must be a multiple of 16",
         ),
         ({"height": 64, "max_pixels": None}, ConfigError, "come together"),
-        ({"device": "cuda:77"}, ConfigError, "device=cuda:77 cannot be used"),
-        ({"device": "warp"}, ConfigError, "device=warp cannot be used"),
+        ({"device": "cuda:77"}, ConfigError, "--device cuda:77 cannot be used"),
+        ({"device": "warp"}, ConfigError, "--device warp cannot be used"),
         ({"clip_mode": "slide", "max_frames": None}, ConfigError, "needs a window length"),
     ],
 )

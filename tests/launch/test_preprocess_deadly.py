@@ -1,4 +1,4 @@
-"""A clip that ends the process which has it in hand is found and rejected, the rest is encoded, and it is not tried again."""
+"""A clip that crashes its process is found and rejected, the rest is encoded, and later runs skip the clip."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 
 from tests.launch.test_preprocess import SMALL, contents
+from tests.launch.test_preprocess import start as start_python
 from tests.launch.test_preprocess_workers import finish, noise, start
 from tests.support import deadly
 from wands.commands.preprocess import decoding
-from wands.commands.preprocess import leader as preprocess_job
-from wands.commands.preprocess.leader import QUARANTINE_NAME, Job
-from wands.commands.preprocess.preprocess import preprocess
-from wands.commands.preprocess.work_folder import BEGUN, IN_ENCODER, Marks
+from wands.commands.preprocess import preprocess as module
+from wands.commands.preprocess.decoding import WORK_NAME
+from wands.commands.preprocess.encoding import encode_clips
+from wands.commands.preprocess.preprocess import QUARANTINE_NAME, preprocess
+from wands.commands.preprocess.scan import SourceScan
 from wands.data.cache.reader import LatentCache
-from wands.data.clips.isolated import Crashed
+from wands.data.clips.isolated import Crash, IsolatedWorker
 
-SITE = {"PYTHONPATH": str(Path(__file__).resolve().parents[1] / "support" / "deadly_site")}
+SITE = {"PYTHONPATH": str(Path(deadly.__file__).parent / "deadly_site")}
 OPTIONS = SMALL | {"clip_mode": "slide", "max_samples": 3}
 
 
@@ -59,85 +61,112 @@ def assert_found(out: Path, whole: Path) -> None:
     assert len((out / QUARANTINE_NAME).read_text().splitlines()) == 2
 
 
-@pytest.mark.slow
-def test_workers_that_a_clip_ends_are_started_again(
-    source: Path, tiny_pipeline: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def assert_later_runs_skip_them(
+    source: Path, model: Path, out: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both workers begin with a deadly clip, so both die; what takes their place finds out."""
-    out = tmp_path / "cache"
-    text = finish(start(source, out, tiny_pipeline, env=SITE, workers=2))
-    assert "was ended by signal 11; the others took over its work" in text
-    assert "clips that end a process are tried again once they change" in text
-    assert_found(out, whole)
-    with monkeypatch.context() as patch:  # the next run does not touch them
-        patch.setattr(decoding, "decode_clip", None)
-        again = preprocess(str(source), out, tiny_pipeline, **OPTIONS)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoding, "_start", None)
+        again = preprocess(str(source), out, model, **OPTIONS)
     assert again is not None
     assert len(again.rejected) == 2
+    assert again.quarantine == out / QUARANTINE_NAME
     assert_found(out, whole)
     changed = tmp_path / "source"
     shutil.copytree(source, changed)
     noise(changed / "deadly1.mp4", 17)
-    preprocess(str(changed), out, tiny_pipeline, **OPTIONS)  # changed: tried again, here it does no harm
+    preprocess(str(changed), out, model, **OPTIONS)  # changed: decoded again, here without harm
     assert {key.partition("#")[0] for key in contents(out)} == {"deadly1", "good0", "good1"}
-    (out / QUARANTINE_NAME).unlink()  # the user asks
-    preprocess(str(source), out, tiny_pipeline, **OPTIONS)
+    (out / QUARANTINE_NAME).unlink()  # the user wants to try the other clip again
+    preprocess(str(source), out, model, **OPTIONS)
     assert contents(out) == contents(whole)
 
 
-@pytest.mark.full
-def test_one_process_dies_and_the_same_command_goes_on(
-    source: Path, tiny_pipeline: Path, whole: Path, tmp_path: Path
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_clip_that_crashes_its_decoder_is_rejected_and_the_run_continues(
+    source: Path,
+    tiny_pipeline: Path,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int,
 ) -> None:
     out = tmp_path / "cache"
-    codes = []
-    while not (out / "index.npz").exists():
-        process = start(source, out, tiny_pipeline, env=SITE)
-        process.communicate(timeout=300)
-        codes.append(process.returncode)
-        assert len(codes) <= 3
-    assert codes[0] == -signal.SIGSEGV
-    assert codes[-1] == 0
+    text = finish(start(source, out, tiny_pipeline, env=SITE, workers=workers))
+    assert "clips that crash or hang a process are skipped until the file changes" in text
     assert_found(out, whole)
-
-
-def test_what_a_killed_run_had_in_hand_is_suspect(
-    source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the test before it, without processes: the first run ends with a clip in hand, the second decodes that one apart."""
-
-    class Death(BaseException):
-        pass
-
-    def dies(work: Path, *args: Any) -> None:
-        Marks(work / "clips.marks")[0] = BEGUN
-        raise Death
-
-    def crashes(function: Any, path: Path, *args: Any, **options: Any) -> Any:
-        apart.append(path.stem)
-        raise Crashed("the process ended by SIGSEGV")
-
-    apart: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(preprocess_job, "encode_share", dies)
-        with pytest.raises(Death):
-            preprocess(str(source), tmp_path / "cache", tiny_pipeline, **OPTIONS)
-    monkeypatch.setattr(decoding, "iterate_isolated", crashes)
-    report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **OPTIONS)
-    assert report is not None
-    assert apart == [item.key for item in report.rejected] == ["deadly0"]
-    assert report.quarantine == tmp_path / "cache" / QUARANTINE_NAME
+    assert_later_runs_skip_them(source, tiny_pipeline, out, whole, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_suspects_that_are_innocent_are_encoded_as_ever(
+def test_a_decoder_that_hangs_is_killed(
+    source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_hanging(worker: IsolatedWorker, clip: Any, settings: Any) -> None:
+        hangs = Path(clip.path).stem == "deadly0"
+        worker.start(deadly.hang) if hangs else started(worker, clip, settings)
+
+    started = decoding._start
+    monkeypatch.setattr(decoding, "_start", start_hanging)
+    monkeypatch.setattr(decoding, "LIMIT_SECONDS", 20.0)
+    report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **OPTIONS)
+    assert report is not None
+    (rejected,) = report.rejected
+    assert "deadly0.mp4 cannot be decoded: it took more than 20 s; replace" in rejected.reason
+    assert report.quarantine == tmp_path / "cache" / QUARANTINE_NAME
+
+
+def test_one_crash_is_forgiven(
     source: Path, tiny_pipeline: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In processes of their own, which the marks of an earlier death ask for, clips give the same bits."""
-    monkeypatch.setattr(
-        Job, "_marks", lambda self, clips: bytes(BEGUN + ("good1" in clip.path) for clip in clips)
-    )
-    assert IN_ENCODER == BEGUN + 1
+    """As when something outside kills the decoder, here after the first window: the same bits, each window once."""
+    values, crashed = IsolatedWorker.values, []
+
+    def crash_once(self: IsolatedWorker, *args: Any) -> Any:
+        stream = values(self, *args)
+        if crashed:
+            return (yield from stream)
+        crashed.append(True)
+        yield next(stream)
+        yield next(stream)
+        stream.close()
+        raise Crash("the process ended by SIGKILL")
+
+    monkeypatch.setattr(IsolatedWorker, "values", crash_once)
+    report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **OPTIONS)
+    assert report is not None
+    assert crashed
+    assert not report.rejected
+    assert contents(tmp_path / "cache") == contents(whole)
+
+
+def leave_suspects(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Leave what a run leaves whose process died while these clips were in the encoder."""
+    read = SourceScan.read.__func__
+
+    def scanned(cls: type, *args: Any) -> SourceScan:
+        scan = read(cls, *args)
+        for number, clip in enumerate(scan.clips.values()):
+            if Path(clip.path).stem in names:
+                (work[0] / f"encoding-{number}").write_text(clip.video)
+        return scan
+
+    def prepared(self: Any) -> None:
+        prepare(self)
+        work.append(self.settings.work)
+
+    work: list[Path] = []
+    prepare = module.PreprocessRun.prepare
+    monkeypatch.setattr(module.PreprocessRun, "prepare", prepared)
+    monkeypatch.setattr(SourceScan, "read", classmethod(scanned))
+
+
+@pytest.mark.slow
+def test_innocent_suspects_are_encoded_as_ever(
+    source: Path, tiny_pipeline: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a subprocess, in which suspects of an earlier death are encoded, clips give the same bits."""
+    leave_suspects(monkeypatch, "good0", "good1")
     preprocess(str(source), tmp_path / "cache", tiny_pipeline, **OPTIONS)
     assert contents(tmp_path / "cache") == contents(whole)
     metas = [
@@ -147,17 +176,40 @@ def test_suspects_that_are_innocent_are_encoded_as_ever(
     assert metas[0] == metas[1]
 
 
-def test_a_clip_that_ends_the_encoder_is_rejected(
-    source: Path, tiny_pipeline: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_a_clip_that_crashes_the_encoder_is_rejected(
+    source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        Job, "_marks", lambda self, clips: bytes(IN_ENCODER * ("good1" in clip.path) for clip in clips)
-    )
-    monkeypatch.setattr(decoding, "encode_windows", deadly.encode_windows)
+    begin = IsolatedWorker.start
+
+    def start_deadly(self: IsolatedWorker, function: Any, *args: Any) -> None:
+        begin(self, deadly.encode_clips if function is encode_clips else function, *args)
+
+    leave_suspects(monkeypatch, "good1")
+    monkeypatch.setattr(IsolatedWorker, "start", start_deadly)
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **OPTIONS)
     assert report is not None
     (rejected,) = report.rejected
     assert rejected.reason.endswith(
         "good1.mp4 cannot be encoded: the process ended by SIGABRT; lower --max-frames or --max-pixels"
     )
+    assert report.quarantine == tmp_path / "cache" / QUARANTINE_NAME
     assert "good0#0000" in contents(tmp_path / "cache")
+
+
+@pytest.mark.slow
+def test_the_clip_in_the_encoder_of_a_killed_process_is_a_suspect(
+    source: Path, tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    """The encoder aborts in the middle of a window: its clip is named on the disk."""
+    process = start_python(
+        """
+        import os
+        WanVideoEncoder.encode = lambda self, pixels: os.abort()
+        preprocess(source, out, model, **options)
+        """,
+        *(source, tmp_path / "cache", tiny_pipeline),
+    )
+    process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGABRT
+    assert (tmp_path / "cache" / WORK_NAME / "encoding-0").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -11,17 +10,21 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from data_tools.merge import merge
 from tests.launch.test_preprocess import SMALL, break_some, contents
-from wands.commands.preprocess.claims import Claims
 from wands.commands.preprocess.preprocess import preprocess
+from wands.commands.preprocess.scan import parse_part, select_part
 from wands.data.cache.reader import LatentCache
+from wands.data.clips.records import ClipRecord
 from wands.data.clips.video import save_video
+from wands.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = SMALL | {"clip_mode": "slide", "max_samples": 3}
@@ -171,12 +174,11 @@ def test_a_killed_worker_is_replaced_by_the_others(
 ) -> None:
     out = tmp_path / "cache"
     process = start(source, out, tiny_pipeline, workers=2)
-    journals = [out / ".work" / f"samples-{slot}.journal" for slot in range(2)]
-    # Whichever has something first: on a busy machine the other may still be loading when the work is over.
-    slots = wait_for(lambda: [n for n in range(2) if journals[n].is_file() and journals[n].stat().st_size])
-    os.kill(children(process)[slots[0]], signal.SIGKILL)
+    logs = [out / ".work" / f"samples-{slot}.journal" for slot in range(2)]
+    wait_for(lambda: any(log.is_file() and log.stat().st_size for log in logs))
+    os.kill(children(process)[0], signal.SIGKILL)
     text = finish(process)
-    assert f"worker {slots[0]} was ended by signal 9; the others took over its work" in text
+    assert "ended early (the process ended by SIGKILL); its remaining work was done in another round" in text
     assert_equal_caches(out, undisturbed)
 
 
@@ -251,80 +253,40 @@ def test_kill_9_at_any_moment(
     assert_equal_caches(out, undisturbed)
 
 
-# ---- claims
+# ---- parts
 
 
-def test_each_piece_is_taken_once_and_a_closed_file_gives_back(tmp_path: Path) -> None:
-    path = tmp_path / "claims"
-    Claims.create(path, 3)
-    code = (
-        "import sys; from pathlib import Path; from wands.commands.preprocess.claims import Claims\n"
-        "claims = Claims(Path(sys.argv[1]))\n"
-        "print(claims.take(), flush=True)\n"
-        "claims.done(0) if sys.argv[2] == 'done' else None\n"
-        "print('ready', flush=True); sys.stdin.read()\n"
-    )
-    for how, expected in (("held", 0), ("done", 0)):
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, str(path), how],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        assert child.stdout is not None
-        assert child.stdout.readline() == f"{expected}\n"
-        assert child.stdout.readline() == "ready\n"
-        claims = Claims(path)
-        assert claims.take() == 1  # 0 is held, or done
-        assert claims.num_done() == (how == "done")
-        claims.close()
-        child.kill()
-        child.communicate()
-    claims = Claims(path)
-    assert [claims.take(), claims.take()] == [1, 2]
-    claims.done(1)
-    claims.done(2)
-    assert claims.take() is None
-    assert claims.num_done() == 3
+def test_parts_joined_are_the_cache_of_one(
+    source: Path, tiny_pipeline: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    sizes = []
+    for number in (1, 2):
+        report = preprocess(str(source), tmp_path / "out", tiny_pipeline, **OPTIONS, part=f"{number}/2")
+        assert report is not None
+        assert report.out == tmp_path / "out" / f"part-{number}-of-2"
+        sizes.append(report.num_accepted)
+    assert min(sizes) > 0
+    merge(tmp_path / "merged", sorted((tmp_path / "out").iterdir()))
+    assert contents(tmp_path / "merged") == contents(undisturbed)
+    rejects = "".join(path.read_text() for path in (tmp_path / "out").glob("*/rejects.jsonl"))
+    assert sorted(rejects.splitlines()) == sorted((undisturbed / "rejects.jsonl").read_text().splitlines())
 
 
-def test_a_piece_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
-    path = tmp_path / "claims"
-    Claims.create(path, 1)
-    code = (
-        "import sys, time; from pathlib import Path; from wands.commands.preprocess.claims import Claims\n"
-        "claims = Claims(Path(sys.argv[1])); print(claims.take(), flush=True); time.sleep(60)\n"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "0\n"
-    claims, asked = Claims(path), []
-
-    def stopped() -> bool:
-        asked.append(True)
-        if len(asked) == 3:  # twice it was the other's
-            child.kill()
-            child.communicate()
-        return False
-
-    assert claims.take(stopped) == 0
-    assert len(asked) >= 3
+def test_a_part_stays_when_clips_are_added(tmp_path: Path) -> None:
+    rows = [ClipRecord(f"{n}~{c}", tmp_path / f"{n}.mp4", "A.") for n in range(50) for c in range(2)]
+    parts = [select_part(rows, str(tmp_path), (number, 3)) for number in (1, 2, 3)]
+    assert sorted([*parts[0], *parts[1], *parts[2]], key=rows.index) == rows
+    assert min(map(len, parts)) > 20
+    assert all(sum(row.path.stem == str(n) for row in part) in (0, 2) for part in parts for n in range(50))
+    assert select_part(rows[:40], str(tmp_path), (1, 3)) == [row for row in parts[0] if row in rows[:40]]
+    moved = [replace(row, path=tmp_path / "elsewhere" / row.path.name) for row in rows]
+    (tmp_path / "elsewhere").mkdir()
+    assert [row.key for row in select_part(moved, str(tmp_path / "elsewhere"), (1, 3))] == [
+        row.key for row in parts[0]
+    ]
 
 
-def test_rejects_of_a_line_torn_by_a_kill_are_read(tmp_path: Path) -> None:
-    from wands.commands.preprocess.leader import Job
-    from wands.commands.preprocess.work_folder import WORK_NAME
-
-    class Writer:
-        path = tmp_path
-
-    job = object.__new__(Job)
-    job.work = tmp_path / WORK_NAME
-    job.work.mkdir()
-    whole = json.dumps({"key": "a", "path": "a.mp4", "reason": "broken", "deadly": ""}) + "\n"
-    (job.work / "rejects-0.jsonl").write_text(whole + whole[:20])
-    (job.work / "rejects-1.jsonl").write_text(whole)
-    assert [item.key for item in job.rejections()] == ["a"]
+@pytest.mark.parametrize("text", ["0/4", "5/4", "1", "a/b", "1/0", "-1/4"])
+def test_a_part_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--part {text} is not a part\. Use I/N"):
+        parse_part(text)

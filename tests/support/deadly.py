@@ -1,8 +1,9 @@
-"""Workers that one file takes down; light, for every new process imports it."""
+"""Functions that crash or hang their process; few imports, because every new process imports this file."""
 
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from wands.commands.check import check
@@ -14,6 +15,12 @@ def look_at(task: Any) -> Any:
     return check._look_at(task)
 
 
-def encode_windows(*args: Any) -> Any:
-    """In place of `wands.commands.preprocess.decoding.encode_windows`: memory runs out at the first one."""
+def encode_clips(*args: Any) -> Any:
+    """Abort, in place of `wands.commands.preprocess.encoding.encode_clips`."""
     os.abort()
+
+
+def hang() -> Any:
+    """Never yield a value."""
+    time.sleep(3600)
+    yield

@@ -1,4 +1,4 @@
-"""How far a long command is: a bar on a terminal, a line now and then in a log."""
+"""Progress of a long command: a bar on a terminal, else a log line every 10 seconds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LOG_SECONDS = 10.0
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Give a function to call after each of `total` pieces of work.
+def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show progress; yield a function to call after each finished item.
 
     Args:
-        what: the pieces, such as "clips".
-        total: how many there are.
+        label: name of the items, such as "clips".
+        total: number of items.
     """
     if sys.stderr.isatty():
         from rich.console import Console
@@ -26,7 +26,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(what, total=total)
+            task = bar.add_task(label, total=total)
             yield lambda: bar.advance(task)
         return
     started = last = time.monotonic()
@@ -39,6 +39,6 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
         if done == total or now - last >= LOG_SECONDS:
             last = now
             left = (now - started) / done * (total - done)
-            log.info("%s: %d of %d, %.0f s passed, %.0f s left", what, done, total, now - started, left)
+            log.info("%s: %d of %d, %.0f s passed, %.0f s left", label, done, total, now - started, left)
 
     yield advance

@@ -50,6 +50,10 @@ class RecipeOptions(Options):
     """Set a recipe key; repeatable. `wands config` lists the keys."""
 
 
+def _as_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value or ())
+
+
 class ClipOptions(Options):
     """Options that decide which samples the clips of a source become."""
 
@@ -62,7 +66,7 @@ class ClipOptions(Options):
     """Exact frame width in pixels; needs --height."""
     center_crop: bool = False
     """Crop clips to the shape of --height x --width instead of stretching them."""
-    max_pixels: tuple[int, ...] = ()
+    max_pixels: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = ()
     """Largest area of a frame in pixels; larger clips are scaled down and keep their aspect ratio [default: 399360]. Repeat
     the option to store each clip at several sizes; a later run may add or remove all sizes but the first."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
@@ -138,6 +142,7 @@ class PreprocessOptions(ClipOptions):
     Examples:
         wands preprocess clips/ --out cache/ --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --workers 8
         torchrun --nproc-per-node 8 -m wands preprocess clips/ --out cache/ --model MODEL
+        wands preprocess clips/ --out cache/ --model MODEL --part $SLURM_ARRAY_TASK_ID/16
     """
 
     out: Path
@@ -157,7 +162,10 @@ class PreprocessOptions(ClipOptions):
     """Encode frames in tiles of 256 pixels that overlap by 64. Memory no longer grows with the frame size, encoding is slower.
     Latents change by about 2 % of their standard deviation, most near the seams."""
     workers: Annotated[int, Field(ge=1)] = 1
-    """Number of processes to start. Processes use the GPUs in turn and take clips from one queue."""
+    """Number of processes to start. Processes use the GPUs in turn; each encodes a fixed share of the clips."""
+    part: Annotated[str | None, Spelling(metavar="I/N")] = None
+    """Encode only part I of N, such as 3/16, into the folder part-I-of-N of --out. For many nodes without a common launcher:
+    run one part per node, then join the parts with `python -m data_tools.merge CACHE OUT/part-*`."""
 
 
 class PackOptions(RecipeOptions):

@@ -1,4 +1,4 @@
-"""Store text embeddings between the pass over captions and the pass over clips of `wands preprocess`."""
+"""Text embeddings on disk, between the encoding of captions and the encoding of clips."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from wands.data.cache.write_ahead_log import LogRecord, WriteAheadLog, read_reco
 
 
 def caption_name(caption: str) -> str:
-    """Return the name of a caption's embedding: 32 hex digits."""
+    """Return the digest that names a caption's record: 32 hex digits."""
     return hashlib.blake2b(caption.encode(), digest_size=16).hexdigest()
 
 
-def store_text(journal: WriteAheadLog, caption: str, embeds: Tensor) -> None:
+def store_text(log: WriteAheadLog, caption: str, embeds: Tensor) -> None:
     """Append the embedding of a caption, bf16 [L, D].
 
     Raises:
         CacheError: if the disk is full.
     """
-    journal.add(caption_name(caption), [to_bits(embeds)], {})
+    log.add(caption_name(caption), [to_bits(embeds)], {})
 
 
 class TextSpool:
-    """Text embeddings in logs, found by caption. They stay on disk: a million embeddings have 800 GB."""
+    """Embeddings in write-ahead logs, found by caption; in memory the embeddings of a million captions would take 800 GB."""
 
-    def __init__(self, journals: Iterable[Path]) -> None:
-        """Index the logs; records added later are not found."""
-        self._places: dict[str, LogRecord] = {}
-        for journal in journals:
-            self._places.update((record.name, record) for record in read_records(journal))
+    def __init__(self, logs: Iterable[Path]) -> None:
+        """Index the records of the logs; records that are appended later are not found."""
+        self._records: dict[str, LogRecord] = {}
+        for log in logs:
+            self._records.update((record.name, record) for record in read_records(log))
 
     def __contains__(self, caption: str) -> bool:
-        return caption_name(caption) in self._places
+        return caption_name(caption) in self._records
 
     def read(self, caption: str) -> Tensor:
-        """Return the stored embedding of `caption`, bit for bit.
+        """Return the stored embedding of a caption, bf16 [L, D], bit for bit.
 
         Raises:
             CacheError: if the log is damaged.
         """
-        return from_bits(self._places[caption_name(caption)].read()[0])
+        return from_bits(self._records[caption_name(caption)].read()[0])

@@ -25,14 +25,13 @@ from data_tools.merge import merge
 from data_tools.split import split
 from data_tools.verify import verify
 from tests.launch.test_preprocess import SMALL, differs
+from tests.launch.test_preprocess_deadly import leave_suspects
 from tests.support.runs import make_run, run_training
 from tests.unit.commands.test_preprocess_again import forbid_video
 from wands.commands.check.check import check
 from wands.commands.preprocess import encoding
-from wands.commands.preprocess.decoding import encode_windows
 from wands.commands.preprocess.preprocess import preprocess
 from wands.commands.preprocess.preprocess_report import PreprocessReport
-from wands.commands.preprocess.work_folder import Run
 from wands.config.recipe import FlowConfig
 from wands.data.cache.format import array_names, checksum, to_bits
 from wands.data.cache.reader import LatentCache
@@ -330,7 +329,7 @@ def test_a_run_that_ends_before_its_shards_goes_on_from_the_journal(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(encoding._ClipPass, "_to_shards", end)
+        patch.setattr(encoding._ClipEncoder, "_move_to_shard", end)
         with pytest.raises(KeyboardInterrupt):
             run(done.source, out, done.model)
     assert not list(out.glob("shard-*.h5"))
@@ -355,18 +354,13 @@ def test_workers_make_the_same(made: Callable[[str], Made], tmp_path: Path) -> N
     assert sorted(bits[:4] for bits in found.values()) == sorted(2 * [bits[:4] for bits in alone.values()])
 
 
-def test_a_process_of_its_own_makes_the_same(made: Callable[[str], Made]) -> None:
+def test_a_subprocess_makes_the_same(
+    made: Callable[[str], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = made(CLIP)
-    spec = ClipSpec.of_variant(done.variant, max_pixels=BOUNDS[0], max_frames=SMALL["max_frames"])
-    order = Run("", str(done.model), {}, conditions=done.variant.conditions)
-    arguments = (done.source / "man.mp4", spec, None, None, BOUNDS[1:])
-    stored = LatentCache(done.cache)
-    for suffix, _, bits in encode_windows(order, "cpu", arguments, []):
-        key = next(key for key in stored.keys if "".join(key.partition("#")[1:]) == suffix)
-        sample = stored.read(stored.find(key))
-        assert set(bits) == set(array_names(done.variant.conditions)) - {"text_embeds"}
-        for name, found in bits.items():
-            assert np.array_equal(found, to_bits(getattr(sample, name)))
+    leave_suspects(monkeypatch, "man")
+    run(done.source, tmp_path / "cache", done.model)
+    assert arrays(tmp_path / "cache") == arrays(done.cache)
 
 
 @pytest.mark.parametrize("max_frames", [1, 4])

@@ -1,13 +1,10 @@
-"""A worker's share: decoding ahead, and mistakes in a thread or of one worker alone."""
+"""A worker's share: decoding ahead, errors in a thread or of one worker alone, devices, ranks of a launcher."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
-import os
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +12,14 @@ import pytest
 import torch
 
 from tests.launch.test_preprocess import SMALL, contents
-from wands.commands.preprocess import decoding, encoding
-from wands.commands.preprocess.decoding import CLIPS_AHEAD, DECODING_THREADS
+from tests.launch.test_preprocess_workers import wait_for
+from wands.commands.preprocess import decoding, workers
+from wands.commands.preprocess import preprocess as module
+from wands.commands.preprocess.decoding import NUM_DECODERS, NUM_READY
 from wands.commands.preprocess.preprocess import preprocess
-from wands.commands.preprocess.workers import Crew, lock_work, tell_followers, work_share
+from wands.commands.preprocess.workers import WorkerPool
 from wands.encoders.vae import WanVideoEncoder
-from wands.errors import CacheError, ConfigError
+from wands.errors import ConfigError, WandsError
 
 WINDOWS = SMALL | {"clip_mode": "slide", "max_frames": 5}
 
@@ -38,7 +37,7 @@ def source(clips_dir: Path, tmp_path: Path) -> Path:
 def test_decoding_runs_ahead_but_not_away(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoded windows wait for the encoder, never more than the queue and the threads' hands hold."""
+    """Decoded windows wait for the encoder, never more than the queue and the threads have room for."""
     to_pixels, encode, mutex = decoding.to_pixels, WanVideoEncoder.encode, threading.Lock()
     counts = {"decoded": 0, "encoded": 0}
     ahead: list[int] = []
@@ -48,7 +47,7 @@ def test_decoding_runs_ahead_but_not_away(
         with mutex:
             counts["decoded"] += 1
             ahead.append(counts["decoded"] - counts["encoded"])
-            if ahead[-1] == CLIPS_AHEAD + DECODING_THREADS + 1:
+            if ahead[-1] == NUM_READY + NUM_DECODERS + 1:
                 full.set()
         return to_pixels(frames)
 
@@ -64,8 +63,8 @@ def test_decoding_runs_ahead_but_not_away(
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
     assert report is not None
     assert report.num_accepted == counts["encoded"] > 20
-    # One window is in the encoder's hands, each thread has one, the queue the others.
-    assert max(ahead) == CLIPS_AHEAD + DECODING_THREADS + 1
+    # The encoder has one window, each thread has one, the queue has the others.
+    assert max(ahead) == NUM_READY + NUM_DECODERS + 1
     assert report.waited is not None
     assert f"encoder waited {report.waited:.1%} of the time for decoding" in report.render()
 
@@ -77,52 +76,73 @@ def test_a_failure_in_a_thread_ends_the_run(
         patch.setattr(decoding, "to_pixels", None)
         with pytest.raises(TypeError, match="not callable"):
             preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode-")]
+    wait_for(lambda: not any(thread.name == "run_in_threads" for thread in threading.enumerate()))
     preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
     preprocess(str(source), tmp_path / "whole", tiny_pipeline, **WINDOWS)
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
 
 
-def test_a_mistake_of_one_worker_is_left_for_the_leader(
+def test_an_error_of_one_worker_leaves_its_share_to_the_others(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second worker cannot load the model: the first does its share, and the report says so."""
-    cpu = torch.device("cpu")
-    share = encoding.encode_share
+    """Worker 1 fails: worker 0 encodes everything, and the report names the error."""
 
-    def with_company(work: Path, slot: int, token: str, *devices: torch.device) -> None:
-        run = json.loads((work / "run.json").read_text())
-        (work / "run.json").write_text(json.dumps(run | {"model": "no/such model"}))
-        (work / "text-1.journal").touch()
-        (work / "samples-1.journal").touch()
-        work_share(work, 1, token, (cpu, cpu))
-        (work / "run.json").write_text(json.dumps(run))
-        work_share(work, 2, "another run", (cpu, cpu))
-        assert not (work / "worker-2.json").exists()
-        share(work, slot, token, *devices)
+    def run(self: WorkerPool, task: Any, settings: Any, shares: dict[int, Any]) -> Iterator[Any]:
+        for slot, share in shares.items():
+            if slot == 1:
+                yield from workers._with_losses(slot, failing())
+            else:
+                yield from task(settings, slot, self.devices(slot), share)
 
-    monkeypatch.setattr("wands.commands.preprocess.leader.encode_share", with_company)
-    report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
+    def failing() -> Iterator[Any]:
+        raise ConfigError("model=broken cannot be loaded.")
+        yield
+
+    monkeypatch.setattr(WorkerPool, "run", run)
+    report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS, workers=2)
     assert report is not None
-    assert "a worker ended early (model=no/such model is neither" in report.render()
+    assert "worker 1 ended early (model=broken cannot be loaded); its remaining work was" in report.render()
     monkeypatch.undo()
     preprocess(str(source), tmp_path / "whole", tiny_pipeline, **WINDOWS)
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("fails", ["error", "death"])
+def test_a_run_whose_workers_all_fail_ends(
+    source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    rounds: list[int] = []
+
+    def run(self: WorkerPool, task: Any, settings: Any, shares: dict[int, Any]) -> Iterator[Any]:
+        rounds.append(len(shares))
+        for slot in shares:
+            error = ConfigError("model=broken cannot be loaded.") if fails == "error" else None
+            yield workers.Lost(slot, f"worker {slot} ended early (the process ended by SIGKILL)", error)
+
+    monkeypatch.setattr(WorkerPool, "run", run)
+    message = {
+        "error": "model=broken cannot be loaded",
+        "death": "is unfinished: worker 0 ended early .*SIGKILL",
+    }
+    with pytest.raises(WandsError, match=message[fails]):
+        preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS, workers=2)
+    assert rounds == {"error": [2], "death": [2] * module.ROUNDS}[fails]
+
+
 def test_both_ways_of_having_workers_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
-    crew = Crew.find(1, "cpu", None)
-    assert (crew.size, crew.rank, crew.launched) == (4, 3, True)
+    pool = WorkerPool(1, "cpu", None)
+    assert (pool.size, pool.rank, pool.launched) == (4, 3, True)
     with pytest.raises(
-        ConfigError, match=r"workers=2 starts processes, but a launcher has started 4; drop one"
+        ConfigError, match=r"--workers 2 starts processes, but a launcher has started 4 already\. Remove"
     ):
-        Crew.find(2, "cpu", None)
+        WorkerPool(2, "cpu", None)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert Crew.find(2, "cpu", None) == Crew(2, 0, False, "cpu", None)
-    with pytest.raises(ConfigError, match=r"workers=0 must be at least 1"):
-        Crew.find(0, "cpu", None)
+    pool = WorkerPool(2, "cpu", None)
+    assert (pool.size, pool.rank, pool.launched) == (2, 0, False)
+    pool.limit(1)
+    assert (pool.size, pool.slots) == (1, [0])
 
 
 def test_workers_take_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +151,7 @@ def test_workers_take_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.empty", lambda *_, **__: None)  # there is no GPU to try it on
 
     def devices(device: str | None, text_device: str | None) -> list[str]:
-        pairs = [Crew(4, 0, False, device, text_device).devices(number) for number in range(4)]
+        pairs = [WorkerPool(4, device, text_device).devices(number) for number in range(4)]
         return [f"{vae} {text}".replace("cuda:", "") for vae, text in pairs]
 
     assert devices(None, None) == devices("cuda", None) == ["0 0", "1 1", "2 2", "0 0"]
@@ -140,41 +160,48 @@ def test_workers_take_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices("cpu", "cuda") == ["cpu 0", "cpu 1", "cpu 2", "cpu 0"]
 
 
-@pytest.mark.parametrize("how", ["work", "nothing", "mistake"])
-def test_followers_are_told_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    told: list[dict[str, str]] = []
-
-    class Store:
-        def set(self, key: str, value: str) -> None:
-            told.append(json.loads(value))
-
-    monkeypatch.setattr("wands.commands.preprocess.workers._store", Store)
-    crew = Crew(2, 0, True, "cpu", None)
+@pytest.mark.parametrize("how", ["nothing", "error"])
+def test_the_end_of_rank_0_ends_the_other_ranks(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Rank 0 sends one last message: nothing more to do, or its error."""
+    sent: list[Any] = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(workers.dist, name, lambda *args, **options: None)
+    monkeypatch.setattr(workers.dist, "scatter_object_list", lambda received, orders: sent.append(orders))
     try:
-        with tell_followers(crew) as begin:
-            if how == "work":
-                begin("abc")
-            if how == "mistake":
+        with WorkerPool(1, "cpu", None):
+            if how == "error":
                 raise ConfigError("a sentence.")
     except ConfigError:
-        assert how == "mistake"
-    assert told == [{"work": {"token": "abc"}, "nothing": {}, "mistake": {"error": "a sentence."}}[how]]
+        assert how == "error"
+    assert len(sent) == 1
+    monkeypatch.setattr(
+        workers.dist, "scatter_object_list", lambda received, _: received.__setitem__(0, sent[0][1])
+    )
+    monkeypatch.setenv("RANK", "1")
+    with WorkerPool(1, "cpu", None) as pool:
+        if how == "nothing":
+            pool.follow()
+        else:
+            with pytest.raises(WandsError, match=r"^a sentence\.$") as caught:
+                pool.follow()
+            assert caught.value.agreed
 
 
-def test_workers_of_another_run_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lock").touch()
-    with (tmp_path / "lock").open("rb") as theirs:
-        fcntl.flock(theirs, fcntl.LOCK_SH)
-        with pytest.raises(CacheError, match="is being written by workers of another run; wait for it"):
-            lock_work(tmp_path, seconds=0)
-    ours = lock_work(tmp_path, seconds=0)
-    with (tmp_path / "lock").open("rb") as worker:
-        fcntl.flock(worker, fcntl.LOCK_SH | fcntl.LOCK_NB)  # those of this run share it
-    os.close(ours)
+def test_a_rank_without_the_shared_disk_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Settings:
+        work = tmp_path / "nowhere"
 
-    def refuse(*args: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(CacheError, match=r"file system without locks \(No locks available\)"):
-        lock_work(tmp_path)
+    gathered: list[Any] = []
+    orders = [(None, Settings(), [1]), None]
+    monkeypatch.setattr(workers, "_SHARED_DISK_SECONDS", 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(
+        workers.dist, "scatter_object_list", lambda received, _: received.__setitem__(0, orders.pop(0))
+    )
+    monkeypatch.setattr(workers.dist, "gather_object", gathered.append)
+    WorkerPool(1, "cpu", None).follow()
+    assert (
+        f"rank 1 does not see {tmp_path / 'nowhere'}. All nodes need the same --out" in gathered[0][0].reason
+    )

@@ -108,13 +108,13 @@ def test_a_new_clip_is_the_only_one_decoded(
     shutil.copy(clips_dir / "carphone_distorted.mp4", source / "new.mp4")
     (source / "new.txt").write_text("A new one.")
     decoded: list[Path] = []
-    decode = decoding.decode_clip
+    start = decoding._start
 
-    def counted(path: Path, *args: Any) -> Any:
-        decoded.append(path)
-        return decode(path, *args)
+    def counted(worker: Any, clip: Any, settings: Any) -> None:
+        decoded.append(Path(clip.path))
+        start(worker, clip, settings)
 
-    monkeypatch.setattr(decoding, "decode_clip", counted)
+    monkeypatch.setattr(decoding, "_start", counted)
     run(source, tmp_path / "cache", tiny_pipeline, WINDOWS)
     assert decoded == [source / "new.mp4"]
     run(source, tmp_path / "whole", tiny_pipeline, WINDOWS)

@@ -49,17 +49,17 @@ def run(source: Path, out: Path, model: Path, *bounds: int, **changes: Any) -> P
 
 
 class Counted:
-    """How many clips are decoded and windows encoded while it stands."""
+    """Record the decoded clips, and the windows and captions that are encoded."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.decoded: list[Path] = []
-        decode = decoding.decode_clip
+        start = decoding._start
 
-        def counted(path: Path, *args: Any) -> Any:
-            self.decoded.append(path)
-            return decode(path, *args)
+        def counted(worker: Any, clip: Any, settings: Any) -> None:
+            self.decoded.append(Path(clip.path))
+            start(worker, clip, settings)
 
-        patch.setattr(decoding, "decode_clip", counted)
+        patch.setattr(decoding, "_start", counted)
         self.windows, self.captions = (
             Counter(patch, owner, "encode").calls for owner in (WanVideoEncoder, TextEncoder)
         )

@@ -1,7 +1,9 @@
-"""The journal: whatever part of it reached the disk, whole records come back and nothing else."""
+"""The write-ahead log: whatever part of it reached the disk, whole records come back and nothing else."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 import resource
 from multiprocessing.connection import Connection
@@ -100,3 +102,20 @@ def test_full_disk_leaves_the_records_before(tmp_path: Path) -> None:
     assert "cannot take b.journal (File too large" in ours.recv()
     assert path.stat().st_size == sizes[1]
     assert_holds(path, 2)
+
+
+def test_only_one_process_writes_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cache" / ".work" / "a.journal"
+    path.parent.mkdir(parents=True)
+    first = WriteAheadLog(path)
+    with pytest.raises(CacheError, match=r"cache is being written by workers of another run\. Wait for them"):
+        WriteAheadLog(path, patience=0)
+    first.close()
+    WriteAheadLog(path, patience=0).close()
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(CacheError, match=r"file system without locks \(No locks available\)"):
+        WriteAheadLog(path)

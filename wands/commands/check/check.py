@@ -281,7 +281,7 @@ def _look_at_all(tasks: Sequence[_Task | None], num_workers: int | None, limit_s
             task = distinct[index]
             if isinstance(look, Crash):
                 look = _Look(
-                    reason=f"video={task.path} cannot be decoded: {look.reason}; replace or re-encode the file"
+                    reason=f"video={task.path} cannot be decoded: {look}; replace or re-encode the file"
                 )
             for number in numbers[task]:
                 looks[number] = look if number < KEPT_THUMBNAILS else replace(look, thumbnail=b"")

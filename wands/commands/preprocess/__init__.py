@@ -1,1 +1,1 @@
-"""What `wands preprocess` is made of: the scan, the leader's job, its workers, and each worker's share."""
+"""`wands preprocess`: scan the source, decode in subprocesses, encode, commit the cache."""

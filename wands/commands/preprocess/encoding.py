@@ -1,197 +1,216 @@
-"""One worker's share of `wands preprocess`: first captions, then clips, until nobody has anything left to do.
+"""Encode one worker's share: first its captions, then its clips.
 
-`wands/commands/preprocess/work_folder.py` says what lies in the folder where the workers meet.
+Both functions are generators: they yield an event after each caption or clip, and run in this process, in a subprocess or on
+a rank of a launcher. Results go to the worker's own write-ahead logs in the folder `.work` of the cache:
+
+    text-0.journal       text embeddings
+    samples-0.journal    samples that no shard contains yet
+    encoding-0           digest of the clip in the encoder; not empty after the process was killed
 """
 
 from __future__ import annotations
 
-import fcntl
 import gc
-import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from wands.commands.preprocess.claims import Claims
-from wands.commands.preprocess.decoding import NO_MEMORY, Decoder, Piece, check_finite, load_encoder
-from wands.commands.preprocess.work_folder import DTYPES, Lines, Run, WorkerStats
-from wands.commands.progress import progress
-from wands.data.cache.format import disk_error, to_bits
+from wands.commands.preprocess.decoding import NO_MEMORY, ClipEnd, EncodeSettings, Window, decode_clips
+from wands.commands.preprocess.scan import Clip
+from wands.data.cache.format import to_bits
 from wands.data.cache.write_ahead_log import WriteAheadLog, read_records
 from wands.data.cache.writer import ShardWriter
 from wands.data.clips.records import Rejection
 from wands.encoders.image import WindowEncoder
 from wands.encoders.spool import TextSpool, store_text
 from wands.encoders.text import TextEncoder
-from wands.errors import DataError
 
-JOURNAL_BYTES = 1 << 30
+LOG_BYTES = 1 << 30
+"""Samples move from the write-ahead log to a shard when the log reaches this size."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def encode_share(work: Path, slot: int, token: str, device: torch.device, text_device: torch.device) -> None:
-    """Do one worker's share of a run; what it did is in worker-`slot`.json.
+class Devices(NamedTuple):
+    """Devices of one worker: of the VAE (and CLIP), and of UMT5."""
+
+    vae: torch.device
+    text: torch.device
+
+
+@dataclass(frozen=True)
+class Done:
+    """One caption or clip is finished.
+
+    Attributes:
+        rejections: one for each caption of a clip that cannot be used.
+        video: digest of a rejected clip.
+        deadly: the clip crashed or hung a process.
+    """
+
+    rejections: tuple[Rejection, ...] = ()
+    video: str = ""
+    deadly: bool = False
+
+    @classmethod
+    def rejected(cls, clip: Clip, reason: str, deadly: bool) -> Done:
+        """Return the event for a clip that cannot be used."""
+        return cls(tuple(Rejection(row.key, clip.path, reason) for row in clip.rows), clip.video, deadly)
+
+
+@dataclass
+class WorkerTimes:
+    """Statistics of one worker's share of the clips.
+
+    Attributes:
+        num_windows: number of stored windows.
+        waited: seconds that the encoder waited for decoding.
+        worked: seconds that the worker encoded and stored.
+    """
+
+    num_windows: int = 0
+    waited: float = 0.0
+    worked: float = 0.0
+
+
+def encode_captions(
+    settings: EncodeSettings, slot: int, devices: Devices, captions: Sequence[str]
+) -> Iterator[Done]:
+    """Encode captions and append the embeddings to the worker's log; UMT5 is in memory only meanwhile.
 
     Args:
-        work: folder in which the workers meet.
-        slot: this worker's number; no two of a run have the same.
-        token: of the run; nothing is done for one that is over.
-        device: where the VAE runs.
-        text_device: where UMT5 runs.
+        settings: settings of the run.
+        slot: number of the worker.
+        devices: devices of the worker.
+        captions: the worker's share.
 
     Raises:
-        CacheError: the disk is full.
-        ConfigError: the model cannot be loaded.
+        CacheError: if the disk is full.
+        ConfigError: if the model cannot be loaded.
     """
-    try:
-        with (work / "lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            run = Run.read(work)
-            if run.token != token:
-                return
-            encode_captions(work, slot, run, text_device)
-            _free_memory()
-            _ClipPass(work, slot, run, device).encode()
-    except FileNotFoundError:
-        if work.is_dir():
-            raise
-        # The others were done before this one began, and the leader has cleared up.
+    encoder = TextEncoder.load(settings.options.model, devices.text, DTYPES[settings.options.text_dtype])
+    with closing(WriteAheadLog(settings.work / f"text-{slot}.journal", durable=False)) as embeddings:
+        for caption in captions:
+            store_text(embeddings, caption, encoder.encode(caption))
+            yield Done()
+    del encoder
+    _free_memory()
 
 
-def encode_captions(work: Path, slot: int, run: Run, device: torch.device) -> None:
-    """The pass over captions; UMT5 is loaded if there is a piece for this worker, and gone afterwards."""
-    claims, pieces = Claims(work / "captions.claims"), Lines(work / "captions.jsonl")
-    journal = WriteAheadLog(work / f"text-{slot}.journal", durable=False)
-    encoder = None
-    try:
-        with _shown("captions", claims, slot) as show:
-            while (piece := claims.take()) is not None:
-                if encoder is None:
-                    encoder = TextEncoder.load(run.model, device, DTYPES[run.text_dtype])
-                for caption in pieces[piece]:
-                    store_text(journal, caption, encoder.encode(caption))
-                claims.done(piece)
-                show()
-    finally:
-        journal.close()
-        claims.close()
+def encode_clips(
+    settings: EncodeSettings, slot: int, devices: Devices, clips: Sequence[Clip]
+) -> Iterator[Done | WorkerTimes]:
+    """Decode and encode clips, and store a sample for each caption that has an embedding in a log.
+
+    Args:
+        settings: settings of the run.
+        slot: number of the worker.
+        devices: devices of the worker.
+        clips: the worker's share.
+
+    Yields:
+        An event for each clip, at last the worker's times.
+
+    Raises:
+        CacheError: if the disk is full, or stored latents are damaged.
+        ConfigError: if the model cannot be loaded.
+    """
+    with closing(WriteAheadLog(settings.work / f"samples-{slot}.journal")) as samples:
+        yield from _ClipEncoder(settings, slot, devices.vae, samples).run(clips)
+    _free_memory()
 
 
-class _ClipPass:
-    """The pass over clips: threads decode ahead, this thread encodes and stores."""
+class _ClipEncoder:
+    """Encoder of one worker's clips; decoding runs ahead in threads."""
 
-    def __init__(self, work: Path, slot: int, run: Run, device: torch.device) -> None:
-        self.work, self.slot, self.run, self.device = work, slot, run, device
-        self.journal = WriteAheadLog(work / f"samples-{slot}.journal")
-        self.stats = WorkerStats()
+    def __init__(
+        self, settings: EncodeSettings, slot: int, device: torch.device, samples: WriteAheadLog
+    ) -> None:
+        self.settings, self.device, self.samples = settings, device, samples
+        self.in_encoder = settings.work / f"encoding-{slot}"
+        self.spool = TextSpool(sorted(settings.work.glob("text-*.journal")))
+        self.encoder: WindowEncoder | None = None
+        self.times = WorkerTimes()
 
-    def encode(self) -> None:
-        try:
-            with Decoder(self.work, self.run, self.device) as decoder:
-                if decoder.claims.num_pieces:
-                    self._encode_pieces(decoder)
-                self._to_shards()
-                self.stats.write(self.work, self.slot)
-        finally:
-            self.journal.close()  # the leader waits for this one
-
-    def _encode_pieces(self, decoder: Decoder) -> None:
-        spool = TextSpool(sorted(self.work.glob("text-*.journal")))
-        encoder = load_encoder(self.run, self.device) if self.run.needs_vae else None
-        rejected: set[int] = set()
-        pieces = iter(decoder)
-        with _shown("clips", decoder.claims, self.slot) as show:
+    def run(self, clips: Sequence[Clip]) -> Iterator[Done | WorkerTimes]:
+        options, began = self.settings.options, time.monotonic()
+        reasons: dict[str, str] = {}
+        with closing(decode_clips(clips, self.settings)) as pieces:
+            if any(clip.decode for clip in clips):
+                self.encoder = WindowEncoder.load(
+                    *(options.model, self.device, self.settings.conditions),
+                    dtype=options.vae_dtype,
+                    tiling=options.vae_tiling,
+                )
+            self.times.worked += time.monotonic() - began
             while True:
                 began = time.monotonic()
                 piece = next(pieces, None)
+                ready = time.monotonic()
+                self.times.waited += ready - began
                 if piece is None:
-                    return
-                got = time.monotonic()
-                if piece.number not in rejected:
-                    decoder.enter_encoder(piece)
-                    reason = piece.reason or self._store(piece, encoder, spool)
-                    decoder.leave_encoder(piece)
-                    if reason is not None:
-                        rejected.add(piece.number)
-                        self._reject(piece, reason)
-                if piece.last:
-                    decoder.done(piece)
-                    show()
-                self.stats.waited += got - began
-                self.stats.worked += time.monotonic() - got
+                    break
+                video = piece.clip.video
+                if isinstance(piece, ClipEnd):
+                    if reason := reasons.pop(video, piece.reason):
+                        yield Done.rejected(piece.clip, reason, piece.deadly)
+                    else:
+                        yield Done()
+                elif video not in reasons and (reason := self._store(piece)):
+                    reasons[video] = reason
+                self.times.worked += time.monotonic() - ready
+        self._move_to_shard()
+        yield self.times
 
-    def _store(self, piece: Piece, encoder: WindowEncoder | None, spool: TextSpool) -> str | None:
-        """Encode a window once and append it to the journal for all its captions; returns why that cannot be."""
-        encoded = piece.encoded
-        if piece.pixels is not None:
-            assert encoder is not None
+    def _store(self, window: Window) -> str | None:
+        """Encode a window and append it to the log for all captions; return the reason if that is impossible."""
+        encoded = window.encoded
+        if window.pixels is not None:
+            assert self.encoder is not None
+            self._note(window.clip.video)
             try:
-                encoded = encoder.encode(piece.pixels)
+                encoded = self.encoder.encode(window.pixels)
             except (torch.OutOfMemoryError, MemoryError):
                 _free_memory()
                 return NO_MEMORY
-            try:
-                check_finite(piece.clip.path, encoded)
-            except DataError as error:
-                return str(error)
-        if encoded is not None:
-            self._append(piece, encoded, spool)
+            finally:
+                self._note("")  # this process is alive: the clip has not crashed it
+            if not all(tensor.isfinite().all() for tensor in encoded.values()):
+                return f"video={window.clip.path} encodes to numbers that are not finite; replace the file"
+        assert encoded is not None
+        self._append(window, encoded)
         return None
 
-    def _append(self, piece: Piece, encoded: dict[str, Tensor], spool: TextSpool) -> None:
-        """One record for all captions: a kill costs all of them or none."""
-        assert piece.meta is not None
-        rows, path, meta = piece.clip.lacks(piece.suffix), piece.clip.path, piece.meta
-        own = [{"caption": row.caption, "source": path, "content": row.content} for row in rows]
-        samples = [(row.key + piece.suffix, meta | of_row) for row, of_row in zip(rows, own, strict=True)]
-        tensors = [*encoded.values(), *(spool.read(row.caption) for row in rows)]
-        self.journal.add(piece.clip.video + piece.suffix, [*map(to_bits, tensors)], {"samples": samples})
-        self.stats.num_windows += 1
-        if self.journal.num_records >= self.run.max_samples or self.journal.num_bytes >= JOURNAL_BYTES:
-            self._to_shards()
+    def _append(self, window: Window, encoded: dict[str, Tensor]) -> None:
+        """Append one record for all captions, so that a kill loses all of them or none."""
+        clip, rows = window.clip, window.clip.lacks(window.suffix)
+        samples = [
+            (
+                row.key + window.suffix,
+                window.meta | {"caption": row.caption, "source": clip.path, "content": row.content},
+            )
+            for row in rows
+        ]
+        tensors = [*encoded.values(), *(self.spool.read(row.caption) for row in rows)]
+        self.samples.add(clip.video + window.suffix, [*map(to_bits, tensors)], {"samples": samples})
+        self.times.num_windows += 1
+        if self.samples.num_records >= self.settings.max_samples or self.samples.num_bytes >= LOG_BYTES:
+            self._move_to_shard()
 
-    def _to_shards(self) -> None:
-        writer = ShardWriter(self.work.parent, self.run.digest, self.run.max_samples)
-        for record in read_records(self.journal.path):
+    def _move_to_shard(self) -> None:
+        writer = ShardWriter(self.settings.cache, self.settings.fingerprint, self.settings.max_samples)
+        for record in read_records(self.samples.path):
             writer.add_record(record)
         writer.finish_shard()
-        self.journal.clear()
+        self.samples.clear()
 
-    def _reject(self, piece: Piece, reason: str) -> None:
-        deadly = piece.clip.video if piece.deadly else ""
-        lines = [
-            json.dumps(asdict(Rejection(row.key, piece.clip.path, reason)) | {"deadly": deadly}) + "\n"
-            for row in piece.clip.rows
-        ]
-        path, text = self.work / f"rejects-{self.slot}.jsonl", "".join(lines)
-        try:
-            with path.open("a") as file:
-                file.write(text)
-        except OSError as error:
-            raise disk_error(path, len(text), error, cache=self.work.parent) from None
-
-
-@contextmanager
-def _shown(what: str, claims: Claims, slot: int) -> Iterator[Callable[[], None]]:
-    """Progress of all workers together, shown by the first; gives a function to call after each piece."""
-    if slot or not claims.num_pieces:
-        yield lambda: None
-        return
-    with progress(what, claims.num_pieces) as advance:
-        num_shown = 0
-
-        def show() -> None:
-            nonlocal num_shown
-            for _ in range(claims.num_done() - num_shown):
-                advance()
-                num_shown += 1
-
-        yield show
-        show()
+    def _note(self, video: str) -> None:
+        with suppress(OSError):  # a full disk: the next write to the log reports it
+            self.in_encoder.write_text(video)
 
 
 def _free_memory() -> None:

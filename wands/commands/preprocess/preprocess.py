@@ -1,173 +1,333 @@
-"""`wands preprocess`: clips and captions in, a latent cache out.
+"""Run `wands preprocess`: clips and captions in, a latent cache out.
 
-The phases: scan the source, hand out what the cache lacks, encode captions and then clips
-(`wands/commands/preprocess/encoding.py`; UMT5 and the VAE are never in memory together), write the index. What cannot be
-used is left out, and said.
+Data flow: scan the source (scan.py), encode the captions, decode clips in subprocesses (decoding.py), encode them
+(encoding.py), commit the index. UMT5 and the VAE are never in memory together. Rejected clips are reported.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from wands.commands.preprocess.leader import Job
+from wands.commands.preprocess.decoding import EncodeSettings
+from wands.commands.preprocess.encoding import Done, WorkerTimes, encode_captions, encode_clips
 from wands.commands.preprocess.preprocess_report import REJECTS_NAME, PreprocessReport
-from wands.commands.preprocess.scan import Scan
-from wands.commands.preprocess.work_folder import WORK_NAME, Run
-from wands.commands.preprocess.workers import Crew, follow_leader, tell_followers
-from wands.data.cache.format import write_whole
+from wands.commands.preprocess.scan import Clip, SourceScan, parse_part, select_part
+from wands.commands.preprocess.workers import Event, Lost, Task, WorkerPool
+from wands.commands.progress import progress
+from wands.config.options import PreprocessOptions
+from wands.data.cache.format import disk_error, write_whole
 from wands.data.cache.reader import CacheWriter, LatentCache
-from wands.data.clips.clip import ClipSpec, further_specs, split_bounds
+from wands.data.cache.write_ahead_log import WriteAheadLog
+from wands.data.clips.clip import ClipSpec, further_specs
+from wands.data.clips.isolated import Crash, IsolatedWorker
 from wands.data.clips.layouts import load_source
 from wands.encoders.components import CONFIG_FILES, find_part, read_config, read_variant
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.spool import TextSpool
 from wands.encoders.text import CLEANING_VERSION
 from wands.encoders.vae import TILE, TILE_STRIDE
-from wands.errors import CacheError, ConfigError, DataError
+from wands.errors import CacheError, ConfigError, DataError, WandsError
 from wands.variants import TEXT_LEN, Variant
+
+QUARANTINE_NAME = "quarantine.jsonl"
+ROUNDS = 3
+"""Number of rounds without progress after which a run in which workers die ends."""
+SUSPECT_SECONDS = 1800.0
+"""Longest time for one clip whose encoder process died before."""
 
 
 def preprocess(
-    source: str,
-    out: str | Path,
-    model: str | Path,
-    *,
-    height: int | None = None,
-    width: int | None = None,
-    center_crop: bool = False,
-    max_pixels: int | Sequence[int] | None = None,
-    max_frames: int | None = 81,
-    clip_mode: Literal["head", "middle", "slide"] = "head",
-    fps: float | None = None,
-    device: str | None = None,
-    text_device: str | None = None,
-    text_dtype: Literal["bf16", "fp32"] = "bf16",
-    vae_dtype: Literal["bf16", "fp32"] = "fp32",
-    vae_tiling: bool = False,
-    split: str = "train",
-    video_column: str | None = None,
-    caption_column: str | None = None,
-    max_samples: int = 512,
-    workers: int = 1,
+    source: str, out: str | Path, model: str | Path, *, max_samples: int = 512, **options: Any
 ) -> PreprocessReport | None:
-    """Encode a source of clips into a latent cache, or go on with one that an earlier run began.
+    """Encode a source of clips into a latent cache, or continue a cache that an earlier run began.
 
-    A clip that is already in the cache, made from the same file, caption and range, is not encoded again.
-    If only its caption or its name is new, its latents are kept. Settings other than those the cache was begun
-    with are refused. Afterwards the index holds what the source holds, no more. All captions of a range of a file share one
-    decoding, one pass of the VAE and, in a shard, the latents.
+    A clip in the cache, made from the same file, caption and range, is not encoded again. If only its caption or its name is
+    new, only the caption is encoded. Other settings than those of the existing cache are refused. After the run the index
+    contains exactly the samples of the source. All captions of a range of a file share one decoding, one pass of the VAE and,
+    in a shard, the latents.
 
-    A clip whose decoder ends a process is found when the next one takes it, or with one process when the same command is
-    given again: it is rejected and named in `quarantine.jsonl`, and not tried again unless it changes or that file goes.
+    A clip that crashes or hangs its decoder is rejected and named in `quarantine.jsonl`. Later runs skip the clip until the
+    file changes or its line in `quarantine.jsonl` is deleted.
 
-    Under a launcher (RANK, WORLD_SIZE) its processes share the work, otherwise `workers` processes that this one
-    starts: each takes the next clip that nobody has. All need the source and `out` on a file system they share.
+    Under a launcher (RANK, WORLD_SIZE) its processes share the work; they need `source` and `out` on a shared file system.
 
     Args:
         source: folder, table or Hugging Face dataset, see `wands.data.clips.layouts.load_source`.
         out: cache folder.
-        model: diffusers pipeline folder or Hub id; its VAE, text encoder and tokenizer are used, and the
-            config of its DiT names the variant.
-        height: exact height in pixels, with `width`; a multiple of the VAE's stride times the patch.
-        width: exact width in pixels.
-        center_crop: fill height x width by cutting rather than by stretching.
-        max_pixels: scale larger clips down to this area, each keeping its aspect. Default: 399,360, which is
-            480 x 832; no bound with `height` and `width`. Several: each clip is kept at the size under each
-            of them, at one that several bounds give only once. The first belongs to the settings that a cache
-            is begun with, and keys tell the sizes under the others; these may come and go from run to run.
-        max_frames: longest sample; None keeps whole clips.
-        clip_mode: which frames of a longer clip: the first, the middle ones, or all as several samples.
-        fps: frames per second of the samples. Default: the variant's own.
-        device: where the VAE runs. Default: cuda if there is one, else cpu.
-        text_device: where UMT5 runs. Default: `device`.
-        text_dtype: of UMT5's weights; embeddings are stored in bf16 either way.
-        vae_dtype: of the VAE's weights and arithmetic; latents are stored in bf16 either way.
-        vae_tiling: encode large frames in tiles, see `wands.encoders.vae.WanVideoEncoder`.
-        split: of a dataset.
-        video_column: of a table or dataset.
-        caption_column: of a table or dataset.
-        max_samples: of one shard.
-        workers: processes to start; 1 encodes in this one.
+        model: diffusers pipeline folder or Hub id.
+        max_samples: largest number of samples in a shard.
+        options: further fields of `wands.config.options.PreprocessOptions`.
 
     Returns:
-        What was done; None on the ranks of a launcher but the first.
+        The report; None on the ranks of a launcher other than rank 0.
 
     Raises:
-        ConfigError: options that exclude each other, or a model that is not complete.
-        DataError: the source holds nothing that can be used.
-        CacheError: the cache was begun with other settings, or the disk is full.
+        ConfigError: if options exclude each other, or the model is incomplete.
+        DataError: if the source has no usable clip.
+        CacheError: if the cache has other settings, or the disk is full.
     """
-    crew = Crew.find(workers, device, text_device)
-    if crew.rank > 0:
-        follow_leader(Path(out) / WORK_NAME, crew)
-        return None
-    with tell_followers(crew) as begin:
-        started = time.monotonic()
-        variant = _read_variant(model)
-        first, more_pixels = split_bounds(max_pixels)
-        spec = ClipSpec.of_variant(
-            variant,
-            fps=fps,
-            height=height,
-            width=width,
-            center_crop=center_crop,
-            max_pixels=first,
-            max_frames=max_frames,
-            clip_mode=clip_mode,
+    started = time.monotonic()
+    checked = PreprocessOptions(source=source, out=Path(out), model=str(model), **options)
+    with WorkerPool(checked.workers, checked.device, checked.text_device) as pool:
+        if pool.rank > 0:
+            pool.follow()
+            return None
+        return _lead(pool, checked, max_samples, started)
+
+
+def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, started: float) -> PreprocessReport:
+    part = parse_part(options.part) if options.part else None
+    variant = _read_variant(options.model)
+    clip_options = {"fps", "height", "width", "center_crop", "max_frames", "clip_mode"}
+    bound, *further_bounds = options.max_pixels or (None,)
+    spec = ClipSpec.of_variant(variant, max_pixels=bound, **options.model_dump(include=clip_options))
+    further_specs(spec, further_bounds)  # raises ConfigError for an invalid bound
+    columns = options.model_dump(include={"split", "video_column", "caption_column"})
+    rows, rejected = load_source(options.source, **columns)
+    out = options.out
+    if part:
+        rows, rejected = select_part(rows, options.source, part), select_part(rejected, options.source, part)
+        out /= "part-{}-of-{}".format(*part)
+        if not rows:
+            raise DataError(f"--part {options.part} of source={options.source} is empty. Use fewer parts.")
+    fingerprint = fingerprint_pipeline(options.model) | {"settings": _fingerprint_of(spec, options)}
+    with CacheWriter(out, variant, fingerprint, max_samples=max_samples) as writer:
+        settings = EncodeSettings(
+            cache=writer.path,
+            options=options,
+            spec=spec,
+            more_pixels=tuple(further_bounds),
+            fingerprint=writer.digest,
+            max_samples=max_samples,
+            conditions=variant.conditions,
         )
-        further_specs(spec, more_pixels)  # refuses what cannot be
-        rows, rejected = load_source(
-            source, split=split, video_column=video_column, caption_column=caption_column
-        )
-        settings = _settings(spec, text_dtype, vae_dtype, vae_tiling)
-        fingerprint = fingerprint_pipeline(model) | {"settings": settings}
-        with CacheWriter(out, variant, fingerprint, max_samples=max_samples) as writer:
-            run = Run(
-                token=uuid.uuid4().hex,
-                model=str(model),
-                clip=asdict(spec),
-                more_pixels=more_pixels,
-                text_dtype=text_dtype,
-                vae_dtype=vae_dtype,
-                vae_tiling=vae_tiling,
-                digest=writer.digest,
-                max_samples=max_samples,
-                conditions=variant.conditions,
+        run = PreprocessRun(writer, pool, settings)
+        run.prepare()
+        run.scan(SourceScan.read(rows, rejected, spec, settings.more_pixels, run.quarantine))
+        run.encode()
+        return run.commit(variant, started)
+
+
+class PreprocessRun:
+    """The leader's side of one run: hands out captions and clips, collects the results, writes the index.
+
+    Attributes:
+        quarantine: digest of each clip that crashes or hangs a process -> reason.
+    """
+
+    def __init__(self, writer: CacheWriter, pool: WorkerPool, settings: EncodeSettings) -> None:
+        """Store the arguments; nothing is written."""
+        self.writer, self.pool, self.settings = writer, pool, settings
+        self.quarantine_path = writer.path / QUARANTINE_NAME
+        self.quarantine: dict[str, str] = {}
+        self.rejected_videos: set[str] = set()
+        self.times: list[WorkerTimes] = []
+        self.losses: list[Lost] = []
+        self.null_text: Tensor | None = None
+
+    def prepare(self) -> None:
+        """Create the work folder, and move what an earlier run left there to shards.
+
+        Raises:
+            CacheError: if the disk is full, or workers of an earlier run are still alive.
+        """
+        try:
+            self.settings.work.mkdir(exist_ok=True)
+        except OSError as error:
+            raise disk_error(self.settings.work, 0, error, cache=self.writer.path) from None
+        self._collect_samples()
+        with suppress(FileNotFoundError):
+            for line in self.quarantine_path.read_text().splitlines():
+                with suppress(ValueError, KeyError, TypeError):  # a line that the user has edited
+                    value = json.loads(line)
+                    self.quarantine[value["video"]] = value["reason"]
+        with suppress(CacheError):  # no index yet, or of an earlier version
+            self.null_text = LatentCache(self.writer.path).null_text_embeds
+
+    def _collect_samples(self) -> None:
+        """Move the samples in write-ahead logs to shards, and register the shards of the workers."""
+        for path in sorted(self.settings.work.glob("samples-*.journal")):
+            with closing(WriteAheadLog(path)):  # waits for the worker that writes it
+                self.writer.refresh()
+                self.writer.adopt(path)
+        self.writer.refresh()
+
+    def scan(self, scan: SourceScan) -> None:
+        """Compare the source with the cache."""
+        self.source = scan
+        self.rejected = list(scan.rejected)
+        self.contents_before = {key: entry.content for key, entry in self.writer.entries.items()}
+        pending = self._pending_clips()
+        self.num_relabelled = sum(len(clip.lacks(suffix)) for clip in pending for *_, suffix in clip.latents)
+        self.pool.limit(len(pending))
+
+    def _pending_clips(self) -> list[Clip]:
+        return self.source.pending(self.writer.entries, self.rejected_videos)
+
+    def _pending_captions(self) -> list[str]:
+        captions = {row.caption for clip in self._pending_clips() for row in clip.rows}
+        captions |= {""} if self.null_text is None else set()
+        spool = TextSpool(self.settings.work.glob("text-*.journal"))
+        return sorted(caption for caption in captions if caption not in spool)
+
+    def encode(self) -> None:
+        """Encode what the cache lacks, first captions, then clips.
+
+        Raises:
+            WandsError: if every worker failed, or workers died again and again.
+        """
+        self._run_rounds("captions", encode_captions, self._pending_captions)
+        self._run_rounds("clips", encode_clips, self._pending_clips)
+
+    def _run_rounds(self, label: str, task: Task, pending: Callable[[], list[Any]]) -> None:
+        """Run a task on all pending items; if workers are lost, run it again on what they left."""
+        rounds = ROUNDS
+        items = pending()
+        while items:
+            if task is encode_clips and self._encode_suspects(items):
+                items = pending()
+                continue
+            slots, num_losses = self.pool.slots, len(self.losses)
+            shares = {slot: items[number :: len(slots)] for number, slot in enumerate(slots)}
+            # The events of a launcher's other ranks come at the end: show the share of this rank.
+            total = len(shares[slots[0]]) if self.pool.launched else len(items)
+            name = f"{label} of rank 0" if self.pool.launched else label
+            with progress(name, total) as advance:
+                for event in self.pool.run(task, self.settings, shares):
+                    if isinstance(event, Done) and (total := total - 1) >= 0:
+                        advance()
+                    self._handle(event)
+            self._collect_samples()
+            losses = self.losses[num_losses:]
+            if not losses:
+                return
+            failed = [loss.slot for loss in losses if loss.error]
+            self.pool.slots = [slot for slot in slots if slot not in failed]
+            num_before, items = len(items), pending()
+            rounds = ROUNDS if len(items) < num_before else rounds - 1
+            if items and not self.pool.slots:
+                raise next(loss.error for loss in losses if loss.error)
+            if items and not rounds:
+                raise WandsError(
+                    f"cache={self.writer.path} is unfinished: {'; '.join(loss.reason for loss in losses)}. Run the "
+                    "same command again to continue."
+                )
+
+    def _encode_suspects(self, clips: Sequence[Clip]) -> bool:
+        """Encode each clip that was in the encoder when a process died in a subprocess; reject it if that dies too."""
+        suspects = set()
+        for path in self.settings.work.glob("encoding-*"):
+            suspects.add(path.read_text())
+            path.unlink()
+        suspected_clips = [clip for clip in clips if clip.video in suspects]
+        for clip in suspected_clips:
+            with IsolatedWorker(method="spawn") as worker:
+                worker.start(encode_clips, self.settings, 0, self.pool.devices(0), [clip])
+                try:
+                    for event in worker.values(SUSPECT_SECONDS):
+                        self._handle(event)
+                except Crash as crash:
+                    reason = (
+                        f"video={clip.path} cannot be encoded: {crash}; lower --max-frames or --max-pixels"
+                    )
+                    self._handle(Done.rejected(clip, reason, deadly=True))
+                    (self.settings.work / "encoding-0").unlink(missing_ok=True)
+        self._collect_samples()
+        return bool(suspected_clips)
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Lost):
+            self.losses.append(event)
+        elif isinstance(event, WorkerTimes):
+            self.times.append(event)
+        elif event.rejections:
+            self.rejected_videos.add(event.video)
+            self.rejected += event.rejections
+            if event.deadly:  # written at once: a restarted run must not wait for this clip again
+                self.quarantine[event.video] = event.rejections[0].reason
+                lines = [{"video": video, "reason": reason} for video, reason in self.quarantine.items()]
+                _write_lines(self.quarantine_path, lines)
+
+    def commit(self, variant: Variant, started: float) -> PreprocessReport:
+        """Write rejects.jsonl and the index, remove the work folder, and return the report.
+
+        Args:
+            variant: variant of the model.
+            started: time.monotonic() at the start of the run.
+
+        Raises:
+            DataError: if there is no sample.
+            CacheError: if the disk is full.
+        """
+        writer = self.writer
+        num_found = len(self.source.rejected)
+        self.rejected[num_found:] = sorted(self.rejected[num_found:], key=lambda rejection: rejection.key)
+        accepted = self.source.accepted(writer.entries)
+        null_text = self.null_text
+        if null_text is None:
+            null_text = TextSpool(self.settings.work.glob("text-*.journal")).read("")
+        _write_lines(writer.path / REJECTS_NAME, [asdict(rejection) for rejection in self.rejected])
+        if not accepted:
+            shutil.rmtree(self.settings.work)
+            first = f" (first: {self.rejected[0].reason})" if self.rejected else ""
+            raise DataError(
+                f"source={self.settings.options.source} gave no sample, {len(self.rejected)} rejected{first}; "
+                f"every reason is in {writer.path / REJECTS_NAME}."
             )
-            job = Job(writer, crew, run)
-            with job.work_folder():
-                scan = Scan.of(rows, writer.entries, rejected, spec, more_pixels, job.quarantine())
-                null_text = _known_null_text(writer.path)
-                if scan.pending or null_text is None:
-                    job.hand_out(scan.pending, null_text is None)
-                    begin(run.token)
-                    job.run_out()
-                return _finish(job, scan, null_text, source=source, variant=variant, started=started)
+        writer.commit(null_text, accepted)
+        shutil.rmtree(self.settings.work)
+        cache = LatentCache(writer.path)
+        waited, worked = (sum(getattr(times, name) for times in self.times) for name in ("waited", "worked"))
+        deadly = set(self.quarantine.values())
+        return PreprocessReport(
+            out=writer.path,
+            variant=variant.name,
+            num_accepted=len(cache),
+            num_reused=sum(self.contents_before.get(key) == writer.entries[key].content for key in accepted),
+            num_left_out=len(writer.keys - accepted),
+            num_cut_captions=int((cache.index.text_lens == TEXT_LEN).sum()),
+            rejected=tuple(self.rejected),
+            tokens=cache.num_tokens(variant.dit.patch_size),
+            num_shards=len(cache.index.shard_names),
+            num_bytes=cache.num_bytes,
+            seconds=time.monotonic() - started,
+            num_relabelled=self.num_relabelled,
+            num_workers=self.pool.size,
+            waited=waited / (waited + worked) if any(times.num_windows for times in self.times) else None,
+            seconds_encoding=max((times.waited + times.worked for times in self.times), default=0.0),
+            losses=tuple(loss.reason for loss in self.losses),
+            quarantine=self.quarantine_path if any(item.reason in deadly for item in self.rejected) else None,
+        )
 
 
-def _settings(spec: ClipSpec, text_dtype: str, vae_dtype: str, vae_tiling: bool) -> dict[str, Any]:
-    """What of the options decides the bits of a sample; further bounds do not, their sizes are in the keys."""
+def _write_lines(path: Path, values: Sequence[Any]) -> None:
+    write_whole(path, "".join(json.dumps(value) + "\n" for value in values).encode())
+
+
+def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any]:
+    """Return the options that decide the bits of a sample. Further bounds do not: their sizes are in the keys."""
     return {
         "clip": asdict(spec),
         "cleaning": CLEANING_VERSION,
         "text_len": TEXT_LEN,
-        "text_dtype": text_dtype,
-        "vae_dtype": vae_dtype,
-        "vae_tiling": [TILE, TILE_STRIDE] if vae_tiling else False,
+        "text_dtype": options.text_dtype,
+        "vae_dtype": options.vae_dtype,
+        "vae_tiling": [TILE, TILE_STRIDE] if options.vae_tiling else False,
         "stored_dtype": "bf16",
     }
 
 
-def _read_variant(model: str | Path) -> Variant:
-    """The variant of a pipeline, once the encoders are known to be its own."""
+def _read_variant(model: str) -> Variant:
+    """Return the variant of a pipeline after checking that its encoders fit its DiT."""
     variant = read_variant(model)
     find_part(model, "tokenizer", CONFIG_FILES)
     vae, text_encoder = (
@@ -182,76 +342,23 @@ def _read_variant(model: str | Path) -> Variant:
     if "clip" in variant.conditions:
         find_part(model, "image_processor", CONFIG_FILES)
         clip = read_config(find_part(model, "image_encoder", CONFIG_FILES) / "config.json")
-        rows = (clip.get("image_size", 224) // clip.get("patch_size", 32)) ** 2 + 1
+        tokens = (clip.get("image_size", 224) // clip.get("patch_size", 32)) ** 2 + 1
         pairs += [
             (
                 "its image encoder gives hidden_size",
                 clip.get("hidden_size"),
                 f"image_dim={variant.dit.image_dim}",
             ),
-            ("its image encoder gives tokens", rows * variant.num_images, f"tokens={variant.dit.image_len}"),
+            (
+                "its image encoder gives tokens",
+                tokens * variant.num_images,
+                f"tokens={variant.dit.image_len}",
+            ),
         ]
-    for what, ours, theirs in pairs:
-        if str(ours) != theirs.partition("=")[2]:
+    for label, value, expected in pairs:
+        if str(value) != expected.partition("=")[2]:
             raise ConfigError(
-                f"model={model}: {what}={ours} but its DiT takes {theirs}; give a pipeline of one piece."
+                f"--model {model}: {label}={value} but its DiT takes {expected}. Use a pipeline whose parts "
+                "belong together."
             )
     return variant
-
-
-def _known_null_text(path: Path) -> Tensor | None:
-    """The embedding of "" from an earlier run's index, if that can still be read."""
-    try:
-        return LatentCache(path).null_text_embeds
-    except CacheError:
-        return None
-
-
-def _finish(
-    job: Job, scan: Scan, null_text: Tensor | None, *, source: str, variant: Variant, started: float
-) -> PreprocessReport:
-    """Write rejects and index, and say what was done.
-
-    Raises:
-        DataError: there is no sample.
-        CacheError: the disk is full.
-    """
-    writer = job.writer
-    stats = job.stats() if job.handed_out else []
-    deadly = set(job.quarantine().values())
-    rejected = scan.rejected + (job.rejections() if job.handed_out else [])
-    accepted = scan.accepted(writer.entries)
-    if null_text is None:
-        null_text = TextSpool(job.work.glob("text-*.journal")).read("")
-    lines = [json.dumps(asdict(item)) + "\n" for item in rejected]
-    write_whole(writer.path / REJECTS_NAME, "".join(lines).encode())
-    if not accepted:
-        job.clear()
-        first = f" (first: {rejected[0].reason})" if rejected else ""
-        raise DataError(
-            f"source={source} gave no sample, {len(rejected)} rejected{first}; "
-            f"every reason is in {writer.path / REJECTS_NAME}."
-        )
-    writer.commit(null_text, accepted)
-    job.clear()
-    cache = LatentCache(writer.path)
-    waited, worked = (sum(getattr(worker, name) for worker in stats) for name in ("waited", "worked"))
-    return PreprocessReport(
-        out=writer.path,
-        variant=variant.name,
-        num_accepted=len(cache),
-        num_reused=sum(scan.before.get(key) == writer.entries[key].content for key in accepted),
-        num_left_out=len(writer.keys - accepted),
-        num_cut_captions=int((cache.index.text_lens == TEXT_LEN).sum()),
-        rejected=tuple(rejected),
-        tokens=cache.num_tokens(variant.dit.patch_size),
-        num_shards=len(cache.index.shard_names),
-        num_bytes=cache.num_bytes,
-        seconds=time.monotonic() - started,
-        num_relabelled=scan.num_relabelled,
-        num_workers=job.num_workers,
-        waited=waited / (waited + worked) if any(worker.num_windows for worker in stats) else None,
-        seconds_encoding=max((worker.waited + worker.worked for worker in stats), default=0.0),
-        lost_workers=tuple(job.lost),
-        quarantine=job.quarantine_path if any(item.reason in deadly for item in rejected) else None,
-    )

@@ -1,4 +1,4 @@
-"""What a run of `wands preprocess` did, and how a terminal is told."""
+"""Results of a run of `wands preprocess`, and their text for the terminal."""
 
 from __future__ import annotations
 
@@ -17,29 +17,27 @@ SHOWN_REJECTIONS = 50
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What a run of `wands preprocess` did.
+    """Results of one run.
 
     Attributes:
-        out: the cache.
-        variant: name of the model variant that it is made for.
-        num_accepted: samples in the cache.
-        num_reused: those of them that an earlier run had already encoded.
-        num_left_out: samples of earlier runs that are not in the source, or of a size that is not asked for: the
-            shards keep them, the index does not.
-        num_cut_captions: captions that fill all 512 text tokens; what goes beyond is cut.
+        out: cache folder.
+        variant: name of the model variant.
+        num_accepted: number of samples in the cache.
+        num_reused: accepted samples that an earlier run had encoded.
+        num_left_out: samples of earlier runs that the source lacks or whose size is not requested; the shards keep them,
+            the index does not.
+        num_cut_captions: captions that fill all 512 text tokens; longer text is cut.
         rejected: every clip that is not in the cache, with its reason.
         tokens: int64 [num_accepted], video tokens of each sample.
-        num_shards: HDF5 files.
-        num_bytes: their size.
+        num_shards: number of HDF5 files.
+        num_bytes: size of the HDF5 files.
         seconds: wall time.
-        num_relabelled: samples whose latents were taken from the cache, because only the caption or the name
-            of the clip is new.
-        num_workers: processes that encoded.
-        waited: share of the encoders' time in the pass over clips that they stood still for a clip to be
-            decoded; None when nothing was encoded.
-        seconds_encoding: of the pass over clips, the models loaded, in the process that was longest at it.
-        lost_workers: what ended processes early, while the others went on.
-        quarantine: the file that names clips which end a process; None where there are none.
+        num_relabelled: samples whose latents come from the cache, because only the clip's caption or name is new.
+        num_workers: number of processes that encoded.
+        waited: share of the encoding time, 0 to 1, in which encoders waited for decoding; None if nothing was encoded.
+        seconds_encoding: time of the slowest process for its clips, loading of the models included.
+        losses: workers that ended early, with the reason.
+        quarantine: file that names clips which crash or hang a process; None if there are none.
     """
 
     out: Path
@@ -57,11 +55,11 @@ class PreprocessReport:
     num_workers: int = 1
     waited: float | None = None
     seconds_encoding: float = 0.0
-    lost_workers: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
     quarantine: Path | None = None
 
     def render(self) -> str:
-        """The report as the terminal shows it."""
+        """Return the text for the terminal."""
         reused = f", {self.num_reused:,} of them from an earlier run" if self.num_reused else ""
         lines = [
             f"{self.out}: {self.num_accepted:,} samples for {self.variant}{reused}",
@@ -72,16 +70,18 @@ class PreprocessReport:
             by = f"{self.num_workers} processes, encoders" if self.num_workers > 1 else "encoder"
             lines.append(f"  {by} waited {self.waited:.1%} of the time for decoding")
         if self.num_relabelled:
-            lines.append(f"{self.num_relabelled:,} samples keep their latents: only caption or name is new")
-        lines += [f"{lost}; the others took over its work" for lost in self.lost_workers]
+            lines.append(
+                f"{self.num_relabelled:,} samples keep their latents: only the caption or name is new"
+            )
+        lines += [f"{loss}; its remaining work was done in another round" for loss in self.losses]
         if self.num_left_out:
             lines.append(
-                f"{self.num_left_out:,} samples of earlier runs are not in the source, or of a size that is not asked "
-                "for: left out of the index"
+                f"{self.num_left_out:,} samples of earlier runs are not in the source or have a size that is not "
+                "requested: left out of the index"
             )
         if self.num_cut_captions:
             lines.append(
-                f"{self.num_cut_captions:,} captions fill {TEXT_LEN} text tokens: anything beyond is cut"
+                f"{self.num_cut_captions:,} captions fill {TEXT_LEN} text tokens: longer text is cut"
             )
         lines.append(
             f"{len(self.rejected):,} rejected" + (f", listed in {REJECTS_NAME}:" if self.rejected else "")
@@ -91,6 +91,6 @@ class PreprocessReport:
             lines.append(f"  ... and {len(self.rejected) - SHOWN_REJECTIONS:,} more")
         if self.quarantine:
             lines.append(
-                f"clips that end a process are tried again once they change or {self.quarantine} goes"
+                f"clips that crash or hang a process are skipped until the file changes or {self.quarantine} is deleted"
             )
         return "\n".join(lines)

@@ -1,110 +1,170 @@
-"""What of a source a cache has already, what only the caption or the name is new of, and what must be encoded."""
+"""Compare the source with the cache: find the clips whose samples the cache lacks, wholly or in part."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TypeVar
 
-from wands.commands.preprocess.work_folder import Clip, Row
 from wands.data.cache.format import IndexEntry
 from wands.data.clips.captions import clean_caption
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
 from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord, Rejection
+from wands.errors import ConfigError, one_line
 
 SCAN_THREADS = 16
+FromSource = TypeVar("FromSource", ClipRecord, Rejection)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One caption of a clip.
+
+    Attributes:
+        key: key of the row; `wands.data.clips.clip` lists the suffixes of windows and further sizes.
+        caption: cleaned caption.
+        content: digest of everything that the samples are made from.
+        present: suffixes of the samples that the cache has.
+    """
+
+    key: str
+    caption: str
+    content: str
+    present: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A range of a file with all its captions, so that it is decoded and encoded once.
+
+    Attributes:
+        path: the file.
+        start: seconds, None for the beginning.
+        end: seconds, None for the end.
+        video: digest of what the latents are made from.
+        rows: captions; of a pending clip only those that lack a sample.
+        latents: (shard, row of the shard, suffix) of latents in the cache that a caption of this clip lacks.
+        decode: further windows must be decoded.
+    """
+
+    path: str
+    start: float | None
+    end: float | None
+    video: str
+    rows: tuple[Row, ...]
+    latents: tuple[tuple[str, int, str], ...] = ()
+    decode: bool = True
+
+    def lacks(self, suffix: str) -> list[Row]:
+        """Return the captions that have no sample with this suffix."""
+        return [row for row in self.rows if suffix not in row.present]
 
 
 @dataclass
-class Scan:
-    """The rows of the source, beside what the cache has of them.
+class SourceScan:
+    """Clips of the source.
 
     Attributes:
-        spec: what clips are turned into.
+        spec: size, rate and length of the samples.
         more_pixels: further bounds of a frame's area.
         contents: key of each usable row -> digest of what its samples are made from.
-        pending: clips with a row that lacks a sample.
-        rejected: what cannot be used, so far.
-        before: keys of all samples that the cache had, with their digests.
+        clips: clips by (path, digest of the video).
+        rejected: rows that cannot be used.
     """
 
     spec: ClipSpec
     more_pixels: tuple[int, ...]
     contents: dict[str, str] = field(default_factory=dict)
-    pending: list[Clip] = field(default_factory=list)
+    clips: dict[tuple[str, str], Clip] = field(default_factory=dict)
     rejected: list[Rejection] = field(default_factory=list)
-    before: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def read(
         cls,
         rows: Sequence[ClipRecord],
-        entries: Mapping[str, IndexEntry],
         rejected: Sequence[Rejection],
         spec: ClipSpec,
-        more_pixels: Sequence[int] = (),
-        quarantine: Mapping[str, str] | None = None,
-    ) -> Scan:
-        """Compare the rows of a source with a cache.
+        more_pixels: Sequence[int],
+        quarantine: Mapping[str, str],
+    ) -> SourceScan:
+        """Read the beginning, the end and some pieces of every file.
 
         Args:
-            rows: of the source.
-            entries: of the cache, by key.
-            rejected: by the source.
-            spec: what clips are turned into.
+            rows: usable rows of the source.
+            rejected: rows that the source rejects.
+            spec: size, rate and length of the samples.
             more_pixels: further bounds of a frame's area.
-            quarantine: digests of clips that end a process, with what is said of them.
+            quarantine: digests of clips that crash or hang a process, with the reason.
         """
         scan = cls(spec, tuple(more_pixels), rejected=list(rejected))
-        scan.before = {key: entry.content for key, entry in entries.items()}
-        stored = _Stored.of(entries)
-        clips: dict[tuple[str, str], Clip] = {}
-        with ThreadPoolExecutor(SCAN_THREADS) as pool:  # small reads of many files: waiting for the disk
-            for row, found in zip(rows, pool.map(_examine, rows), strict=True):
-                if isinstance(found, Rejection):
-                    scan.rejected.append(found)
+        with ThreadPoolExecutor(
+            SCAN_THREADS
+        ) as pool:  # small reads of many files: the threads wait for the disk
+            for row, clip in zip(rows, pool.map(_examine, rows), strict=True):
+                if isinstance(clip, Rejection):
+                    scan.rejected.append(clip)
                     continue
-                (of_row,) = found.rows
-                scan.contents[row.key] = of_row.content
-                if reason := (quarantine or {}).get(found.video):
-                    scan.rejected.append(Rejection(row.key, found.path, reason))
+                scan.contents[row.key] = clip.rows[0].content
+                if reason := quarantine.get(clip.video):
+                    scan.rejected.append(Rejection(row.key, clip.path, reason))
                     continue
-                clip = clips.setdefault((found.path, found.video), found)
-                if clip is not found:  # another caption: one decoding for both
-                    clips[found.path, found.video] = replace(clip, rows=(*clip.rows, of_row))
-        scan.pending = [lacking for clip in clips.values() if (lacking := scan._lacking(clip, stored))]
+                same_clip = scan.clips.get((clip.path, clip.video))
+                if same_clip is not None:  # another caption: decode once for both
+                    clip = replace(clip, rows=(*same_clip.rows, *clip.rows))
+                scan.clips[clip.path, clip.video] = clip
         return scan
 
-    def _lacking(self, clip: Clip, stored: Mapping[str, _Stored]) -> Clip | None:
-        """The clip with what it need not encode, or None if the cache has all of it."""
-        of_clip = stored.get(clip.video, _Stored({}))
-        expected = self._expected(of_clip)
+    def pending(self, entries: Mapping[str, IndexEntry], rejected_videos: Collection[str] = ()) -> list[Clip]:
+        """Return the clips that lack a sample, each with the captions that lack one and the latents to reuse.
+
+        Args:
+            entries: samples of the cache by key.
+            rejected_videos: digests of clips to leave out.
+        """
+        stored = _StoredClip.by_video(entries)
+        lacking = (
+            self._lacking(clip, stored.get(clip.video, _StoredClip({})), entries)
+            for clip in self.clips.values()
+            if clip.video not in rejected_videos
+        )
+        return [clip for clip in lacking if clip is not None]
+
+    def _lacking(self, clip: Clip, stored: _StoredClip, entries: Mapping[str, IndexEntry]) -> Clip | None:
+        """Return the clip without what the cache has, or None if the cache has everything."""
+        expected = self._expected(stored)
+        contents = {key: entry.content for key, entry in stored.entries.items()}
         rows = []
         for row in clip.rows:
-            if expected is None and not self.more_pixels and self.before.get(row.key) == row.content:
-                continue  # made by a wands that told less of its samples
-            has = [suffix for suffix in of_clip.entries if self.before.get(row.key + suffix) == row.content]
-            if expected is None or not expected <= set(has):
-                rows.append(replace(row, present=tuple(has)))
+            own = entries.get(row.key)
+            if expected is None and not self.more_pixels and own is not None and own.content == row.content:
+                continue  # made by an early version of wands, which stored less metadata
+            present = [
+                suffix
+                for suffix in contents
+                if (entry := entries.get(row.key + suffix)) is not None and entry.content == row.content
+            ]
+            if expected is None or not expected <= set(present):
+                rows.append(replace(row, present=tuple(present)))
         if not rows:
             return None
-        found = replace(clip, rows=tuple(rows))
-        wanted = of_clip.entries if expected is None else expected & of_clip.entries.keys()
-        places = [(suffix, of_clip.entries[suffix]) for suffix in sorted(wanted) if found.lacks(suffix)]
+        lacking = replace(clip, rows=tuple(rows))
+        wanted = stored.entries if expected is None else expected & stored.entries.keys()
+        places = [(suffix, stored.entries[suffix]) for suffix in sorted(wanted) if lacking.lacks(suffix)]
         return replace(
-            found,
+            lacking,
             latents=tuple((entry.shard, entry.row, suffix) for suffix, entry in places),
-            decode=expected is None or not expected <= of_clip.entries.keys(),
+            decode=expected is None or not expected <= stored.entries.keys(),
         )
 
-    def _expected(self, stored: _Stored) -> set[str] | None:
-        """Suffixes of all samples that a clip gives; None where only decoding can tell."""
+    def _expected(self, stored: _StoredClip) -> set[str] | None:
+        """Return the suffixes of all samples of a clip, or None if only decoding can tell."""
         sizes = self._sizes(stored.display_size) if self.more_pixels else frozenset({""})
         if stored.windows is None or sizes is None:
             return None
@@ -113,10 +173,10 @@ class Scan:
     def _sizes(self, display_size: tuple[str, ...]) -> frozenset[str] | None:
         if not display_size:
             return None
-        return _plan(self.spec, self.more_pixels, display_size)
+        return _size_suffixes(self.spec, self.more_pixels, display_size)
 
     def accepted(self, entries: Mapping[str, IndexEntry]) -> set[str]:
-        """Keys of every sample that the source gives: a row's own, or those of its windows and sizes."""
+        """Return the keys of all samples of the source: of its rows, their windows and sizes."""
         return {key for key, entry in entries.items() if self._is_wanted(key, entry)}
 
     def _is_wanted(self, key: str, entry: IndexEntry) -> bool:
@@ -126,17 +186,12 @@ class Scan:
         _, size = split_suffix(sign + suffix)
         return not size or size in (self._sizes(entry.display_size) or ())
 
-    @property
-    def num_relabelled(self) -> int:
-        """Samples whose latents the cache has."""
-        return sum(len(clip.lacks(suffix)) for clip in self.pending for _, _, suffix in clip.latents)
-
 
 @lru_cache(1 << 16)
-def _plan(
+def _size_suffixes(
     spec: ClipSpec, more_pixels: tuple[int, ...], display_size: tuple[str, str]
 ) -> frozenset[str] | None:
-    """Suffixes of a clip's sizes; None where a bound gives none, which decoding rejects."""
+    """Return the suffixes of a clip's sizes; None if a bound gives no size, so that decoding rejects it."""
     try:
         sizes = plan_sizes(spec, more_pixels, *map(Fraction, display_size))
     except TooSmallError:
@@ -145,36 +200,36 @@ def _plan(
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """The samples that have the latents of one range of one file, by suffix; of several rows any will do."""
+class _StoredClip:
+    """Samples with the latents of one range of one file, by suffix; of several captions any sample will do."""
 
     entries: Mapping[str, IndexEntry]
 
     @staticmethod
-    def of(entries: Mapping[str, IndexEntry]) -> dict[str, _Stored]:
-        """By digest of the video."""
-        found: dict[str, dict[str, IndexEntry]] = defaultdict(dict)
+    def by_video(entries: Mapping[str, IndexEntry]) -> dict[str, _StoredClip]:
+        """Group the samples of a cache by the digest of the video."""
+        groups: dict[str, dict[str, IndexEntry]] = defaultdict(dict)
         for key, entry in entries.items():
             if entry.video:
-                found[entry.video]["".join(key.partition("#")[1:])] = entry
-        return {video: _Stored(samples) for video, samples in found.items()}
+                groups[entry.video]["".join(key.partition("#")[1:])] = entry
+        return {video: _StoredClip(samples) for video, samples in groups.items()}
 
     @cached_property
     def windows(self) -> set[str] | None:
-        """Suffixes of the clip's windows; None while no size has all of them."""
+        """Suffixes of the clip's windows; None if no size has every window."""
         by_size: dict[str, dict[str, IndexEntry]] = defaultdict(dict)
         for suffix, entry in self.entries.items():
             window, size = split_suffix(suffix)
             by_size[size][window] = entry
-        return next((set(windows) for windows in by_size.values() if _are_whole(windows)), None)
+        return next((set(windows) for windows in by_size.values() if _is_complete(windows)), None)
 
     @property
     def display_size(self) -> tuple[str, ...]:
-        """Of the source, as its samples tell."""
+        """Display size of the source file, from the metadata of any sample."""
         return next((entry.display_size for entry in self.entries.values() if entry.display_size), ())
 
 
-def _are_whole(windows: Mapping[str, IndexEntry]) -> bool:
+def _is_complete(windows: Mapping[str, IndexEntry]) -> bool:
     last = [int(window[1:] or 0) for window, entry in windows.items() if entry.last]
     return len(last) == 1 and len(windows) == 1 + last[0]
 
@@ -186,11 +241,8 @@ def _examine(row: ClipRecord) -> Clip | Rejection:
     try:
         content, video = _digests(row, caption)
     except OSError as error:
-        return Rejection(
-            row.key,
-            str(row.path),
-            f"video={row.path} cannot be read ({error.strerror}); fix its permissions",
-        )
+        reason = f"video={row.path} cannot be read ({one_line(error)}); fix its permissions"
+        return Rejection(row.key, str(row.path), reason)
     return Clip(str(row.path), row.start, row.end, video, (Row(row.key, caption, content),))
 
 
@@ -199,23 +251,23 @@ _WHOLE = 1 << 24
 
 
 def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
-    """What a sample is made from, and what its latents are: the file's content, range, caption.
+    """Return the digests of what the samples and the latents are made from: content and range of the file, caption.
 
-    Size and time of change alone would encode a data set anew because it was copied. The settings are the same in all of a cache.
+    Size and modification time alone would encode a copied data set anew. All samples of a cache have the same settings.
     """
-    ends = _read_pieces(row.path)
+    pieces = _read_pieces(row.path)
     size = row.path.stat().st_size
     content, video = (
-        hashlib.blake2b(ends + json.dumps(rest).encode(), digest_size=16).hexdigest()
+        hashlib.blake2b(pieces + json.dumps(rest).encode(), digest_size=16).hexdigest()
         for rest in ([size, caption, row.start, row.end], [size, row.start, row.end])
     )
     return content, video
 
 
 def _read_pieces(path: Path) -> bytes:
-    """Of a picture, which is small, everything; of a video both ends and pieces from between.
+    """Read all of an image, which is small; of a video both ends and pieces from between.
 
-    An encoder's output differs everywhere if its input does anywhere, but files without compression may begin and end alike.
+    A video encoder's output differs everywhere if its input differs anywhere, but uncompressed files may begin and end alike.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -227,3 +279,36 @@ def _read_pieces(path: Path) -> bytes:
             file.seek(max(0, size - _PIECE) * number // _PIECES)
             pieces.append(file.read(_PIECE))
     return b"".join(pieces)
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Parse the value of --part, such as "3/16".
+
+    Raises:
+        ConfigError: if it is not I/N with 1 <= I <= N.
+    """
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise ConfigError(f"--part {text} is not a part. Use I/N with 1 <= I <= N, for example 3/16.")
+    return int(number), int(count)
+
+
+def select_part(items: Sequence[FromSource], source: str, part: tuple[int, int]) -> list[FromSource]:
+    """Return one part of the source's clips; all captions of a file are in one part.
+
+    The part of a file depends on its path below the source alone, so that new files leave the other files' parts as they are.
+
+    Args:
+        items: rows or rejections of the source.
+        source: folder, table or archive of the source.
+        part: (number of the part from 1, number of parts).
+    """
+    folder = Path(source).expanduser().absolute()
+    folder = folder if folder.is_dir() else folder.parent
+
+    def number(item: ClipRecord | Rejection) -> int:
+        path = Path(item.path)
+        name = str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) % part[1] + 1
+
+    return [item for item in items if number(item) == part[0]]

@@ -1,272 +1,239 @@
-"""The processes of `wands preprocess`: alone, started by this one, or by a launcher; one of them leads.
+"""Processes that encode: this process, subprocesses of it (`--workers N`), or the ranks of a launcher such as torchrun.
 
-Nobody waits for a process that may be dead: what a worker has in hand is a lock that the system lifts at its end
-(`wands/commands/preprocess/claims.py`), and a launcher's store carries one message, the leader's, when the work is there.
+Each worker gets a fixed share of the work and its own GPU in turn. One process leads: it scans, hands out the shares and
+commits the index.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import logging
-import multiprocessing
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 
-from wands.commands.preprocess.encoding import encode_share
-from wands.commands.preprocess.work_folder import WorkerStats
-from wands.errors import CacheError, ConfigError, WandsError
+from wands.commands.preprocess.decoding import EncodeSettings
+from wands.commands.preprocess.encoding import Devices, Done, WorkerTimes
+from wands.data.clips.isolated import Crash, IsolatedWorker, run_in_threads
+from wands.errors import CacheError, ConfigError, WandsError, one_line
 
 log = logging.getLogger(__name__)
 
-_MESSAGE = "wands preprocess"
-_PATIENCE = timedelta(days=7)  # the leader scans the source first; launchers end all ranks when one fails
-_SECONDS_FOR_FILE = 120.0
+_LAUNCHER_TIMEOUT = timedelta(days=7)  # ranks wait while rank 0 scans; launchers end all ranks when one fails
+_SHARED_DISK_SECONDS = 120.0
+
+Task = Callable[[EncodeSettings, int, Devices, Sequence[Any]], Iterator[Any]]
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The processes that share the work.
+class Lost:
+    """A worker ended before its share was done.
 
     Attributes:
-        size: how many encode.
-        rank: of this one; 0 leads.
-        launched: whether a launcher started them; otherwise the leader starts those it needs.
-        device: where the VAE shall run; None lets each worker have its own GPU, or the CPU.
-        text_device: where UMT5 shall run; None is `device`.
+        slot: number of the worker.
+        reason: one sentence for the report.
+        error: the error that ended the worker; None if its process died.
     """
 
-    size: int
-    rank: int
-    launched: bool
-    device: str | None
-    text_device: str | None
+    slot: int
+    reason: str
+    error: WandsError | None = None
 
-    @classmethod
-    def find(cls, workers: int, device: str | None, text_device: str | None) -> Crew:
-        """From the launcher's variables RANK and WORLD_SIZE, or `workers` without them.
 
-        Raises:
-            ConfigError: a device that cannot be used, or both ways of having several.
-        """
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        if workers < 1:
-            raise ConfigError(f"workers={workers} must be at least 1; leave it out for one process.")
-        if world_size > 1 and workers > 1:
-            raise ConfigError(
-                f"workers={workers} starts processes, but a launcher has started {world_size}; drop one."
-            )
-        launched = world_size > 1
-        rank = int(os.environ.get("RANK", "0")) if launched else 0
-        crew = cls(world_size if launched else workers, rank, launched, device, text_device)
-        crew.devices(int(os.environ.get("LOCAL_RANK", "0")) if launched else 0)
-        return crew
+Event = Done | WorkerTimes | Lost
 
-    def devices(self, number: int) -> tuple[torch.device, torch.device]:
-        """Where the VAE and UMT5 of a worker run.
+
+class WorkerPool:
+    """Workers of a run, as a context manager.
+
+    Attributes:
+        size: number of workers.
+        rank: rank of this process under a launcher, else 0; rank 0 leads.
+        launched: a launcher has started all processes.
+        slots: numbers of the workers that still take work.
+    """
+
+    def __init__(self, workers: int, device: str | None, text_device: str | None) -> None:
+        """Read the launcher's variables RANK, LOCAL_RANK and WORLD_SIZE; start nothing.
 
         Args:
-            number: of the worker on its node.
+            workers: number of processes without a launcher.
+            device: device of the VAE; None takes cuda if there is one, else cpu.
+            text_device: device of UMT5; None takes `device`.
 
         Raises:
-            ConfigError: a device that cannot be used.
+            ConfigError: if a device cannot be used, or `workers` and a launcher both ask for several processes.
         """
-        own = _device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"), number)
-        return own, _device(self.text_device, number) if self.text_device else own
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size > 1 and workers > 1:
+            raise ConfigError(
+                f"--workers {workers} starts processes, but a launcher has started {world_size} already. "
+                "Remove --workers or the launcher."
+            )
+        self.launched = world_size > 1
+        self.size = world_size if self.launched else workers
+        self.rank = int(os.environ.get("RANK", "0")) if self.launched else 0
+        self._local_rank = int(os.environ.get("LOCAL_RANK", self.rank)) if self.launched else 0
+        self._device, self._text_device = device, text_device
+        self.devices(self._local_rank)
+        self.slots = list(range(self.size))
+        self._processes: dict[int, IsolatedWorker] = {}
+        self._ranks_wait = True
+
+    def devices(self, number: int) -> Devices:
+        """Return the devices of a worker.
+
+        Args:
+            number: number of the worker on its node; workers take the node's GPUs in turn.
+
+        Raises:
+            ConfigError: if a device cannot be used.
+        """
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        vae = _device("--device", self._device or default, number)
+        return Devices(vae, _device("--text-device", self._text_device, number) if self._text_device else vae)
+
+    def limit(self, num_items: int) -> None:
+        """Use at most one worker for each item; a launcher's ranks are all used."""
+        if not self.launched:
+            self.size = max(1, min(self.size, num_items))
+            self.slots = list(range(self.size))
+
+    def run(
+        self, task: Task, settings: EncodeSettings, shares: Mapping[int, Sequence[Any]]
+    ) -> Iterator[Event]:
+        """Run a task on every worker's share and yield the events of all workers as they come.
+
+        Events of a launcher's other ranks come at the end.
+
+        Args:
+            task: `encode_captions` or `encode_clips`.
+            settings: settings of the run.
+            shares: share of each worker by its slot.
+
+        Raises:
+            WandsError: if there is one worker and the task raises.
+        """
+        if self.launched:
+            yield from self._run_ranks(task, settings, shares)
+        elif self.size == 1:
+            yield from task(settings, 0, self.devices(0), shares[0])
+        else:
+            yield from run_in_threads(
+                [self._run_process(task, settings, slot, share) for slot, share in shares.items()]
+            )
+
+    def _run_process(
+        self, task: Task, settings: EncodeSettings, slot: int, share: Sequence[Any]
+    ) -> Iterator[Event]:
+        worker = self._processes.setdefault(slot, IsolatedWorker(method="spawn"))
+        level = log.getEffectiveLevel() if slot == 0 else logging.ERROR
+        worker.start(_run_in_subprocess, level, self.size, task, settings, slot, self.devices(slot), share)
+        yield from _with_losses(slot, worker.values())
+
+    def _run_ranks(
+        self, task: Task, settings: EncodeSettings, shares: Mapping[int, Sequence[Any]]
+    ) -> Iterator[Event]:
+        orders = [(task, settings, shares.get(rank, ())) for rank in range(self.size)]
+        self._scatter(orders)
+        self._ranks_wait = False
+        yield from self._run_own_share(*orders[0])
+        gathered: list[Any] = [None] * self.size
+        dist.gather_object([], gathered)
+        self._ranks_wait = True
+        for events in gathered:
+            yield from events
+
+    def _run_own_share(self, task: Task, settings: EncodeSettings, share: Sequence[Any]) -> Iterator[Event]:
+        def events() -> Iterator[Event]:
+            if share:
+                _wait_for_shared_disk(self.rank, settings)
+                yield from task(settings, self.rank, self.devices(self._local_rank), share)
+
+        return _with_losses(self.rank, events())
+
+    def follow(self) -> None:
+        """Run the shares that rank 0 hands out, until it has no more.
+
+        Raises:
+            WandsError: the error that ended rank 0.
+        """
+        while (order := self._scatter(None)) is not None:
+            if isinstance(order, WandsError):
+                raise WandsError(str(order), agreed=True)
+            dist.gather_object(list(self._run_own_share(*order)))
+
+    def _scatter(self, orders: Sequence[Any] | None) -> Any:
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, None if orders is None else list(orders))
+        return received[0]
+
+    def __enter__(self) -> Self:
+        if self.launched:
+            dist.init_process_group("gloo", timeout=_LAUNCHER_TIMEOUT)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes.values():
+            process.kill()
+        if self.launched:
+            if self.rank == 0 and self._ranks_wait:
+                self._scatter([error if isinstance(error, WandsError) else None] * self.size)
+            dist.destroy_process_group()
 
 
-def work_share(work: Path, slot: int, token: str, devices: tuple[torch.device, torch.device]) -> None:
-    """Do a worker's share; its own mistakes end it alone, and are left in worker-`slot`.json for the leader.
-
-    Args:
-        work: folder in which the workers meet.
-        slot: number of the worker.
-        token: of the run.
-        devices: of the VAE and of UMT5.
-    """
-    try:
-        encode_share(work, slot, token, *devices)
-    except WandsError as error:
-        log.error("worker %d: %s", slot, error)
-        WorkerStats(error=str(error)).write(work, slot)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A worker that did not end as it should.
-
-    Attributes:
-        told: what happened, in words.
-        by_force: a signal ended it, as when a decoder crashes.
-    """
-
-    told: str
-    by_force: bool
-
-
-def start_workers(work: Path, token: str, crew: Crew, size: int) -> list[Ended]:
-    """Start processes and wait until each has ended; when this one ends, however it ends, so do they.
-
-    Args:
-        work: folder in which the workers meet.
-        token: of the run.
-        crew: names the devices.
-        size: how many to start.
-
-    Returns:
-        Those that did not end as they should.
-    """
-    # A forked copy of a process in which torch has run may hang.
-    context = multiprocessing.get_context("spawn")
-    ours: list[Connection] = []
-    processes = []
-    try:
-        for slot in range(size):
-            theirs, end = context.Pipe(duplex=False)
-            args = (work, slot, token, crew, size, theirs, log.getEffectiveLevel())
-            processes.append(context.Process(target=_work, args=args, name=f"worker-{slot}"))
-            ours.append(end)
-            processes[-1].start()
-            theirs.close()
-        for process in processes:
-            process.join()
-    finally:
-        for end in ours:
-            end.close()
-        for process in processes:
-            process.join()
-    return [
-        Ended(
-            f"worker {slot} was ended by signal {-code}"
-            if code < 0
-            else f"worker {slot} failed with code {code}",
-            by_force=code < 0,
-        )
-        for slot, code in enumerate(process.exitcode for process in processes)
-        if code
-    ]
-
-
-def _work(work: Path, slot: int, token: str, crew: Crew, size: int, alive: Connection, level: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the leader tells when to end
-    threading.Thread(target=_leave_with, args=(alive,), daemon=True).start()
+def _run_in_subprocess(
+    level: int,
+    num_workers: int,
+    task: Task,
+    settings: EncodeSettings,
+    slot: int,
+    devices: Devices,
+    share: Any,
+) -> Iterator[Event]:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("wands").setLevel(level if slot == 0 else logging.ERROR)
-    devices = crew.devices(slot)
-    if devices[0].type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    work_share(work, slot, token, devices)
+    logging.getLogger("wands").setLevel(level)
+    if devices.vae.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
+    yield from task(settings, slot, devices, share)
 
 
-def _leave_with(alive: Connection) -> None:
-    """End this process when the other end of the pipe is gone: nothing is lost, and no orphan goes on writing."""
+def _with_losses(slot: int, events: Iterator[Event]) -> Iterator[Event]:
+    """Yield events; the end of the worker by a crash or an error becomes a `Lost` event."""
     try:
-        alive.recv()
-    except (EOFError, OSError):
-        os._exit(1)
-
-
-# ---- under a launcher
-
-
-@contextmanager
-def tell_followers(crew: Crew) -> Iterator[Callable[[str], None]]:
-    """Give the leader a function to call with the run's token when the work is handed out.
-
-    Leaving the block without it tells the other ranks to end: with the leader's mistake, or because there is nothing to do.
-    """
-    if not crew.launched:
-        yield lambda token: None
-        return
-    store = _store()
-    told = False
-
-    def tell(**message: str) -> None:
-        nonlocal told
-        if not told:
-            told = True
-            store.set(_MESSAGE, json.dumps(message))
-
-    try:
-        yield lambda token: tell(token=token)
+        yield from events
+    except Crash as crash:
+        yield Lost(slot, f"worker {slot} ended early ({crash})")
     except WandsError as error:
-        tell(error=str(error))
-        raise
-    finally:
-        tell()
+        yield Lost(slot, f"worker {slot} ended early ({str(error).rstrip('.')})", error)
 
 
-def follow_leader(work: Path, crew: Crew) -> None:
-    """Do the share of a launcher's rank other than the first.
-
-    Args:
-        work: folder in which the workers meet, on a file system that all nodes share.
-        crew: this rank's place.
+def _wait_for_shared_disk(rank: int, settings: EncodeSettings) -> None:
+    """Wait until this node sees the folder that rank 0 has made: network file systems show new files late.
 
     Raises:
-        ConfigError: the leader's mistake, or its folder cannot be seen from here.
+        CacheError: if the folder does not appear.
     """
-    message = json.loads(_store().get(_MESSAGE))
-    if "error" in message:
-        raise ConfigError(message["error"], agreed=True)
-    if "token" not in message:
-        return
-    local_rank = int(os.environ.get("LOCAL_RANK", crew.rank))
     began = time.monotonic()
-    while not work.is_dir():
-        if time.monotonic() - began > _SECONDS_FOR_FILE:
-            log.error("rank %d does not see %s; the other ranks go on without it", crew.rank, work)
-            return
-        time.sleep(1.0)  # a network file system tells of new files after a while
-    work_share(work, crew.rank, message["token"], crew.devices(local_rank))
-
-
-def _store() -> torch.distributed.Store:
-    return next(torch.distributed.rendezvous("env://", timeout=_PATIENCE))[0]
-
-
-# ---- one run at a time
-
-
-def lock_work(work: Path, seconds: float = 60.0) -> int:
-    """Wait until no worker of an earlier run is left; returns the lock, shared with the workers of this run.
-
-    Raises:
-        CacheError: there are some still, or the file system has no locks.
-    """
-    lock = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    began = time.monotonic()
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            return lock
-        except BlockingIOError:
-            if time.monotonic() - began > seconds:
-                os.close(lock)
-                raise CacheError(
-                    f"cache={work.parent} is being written by workers of another run; wait for it or end them."
-                ) from None
-            time.sleep(0.2)
-        except OSError as error:
-            os.close(lock)
+    while not settings.work.is_dir():
+        if time.monotonic() - began > _SHARED_DISK_SECONDS:
             raise CacheError(
-                f"cache={work.parent} lies on a file system without locks ({error.strerror}); choose an --out on another."
-            ) from None
+                f"rank {rank} does not see {settings.work}. All nodes need the same --out on a shared file system; "
+                "without one, use --part."
+            )
+        time.sleep(1.0)
 
 
-def _device(name: str, number: int) -> torch.device:
-    """A device by name; of GPUs without an index each worker takes one, in turn."""
+def _device(option: str, name: str, number: int) -> torch.device:
+    """Return a device by name; "cuda" without an index gives each worker one GPU in turn."""
     try:
         device = torch.device(name)
         if device.type == "cuda" and device.index is None and torch.cuda.device_count():
@@ -274,7 +241,6 @@ def _device(name: str, number: int) -> torch.device:
         torch.empty(0, device=device)
         return device
     except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:120]
         raise ConfigError(
-            f"device={name} cannot be used ({reason}); use cpu, or cuda with an NVIDIA GPU."
+            f"{option} {name} cannot be used ({one_line(error, 120)}). Use cpu, or cuda with an NVIDIA GPU."
         ) from None

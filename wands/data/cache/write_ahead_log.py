@@ -1,6 +1,6 @@
-"""Write-ahead log of samples and embeddings: a file that loses only its torn end if a process is killed.
+"""Write-ahead log of samples and text embeddings: a killed process loses at most the record that it is writing.
 
-An HDF5 file of a killed process is lost. So each sample is first appended to a log, and shards are made from whole logs.
+An HDF5 file of a killed process is unreadable. Samples are therefore appended to a log first; shards are made of whole logs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import struct
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from wands.data.cache.format import disk_error
-from wands.errors import CacheError
+from wands.errors import CacheError, one_line
 
 _HEAD = struct.Struct("<4sIQII")  # magic, bytes of header and arrays, CRC-32 of header and arrays
 _MAGIC = b"wjr1"
@@ -26,15 +27,15 @@ _MAGIC = b"wjr1"
 
 @dataclass(frozen=True)
 class LogRecord:
-    """Position of a record in a log.
+    """Position and metadata of one record; the arrays stay on the disk.
 
     Attributes:
-        name: key of a sample, or another name to find the record.
+        name: key of a sample or digest of a caption.
         meta: JSON values.
         path: the log.
-        offset: start of the arrays in the file.
+        offset: position of the arrays in the file, in bytes.
         shapes: shapes of the arrays, all uint16.
-        crc32: checksum of the arrays' bytes.
+        crc32: CRC-32 of the arrays' bytes.
     """
 
     name: str
@@ -45,10 +46,10 @@ class LogRecord:
     crc32: int
 
     def read(self) -> list[np.ndarray]:
-        """Return the arrays, uint16, writable.
+        """Read the arrays: uint16, writable.
 
         Raises:
-            CacheError: if the checksum is wrong, as after a power failure.
+            CacheError: if the checksum is wrong, as after a power cut.
         """
         sizes = [2 * int(np.prod(shape)) for shape in self.shapes]
         with self.path.open("rb") as file:
@@ -65,10 +66,10 @@ class LogRecord:
 
 
 def read_records(path: Path) -> Iterator[LogRecord]:
-    """Yield the complete records of a log without their arrays, up to a torn end or a damaged header.
+    """Yield every complete record of a log. A torn record ends the log, and so does a damaged header.
 
     Args:
-        path: the log; another process may write to it at the same time.
+        path: the log; another process may append to it meanwhile.
     """
     with path.open("rb") as file:
         size, position = file.seek(0, os.SEEK_END), 0
@@ -90,7 +91,7 @@ def read_records(path: Path) -> Iterator[LogRecord]:
 
 
 class WriteAheadLog:
-    """A file to which one process at a time appends records; it may exist from a process that was killed.
+    """Append records to a file, which is new or was begun by a killed process. One process at a time.
 
     Attributes:
         path: the file.
@@ -98,20 +99,24 @@ class WriteAheadLog:
         num_bytes: size of the file.
     """
 
-    def __init__(self, path: Path, durable: bool = True) -> None:
-        """Open an existing file and cut off a torn end.
+    def __init__(self, path: Path, durable: bool = True, patience: float = 60.0) -> None:
+        """Open the file, lock it until the process ends, and cut off a torn end.
 
         Args:
-            path: the file.
-            durable: survive a power failure, not only the end of the process.
+            path: the file; created if missing.
+            durable: sync every record to the disk, so that records survive a power cut too.
+            patience: seconds to wait for another process that has the file open.
 
         Raises:
-            FileNotFoundError: if the file does not exist.
+            CacheError: if another process keeps the file open, the file system has no locks, or the disk is full.
         """
         self.path, self._durable = path, durable
-        self._file = path.open("r+b", buffering=0)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX)  # held until the process ends for any reason
+            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
+        except OSError as error:
+            raise disk_error(path, 0, error, cache=path.parent.parent) from None
+        try:
+            self._lock(patience)
             records = list(read_records(path))
             self.num_records = len(records)
             self.num_bytes = (
@@ -124,11 +129,28 @@ class WriteAheadLog:
             self._file.close()
             raise
 
+    def _lock(self, patience: float) -> None:
+        began = time.monotonic()
+        cache = self.path.parent.parent
+        while True:
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() - began > patience:
+                    raise CacheError(
+                        f"cache={cache} is being written by workers of another run. Wait for them or end them."
+                    ) from None
+                time.sleep(0.2)
+            except OSError as error:
+                raise CacheError(
+                    f"cache={cache} is on a file system without locks ({one_line(error)}). Choose an --out on another."
+                ) from None
+
     def add(self, name: str, arrays: Sequence[np.ndarray], meta: Mapping[str, Any]) -> None:
-        """Append a record. After the return, killing the process does not lose it.
+        """Append one record; after the return a kill does not lose it.
 
         Args:
-            name: name to find the record.
+            name: key of a sample or digest of a caption.
             arrays: uint16, contiguous.
             meta: JSON values.
 
@@ -156,10 +178,10 @@ class WriteAheadLog:
         self.num_records += 1
 
     def clear(self) -> None:
-        """Remove all records, after they were stored in shards."""
+        """Remove all records, after they have been written to a shard."""
         self._file.truncate(0)
         self.num_bytes = self.num_records = 0
 
     def close(self) -> None:
-        """Close the file and release its lock."""
+        """Close the file and release the lock."""
         self._file.close()

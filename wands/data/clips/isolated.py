@@ -1,17 +1,21 @@
-"""Run decoders in subprocesses, so that a crash or hang rejects one file and not the run."""
+"""Run functions in subprocesses, so that a crash or a hang costs one call and not the run.
+
+`IsolatedWorker` streams the values of a generator from one process; `map_isolated` calls a function on many items in several
+processes. concurrent.futures and pebble return one result per call: all windows of a long video would be in memory at once.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Generic, TypeVar
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
 
 from wands.errors import WandsError
 
@@ -19,24 +23,205 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Crash:
-    """Result of an item whose process died.
-
-    Attributes:
-        reason: the cause, such as "the process ended by SIGSEGV".
-    """
-
-    reason: str
+class Crash(Exception):
+    """The subprocess died or took too long; the text is the reason, such as "the process ended by SIGSEGV"."""
 
 
-class Crashed(Exception):
-    """The subprocess died or was stopped; the text is the cause, as in `Crash.reason`."""
+class Hang(Crash):
+    """The subprocess was killed because a value took longer than the time limit."""
 
 
 def num_cores() -> int:
     """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class IsolatedWorker:
+    """A subprocess that runs generator functions, one call at a time. A call after a crash starts a new subprocess.
+
+    The subprocess computes one value ahead of the caller. It exits when this process exits, even by SIGKILL.
+
+    Attributes:
+        killed: `kill` was called.
+    """
+
+    def __init__(
+        self, preload: Sequence[str] = (), method: Literal["forkserver", "spawn"] = "forkserver"
+    ) -> None:
+        """Choose how to start the subprocess; the first call starts it.
+
+        Args:
+            preload: modules that the fork server imports once for all its subprocesses.
+            method: "forkserver" starts in milliseconds. A "spawn" subprocess may start subprocesses itself.
+        """
+        # Never fork: this process may have threads, and torch does not survive a fork.
+        self._context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            self._context.set_forkserver_preload([__name__, *preload])
+        self._method = method
+        self._process: Any = None
+        self._pipe: Connection | None = None
+        self._ready = self.killed = False
+
+    def start(self, function: Callable[..., Iterator[Any]], *arguments: Any) -> None:
+        """Start a call; `values` yields what the generator yields.
+
+        Args:
+            function: generator function, importable by name; arguments and values are pickled.
+            arguments: arguments of the function.
+
+        Raises:
+            Crash: if `kill` was called.
+        """
+        if self._pipe is None:
+            self._pipe, child_end = self._context.Pipe()
+            self._process = self._context.Process(
+                target=_serve, args=(child_end,), daemon=self._method == "forkserver"
+            )
+            self._process.start()
+            self._ready = False
+            child_end.close()  # otherwise the end of the subprocess would go unnoticed
+        if self.killed:
+            self.close()
+            raise Crash("the process was killed")
+        with suppress(BrokenPipeError, ConnectionResetError):  # the subprocess died: `values` raises Crash
+            self._pipe.send((function, arguments))
+
+    def values(self, limit_seconds: float | None = None) -> Generator[Any, None, None]:
+        """Yield the values of the call that `start` started. Leaving the loop early kills the subprocess.
+
+        Args:
+            limit_seconds: longest time for one value; None waits without a limit.
+
+        Raises:
+            Crash: if the subprocess died or took too long.
+            WandsError: if the function raised the same WandsError; the same holds for MemoryError.
+            RuntimeError: if the function raised anything else; the text is its traceback.
+        """
+        assert self._pipe is not None, "call start first"
+        finished = False
+        try:
+            while True:
+                if not self._pipe.poll(limit_seconds if self._ready else None):
+                    raise Hang(f"it took more than {limit_seconds:g} s")
+                try:
+                    kind, value = self._pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    raise Crash(self._exit_reason()) from None
+                self._ready, finished = True, kind in ("end", "error")
+                if kind == "error":
+                    raise value
+                if finished:
+                    return
+                if kind == "value":
+                    yield value
+        finally:
+            if not finished:
+                self.close()
+
+    def kill(self) -> None:
+        """Kill the subprocess, from any thread; running and later calls raise Crash."""
+        self.killed = True
+        if (process := self._process) is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """Kill the subprocess and release its resources."""
+        if self._pipe is not None:
+            self._pipe.close()
+            self._process.kill()
+            self._process.join()
+            self._pipe = self._process = None
+
+    def _exit_reason(self) -> str:
+        self._process.join(10)
+        code = self._process.exitcode or 0
+        return f"the process ended {f'by {signal.Signals(-code).name}' if code < 0 else f'with exit code {code}'}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _serve(pipe: Connection) -> None:
+    """Run the calls that arrive through the pipe, in the subprocess."""
+    import traceback
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent closed its end
+        pipe.send(("ready", None))  # from here on the time counts
+        while True:
+            function, arguments = pipe.recv()
+            try:
+                for value in function(*arguments):
+                    pipe.send(("value", value))
+                pipe.send(("end", None))
+            except (WandsError, MemoryError) as error:
+                pipe.send(("error", error))
+            except (BrokenPipeError, ConnectionResetError):
+                raise
+            except Exception:
+                pipe.send(("error", RuntimeError(traceback.format_exc())))
+
+
+def _exit_with_parent() -> None:
+    """Wait until the parent process is gone and exit: a decoder in an endless loop would outlive it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def run_in_threads(
+    iterators: Sequence[Iterator[Result]], num_waiting: int = 0
+) -> Generator[Result, None, None]:
+    """Yield the values of several iterators as they come; each iterator runs in a thread.
+
+    Args:
+        iterators: the iterators.
+        num_waiting: largest number of values that wait for the caller; 0 sets no limit.
+
+    Raises:
+        BaseException: the first exception that an iterator raises.
+    """
+    results: queue.Queue[tuple[bool, Any]] = queue.Queue(num_waiting)
+    stopped = threading.Event()
+
+    def put(ended: bool, value: Any) -> None:
+        while not stopped.is_set():
+            with suppress(queue.Full):
+                return results.put((ended, value), timeout=0.1)
+
+    def run(iterator: Iterator[Result]) -> None:
+        error = None
+        try:
+            while not stopped.is_set():
+                put(False, next(iterator))
+        except StopIteration:
+            pass
+        except BaseException as caught:
+            error = caught
+        put(True, error)
+
+    for iterator in iterators:
+        threading.Thread(target=run, args=(iterator,), name="run_in_threads", daemon=True).start()
+    num_running = len(iterators)
+    try:
+        while num_running:
+            ended, value = results.get()
+            if not ended:
+                yield value
+                continue
+            if value is not None:
+                raise value
+            num_running -= 1
+    finally:
+        stopped.set()
 
 
 def map_isolated(
@@ -47,184 +232,40 @@ def map_isolated(
     limit_seconds: float,
     preload: Sequence[str] = (),
 ) -> Iterator[tuple[int, Result | Crash]]:
-    """Call a function on each item in worker processes. Yield results in the order in which they finish.
+    """Call a function on each item in subprocesses and yield the results in the order in which they finish.
 
     Args:
-        function: function that can be imported by name; it and the items are pickled.
-        items: arguments, one call each.
-        num_workers: number of processes. Default: one per usable core.
-        limit_seconds: time limit of a call; the process of a longer call is stopped.
-        preload: modules to import once for all workers.
+        function: importable by name; items and results are pickled.
+        items: arguments of the calls.
+        num_workers: number of subprocesses; default: one per available core.
+        limit_seconds: longest time for one call; a longer call is killed together with its subprocess.
+        preload: modules to import once for all subprocesses.
 
     Yields:
-        (index of the item, its result, or a `Crash` if its process died or was stopped).
+        (index of the item, result of the call, or a `Crash` if the subprocess died or was killed).
 
     Raises:
-        RuntimeError: if the function raises; the text contains the worker's traceback.
+        RuntimeError: if the function raised; the text is its traceback.
     """
-    # Not fork: the caller may have threads, and libraries that do not survive a fork.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *preload])
-    queue = iter(enumerate(items))
-    busy: dict[Connection, _Worker] = {}
-    try:
-        for _ in range(min(num_workers or num_cores(), len(items))):
-            worker = _Worker(context, function)
-            busy[worker.pipe] = worker
-            worker.give(next(queue))
-        while busy:
-            soonest = min(worker.started for worker in busy.values()) + limit_seconds
-            ready = wait(list(busy), timeout=max(0.0, soonest - time.monotonic()))
-            late = [worker for pipe, worker in busy.items() if pipe not in ready]
-            late = [worker for worker in late if time.monotonic() - worker.started > limit_seconds]
-            done: list[tuple[_Worker, Any]] = [(busy[pipe], busy[pipe].take()) for pipe in ready]  # type: ignore[index]
-            done += [(worker, Crash(f"it took more than {limit_seconds:g} s")) for worker in late]
-            for worker, result in done:
-                index, reusable = worker.index, not isinstance(result, Crash)
-                del busy[worker.pipe]
-                if not reusable:
-                    worker.stop()
-                following = next(queue, None)
-                if following is not None:
-                    worker = worker if reusable else _Worker(context, function)
-                    busy[worker.pipe] = worker
-                    worker.give(following)
-                elif reusable:
-                    worker.stop()
+    remaining = enumerate(items)  # shared by the threads: next() of an enumerate over a list is atomic
+    workers = [IsolatedWorker(preload) for _ in range(min(num_workers or num_cores(), len(items)))]
+
+    def results(worker: IsolatedWorker) -> Iterator[tuple[int, Result | Crash]]:
+        with worker:
+            for index, item in remaining:
+                try:
+                    worker.start(_call, function, item)
+                    (result,) = worker.values(limit_seconds)
+                except Crash as crash:
+                    result = crash
                 yield index, result
-    finally:
-        for worker in busy.values():
-            worker.stop()
 
-
-def iterate_isolated(
-    function: Callable[..., Iterator[Result]],
-    *arguments: Any,
-    limit_seconds: float,
-    preload: Sequence[str] = (),
-) -> Iterator[Result]:
-    """Yield the values of an iterator that runs in a subprocess, one value ahead of the caller.
-
-    Args:
-        function: function that can be imported by name and returns the iterator; arguments and values are pickled.
-        arguments: arguments of the function.
-        limit_seconds: time limit of a value; the start of the process has the same limit again.
-        preload: modules to import once for all such processes.
-
-    Raises:
-        Crashed: if the process died or exceeded the limit.
-        WandsError: if the iterator raises it. MemoryError is passed on, too.
-        RuntimeError: if the iterator raises anything else; the text contains its traceback.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *preload])
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=_serve_values, args=(theirs, function, arguments), daemon=True)
-    process.start()
-    theirs.close()
     try:
-        while True:
-            if not pipe.poll(limit_seconds):
-                raise Crashed(f"it took more than {limit_seconds:g} s")
-            try:
-                kind, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                raise Crashed(_cause_of_death(process)) from None
-            if kind == "error":
-                raise value
-            if kind == "end":
-                return
-            if kind == "value":
-                yield value
+        yield from run_in_threads([results(worker) for worker in workers])
     finally:
-        pipe.close()
-        process.kill()
-        process.join()
+        for worker in workers:
+            worker.kill()
 
 
-def _serve_values(
-    pipe: Connection, function: Callable[..., Iterator[Any]], arguments: tuple[Any, ...]
-) -> None:
-    import traceback
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_caller, args=(pipe,), daemon=True).start()
-    with suppress(BrokenPipeError, ConnectionResetError):  # the caller wants no more values
-        pipe.send(("ready", None))
-        try:
-            for value in function(*arguments):
-                pipe.send(("value", value))
-            pipe.send(("end", None))
-        except (WandsError, MemoryError) as error:
-            pipe.send(("error", error))
-        except (BrokenPipeError, ConnectionResetError):
-            raise
-        except Exception:
-            pipe.send(("error", RuntimeError(traceback.format_exc())))
-
-
-def _exit_with_caller(pipe: Connection) -> None:
-    """Exit when the caller's process is gone: the main thread may be in a decoder that never returns."""
-    try:
-        pipe.recv()
-    except (EOFError, OSError):
-        os._exit(1)
-
-
-def _cause_of_death(process: Any) -> str:
-    process.join(10)
-    code = process.exitcode or 0
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-    return f"the process ended {how}"
-
-
-class _Worker(Generic[Item, Result]):
-    """A worker process and its current item."""
-
-    def __init__(self, context: Any, function: Callable[[Item], Result]) -> None:
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, function), daemon=True)
-        self.process.start()
-        theirs.close()  # otherwise the end of the process would not be noticed
-        self.pipe.recv()  # the process has started: its time limit counts from now
-        self.index, self.started = -1, 0.0
-
-    def give(self, numbered: tuple[int, Item]) -> None:
-        self.index, item = numbered
-        self.started = time.monotonic()
-        with suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # the process died before its first item: `take` reports it
-            self.pipe.send(item)
-
-    def take(self) -> Result | Crash:
-        try:
-            error, result = self.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            return Crash(_cause_of_death(self.process))
-        if error is not None:
-            raise RuntimeError(error)
-        return result
-
-    def stop(self) -> None:
-        self.pipe.close()
-        self.process.kill()
-        self.process.join()
-
-
-def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
-    import traceback
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    pipe.send("ready")
-    while True:
-        try:
-            item = pipe.recv()
-        except (EOFError, OSError):
-            return
-        answer: tuple[str | None, Any]
-        try:
-            answer = (None, function(item))
-        except Exception:
-            answer = (traceback.format_exc(), None)
-        pipe.send(answer)
+def _call(function: Callable[[Item], Result], item: Item) -> Iterator[Result]:
+    yield function(item)

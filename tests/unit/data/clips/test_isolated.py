@@ -1,4 +1,4 @@
-"""Work in processes of its own: what crashes or hangs costs one item."""
+"""Subprocesses: a crash or a hang costs one call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from wands.data.clips.isolated import Crash, Crashed, iterate_isolated, map_isolated, num_cores
+from wands.data.clips.isolated import Crash, Hang, IsolatedWorker, map_isolated, num_cores
 from wands.errors import DataError
 
 
@@ -32,9 +32,14 @@ def test_every_item_has_a_result_or_a_crash(num_workers: int) -> None:
     assert sorted(index for index, _ in pairs) == list(range(len(items)))
     results = dict(pairs)
     assert [results[i] for i in (0, 2, 5, 7)] == ["A", "B", "C", "D"]
-    assert results[1] == results[6] == Crash("the process ended by SIGSEGV")
-    assert results[3] == Crash("it took more than 4 s")
-    assert results[4] == Crash("the process ended with exit code 3")
+    for index, reason in (
+        (1, "the process ended by SIGSEGV"),
+        (6, "the process ended by SIGSEGV"),
+        (3, "it took more than 4 s"),
+        (4, "the process ended with exit code 3"),
+    ):
+        assert isinstance(results[index], Crash)
+        assert str(results[index]) == reason
 
 
 def test_a_mistake_in_the_function_is_not_hidden() -> None:
@@ -55,25 +60,42 @@ def values(first: str, *items: str) -> Iterator[str]:
         yield work(item)
 
 
+def iterate(worker: IsolatedWorker, *items: str, limit_seconds: float = 60) -> Iterator[str]:
+    worker.start(values, *items)
+    return worker.values(limit_seconds)
+
+
 @pytest.mark.parametrize(
     ("item", "error", "message"),
     [
-        ("crash", Crashed, "the process ended by SIGSEGV"),
-        ("leave", Crashed, "the process ended with exit code 3"),
-        ("hang", Crashed, "it took more than 4 s"),
+        ("crash", Crash, "the process ended by SIGSEGV"),
+        ("leave", Crash, "the process ended with exit code 3"),
+        ("hang", Hang, "it took more than 4 s"),
         ("mistake", DataError, "^a sentence.$"),
         ("raise", RuntimeError, "a mistake of the programmer"),
     ],
 )
 def test_values_come_one_by_one_until_the_process_ends(item: str, error: type, message: str) -> None:
-    found = iterate_isolated(values, "a", "b", item, "c", limit_seconds=4.0)
-    assert [next(found), next(found)] == ["A", "B"]
-    with pytest.raises(error, match=message):
-        next(found)
+    with IsolatedWorker() as worker:
+        results = iterate(worker, "a", "b", item, "c", limit_seconds=4.0)
+        assert [next(results), next(results)] == ["A", "B"]
+        with pytest.raises(error, match=message):
+            next(results)
+        assert list(iterate(worker, "d")) == ["D"]  # a new process if the old one ended
 
 
-def test_an_iterator_in_a_process_may_be_left_early() -> None:
-    assert list(iterate_isolated(values, "a", "b", limit_seconds=60)) == ["A", "B"]
-    found = iterate_isolated(values, *["a"] * 1000, limit_seconds=60)
-    assert next(found) == "A"
-    found.close()
+def test_one_process_serves_many_calls_and_a_loop_may_end_early() -> None:
+    with IsolatedWorker() as worker:
+        assert list(iterate(worker, "a", "b")) == ["A", "B"]
+        process = worker._process.pid
+        results = iterate(worker, *["a"] * 1000)
+        assert next(results) == "A"
+        assert worker._process.pid == process
+        results.close()
+        assert list(iterate(worker, "c")) == ["C"]
+
+
+def test_a_loop_over_results_may_end_early() -> None:
+    results = map_isolated(work, ["a", "hang", "b"], num_workers=2, limit_seconds=600)
+    assert next(results)[1] == "A"
+    results.close()
