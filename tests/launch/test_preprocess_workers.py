@@ -160,7 +160,7 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     return sorted(found)
 
 
-def wait_for(condition: Any, seconds: float = 120.0) -> Any:
+def wait_for(condition: Any, seconds: float = 300.0) -> Any:
     began = time.monotonic()
     while not (value := condition()):
         assert time.monotonic() - began < seconds, "it does not come"
