@@ -51,7 +51,6 @@ UNFINISHED = {
     "wands/train/run.py",
     "wands/train/state.py",
     "wands/train/summary.py",
-    "wands/variants.py",
     "scripts/attention_variants.py",
     "scripts/bench_attention.py",
     "scripts/bench_cache.py",
