@@ -68,7 +68,9 @@ def run_step(
     if config.get("image_dim"):
         config["image_dim"] = IMAGE_DIM
     shape = DiTShape.from_config(config)
-    collate = PackingCollator(shape, recipe.flow, 0, torch.zeros(1, TEXT_DIM), row.conditions, recipe.drops)
+    collate = PackingCollator(
+        shape, recipe.flow, 0, torch.zeros(1, TEXT_DIM), row.conditions, recipe.uses_dropout
+    )
     batch = collate(make_samples(shape, row.conditions, grids), [0] * len(grids), 0)
     ring_degree, ulysses_degree = cp or (1, 1)
     groups = join_groups(*cp) if cp and ring_degree * ulysses_degree > 1 else {}
@@ -86,7 +88,7 @@ def run_step(
         kernel = "torch" if recipe.precision.compute == "bf16" else "reference"
         backend = BACKENDS[kernel] = watched(BACKENDS[kernel], given)
         model.set_attention(context_attention(backend, **groups), backend)
-        if recipe.drops:
+        if recipe.uses_dropout:
             model.set_dropout(recipe.model.dropout, 0.0)
         # Pages in place of pinned memory, copies without a stream.
         store = ActivationOffloader(torch.device("cuda"), copy_stream=_BlockingCopyStream())

@@ -151,7 +151,7 @@ def test_dry_run_prints_the_block_and_trains_nothing(tiny_pipeline: Path, tmp_pa
 
 def test_unknown_key_wrong_value_and_recipe(tiny_pipeline: Path):
     assert "did you mean train.max_steps?" in refused("train", "--set", "train.max_step=3")
-    assert "neither a file nor a recipe" in refused("train", "no-such-recipe")
+    assert "neither a file nor a shipped recipe" in refused("train", "no-such-recipe")
     assert "data.cache is not set" in refused("train", "--set", f"model.path={tiny_pipeline}")
 
 

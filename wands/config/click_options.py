@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from wands.config.options import Options, Spelling
+from wands.config.base import Options, Spelling
 
 T = TypeVar("T")
 

@@ -6,39 +6,12 @@ A class docstring is the command's help text, a field docstring the help text of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-
-@dataclass(frozen=True)
-class Spelling:
-    """How the command line spells a field where the field's own name does not say it.
-
-    Attributes:
-        name: flag, such as ``--set``; by default the field's name.
-        metavar: placeholder for the value in the help text.
-        flag_value: value that the flag has without a value behind it.
-        argument: True for a positional argument.
-    """
-
-    name: str = ""
-    metavar: str | None = None
-    flag_value: str | None = None
-    argument: bool = False
-
-
-ARGUMENT = Spelling(argument=True)
-
-
-class Options(BaseModel):
-    """Base of the option models."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
-    )
+from wands.config.base import ARGUMENT, Options, Spelling
 
 
 class RecipeOptions(Options):

@@ -119,7 +119,7 @@ def build_model(
     else:
         start = load_start(recipe.lora, expert) if fresh else None
         add_lora(model, recipe.lora, recipe.train.seed, start)
-    if recipe.drops:
+    if recipe.uses_dropout:
         model.set_dropout(recipe.model.dropout, recipe.lora.dropout if recipe.lora else 0.0)
     kept = recipe.model.kept_on_device, recipe.model.kept_on_host
     model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS, offloader=store)

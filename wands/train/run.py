@@ -256,7 +256,7 @@ def prepare_run(
         data.schedule.min_samples if isinstance(data, CombinedDataset) else len(data.keys), dp_size
     )
     collator = PackingCollator(
-        shape, recipe.flow, recipe.train.seed, data.null_text_embeds, variant.conditions, recipe.drops
+        shape, recipe.flow, recipe.train.seed, data.null_text_embeds, variant.conditions, recipe.uses_dropout
     )
     return TrainingRun(
         recipe,

@@ -101,7 +101,7 @@ def _trained(run: TrainingRun) -> list[str]:
         )
     elif run.num_trained != run.shape.num_params:
         lines.append(f"{run.num_trained / 1e6:,.1f} M parameters are trained, the others frozen")
-    if recipe.drops:
+    if recipe.uses_dropout:
         inputs = f", {recipe.lora.dropout:g} of the LoRA's inputs" if recipe.lora else ""
         lines.append(f"dropout: {recipe.model.dropout:g} of activations{inputs}")
     return lines + _experts(run) + _ema(run)

@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from wands.cli import main
+from wands.config.base import Options
 from wands.config.click_options import command_name, help_line
-from wands.config.options import COMMANDS, Options
+from wands.config.options import COMMANDS
 
 BY_NAME = {command_name(options): options for options in COMMANDS}
 # command -> the function that runs it

@@ -1,4 +1,4 @@
-"""The recipe: every mistake is named with its cure, all at once, and nothing is edited."""
+"""The recipe: every problem is reported with its fix, all problems at once, and no value is changed."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_all_problems_at_once():
 def test_not_yaml_and_not_a_mapping(tmp_path: Path):
     path = tmp_path / "bad.yaml"
     path.write_text("a: [1, 2\n")
-    assert "is not YAML" in problems(path=path)
+    assert "is not valid YAML" in problems(path=path)
     path.write_text("- 1\n- 2\n")
     assert "must be a mapping" in problems(path=path)
 
 
 def test_missing_recipe_lists_the_shipped_ones():
     with pytest.raises(
-        ConfigError, match=r"neither a file nor a recipe of wands; use a path or one of .*tiny"
+        ConfigError, match=r"neither a file nor a shipped recipe; use a path, or one of .*tiny"
     ):
         load_recipe("no-such-recipe")
 
@@ -101,6 +101,13 @@ def test_contradictions_inside_the_recipe():
     )
 
 
+def test_a_key_of_several_types_is_one_problem():
+    assert problems("lora={rank: 4, targets: 3}") == (
+        "lora.targets=3 is refused: input should be 'attention', 'attention+ffn' or 'all-linear', or input should be a "
+        "valid list; `wands config lora.targets` describes the key."
+    )
+
+
 def test_recipe_is_immutable():
     with pytest.raises(Exception, match="frozen"):
         load_recipe(None).train.seed = 3
@@ -108,7 +115,7 @@ def test_recipe_is_immutable():
 
 def test_levelled_bins_must_divide_a_step():
     with pytest.raises(
-        ConfigError, match=r"packing.level_bins=3 must divide train.bins_per_step=8; use the dp_size"
+        ConfigError, match=r"packing.level_bins=3 does not divide train.bins_per_step=8; set it to dp_size"
     ):
         load_recipe(None, ["packing.level_bins=3", "train.bins_per_step=8"])
     assert load_recipe(None, ["packing.level_bins=4", "train.bins_per_step=8"]).packing.level_bins == 4
@@ -119,30 +126,34 @@ def test_levelled_bins_must_divide_a_step():
     [
         (
             ["checkpointing=full", "saved_tensors=[attn_output]"],
-            "model.saved_tensors=[attn_output] does nothing with model.checkpointing=full; leave it out, or set that to "
-            "selective or offload.",
+            "model.saved_tensors=[attn_output] has no effect with model.checkpointing=full; remove it, or set "
+            "model.checkpointing to selective or offload.",
         ),
         (
             ["checkpointing=selective", "offloaded_tensors=[block_input]"],
-            "model.offloaded_tensors=[block_input] does nothing with model.checkpointing=selective; leave it out, or set that "
-            "to offload.",
+            "model.offloaded_tensors=[block_input] has no effect with model.checkpointing=selective; remove it, or "
+            "set model.checkpointing to offload.",
         ),
         (
             ["checkpointing=selective", "saved_tensors=[]"],
-            "leaves model.checkpointing=selective nothing to do; name some, or set that to full.",
+            "leaves nothing to do for model.checkpointing=selective; add a tensor, or set model.checkpointing to full.",
         ),
-        (["checkpointing=offload", "offloaded_tensors=[]"], "name some, or set that to selective or full."),
+        (
+            ["checkpointing=offload", "offloaded_tensors=[]"],
+            "add a tensor, or set model.checkpointing to selective or full.",
+        ),
         (
             [
                 "checkpointing=offload",
                 "saved_tensors=[key_proj]",
                 "offloaded_tensors=[block_input, key_proj]",
             ],
-            "model.saved_tensors and model.offloaded_tensors both have key_proj, which is kept once; drop one.",
+            "model.saved_tensors and model.offloaded_tensors both contain key_proj, but a tensor is kept in one place; "
+            "remove it from one list.",
         ),
         (
             ["checkpointing=selective", "saved_tensors=[key_proj, key_proj]"],
-            "model.saved_tensors=[key_proj, key_proj] has a name twice; drop one.",
+            "model.saved_tensors=[key_proj, key_proj] contains a name twice; remove one.",
         ),
         (["checkpointing=selective", "saved_tensors=[block_input]"], "input should be 'attn_output', "),
         (["checkpointing=offload", "offloaded_tensors=[hidden]"], "input should be 'block_input', "),
@@ -157,7 +168,7 @@ def test_names_of_checkpointing_that_do_nothing(overrides: list[str], said: str)
 def test_an_exchange_of_deepspeeds_own_cannot_be_kept():
     overrides = ["model.checkpointing=selective", "model.saved_tensors=[attn_output, attn_input]"]
     load_recipe(None, overrides)
-    assert "attn_input cannot be kept with parallel.fused_all_to_all=false" in problems(
+    assert "parallel.fused_all_to_all=false cannot keep attn_input" in problems(
         *overrides, "parallel.fused_all_to_all=false"
     )
 

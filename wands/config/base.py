@@ -1,0 +1,44 @@
+"""Base classes of the recipe sections and of the option models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+
+class StrictModel(BaseModel):
+    """Immutable model that refuses unknown keys; field docstrings become the descriptions of the fields."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How the command line spells a field where the field's own name does not say it.
+
+    Attributes:
+        name: flag, such as ``--set``; by default the field's name.
+        metavar: placeholder for the value in the help text.
+        flag_value: value that the flag has without a value behind it.
+        argument: True for a positional argument.
+    """
+
+    name: str = ""
+    metavar: str | None = None
+    flag_value: str | None = None
+    argument: bool = False
+
+
+ARGUMENT = Spelling(argument=True)
+"""Spelling of a positional argument."""
+
+
+class Options(StrictModel):
+    """Base of the option models."""
