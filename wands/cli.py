@@ -71,6 +71,20 @@ def main(local_rank: int | None, verbose: bool) -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
+@command(main, opts.RecipesOptions)
+def _recipes(options: opts.RecipesOptions) -> None:
+    from wands.config.reference import describe_recipes
+
+    click.echo(describe_recipes(options.name))
+
+
+@command(main, opts.ConfigOptions)
+def _config(options: opts.ConfigOptions) -> None:
+    from wands.config.reference import describe_config
+
+    click.echo(describe_config(options.key))
+
+
 @command(main, opts.CheckOptions)
 def _check(options: opts.CheckOptions) -> None:
     from wands.commands.check.check import check, save_report

@@ -29,8 +29,6 @@ UNFINISHED = {
     "wands/commands/pack.py",
     "wands/commands/plan.py",
     "wands/commands/timestep_histogram.py",
-    "wands/config/options.py",
-    "wands/config/recipe.py",
     "wands/planning/__init__.py",
     "wands/planning/activations.py",
     "wands/planning/hardware.py",

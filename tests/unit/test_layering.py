@@ -52,7 +52,7 @@ ONE_IMPORTER = {
     "bitsandbytes": {"wands.model.quantize", "wands.train.optimizers"},
     "h5py": {"wands.data.cache.reader", "wands.data.cache.format", "wands.data.cache.writer"},
     "av": {"wands.data.clips.video_file", "wands.data.clips.video"},
-    "click": {"wands.cli", "wands.config.click_options"},
+    "click": {"wands.cli", "wands.config.click_options", "wands.config.reference"},
     "datasets": {"wands.data.clips.hf_dataset"},
 }
 HEAVY = {"torch", "deepspeed", "diffusers", "transformers", "numpy", "h5py", "av"}

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 17_550
+TOTAL = 17_780
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -20,7 +20,7 @@ FOLDERS = {
     ".": 455,
     "attention": 888,
     "commands": 4491,
-    "config": 559,
+    "config": 780,
     "data": 4061,
     "distributed": 281,
     "encoders": 373,

@@ -21,7 +21,7 @@ class StrictModel(BaseModel):
 
 @dataclass(frozen=True)
 class Spelling:
-    """How the command line spells a field where the field's own name does not say it.
+    """Spelling of a field on the command line, where it differs from the name of the field.
 
     Attributes:
         name: flag, such as ``--set``; by default the field's name.

@@ -12,7 +12,7 @@ SavedTensor = Literal["attn_output", "attn_input", "query_proj", "key_proj", "va
 
 
 class MergeConfig(StrictModel):
-    """A LoRA to merge into the base weights before training."""
+    """A LoRA to merge into the base weights when they are loaded."""
 
     path: str
     """LoRA to merge: a safetensors file, or a folder that contains one. All layouts that `wands convert` reads are accepted."""
@@ -34,8 +34,7 @@ class ModelConfig(StrictModel):
     draws sigma from its own range. With `both`, a step updates first the high-noise and then the low-noise expert, on the same
     clips. One expert needs half the memory of both."""
     merge_loras: list[MergeConfig] = Field(default_factory=list)
-    """LoRAs to merge into the weights at loading. Full finetunes, and exports with `--merge`, contain the merged LoRAs. Empty
-    merges none."""
+    """Full finetunes, and exports with `--merge`, contain the merged LoRAs. Empty merges none."""
     trainable: list[str] = Field(default_factory=list)
     """Name patterns of the parameters to train in a full finetune, such as `blocks.*.attn1.*`. Empty trains all parameters."""
     freeze: list[str] = Field(default_factory=list)

@@ -62,7 +62,7 @@ class RecipesOptions(Options):
 
     Examples:
         wands recipes
-        wands recipes wan2.1-t2v-1.3b-lora > my.yaml
+        wands recipes wan2.1-t2v-1.3b-lora
     """
 
     name: Annotated[str | None, ARGUMENT] = None
@@ -352,7 +352,7 @@ class ConvertOptions(Options):
 
     Examples:
         wands convert Wan2.1-T2V-1.3B/ --to diffusers --out wan-diffusers/
-        wands convert my-lora.safetensors --to comfyui --out comfyui/
+        wands convert style.safetensors --to comfyui --out comfyui/
     """
 
     source: Annotated[str, ARGUMENT]
@@ -393,6 +393,8 @@ class SelftestOptions(Options):
 
 
 COMMANDS: tuple[type[Options], ...] = (
+    RecipesOptions,
+    ConfigOptions,
     CheckOptions,
     PreprocessOptions,
     PackOptions,

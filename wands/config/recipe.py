@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from wands.config.base import StrictModel
-from wands.config.model_sections import (
+from wands.config.model_sections import (  # noqa: F401, this module is where the sections are imported from
     AttentionConfig,
     EmaConfig,
     LoraConfig,
@@ -25,7 +25,7 @@ from wands.config.model_sections import (
     ParallelConfig,
     PrecisionConfig,
 )
-from wands.config.training_sections import (
+from wands.config.training_sections import (  # noqa: F401
     FLOW_PRESETS,
     CheckpointConfig,
     DataConfig,
@@ -38,30 +38,6 @@ from wands.config.training_sections import (
     TrainConfig,
 )
 from wands.errors import ConfigError, one_line, suggest
-
-__all__ = [
-    "FLOW_PRESETS",
-    "AttentionConfig",
-    "CheckpointConfig",
-    "DataConfig",
-    "EmaConfig",
-    "FlowConfig",
-    "LoraConfig",
-    "LossConfig",
-    "MergeConfig",
-    "MockConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "PackingConfig",
-    "ParallelConfig",
-    "PrecisionConfig",
-    "Recipe",
-    "SourceConfig",
-    "StrictModel",
-    "TrainConfig",
-    "list_recipes",
-    "load_recipe",
-]
 
 
 class Recipe(StrictModel):

@@ -29,24 +29,24 @@ class SourceConfig(StrictModel):
     """Relative part of this source in an epoch: weight / sum of all weights. An epoch has as many samples as all sources
     together. Unset means no weighting. Set a weight for all sources or for none."""
     repeat: float | None = Field(default=None, gt=0, le=1000)
-    """How often an epoch repeats each sample. Unset means 1. With 1.5, an epoch uses all samples once and 50 % of the samples a
-    second time; the next epoch repeats the other samples."""
+    """Number of times that an epoch uses each sample. Unset means 1. With 1.5, an epoch uses all samples once and 50 % of the
+    samples a second time; the next epoch repeats the other samples."""
 
 
 class DataConfig(StrictModel):
     """Training data: set exactly one of `cache`, `sources` and `mock`."""
 
     cache: str | None = None
-    """Cache folder, written by `wands preprocess`. Short for `sources: [{path: ...}]`."""
+    """Cache folder, written by `wands preprocess`. Short for `sources: [{path: ...}]`. Unset uses `sources` or `mock`."""
     sources: list[SourceConfig] | None = Field(default=None, min_length=1)
-    """Several caches that were made with the same encoders."""
+    """All caches must be made with the same encoders. Unset uses `cache` or `mock`."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the clips to hold out of training. A hash of the clip name decides, so all samples of a clip are on one side
     and new clips move no others. 0 holds out none; use 0.02 for example to have an evaluation set."""
     split: Literal["train", "holdout", "all"] = "train"
     """Clips to use: the training clips, the clips that `holdout` holds out, or all clips."""
     mock: MockConfig | None = None
-    """Random latents instead of a cache. Unset uses `cache` or `sources`."""
+    """Unset uses `cache` or `sources`."""
     verify: bool = False
     """Verify the checksum of each sample when it is read. Set it if you suspect the storage; reading gets slower."""
     prefetch: int = Field(default=2, ge=0)
@@ -89,8 +89,8 @@ class FlowConfig(StrictModel):
     logit_std: float = Field(default=1.5, gt=0)
     """Standard deviation of logit(sigma) with `logit_normal`. Smaller values concentrate on the middle."""
     mode_scale: float = Field(default=1.29, ge=-1.0, le=1.75192)
-    """Scale of `mode` sampling (Esser et al. 2024, eq. 20). Larger values prefer the middle, negative ones the ends. The limits
-    keep the mapping monotone."""
+    """Scale s of `mode` sampling. Larger values prefer the middle, negative values the ends. The limits keep the mapping
+    monotone. Source: Esser et al. 2024 (arXiv 2403.03206), eq. 20."""
     flow_shift: float = Field(default=3.0, gt=0)
     """Shift s of every sampled sigma: s * sigma / (1 + (s - 1) * sigma). Values above 1 train more noise; larger videos need
     larger shifts. The shipped recipes have the shift of official inference."""
@@ -102,7 +102,7 @@ class FlowConfig(StrictModel):
     cfg_dropout: float = Field(default=0.1, ge=0, le=1)
     """Fraction of the samples that train with the empty caption, for classifier-free guidance. 0 never drops the caption."""
     i2v_ratio: float = Field(default=0.5, ge=0, le=1)
-    """TI2V models: fraction of the samples with a given first frame (clean, at timestep 0). The other samples train
+    """Fraction of the samples with a given first frame (clean, at timestep 0), only for TI2V models. The other samples train
     text-to-video."""
 
     @model_validator(mode="before")
@@ -128,7 +128,7 @@ class OptimConfig(StrictModel):
     """Optimizer and learning rate. A DeepSpeed JSON may configure optimizer, scheduler or clipping instead."""
 
     name: Literal["adamw", "adamw8bit", "adafactor", "muon"] = "adamw"
-    """Optimizer.
+    """Optimizer; AdamW is the usual choice.
 
     - `adamw`: AdamW of torch; with optimizer offload, AdamW of DeepSpeed on the host.
     - `adamw8bit`: AdamW of bitsandbytes with moments in 8 bits: less memory.

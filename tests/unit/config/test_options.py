@@ -69,7 +69,7 @@ def test_examples_parse(name: str):
     examples = help_of(name).partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
     assert 1 <= len(examples) <= 3
     for example in examples:
-        words = shlex.split(example.partition(" > ")[0])
+        words = shlex.split(example)
         command, *args = words[words.index("wands") + 1 :]
         assert command == name
         main.commands[name].make_context(name, args)
