@@ -21,11 +21,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from wands.config.deepspeed import build_ds_config
 from wands.config.recipe import load_recipe
 from wands.planning.hardware import MACHINES
 from wands.planning.memory import Load, Weight, estimate_memory
 from wands.planning.step_time import Prediction, Setting, predict
-from wands.train.ds_config import build_ds_config
 from wands.train.run import list_weights
 from wands.variants import VARIANTS, DiTShape, legal_frames
 

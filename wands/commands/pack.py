@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wands.config.deepspeed import load_ds_config
 from wands.config.recipe import load_recipe
 from wands.data.datasets import describe_data, list_sources
 from wands.files import atomic_path
-from wands.train.ds_config import load_ds_config
 from wands.train.run import TrainingRun, prepare_run
 
 FORMAT = "wands-plan-1"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from wands.config.deepspeed import load_ds_config
 from wands.config.recipe import Recipe, list_recipes, load_recipe
 from wands.data.datasets import open_data
 from wands.errors import ConfigError
@@ -18,7 +19,6 @@ from wands.planning.hardware import MACHINES, Machine
 from wands.planning.memory import to_gib
 from wands.planning.search import SHIPPED, Candidate, Task, build_candidate, search
 from wands.train.checkpoint import checkpoint_bytes
-from wands.train.ds_config import load_ds_config
 from wands.train.run import choose_experts, list_weights, read_model
 from wands.variants import VARIANTS, Expert, Variant, legal_frames
 

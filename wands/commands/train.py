@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wands.config.deepspeed import load_ds_config
 from wands.config.recipe import Recipe, load_recipe
 from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node, start_together
 from wands.encoders.fingerprint import fingerprint_pipeline
@@ -15,7 +16,6 @@ from wands.errors import ConfigError
 from wands.files import write_text
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
 from wands.train.checkpoint import find_checkpoint, list_steps
-from wands.train.ds_config import load_ds_config
 from wands.train.engine import check_offload
 from wands.train.run import Log, TrainingRun, prepare_run, read_model
 from wands.train.state import TrainState

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from wands.config.deepspeed import build_ds_config, offloads_optimizer
 from wands.config.recipe import ParallelConfig, Recipe
 from wands.distributed.dims import choose_degrees
 from wands.errors import ConfigError
 from wands.planning.hardware import Machine
 from wands.planning.memory import CUDA_CONTEXT, Load, Memory, Weight, estimate_memory, to_gib
 from wands.planning.step_time import Prediction, Setting, predict
-from wands.train.ds_config import build_ds_config, offloads_optimizer
 from wands.variants import TEXT_LEN, DiTShape
 
 CHECKPOINTING = ("none", "selective", "offload", "full")

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wands.config.optimizers import state_bytes_per_param
 from wands.errors import CheckpointError
 from wands.files import publish, sync, write_text
 from wands.train.ema import WeightAverage, average_file, has_average, load_average
-from wands.train.optimizers import state_bytes_per_param
 from wands.train.state import TrainState
 
 log = logging.getLogger(__name__)

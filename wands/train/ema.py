@@ -36,20 +36,6 @@ def has_average(state: TrainState, part: str) -> bool:
     return f"{part}/{average_file(0)}" in state.files
 
 
-def check_ema(section: EmaConfig | None, ds_config: Mapping[str, Any]) -> None:
-    """Refuse an average whose weights are out of reach.
-
-    Raises:
-        ConfigError: the optimizer's masters are on NVMe.
-    """
-    offload = ds_config["zero_optimization"].get("offload_optimizer") or {}
-    if section is not None and offload.get("device") == "nvme":
-        raise ConfigError(
-            "zero_optimization.offload_optimizer.device=nvme keeps the weights that ema averages on disk, and reading them back "
-            "would cost as much as the step; use device=cpu, or leave ema out."
-        )
-
-
 def decay_after(section: EmaConfig, num_steps: int) -> float:
     """Share that the average keeps in its `num_steps`-th optimizer step.
 

@@ -11,6 +11,7 @@ import torch
 
 from wands.attention.ulysses import OPERATORS, context_attention
 from wands.attention.varlen import choose_backend
+from wands.config.deepspeed import REDUCE_BUCKET_SIZE, learning_rate, offloads_optimizer, uses_adam
 from wands.config.recipe import OptimConfig, Recipe
 from wands.distributed.bootstrap import accelerator_type
 from wands.distributed.dims import ProcessGroups
@@ -19,7 +20,6 @@ from wands.model.files.loading import load_transformer
 from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, add_lora, load_start
 from wands.model.offload import ActivationOffloader
-from wands.train.ds_config import REDUCE_BUCKET_SIZE, learning_rate, offloads_optimizer, uses_adam
 from wands.train.optimizers import build_optimizer
 from wands.train.precision import split_by_dtype, weight_dtype_policy
 from wands.train.run import TrainingRun

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from wands.config.deepspeed import build_ds_config
 from wands.config.recipe import FlowConfig, Recipe
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import PackingCollator
@@ -24,10 +25,9 @@ from wands.flow.rng import SampleKey
 from wands.model.files.loading import build_empty, check_weights, load_config, load_index
 from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, check_lora, find_targets, load_start
+from wands.model.quantize import load_library
 from wands.planning.activations import FP32
 from wands.planning.memory import Load, Weight
-from wands.train.ds_config import build_ds_config
-from wands.train.ema import check_ema
 from wands.train.precision import weight_dtype_policy
 from wands.variants import TEXT_LEN, DiTShape, Expert, Variant, variant_of
 
@@ -220,7 +220,8 @@ def prepare_run(
     check_world(recipe.parallel, world_size)
     dp_size = world_size // recipe.parallel.group_size
     ds_config = build_ds_config(ds_user, recipe, world_size=world_size, device_type=device_type, names=names)
-    check_ema(recipe.ema, ds_config)
+    if weight_dtype_policy(recipe).quantize != "none":
+        load_library()
     if recipe.train.bins_per_step % dp_size:
         raise ConfigError(
             f"train.bins_per_step={recipe.train.bins_per_step} must be a multiple of dp_size={dp_size} "

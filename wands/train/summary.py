@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from wands.config.deepspeed import learning_rate
 from wands.config.recipe import ModelConfig
 from wands.data.datasets import describe_data
 from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.planning.memory import estimate_memory, to_gib
-from wands.train.ds_config import learning_rate
 from wands.train.precision import describe_storage
 from wands.train.run import TrainingRun
 

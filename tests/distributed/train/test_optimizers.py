@@ -16,6 +16,7 @@ import torch
 from tests.support.runs import groups_of, losses, make_run, release, run_training, weights
 from tests.support.steps import zero
 from tests.support.world import WorldPool
+from wands.config.optimizers import is_hidden_matrix, state_bytes_per_param
 from wands.config.recipe import OptimConfig
 from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
@@ -23,7 +24,7 @@ from wands.model.files.loading import build_empty
 from wands.train.batches import rank_shards
 from wands.train.checkpoint import find_checkpoint
 from wands.train.engine import build_engine, build_model, build_schedule
-from wands.train.optimizers import build_optimizer, is_hidden_matrix, muon_ratio, state_bytes_per_param
+from wands.train.optimizers import build_optimizer, muon_ratio
 from wands.train.step import train_step
 from wands.train.summary import start_block
 
@@ -374,7 +375,7 @@ def test_the_start_block_names_it(tiny_pipeline: Path, tmp_path: Path):
         (
             ("optim.name=muon", "optim.grad_clip=0"),
             {**zero(2), "scheduler": {"type": "WarmupLR", "params": {}}},
-            "a learning rate for each shape",
+            "a learning rate for each shape of matrix",
         ),
         (
             ("optim.name=muon", "optim.grad_clip=0", "precision.reduce=bf16"),
@@ -385,13 +386,13 @@ def test_the_start_block_names_it(tiny_pipeline: Path, tmp_path: Path):
         (
             ("optim.name=adamw8bit",),
             {**zero(2), "optimizer": {"type": "SGD"}},
-            "optimizer.type=SGD contradicts recipe.yaml: optim.name=adamw8bit; leave optimizer out of the JSON",
+            "optimizer.type=SGD contradicts recipe.yaml: optim.name=adamw8bit; remove optimizer from the JSON",
         ),
         ((), {**zero(2), "optimizer": {"type": "Muon"}}, "set optim.name=muon"),
         (
             ("optim.name=adamw8bit",),
             {**zero(2), "optimizer": {"type": "AdamW8bit", "params": {"fused": True}}},
-            "optimizer.params.fused is no setting of optim.name=adamw8bit",
+            "optimizer.params.fused is not a setting of optim.name=adamw8bit",
         ),
     ],
 )

@@ -290,7 +290,7 @@ def test_the_losses_stay_in_their_band(steps: int, tiny_pipeline: Path, tmp_path
         (("precision.compute=fp32", "lora.rank=4"), {"stage": 2}, "would round weights"),
         ((), {"stage": 0}, "has no fp32 masters at ZeRO-0"),
         ((), {"stage": 3}, "would cost memory in a full finetune at ZeRO-3"),
-        ((), {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "on the host at ZeRO-2"),
+        ((), {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "in bf16 on the host at ZeRO-2"),
         (("optim.name=muon", "optim.grad_clip=0"), {"stage": 2}, "is not for optim.name=muon"),
     ],
 )
@@ -378,17 +378,17 @@ def test_a_resume_on_other_weights_is_refused(tiny_pipeline: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("overrides", "lines"),
     [
-        ((), ["weights fp32 (bf16 copies are made to multiply)"]),
+        ((), ["weights fp32 (bf16 copies for matmuls)"]),
         (
             ("precision.weights=bf16", "precision.reduce=bf16"),
             [
                 "weights bf16 (linear layers, patches), fp32 (time embedding, modulation, norms, head)",
-                "masters fp32, from the rounded weights; gradients made in bf16, reduced in bf16",
+                "masters fp32, initialised from the rounded weights; gradients computed in bf16, reduced in bf16",
             ],
         ),
         (
             ("lora.rank=4", "lora.quantize=nf4"),
-            ["base in nf4: the linear layers of the blocks; embeddings, modulation, norms and head are not"],
+            ["base in nf4: linear layers of the blocks; not embeddings, modulation, norms and head"],
         ),
     ],
 )

@@ -15,10 +15,10 @@ from wands.cli import main
 from wands.commands import train as commands_train
 from wands.commands.plan import plan, what_fits
 from wands.commands.train import run_train
+from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.recipe import load_recipe
 from wands.errors import ConfigError
 from wands.planning.hardware import MACHINES, Machine, machine_named
-from wands.train.ds_config import build_ds_config, load_ds_config
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = {
