@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wands.config.deepspeed import load_ds_config
-from wands.config.recipe import load_recipe
 from wands.data.datasets import describe_data, list_sources
 from wands.files import atomic_path
-from wands.train.run import TrainingRun, prepare_run
+from wands.train.prepare import load_run
+from wands.train.run import TrainingRun
 
 FORMAT = "wands-plan-1"
 """First words of a plan file; another number means other keys."""
@@ -70,14 +69,14 @@ def pack(recipe_path: str | None, *, overrides: Sequence[str], out: Path, epoch:
     Raises:
         WandsError: what `wands train` would refuse before it starts, or `out` cannot be written.
     """
-    recipe = load_recipe(recipe_path, overrides)
-    run = prepare_run(
-        recipe,
-        load_ds_config(None),
-        world_size=recipe.parallel.group_size,  # the plan is the same at any dp_size
+    run = load_run(
+        recipe_path,
+        None,
+        overrides,
+        world_size=None,  # the plan is the same at any dp_size
         device_type="cpu",
-        names=("the built-in DeepSpeed config", str(recipe_path or "the recipe")),
-        encoders=lambda path: {},  # hashing them takes longer than planning; wands train does it
+        encoders=lambda path: {},  # hashing the encoders takes longer than planning; wands train compares them
+        ignore_output_dir=True,
     )
     header = _header(run, epoch)
     first, mean_cost = header["first_step"], header.pop("mean_cost")
@@ -85,7 +84,7 @@ def pack(recipe_path: str | None, *, overrides: Sequence[str], out: Path, epoch:
         file.write(json.dumps(header) + "\n")
         for step in range(first, first + header["num_steps"]):
             file.write(json.dumps(_step_line(run, step, mean_cost), ensure_ascii=False) + "\n")
-    return PackResult(out, header, tuple(describe_data(recipe.data, run.data)))
+    return PackResult(out, header, tuple(describe_data(run.recipe.data, run.data)))
 
 
 def _header(run: TrainingRun, epoch: int) -> dict[str, Any]:

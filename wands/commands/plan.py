@@ -19,7 +19,7 @@ from wands.planning.hardware import MACHINES, Machine
 from wands.planning.memory import to_gib
 from wands.planning.search import SHIPPED, Candidate, Task, build_candidate, search
 from wands.train.checkpoint import checkpoint_bytes
-from wands.train.run import choose_experts, list_weights, read_model
+from wands.train.weights import choose_experts, list_weights, read_model
 from wands.variants import VARIANTS, Expert, Variant, legal_frames
 
 SIZES = {"480p": (480, 832), "720p": (720, 1280)}
@@ -212,7 +212,7 @@ def _table(found: Sequence[Candidate]) -> str:
     rows = [
         (
             one.ds_name,
-            f"{one.load.ring_degree} x {one.load.ulysses_degree}",
+            f"{one.workload.ring_degree} x {one.workload.ulysses_degree}",
             one.recipe.model.checkpointing,
             f"{one.recipe.packing.max_tokens:,}",
             f"{one.memory.needed / 2**30:.1f}",
@@ -319,11 +319,13 @@ def _cache_bytes(task: Task, variant: Variant) -> float:
 
 
 def _checkpoint_bytes(best: Candidate) -> int:
-    trained = [(weight.name, weight.shape) for weight in best.load.weights if weight.trained]
-    held = best.load.trained if best.recipe.lora else sum(weight.numel for weight in best.load.weights)
+    trained = [(weight.name, weight.shape) for weight in best.workload.weights if weight.trained]
+    held = (
+        best.workload.trained if best.recipe.lora else sum(weight.numel for weight in best.workload.weights)
+    )
     stage = int(best.ds_config["zero_optimization"].get("stage", 0))
     size = sum(checkpoint_bytes(held, trained, best.recipe.optim.name, stage))
-    return best.task.num_models * (size + (4 * best.load.trained if best.recipe.ema else 0))
+    return best.task.num_models * (size + (4 * best.workload.trained if best.recipe.ema else 0))
 
 
 def _duration(seconds: float) -> str:

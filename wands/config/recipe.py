@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -339,28 +340,48 @@ class Recipe(StrictModel):
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file and apply ``section.key=value`` overrides on it.
+    """Read a recipe file and apply ``section.key=value`` overrides to it.
 
     Args:
-        path: YAML file, name of a recipe shipped with wands (such as ``wan2.1-t2v-1.3b-finetune``), or None.
-        overrides: each ``section.key=value``; the value is YAML.
+        path: YAML file, name of a shipped recipe (such as ``wan2.1-t2v-1.3b-finetune``), or None for the defaults.
+        overrides: ``section.key=value`` strings; a value is YAML.
 
     Raises:
-        ConfigError: with every unknown key, wrong value and unreadable line found, one a line.
+        ConfigError: if a key is unknown, a value is invalid or keys contradict each other; one line per problem.
+    """
+    recipe, problems, _ = read_recipe(path, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return recipe
+
+
+def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str], set[str]]:
+    """Read a recipe like `load_recipe`, but return the problems, so that other checks can go on.
+
+    Returns:
+        The recipe with defaults in every section that a problem names, the problems, and the names of these sections.
+
+    Raises:
+        ConfigError: if the file is missing or is not a YAML mapping.
     """
     values = _read_yaml(_find_recipe(path)) if path is not None else {}
     problems = [problem for item in overrides if (problem := _apply_override(values, item))]
     problems += _unknown_keys(Recipe, values, "")
+    recipe = Recipe()
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        known = {problem.split("=")[0].split(" ")[0] for problem in problems}
-        problems += [line for name, line in _validation_problems(error) if name not in known]
-        raise ConfigError(_report(problems)) from None
-    problems += list(_cross_checks(recipe))
+        reported = {problem.split("=")[0].split(" ")[0] for problem in problems}
+        problems += [line for name, line in _validation_problems(error) if name not in reported]
+    else:
+        problems += _cross_checks(recipe)
+    sections = {
+        name for name in Recipe.model_fields if any(re.search(rf"\b{name}[.=]", text) for text in problems)
+    }
     if problems:
-        raise ConfigError(_report(problems))
-    return recipe
+        known = Recipe.model_fields.keys() - sections
+        recipe = Recipe.model_validate({name: value for name, value in values.items() if name in known})
+    return recipe, problems, sections
 
 
 def list_recipes() -> list[str]:
@@ -369,14 +390,6 @@ def list_recipes() -> list[str]:
         p.name.removesuffix(".yaml")
         for p in resources.files("wands.recipes").iterdir()
         if p.name.endswith(".yaml")
-    )
-
-
-def _report(problems: Sequence[str]) -> str:
-    return (
-        problems[0]
-        if len(problems) == 1
-        else "\n".join([f"{len(problems)} problems:", *(f"  - {p}" for p in problems)])
     )
 
 

@@ -15,7 +15,7 @@ FP32, BF16 = 4, 2
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedRows:
     """What one block keeps for backward, in rows of a token.
 
     Attributes:
@@ -112,7 +112,7 @@ class Activations:
         context = self.text_rows * (2 * FP32 + 2 * narrow) * shape.dim
         return row * self.tokens + context + self._copies()
 
-    def _rows(self) -> Kept:
+    def _rows(self) -> SavedRows:
         """Counted in PackedWanBlock.forward.
 
         Always the inputs of the norms, three and those of queries and keys, in fp32; and the inputs of the projections and what
@@ -122,7 +122,7 @@ class Activations:
         targets = lora.targets if lora else None
         always = self.stage == 3 and not self._quantized
         ffn, table, norms = targets != "attention" or always, self._table_learns(), lora is None
-        rows = Kept(
+        rows = SavedRows(
             wide=6 + 3 * norms + 2 * table,
             narrow=8 + ffn + 2 * table,
             hidden=1 + ffn,

@@ -80,7 +80,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Load:
+class RankWorkload:
     """What the memory of a run depends on besides its recipe and its DeepSpeed config.
 
     Attributes:
@@ -130,22 +130,22 @@ def to_gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
-def estimate_memory(load: Load, recipe: Recipe, ds_config: Mapping[str, Any]) -> Memory:
+def estimate_memory(workload: RankWorkload, recipe: Recipe, ds_config: Mapping[str, Any]) -> Memory:
     """Bytes that one rank holds at the highest moment of a step.
 
     Args:
-        load: sizes.
+        workload: sizes.
         recipe: precision, checkpointing, LoRA.
         ds_config: what `build_ds_config` returned.
     """
-    states = _States(load, recipe, ds_config)
+    states = _States(workload, recipe, ds_config)
     activations = Activations(
-        load.shape,
+        workload.shape,
         recipe,
         states.stage,
-        tokens=load.tokens,
-        text_rows=load.max_samples * (load.text_len + load.shape.image_len),
-        exchanged=load.ulysses_degree > 1,
+        tokens=workload.tokens,
+        text_rows=workload.max_samples * (workload.text_len + workload.shape.image_len),
+        exchanged=workload.ulysses_degree > 1,
     )
     moments = [states.during_update()]
     for blocks_left, held in activations.moments():
@@ -158,8 +158,8 @@ def estimate_memory(load: Load, recipe: Recipe, ds_config: Mapping[str, Any]) ->
 class _States:
     """Weights, gradients and the optimizer's states."""
 
-    def __init__(self, load: Load, recipe: Recipe, ds_config: Mapping[str, Any]) -> None:
-        self.load, self.recipe = load, recipe
+    def __init__(self, workload: RankWorkload, recipe: Recipe, ds_config: Mapping[str, Any]) -> None:
+        self.workload, self.recipe = workload, recipe
         self.zero = {**_ZERO_DEFAULTS, **ds_config["zero_optimization"]}
         self.stage = int(self.zero.get("stage", 0))
         self._optimizer = str(ds_config["optimizer"]["type"])
@@ -168,42 +168,48 @@ class _States:
         ]
         self._optimizer_away = offload[0] != "none" or bool(self.zero.get("cpu_offload"))
         self._weights_away = offload[1] != "none"
-        self._share = [load.world_size if self.stage >= stage else 1 for stage in range(4)]
+        self._share = [workload.world_size if self.stage >= stage else 1 for stage in range(4)]
 
     def during_backward(self, blocks_left: int) -> dict[str, float]:
         """Beside the activations, when so many blocks have not been left yet."""
-        load, held = self.load, dict(self._held)
-        done = 1.0 if load.micro_steps > 1 or self.stage == 3 else 1 - blocks_left / load.shape.num_layers
+        workload, held = self.workload, dict(self._held)
+        done = (
+            1.0
+            if workload.micro_steps > 1 or self.stage == 3
+            else 1 - blocks_left / workload.shape.num_layers
+        )
         if self.stage == 2 and done:
             done = 1.0  # DeepSpeed allocates the rank's share with the first bucket
         held["gradients"] = held.get("gradients", 0.0) + done * self._gradients
         held["buffers"] = held.get("buffers", 0.0) + (self._bucket() if self.stage in (1, 2) else 0.0)
         if self.stage == 3:
             held["gathered weights"] = self._gathered
-            held["buffers"] += self._bucket() if load.world_size > 1 else 0.0  # cut into shards on its way
+            held["buffers"] += (
+                self._bucket() if workload.world_size > 1 else 0.0
+            )  # cut into shards on its way
         return held
 
     def during_update(self) -> dict[str, float]:
         """When the optimizer works: no activations."""
-        load, held = self.load, dict(self._held)
-        share = FP32 * load.trained / load.world_size
+        workload, held = self.workload, dict(self._held)
+        share = FP32 * workload.trained / workload.world_size
         held["gradients"] = held.get("gradients", 0.0) + self._gradients
         if self.stage and not self._optimizer_away:
             held["gradients"] += share  # flattened once more
         if self.stage == 3:
             held["gathered weights"] = self._persistent
-        if load.device_type == "cpu" and self.stage and kind_of(self._optimizer) == "adamw":
+        if workload.device_type == "cpu" and self.stage and kind_of(self._optimizer) == "adamw":
             held["update"] = 2 * share  # torch's AdamW on one flat tensor: a root and a quotient of its size
         return held
 
     def on_host(self) -> dict[str, float]:
         """What is offloaded or averaged there."""
-        load, host = self.load, {}
+        workload, host = self.workload, {}
         if self._optimizer_away:
-            host["optimizer"] = load.num_models * (self._masters(apart=True) + self._moments())
-            host["gradients"] = load.num_models * FP32 * load.trained / load.world_size
+            host["optimizer"] = workload.num_models * (self._masters(apart=True) + self._moments())
+            host["gradients"] = workload.num_models * FP32 * workload.trained / workload.world_size
         if self._weights_away:
-            host["weights"] = load.num_models * load.stored / self._share[3]
+            host["weights"] = workload.num_models * workload.stored / self._share[3]
         if self.recipe.ema and self.recipe.ema.device == "cpu":
             host["ema"] = self._average()
         return host
@@ -211,9 +217,9 @@ class _States:
     @cached_property
     def _held(self) -> dict[str, float]:
         """Always there."""
-        load, held = self.load, {}
-        models = load.num_models
-        held["weights"] = 0.0 if self._weights_away else models * load.stored / self._share[3]
+        workload, held = self.workload, {}
+        models = workload.num_models
+        held["weights"] = 0.0 if self._weights_away else models * workload.stored / self._share[3]
         if not self._optimizer_away:
             held["optimizer"] = models * (self._masters() + self._moments())
         if self.recipe.ema and self.recipe.ema.device == "gpu":
@@ -226,14 +232,14 @@ class _States:
 
     def _masters(self, apart: bool = False) -> float:
         """Stage 0 updates the weights themselves, and stage 3 its share of them where that is fp32."""
-        trained = self.load.trained
+        trained = self.workload.trained
         if self.stage == 3 and not apart:
-            trained = sum(w.numel for w in self.load.weights if w.trained and w.element_size != FP32)
-        return FP32 * trained / self.load.world_size if self.stage else 0.0
+            trained = sum(w.numel for w in self.workload.weights if w.trained and w.element_size != FP32)
+        return FP32 * trained / self.workload.world_size if self.stage else 0.0
 
     def _moments(self) -> float:
-        kind, trained = kind_of(self._optimizer), self.load.trained
-        named = [(weight.name, weight.shape) for weight in self.load.weights if weight.trained]
+        kind, trained = kind_of(self._optimizer), self.workload.trained
+        named = [(weight.name, weight.shape) for weight in self.workload.weights if weight.trained]
         each = state_bytes_per_param(kind, named, self.stage) if kind else 2 * FP32
         return each * trained / self._share[1]
 
@@ -242,33 +248,33 @@ class _States:
         if self.stage >= 2 and self._optimizer_away:
             return 0.0
         if self.stage >= 2:
-            return FP32 * self.load.trained / self.load.world_size
-        made = [w for w in self.load.weights if w.trained]
+            return FP32 * self.workload.trained / self.workload.world_size
+        made = [w for w in self.workload.weights if w.trained]
         # What micro batches add up to is fp32, apart from gradients that are made in bf16.
-        sums = self.stage == 1 and self.load.micro_steps > 1
+        sums = self.stage == 1 and self.workload.micro_steps > 1
         return float(sum(w.numel * (w.element_size + FP32 * (sums and w.element_size < FP32)) for w in made))
 
     def _bucket(self) -> float:
         # build_engine keeps a bucket from being larger than all that goes through it.
-        size = FP32 * min(float(self.zero["reduce_bucket_size"]), self.load.trained)
+        size = FP32 * min(float(self.zero["reduce_bucket_size"]), self.workload.trained)
         return size * (2 if self.stage < 3 and self.zero.get("overlap_comm") else 1)
 
     def _average(self) -> float:
-        return self.load.num_models * FP32 * self.load.trained / self.load.world_size
+        return self.workload.num_models * FP32 * self.workload.trained / self.workload.world_size
 
     @cached_property
     def _persistent(self) -> float:
         """Whole parameters that are too small for ZeRO-3 to gather each time."""
-        if self.load.world_size == 1:
+        if self.workload.world_size == 1:
             return 0.0
         threshold = float(self.zero["stage3_param_persistence_threshold"])
-        return float(sum(w.numel * w.element_size for w in self.load.weights if w.numel < threshold))
+        return float(sum(w.numel * w.element_size for w in self.workload.weights if w.numel < threshold))
 
     @cached_property
     def _gathered(self) -> float:
         """Whole weights that ZeRO-3 holds on every rank while a block works."""
-        if self.load.world_size == 1:
+        if self.workload.world_size == 1:
             return 0.0
         live = float(self.zero["stage3_max_live_parameters"])
-        size = self.load.stored / max(sum(w.numel for w in self.load.weights), 1)
-        return min(float(self.load.stored), self._persistent + size * live)
+        size = self.workload.stored / max(sum(w.numel for w in self.workload.weights), 1)
+        return min(float(self.workload.stored), self._persistent + size * live)

@@ -19,7 +19,7 @@ from wands.config.recipe import ParallelConfig, Recipe
 from wands.distributed.dims import choose_degrees
 from wands.errors import ConfigError
 from wands.planning.hardware import Machine
-from wands.planning.memory import CUDA_CONTEXT, Load, Memory, Weight, estimate_memory, to_gib
+from wands.planning.memory import CUDA_CONTEXT, Memory, RankWorkload, Weight, estimate_memory, to_gib
 from wands.planning.step_time import Prediction, Setting, predict
 from wands.variants import TEXT_LEN, DiTShape
 
@@ -104,7 +104,7 @@ class Candidate:
         ds_name: which DeepSpeed JSON.
         ds_config: completed.
         recipe: with this combination's keys.
-        load: sizes of a rank.
+        workload: sizes of a rank.
         memory: of a rank.
     """
 
@@ -112,13 +112,13 @@ class Candidate:
     ds_name: str
     ds_config: dict[str, Any]
     recipe: Recipe
-    load: Load
+    workload: RankWorkload
     memory: Memory
 
     @property
     def cp(self) -> int:
         """Ranks that share a bin."""
-        return self.load.ulysses_degree * self.load.ring_degree
+        return self.workload.ulysses_degree * self.workload.ring_degree
 
     @property
     def host(self) -> float:
@@ -144,7 +144,7 @@ class Candidate:
             self.recipe.precision.reduce,
             self.recipe.train.bins_per_step,
             zero_stage=int(zero.get("stage", 0)),
-            num_trained=self.load.trained,
+            num_trained=self.workload.trained,
             offload_optimizer=offloads_optimizer(self.ds_config),
             offload_weights=(zero.get("offload_param") or {}).get("device", "none") != "none",
         )
@@ -192,12 +192,14 @@ def machine_here(device_type: str, ranks_per_node: int) -> Machine:
     return Machine(name=name, memory=memory, host_memory=host, ranks_per_node=ranks_per_node)
 
 
-def check_memory(task: Task, load: Load, ds_name: str, ds_config: Mapping[str, Any]) -> str | None:
+def check_memory(
+    task: Task, workload: RankWorkload, ds_name: str, ds_config: Mapping[str, Any]
+) -> str | None:
     """Hold a run against a machine.
 
     Args:
         task: its recipe is the run's, its `ds_configs` the run's JSON under `ds_name` and others that could help.
-        load: sizes of a rank of the run.
+        workload: sizes of a rank of the run.
         ds_name: what the run starts with.
         ds_config: completed.
 
@@ -205,7 +207,12 @@ def check_memory(task: Task, load: Load, ds_name: str, ds_config: Mapping[str, A
         None if it fits; else by how much it does not, and the least change that does.
     """
     run = Candidate(
-        task, ds_name, dict(ds_config), task.recipe, load, estimate_memory(load, task.recipe, ds_config)
+        task,
+        ds_name,
+        dict(ds_config),
+        task.recipe,
+        workload,
+        estimate_memory(workload, task.recipe, ds_config),
     )
     if run.fits:
         return None
@@ -281,7 +288,7 @@ def build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_toke
     degrees = choose_degrees(
         recipe.parallel, num_heads=task.shape.num_heads, ranks_per_node=task.ranks_per_node, model="the model"
     )
-    load = Load(
+    workload = RankWorkload(
         task.shape,
         task.weights,
         num_models=task.num_models,
@@ -294,7 +301,7 @@ def build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_toke
         device_type=task.device_type,
         text_len=task.text_len,
     )
-    return Candidate(task, name, ds_config, recipe, load, estimate_memory(load, recipe, ds_config))
+    return Candidate(task, name, ds_config, recipe, workload, estimate_memory(workload, recipe, ds_config))
 
 
 def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidate | None:

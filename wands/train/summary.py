@@ -13,14 +13,14 @@ from wands.train.precision import describe_storage
 from wands.train.run import TrainingRun
 
 
-def start_block(run: TrainingRun, start_step: int) -> str:
+def start_block(run: TrainingRun) -> str:
     """Describe a run.
 
     Args:
         run: the checked run.
-        start_step: optimizer steps already made.
     """
     recipe, sampler, lens = run.recipe, run.sampler, run.seq_lens
+    start_step = run.checkpoint.state.step if run.checkpoint else 0
     plan = sampler.epoch_plan(0)
     accumulation = recipe.train.bins_per_step // run.dp_size
     imbalance = float(np.mean([run.imbalance(bins) for bins in plan.steps[:64]]))
@@ -158,7 +158,7 @@ def _checkpointing(model: ModelConfig) -> str:
 
 
 def _memory_line(run: TrainingRun) -> str:
-    memory = estimate_memory(run.load(accelerator_type()), run.recipe, run.ds_config)
+    memory = estimate_memory(run.workload(accelerator_type()), run.recipe, run.ds_config)
     inner = ", ".join(f"{name} {to_gib(size)}" for name, size in memory.device.items())
     host = ", ".join(f"{name} {to_gib(size)}" for name, size in memory.host.items())
     return f"about {to_gib(memory.needed)} per rank: {inner}" + (f"; on the host {host}" if host else "")

@@ -18,15 +18,15 @@ from tests.support.world import WorldPool
 from wands.config.recipe import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
+from wands.model.files.checkpoint import load_exported_state, load_full_weights, load_lora_of
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
 from wands.model.lora import MergedLoras
 from wands.model.quantize import QuantizedLinear
 from wands.model.weight_dtypes import WeightDtypePolicy, stored_bytes
-from wands.train.checkpoint import load_exported_state
-from wands.train.checkpoint_weights import load_full_weights, load_lora_of
+from wands.train.checkpoint import build_state
 from wands.train.engine import build_model
-from wands.train.loop import build_state
 from wands.train.precision import split_by_dtype, weight_dtype_policy
+from wands.train.resume import check_resumable
 from wands.train.summary import start_block
 
 LORA = ("lora.rank=4", "lora.alpha=6", "lora.targets=all-linear", "train.bins_per_step=2")
@@ -348,7 +348,8 @@ def test_a_resume_on_other_weights_is_refused(tiny_pipeline: Path, tmp_path: Pat
     def resume(theirs: dict[str, Any], **sections: dict[str, Any]) -> None:
         ours = {name: {**state.recipe[name], **section} for name, section in sections.items()}
         object.__setattr__(state, "recipe", theirs)
-        state.check_resumable(
+        check_resumable(
+            state,
             where="there",
             world_size=1,
             zero_stage=state.zero_stage,
@@ -396,5 +397,5 @@ def test_the_start_block_says_it(
     overrides: tuple[str, ...], lines: list[str], tiny_pipeline: Path, tmp_path: Path
 ):
     training_run = make_run(tiny_pipeline, tmp_path, ("precision.compute=bf16", *overrides), world_size=1)
-    block = start_block(training_run, 0).splitlines()
+    block = start_block(training_run).splitlines()
     assert all(any(line.endswith(wanted) for line in block) for wanted in lines)
