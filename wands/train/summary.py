@@ -1,4 +1,4 @@
-"""The block that a run prints before it starts: grid, batch arithmetic, data, kernels and memory."""
+"""Start block: the text about grid, batch size, data, kernels and memory that a run prints before it starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wands.train.run import TrainingRun
 
 
 def start_block(run: TrainingRun) -> str:
-    """Describe a run.
+    """Describe a run in lines of text.
 
     Args:
         run: the checked run.
@@ -42,7 +42,7 @@ def start_block(run: TrainingRun) -> str:
             "grid",
             f"{run.world_size} ranks = dp {run.dp_size} x ring {run.degrees.ring} x ulysses {run.degrees.ulysses}"
             + (f" (parallel.cp_size={recipe.parallel.cp_size})" if recipe.parallel.cp_size else "")
-            + (", all-to-alls between nodes" if ranks_per_node() % run.degrees.ulysses else ""),
+            + (", all-to-alls cross nodes" if ranks_per_node() % run.degrees.ulysses else ""),
         ),
         (
             "engine",
@@ -87,14 +87,14 @@ def start_block(run: TrainingRun) -> str:
 
 
 def _trained(run: TrainingRun) -> list[str]:
-    """What is trained of the model, and how, where it is not all of it."""
+    """Describe LoRA, frozen parameters, dropout, experts and moving average."""
     recipe, lines = run.recipe, []
     if recipe.model.merge_loras:
         lines.append(
             "merged: " + ", ".join(f"{one.path} x {one.scale:g}" for one in recipe.model.merge_loras)
         )
     if recipe.lora:
-        start = f", going on from {recipe.lora.init_from}" if recipe.lora.init_from else ""
+        start = f", initialised from {recipe.lora.init_from}" if recipe.lora.init_from else ""
         lines.append(
             f"LoRA of rank {recipe.lora.rank}, alpha {recipe.lora.scaled_alpha:g}, on {recipe.lora.targets}: "
             f"{run.num_trained / 1e6:,.1f} M parameters are trained{start}"
@@ -116,7 +116,7 @@ def _ema(run: TrainingRun) -> list[str]:
 
 
 def _experts(run: TrainingRun) -> list[str]:
-    """What is trained of a model of two experts, and how."""
+    """Describe the trained experts of a model with two experts."""
     if len(run.variant.experts) == 1:
         return []
     ranges = {
@@ -125,7 +125,7 @@ def _experts(run: TrainingRun) -> list[str]:
         for expert in run.experts
     }
     both = [
-        "both learn from the clips of each step, one after the other: two updates a step, all states twice"
+        "both experts train on the clips of each step, one after the other: two updates per step, and all states twice"
     ]
     return [f"trains the {text}" for text in ranges.values()] + (both if len(ranges) == 2 else [])
 

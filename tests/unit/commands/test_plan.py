@@ -148,7 +148,7 @@ def test_a_loras_frozen_base_has_no_states():
         ({"size": "big"}, "--size big is neither 480p, 720p nor HEIGHTxWIDTH"),
         ({"size": "8x8"}, "--size 8x8 is smaller than a token"),
         ({"overrides": ("model.experts=high",)}, "model.experts=high applies to models with two experts"),
-        ({"variant": "wan9"}, "--variant wan9 is no published model; use one of wan2.1-t2v-1.3b"),
+        ({"variant": "wan9"}, "--variant wan9 is not a published model; use one of wan2.1-t2v-1.3b"),
         ({"deepspeed": "zero9"}, "--deepspeed zero9 cannot be read"),
     ],
 )
@@ -253,7 +253,7 @@ def test_a_cure_leaves_degrees_that_were_asked_for(train, monkeypatch):
 
 def test_dry_run_and_force_only_say_so(train):
     assert "memory may not be enough: this run needs about" in train(1e6, dry_run=True)
-    with pytest.raises(ConfigError, match="no setting fits; take more or larger GPUs"):
+    with pytest.raises(ConfigError, match="no setting fits; use more or larger GPUs"):
         train(1e6)
     with pytest.raises(Started):
         train(1e6, force=True)
