@@ -359,7 +359,7 @@ def test_shards_cut_otherwise_are_refused(tiny_pipeline: Path, tmp_path: Path, w
     cut = {"zero_optimization": {"stage": 3, "sub_group_size": 20_000}}
     worlds[1].run(run_training, tiny_pipeline, tmp_path, ("train.max_steps=1",), cut)
     with pytest.raises(
-        AssertionError, match=r"DeepSpeed cannot use its shards .* use the DeepSpeed JSON of the run"
+        AssertionError, match=r"DeepSpeed cannot use its partitions .* use the DeepSpeed JSON of the run"
     ):
         worlds[1].run(
             run_training,

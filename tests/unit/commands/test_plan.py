@@ -80,7 +80,7 @@ def test_more_memory_needs_less_sharing_and_more_gpus_are_faster():
 
 
 def seconds_of(report: str) -> float:
-    return float(re.search(r"time +([\d.]+) s a step", report)[1])
+    return float(re.search(r"time +([\d.]+) s per step", report)[1])
 
 
 def test_a_machines_own_numbers_count():
