@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import runs
-from wands.model.files.checkpoint import find_checkpoint
+from wands.model.files.checkpoint_files import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

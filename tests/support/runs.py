@@ -15,7 +15,7 @@ import torch
 from wands.config.recipe import load_recipe
 from wands.distributed.bootstrap import accelerator_type, init_process_group
 from wands.distributed.dims import ParallelDims, ProcessGroups
-from wands.model.files.checkpoint import Checkpoint, find_checkpoint
+from wands.model.files.checkpoint_files import Checkpoint, find_checkpoint
 from wands.train import loop
 from wands.train.engine import build_engine
 from wands.train.loop import train
@@ -124,6 +124,6 @@ def losses(rows: list[dict[str, Any]]) -> list[float]:
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     """The full fp32 weights of a run's newest checkpoint."""
-    from wands.model.files.checkpoint import load_exported_state
+    from wands.model.files.checkpoint_files import load_exported_state
 
     return load_exported_state(run_dir)

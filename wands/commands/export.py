@@ -17,7 +17,7 @@ from wands.export.lora_weights import write_lora
 from wands.export.model_card import RECORD_FILE
 from wands.export.transformer_weights import write_transformer
 from wands.files import atomic_folder, write_text
-from wands.model.files.checkpoint import (
+from wands.model.files.checkpoint_files import (
     TrainState,
     check_average,
     find_checkpoint,

@@ -36,7 +36,7 @@ from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
-from wands.model.files.checkpoint import check_average, find_checkpoint, load_full_weights
+from wands.model.files.checkpoint_files import check_average, find_checkpoint, load_full_weights
 from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_sheet
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.loras import find_loras

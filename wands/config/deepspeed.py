@@ -22,7 +22,7 @@ from wands.config.deepspeed_rules import (
     check_weight_dtypes,
     offload_device,
 )
-from wands.config.optimizers import ADAM_KEYS, KINDS, kind_of
+from wands.config.optimizer_kinds import ADAM_KEYS, KINDS, kind_of
 from wands.config.recipe import OptimConfig, Recipe
 from wands.errors import ConfigError
 from wands.files import read_json

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from wands.config.optimizers import ADAM_KEYS, KINDS
+from wands.config.optimizer_kinds import ADAM_KEYS, KINDS
 from wands.config.recipe import Recipe
 from wands.errors import suggest
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from wands.config.optimizers import kind_of, state_bytes_per_param
+from wands.config.optimizer_kinds import kind_of, state_bytes_per_param
 from wands.config.recipe import Recipe
 from wands.planning.activations import FP32, Activations
 from wands.variants import TEXT_LEN, DiTShape

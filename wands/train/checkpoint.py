@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wands.config.optimizers import state_bytes_per_param
+from wands.config.optimizer_kinds import state_bytes_per_param
 from wands.errors import CheckpointError
 from wands.files import publish, sync, write_text
-from wands.model.files.checkpoint import STATE_FILE, TrainState, list_steps, step_name
+from wands.model.files.checkpoint_files import STATE_FILE, TrainState, list_steps, step_name
 from wands.train.ema import WeightAverage
 from wands.train.metrics import thin
 from wands.train.run import TrainingRun

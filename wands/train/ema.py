@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wands.config.recipe import EmaConfig
 from wands.errors import CheckpointError, ConfigError
-from wands.model.files.checkpoint import (
+from wands.model.files.checkpoint_files import (
     AVERAGE_METADATA,
     Checkpoint,
     average_file,

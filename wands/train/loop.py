@@ -20,11 +20,11 @@ from wands.errors import DataError
 from wands.model.offload import ActivationOffloader
 from wands.train.batches import prefetched
 from wands.train.checkpoint import build_state, save_checkpoint
-from wands.train.consistency import FIXES, check_step, run_digests
 from wands.train.control import ControlRequest, ControlRequests
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
 from wands.train.metrics import MetricsWriter, StepReport, peak_tflops, read_rows
+from wands.train.rank_checks import FIXES, check_step, run_digests
 from wands.train.resume import restore
 from wands.train.run import Log, TrainingRun
 from wands.train.step import SampleLoss, StepResult, train_step

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from wands.config.optimizers import is_hidden_matrix, kind_of
+from wands.config.optimizer_kinds import is_hidden_matrix, kind_of
 from wands.errors import ConfigError, one_line
 
 _MUON_MOMENTUM = 0.95  # the value of Muon's author and of all later work

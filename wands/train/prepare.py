@@ -15,7 +15,7 @@ from wands.data.datasets import CombinedDataset, Dataset, open_data
 from wands.data.sampler import PlanSampler, check_enough_samples
 from wands.distributed.dims import check_world, choose_degrees
 from wands.errors import ConfigError, Problems
-from wands.model.files.checkpoint import Checkpoint
+from wands.model.files.checkpoint_files import Checkpoint
 from wands.model.files.loading import check_weights
 from wands.model.quantize import load_library
 from wands.train.precision import weight_dtype_policy

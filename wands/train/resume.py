@@ -9,7 +9,7 @@ from typing import Any
 
 from wands.errors import CheckpointError, ConfigError
 from wands.files import write_text
-from wands.model.files.checkpoint import Checkpoint, TrainState, find_checkpoint, list_steps
+from wands.model.files.checkpoint_files import Checkpoint, TrainState, find_checkpoint, list_steps
 from wands.train.checkpoint import load_checkpoint, with_absolute_paths
 
 # Recipe keys that decide which samples form step n.

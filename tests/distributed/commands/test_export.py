@@ -19,7 +19,7 @@ from wands.commands.export import export
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.export.model_card import MARKER, RECORD_FILE
 from wands.model.files import hub
-from wands.model.files.checkpoint import TrainState
+from wands.model.files.checkpoint_files import TrainState
 from wands.model.files.tensor_files import write_sharded
 from wands.train.checkpoint import build_state
 

@@ -20,7 +20,7 @@ from wands.commands.export import export
 from wands.errors import CheckpointError, ConfigError
 from wands.export.lora_weights import COMFYUI_FILE
 from wands.export.model_card import RECORD_FILE
-from wands.model.files.checkpoint import load_full_weights
+from wands.model.files.checkpoint_files import load_full_weights
 from wands.model.files.lora_files import LORA_FILE
 from wands.train.checkpoint import build_state
 from wands.train.resume import check_resumable

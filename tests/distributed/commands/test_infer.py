@@ -233,7 +233,7 @@ def test_transformer_folder_replaces_the_pipelines(
 
 def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config: object) -> Path:
     """Write what `wands train` leaves after a ZeRO-0 step on one process."""
-    from wands.model.files.checkpoint import STATE_FILE, TrainState, step_name
+    from wands.model.files.checkpoint_files import STATE_FILE, TrainState, step_name
 
     folder = run / "checkpoints" / step_name(step)
     folder.mkdir(parents=True)

@@ -21,7 +21,7 @@ from tests.support.runs import make_run, run_training
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError, ConfigError
-from wands.model.files.checkpoint import STATE_FILE, find_checkpoint, list_steps, load_state
+from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint, list_steps, load_state
 from wands.model.files.loading import build_empty, load_config
 from wands.train import checkpoint
 from wands.train.checkpoint import save_checkpoint

@@ -21,8 +21,8 @@ from wands.distributed import consistency as ranks_module
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.consistency import check_agreement, tensor_checksum
 from wands.errors import WandsError
-from wands.train import consistency
-from wands.train.consistency import (
+from wands.train import rank_checks
+from wands.train.rank_checks import (
     FIXES,
     bins_digest,
     check_step,
@@ -244,7 +244,7 @@ def compare_runs(model: Path, out: Path, odd: int) -> tuple[dict[str, Said], flo
     start = 1 if is_odd else 0
     said["start"] = caught(lambda: check_agreement(run_digests(mock, start), device, FIXES))
     if is_odd:
-        consistency.__version__ = "0.0.9"
+        rank_checks.__version__ = "0.0.9"
     said["software"] = caught(lambda: check_agreement(run_digests(mock), device, FIXES))
     return said, slowest
 

@@ -26,7 +26,7 @@ from wands.commands.export import export
 from wands.config.recipe import EmaConfig
 from wands.errors import CheckpointError, ConfigError
 from wands.export.model_card import RECORD_FILE, FolderContents, build_card
-from wands.model.files.checkpoint import (
+from wands.model.files.checkpoint_files import (
     STATE_FILE,
     average_file,
     find_checkpoint,

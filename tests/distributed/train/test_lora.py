@@ -15,7 +15,7 @@ from tests.support.steps import Grid, optimizer_step, save_random_lora, worst, z
 from tests.support.world import WorldPool
 from wands.commands.train import run_train
 from wands.errors import CheckpointError, ConfigError
-from wands.model.files.checkpoint import load_exported_state
+from wands.model.files.checkpoint_files import load_exported_state
 from wands.model.files.loading import load_weights
 from wands.model.files.lora_files import LORA_FILE
 from wands.model.files.lora_keys import LoraPair, lora_to_diffusers

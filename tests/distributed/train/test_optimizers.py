@@ -16,11 +16,11 @@ import torch
 from tests.support.runs import groups_of, losses, make_run, release, run_training, weights
 from tests.support.steps import zero
 from tests.support.world import WorldPool
-from wands.config.optimizers import is_hidden_matrix, state_bytes_per_param
+from wands.config.optimizer_kinds import is_hidden_matrix, state_bytes_per_param
 from wands.config.recipe import OptimConfig
 from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
-from wands.model.files.checkpoint import find_checkpoint
+from wands.model.files.checkpoint_files import find_checkpoint
 from wands.model.files.loading import build_empty
 from wands.train.batches import rank_shards
 from wands.train.engine import build_engine, build_model, build_schedule

@@ -18,7 +18,7 @@ from tests.support.world import WorldPool
 from wands.config.recipe import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
-from wands.model.files.checkpoint import load_exported_state, load_full_weights, load_lora_of
+from wands.model.files.checkpoint_files import load_exported_state, load_full_weights, load_lora_of
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
 from wands.model.lora import MergedLoras
 from wands.model.quantize import QuantizedLinear

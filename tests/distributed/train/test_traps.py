@@ -16,7 +16,7 @@ from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError
 from wands.flow import rng as keys
 from wands.flow.noise import add_noise
-from wands.model.files.checkpoint import find_checkpoint
+from wands.model.files.checkpoint_files import find_checkpoint
 from wands.train import checkpoint as checkpoint_module
 from wands.train.batches import rank_shards
 from wands.train.engine import build_engine, build_model

@@ -14,7 +14,7 @@ from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.steps import Grid, optimizer_step, stock_gradients, worst, zero
 from tests.support.world import WorldPool
 from wands.errors import ConfigError
-from wands.model.files.checkpoint import find_checkpoint, load_exported_state
+from wands.model.files.checkpoint_files import find_checkpoint, load_exported_state
 from wands.train import weights as weights_module
 
 TOLERANCE = 1e-5
