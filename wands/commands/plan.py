@@ -124,7 +124,7 @@ def _cell(name: str, kind: str, machine: Machine, gpus: int) -> str:
     """Return the best setting that fits; for a LoRA, on a quantised base if nothing else fits."""
     variant = VARIANTS[name]
     for quantize in ("none", "nf4") if kind == "lora" else ("none",):
-        # What a run checks of its own installation is of no account here.
+        # The copy skips checks that depend on the local installation.
         recipe = load_recipe(f"{name}-{kind}")
         if recipe.lora and quantize != "none":
             recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"quantize": quantize})})

@@ -1,4 +1,4 @@
-"""Learning rate schedule, model and DeepSpeed engine. DeepSpeed is not told about context parallelism."""
+"""Learning rate schedule, model and DeepSpeed engine. DeepSpeed does not know of context parallelism."""
 
 from __future__ import annotations
 
