@@ -395,12 +395,12 @@ def test_weights_that_drifted_are_named(
     results = run_world(world_size, drift, tiny_pipeline, tmp_path, zero(stage), odd)
     first, last, clean, one, end, two, every, num_whole, restored = zip(*results, strict=True)
     assert clean == restored == (None,) * world_size
-    who = f"of rank {odd} against {others}; go on from the last checkpoint"
+    who = f"of rank {odd} against {others}; continue from the last checkpoint"
     assert "DataError: the weights of the ranks differ (1 of " in sentence(one)
     assert f"parameters): {first[0]} {who}" in sentence(one)
     assert f"parameters): {last[0]} {who}" in sentence(end)
     assert f"parameters): {first[0]} {who}" in sentence(two)
-    assert f"apart ({num_whole[0]} of " in sentence(every)
+    assert f"differ ({num_whole[0]} of " in sentence(every)
     assert f" and {num_whole[0] - 3} more {who}" in sentence(every)
 
 
@@ -423,7 +423,10 @@ def two_drifts(model: Path, out: Path) -> tuple[Said, list[str]]:
 def test_two_ranks_drift_apart(tiny_pipeline: Path, tmp_path: Path, run_world):
     said, names = zip(*run_world(3, two_drifts, tiny_pipeline, tmp_path), strict=True)
     one, two = names[0]
-    assert f"{one} of rank 0 against ranks 1-2; {two} of rank 1 against ranks 0, 2; go on" in sentence(said)
+    assert (
+        f"{one} of rank 0 against ranks 1-2; {two} of rank 1 against ranks 0, 2; continue from"
+        in sentence(said)
+    )
 
 
 def read_shards(model: Path, out: Path) -> list[Any]:
