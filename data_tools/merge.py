@@ -17,9 +17,10 @@ from typing import Any
 
 from data_tools.exit_code import exit_2_on_user_error
 from wands.commands.progress import progress
-from wands.data.cache.format import INDEX_NAME, first_difference, to_bits
+from wands.data.cache.format import INDEX_NAME, to_bits
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.errors import CacheError, ConfigError
+from wands.files import first_difference
 from wands.variants import MASK_CHANNELS, VARIANTS, Variant
 
 SHOWN = 5

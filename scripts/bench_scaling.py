@@ -21,12 +21,12 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from wands.config.deepspeed import build_ds_config
 from wands.config.recipe import load_recipe
 from wands.planning.hardware import MACHINES
-from wands.planning.memory import Load, Weight, estimate_memory
+from wands.planning.memory import RankWorkload, Weight, estimate_memory
 from wands.planning.step_time import Prediction, Setting, predict
-from wands.train.ds_config import build_ds_config
-from wands.train.run import list_weights
+from wands.train.weights import list_weights
 from wands.variants import VARIANTS, DiTShape, legal_frames
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,7 +75,7 @@ def memory(shape: DiTShape, one: Prediction) -> float:
     recipe = load_recipe(None, asked)
     zero = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
     ds_config = build_ds_config(zero, recipe, world_size=one.gpus, device_type="cuda")
-    load = Load(
+    workload = RankWorkload(
         shape,
         weights_of(shape),
         num_models=1,
@@ -87,7 +87,7 @@ def memory(shape: DiTShape, one: Prediction) -> float:
         max_samples=len(plan.seq_lens),
         device_type="cuda",
     )
-    return estimate_memory(load, recipe, ds_config).needed
+    return estimate_memory(workload, recipe, ds_config).needed
 
 
 def fits(shape: DiTShape, one: Prediction) -> bool:

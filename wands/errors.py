@@ -8,18 +8,30 @@ A message has three parts in this order: what is wrong (key and value), the rule
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 
 class WandsError(Exception):
     """An error the user can fix; its text is the whole message.
 
+    Args:
+        message: one message, or several, which become one report.
+        agreed: see Attributes.
+
     Attributes:
+        problems: the messages.
         agreed: every rank of the process group raises the same text, so one rank is enough to print it.
     """
 
-    def __init__(self, message: str, *, agreed: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, message: str | Sequence[str], *, agreed: bool = False) -> None:
+        self.problems = (message,) if isinstance(message, str) else tuple(message)
+        header = f"{len(self.problems)} problems:"
+        super().__init__(
+            self.problems[0]
+            if len(self.problems) == 1
+            else "\n".join([header, *(f"  - {text}" for text in self.problems)])
+        )
         self.agreed = agreed
 
 
@@ -37,6 +49,37 @@ class CacheError(WandsError):
 
 class CheckpointError(WandsError):
     """Checkpoint that is missing, incomplete, or saved by an incompatible run."""
+
+
+class Problems:
+    """Problems of independent checks, collected so that one error reports all of them.
+
+    A check has a name. A check that needs the result of another one is skipped if the other one failed.
+    """
+
+    def __init__(self) -> None:
+        self.failed: set[str] = set()
+        self._errors: list[WandsError] = []
+
+    def passed(self, *names: str) -> bool:
+        """Return whether no check of these names failed."""
+        return self.failed.isdisjoint(names)
+
+    @contextmanager
+    def check(self, name: str) -> Iterator[None]:
+        """Collect the WandsError that the block raises."""
+        try:
+            yield
+        except WandsError as error:
+            self._errors.append(error)
+            self.failed.add(name)
+
+    def raise_all(self) -> None:
+        """Raise one error with every collected problem, of the class of the first error, if there is a problem."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            raise type(self._errors[0])([text for error in self._errors for text in error.problems])
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:

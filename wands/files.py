@@ -50,6 +50,22 @@ def read_json_object(
     return value
 
 
+def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    """Return every place where two nested JSON values differ, as (dotted name, value in ours, value in theirs)."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [
+            difference
+            for key in sorted(ours.keys() | theirs.keys())
+            for difference in differences(ours.get(key), theirs.get(key), f"{name}.{key}" if name else key)
+        ]
+    return [] if ours == theirs else [(name, ours, theirs)]
+
+
+def first_difference(ours: Any, theirs: Any) -> tuple[str, Any, Any] | None:
+    """Return the first of the `differences`, or None."""
+    return next(iter(differences(ours, theirs)), None)
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; leaving the block renames it to `path`, an exception removes it.

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import runs
-from wands.train.checkpoint import find_checkpoint
+from wands.model.files.checkpoint_files import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -349,7 +349,7 @@ def test_two_nodes_share_a_bin_stop_resume_and_equal_one_process(
     for text in (
         "4 ranks =",
         "1/500  loss",
-        "as asked; go on with --resume",
+        "as requested; continue with --resume",
     ):  # one rank speaks for both nodes
         assert first.count(text) == 1
         assert text not in second

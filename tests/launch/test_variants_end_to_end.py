@@ -16,8 +16,8 @@ from tests.support.steps import zero
 from tests.support.world import WorldPool
 from wands.commands.preprocess.preprocess import preprocess
 from wands.data.cache.reader import LatentCache
+from wands.model.files.checkpoint_files import find_checkpoint
 from wands.sampling.requests import SampleRequest
-from wands.train.checkpoint import find_checkpoint
 from wands.variants import VARIANTS
 
 CAPTION = "bicycles pass on a street in the sun"

@@ -15,12 +15,13 @@ import torch
 from wands.config.recipe import load_recipe
 from wands.distributed.bootstrap import accelerator_type, init_process_group
 from wands.distributed.dims import ParallelDims, ProcessGroups
+from wands.model.files.checkpoint_files import Checkpoint, find_checkpoint
 from wands.train import loop
-from wands.train.checkpoint import find_checkpoint
 from wands.train.engine import build_engine
 from wands.train.loop import train
 from wands.train.metrics import read_metrics
-from wands.train.run import TrainingRun, prepare_run
+from wands.train.prepare import prepare_run
+from wands.train.run import TrainingRun
 
 # Seven clips of unequal length: 8, 12, 2, 24, 6, 16 and 9 tokens.
 MOCK = "data.mock={num_samples: 7, shapes: [[2,4,4],[3,4,4],[2,2,2],[4,4,6],[1,4,6],[2,4,8],[1,6,6]], text_lens: [5,9,3]}"
@@ -40,7 +41,7 @@ def make_run(
     overrides: tuple[str, ...] = (),
     ds: dict[str, Any] | None = None,
     world_size: int | None = None,
-    fresh: bool = True,
+    checkpoint: Checkpoint | None = None,
 ) -> TrainingRun:
     """A checked run on mock data for the world that the environment describes."""
     recipe = load_recipe(None, [*BASE, f"model.path={model}", f"output_dir={output_dir}", *overrides])
@@ -51,7 +52,7 @@ def make_run(
         device_type=accelerator_type(),
         names=("zero.json", "recipe.yaml"),
         encoders=lambda path: {},
-        fresh=fresh,
+        checkpoint=checkpoint,
     )
 
 
@@ -68,8 +69,8 @@ def run_training(
     Returns:
         The rows of metrics.jsonl on rank 0; other ranks return nothing.
     """
-    run = make_run(model, output_dir, overrides, ds, fresh=not resume)
-    found = find_checkpoint(output_dir if resume is True else resume) if resume else None
+    checkpoint = find_checkpoint(output_dir if resume is True else resume) if resume else None
+    run = make_run(model, output_dir, overrides, ds, checkpoint=checkpoint)
     rank, _, device = init_process_group()
     engines = []
 
@@ -79,7 +80,7 @@ def run_training(
 
     with mock.patch.object(loop, "build_engine", build), mock.patch.object(ProcessGroups, "build", groups_of):
         try:
-            train(run, found, rank, device, log=log)
+            train(run, rank, device, log=log)
         finally:
             for _ in engines[:]:  # none where the ranks did not agree
                 release(engines.pop())
@@ -123,6 +124,6 @@ def losses(rows: list[dict[str, Any]]) -> list[float]:
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     """The full fp32 weights of a run's newest checkpoint."""
-    from wands.train.checkpoint import load_exported_state
+    from wands.model.files.checkpoint_files import load_exported_state
 
     return load_exported_state(run_dir)

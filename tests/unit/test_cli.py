@@ -200,7 +200,7 @@ def test_resume_from_nowhere(tiny_pipeline: Path, tmp_path: Path):
         "--set",
         f"output_dir={tmp_path / 'run'}",
     )
-    assert "--resume tiny does not exist; put --resume behind the recipe" in refused(
+    assert "--resume tiny does not exist; write --resume after the recipe" in refused(
         "train", "--resume", "tiny", *common
     )
 
@@ -250,7 +250,7 @@ def test_the_checks_of_cache_and_heads_are_what_refuses(
 
     from wands.data.cache.reader import LatentCache
     from wands.distributed.dims import ContextDegrees
-    from wands.train import run as module
+    from wands.train import prepare as module
 
     twelve = tmp_path / "twelve"
     build_tiny_pipeline(

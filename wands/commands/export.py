@@ -17,11 +17,16 @@ from wands.export.lora_weights import write_lora
 from wands.export.model_card import RECORD_FILE
 from wands.export.transformer_weights import write_transformer
 from wands.files import atomic_folder, write_text
+from wands.model.files.checkpoint_files import (
+    TrainState,
+    check_average,
+    find_checkpoint,
+    load_full_weights,
+    load_lora_of,
+    lora_of,
+)
 from wands.model.files.hub import fetch_model
 from wands.model.files.lora_files import EXPERT_NAMES
-from wands.train.checkpoint import check_average, find_checkpoint
-from wands.train.checkpoint_weights import load_full_weights, load_lora_of, lora_of
-from wands.train.state import TrainState
 
 log = logging.getLogger(__name__)
 

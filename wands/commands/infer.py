@@ -32,9 +32,11 @@ from wands import __version__
 from wands.config.options import InferOptions
 from wands.data.clips.video import save_video
 from wands.distributed.bootstrap import accelerator_type, init_process_group, start_together
+from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
+from wands.model.files.checkpoint_files import check_average, find_checkpoint, load_full_weights
 from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_sheet
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.loras import find_loras
@@ -49,9 +51,6 @@ from wands.sampling.requests import (
 )
 from wands.sampling.sample import decode_latents, pipeline_for, sample_latents, shift_key
 from wands.sampling.sharing import plan_ranks, public_config, share_pipeline
-from wands.train.checkpoint import check_average, find_checkpoint
-from wands.train.checkpoint_weights import load_full_weights
-from wands.train.consistency import check_agreement
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`wands pack`: write the plan of an epoch to a file, bin by bin, exactly as `wands train` will forward it."""
+"""`wands pack`: write the bins of an epoch to a file, exactly as `wands train` forwards them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wands.config.recipe import load_recipe
 from wands.data.datasets import describe_data, list_sources
 from wands.files import atomic_path
-from wands.train.ds_config import load_ds_config
-from wands.train.run import TrainingRun, prepare_run
+from wands.train.prepare import load_run
+from wands.train.run import TrainingRun
 
 FORMAT = "wands-plan-1"
-"""First words of a plan file; another number means other keys."""
+"""Format name in a plan file; another number means other keys."""
 
 
 @dataclass(frozen=True)
 class PackResult:
-    """What was planned and written.
+    """Written plan of an epoch.
 
     Attributes:
         path: the file.
         header: its first line.
-        data: its sources and split, in lines.
+        data: lines about sources and split.
     """
 
     path: Path
@@ -33,7 +32,7 @@ class PackResult:
     data: tuple[str, ...] = ()
 
     def render(self) -> str:
-        """The plan in a few lines for the terminal."""
+        """Return the plan in a few lines for the terminal."""
         head = self.header
         levels = ", ".join(f"{level:.3f} on {dp}" for dp, level in head["efficiency"].items())
         return "\n".join(
@@ -41,10 +40,10 @@ class PackResult:
                 *(f"{'' if number else 'data':<11} {line}" for number, line in enumerate(self.data)),
                 f"epoch {head['epoch']}, seed {head['seed']}: {head['num_samples']} samples, {head['num_tokens']} tokens",
                 f"bins        {head['num_bins']} of at most {head['max_tokens']} tokens, fill {head['fill']:.3f}",
-                f"steps       {head['num_steps']} of {head['bins_per_step']} bins; the epoch begins at step {head['first_step']}",
-                f"efficiency  mean over slowest rank: {levels or '1 on one rank'}",
-                f"bias        lengths in a step are {head['length_bias']:.3f} from the data's (Kolmogorov-Smirnov), in random "
-                f"steps {head['length_bias_of_chance']:.3f}",
+                f"steps       {head['num_steps']} of {head['bins_per_step']} bins; the epoch starts at step {head['first_step']}",
+                f"efficiency  mean cost / cost of the slowest rank, by dp_size: {levels or '1 on one rank'}",
+                f"bias        Kolmogorov-Smirnov distance of a step's lengths from the data set's {head['length_bias']:.3f}, "
+                f"of random steps {head['length_bias_of_chance']:.3f}",
                 f"written     {self.path}",
             ]
         )
@@ -62,22 +61,22 @@ def pack(recipe_path: str | None, *, overrides: Sequence[str], out: Path, epoch:
     with keys, indices and tokens of its samples and its cost, where 1 is the mean of the epoch's bins.
 
     Args:
-        recipe_path: as `wands train` takes it.
-        overrides: likewise.
+        recipe_path: YAML file or name of a shipped recipe; None for the defaults.
+        overrides: ``section.key=value`` strings.
         out: file to create or replace.
         epoch: pass over the data, from 0.
 
     Raises:
-        WandsError: what `wands train` would refuse before it starts, or `out` cannot be written.
+        WandsError: if the recipe or the data have problems, or `out` cannot be written.
     """
-    recipe = load_recipe(recipe_path, overrides)
-    run = prepare_run(
-        recipe,
-        load_ds_config(None),
-        world_size=recipe.parallel.group_size,  # the plan is the same at any dp_size
+    run = load_run(
+        recipe_path,
+        None,
+        overrides,
+        world_size=None,  # the plan is the same at any dp_size
         device_type="cpu",
-        names=("the built-in DeepSpeed config", str(recipe_path or "the recipe")),
-        encoders=lambda path: {},  # hashing them takes longer than planning; wands train does it
+        encoders=lambda path: {},  # hashing the encoders takes longer than planning; wands train compares them
+        ignore_output_dir=True,
     )
     header = _header(run, epoch)
     first, mean_cost = header["first_step"], header.pop("mean_cost")
@@ -85,7 +84,7 @@ def pack(recipe_path: str | None, *, overrides: Sequence[str], out: Path, epoch:
         file.write(json.dumps(header) + "\n")
         for step in range(first, first + header["num_steps"]):
             file.write(json.dumps(_step_line(run, step, mean_cost), ensure_ascii=False) + "\n")
-    return PackResult(out, header, tuple(describe_data(recipe.data, run.data)))
+    return PackResult(out, header, tuple(describe_data(run.recipe.data, run.data)))
 
 
 def _header(run: TrainingRun, epoch: int) -> dict[str, Any]:

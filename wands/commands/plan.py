@@ -1,4 +1,4 @@
-"""`wands plan`: what fits a machine and how long it takes, before anything is started."""
+"""`wands plan`: find settings that fit a recipe on a machine, and predict the step time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from wands.config.deepspeed import load_ds_config
 from wands.config.recipe import Recipe, list_recipes, load_recipe
 from wands.data.datasets import open_data
 from wands.errors import ConfigError
@@ -18,8 +19,7 @@ from wands.planning.hardware import MACHINES, Machine
 from wands.planning.memory import to_gib
 from wands.planning.search import SHIPPED, Candidate, Task, build_candidate, search
 from wands.train.checkpoint import checkpoint_bytes
-from wands.train.ds_config import load_ds_config
-from wands.train.run import choose_experts, list_weights, read_model
+from wands.train.weights import choose_experts, list_weights, read_model
 from wands.variants import VARIANTS, Expert, Variant, legal_frames
 
 SIZES = {"480p": (480, 832), "720p": (720, 1280)}
@@ -40,25 +40,25 @@ def plan(
     clips: int,
     out: Path | None,
 ) -> str:
-    """Say what fits.
+    """Find settings that fit a machine.
 
     Args:
         recipe_path: YAML file or name of a shipped recipe; None takes the defaults and the overrides.
         overrides: ``section.key=value`` each.
-        variant: published model whose shape is planned with, instead of the files at `model.path`.
-        deepspeed: the only DeepSpeed JSON to consider; None tries those of ds_configs/.
-        machine: what it is to run on.
-        gpus: all of them.
-        size: "480p", "720p" or HEIGHTxWIDTH of the clips, where the recipe names no data.
-        frames: of a clip, likewise.
-        clips: their number, likewise.
-        out: folder for the recipe and the DeepSpeed JSON of the best.
+        variant: published model to plan for, instead of the files at `model.path`.
+        deepspeed: the only DeepSpeed JSON to try; None for the files of ds_configs/.
+        machine: GPU, node and links.
+        gpus: total number of GPUs.
+        size: "480p", "720p" or HEIGHTxWIDTH of the clips, if the recipe names no data.
+        frames: frames per clip, if the recipe names no data.
+        clips: number of clips, if the recipe names no data.
+        out: folder for the recipe and the DeepSpeed JSON of the best setting.
 
     Returns:
         The report.
 
     Raises:
-        ConfigError: nothing fits; with the least that was found.
+        ConfigError: if nothing fits; the message has the smallest requirement.
     """
     recipe = load_recipe(recipe_path, overrides)
     if gpus > machine.ranks_per_node and gpus % machine.ranks_per_node:
@@ -87,7 +87,7 @@ def plan(
         write_text(out / "recipe.yaml", best.recipe.to_yaml())
         write_text(out / "deepspeed.json", json.dumps(task.ds_configs[best.ds_name], indent=2) + "\n")
     kind = "LoRA" if recipe.lora else "full finetune"
-    head = f"{model.name}, {kind}, on {gpus} x {machine.name}; predicted, nothing was measured"
+    head = f"{model.name}, {kind}, on {gpus} x {machine.name}; this is a prediction, nothing is measured"
     return "\n\n".join(
         [head, _table(found[:_ROWS]), _best(best, model), _start(best, recipe_path, overrides, out)]
     )
@@ -121,10 +121,10 @@ def what_fits(
 
 
 def _cell(name: str, kind: str, machine: Machine, gpus: int) -> str:
-    """The best that fits; of a LoRA, if need be, on a quantised base."""
+    """Return the best setting that fits; for a LoRA, on a quantised base if nothing else fits."""
     variant = VARIANTS[name]
     for quantize in ("none", "nf4") if kind == "lora" else ("none",):
-        # What a run checks of its own installation is of no account here.
+        # The copy skips checks that depend on the local installation.
         recipe = load_recipe(f"{name}-{kind}")
         if recipe.lora and quantize != "none":
             recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"quantize": quantize})})
@@ -148,7 +148,7 @@ def _cell(name: str, kind: str, machine: Machine, gpus: int) -> str:
 def _find_model(
     recipe: Recipe, recipe_path: str | None, overrides: Sequence[str], variant: str | None
 ) -> tuple[Variant, tuple[Expert, ...], dict[str, Any]]:
-    """The variant, the experts that are trained, and the DiT's config."""
+    """Return the variant, the trained experts, and the DiT's config."""
     if (
         variant is None
         and recipe_path in list_recipes()
@@ -165,13 +165,13 @@ def _find_model(
         config, found, experts = read_model(recipe)
         return found, experts, config
     if variant not in VARIANTS:
-        raise ConfigError(f"--variant {variant} is no published model; use one of {', '.join(VARIANTS)}.")
+        raise ConfigError(f"--variant {variant} is not a published model; use one of {', '.join(VARIANTS)}.")
     row = VARIANTS[variant]
     return row, choose_experts(row, recipe.model.experts), row.dit.to_config()
 
 
 def _lengths(recipe: Recipe, variant: Variant, size: str, frames: int, clips: int) -> np.ndarray:
-    """Tokens of each clip: of the recipe's data, or of clips that are all alike."""
+    """Return the tokens of each clip of the recipe's data, or of equal clips if the recipe names no data."""
     data = recipe.data
     if data.cache or data.sources or data.mock:
         opened = open_data(
@@ -193,7 +193,7 @@ def _lengths(recipe: Recipe, variant: Variant, size: str, frames: int, clips: in
     latent_frames = (legal_frames(frames) - 1) // stride[0] + 1
     tokens = latent_frames // patch[0] * rows * columns
     if tokens < 1:
-        raise ConfigError(f"--size {size} is smaller than a token of {variant.name}; give a larger one.")
+        raise ConfigError(f"--size {size} is smaller than a token of {variant.name}; give a larger size.")
     return np.full(clips, tokens, np.int64)
 
 
@@ -212,7 +212,7 @@ def _table(found: Sequence[Candidate]) -> str:
     rows = [
         (
             one.ds_name,
-            f"{one.load.ring_degree} x {one.load.ulysses_degree}",
+            f"{one.workload.ring_degree} x {one.workload.ulysses_degree}",
             one.recipe.model.checkpointing,
             f"{one.recipe.packing.max_tokens:,}",
             f"{one.memory.needed / 2**30:.1f}",
@@ -256,7 +256,7 @@ def _best(best: Candidate, variant: Variant) -> str:
         ),
         (
             "time",
-            f"{best.seconds:.2f} s a step of {recipe.train.bins_per_step} bins, {best.prediction.mfu:.1%} MFU; an epoch of "
+            f"{best.seconds:.2f} s per step of {recipe.train.bins_per_step} bins, {best.prediction.mfu:.1%} MFU; an epoch of "
             f"{tokens:,} tokens is {steps:,} steps, {_duration(steps * best.seconds)}",
         ),
     ]
@@ -264,7 +264,7 @@ def _best(best: Candidate, variant: Variant) -> str:
 
 
 def _start(best: Candidate, recipe_path: str | None, overrides: Sequence[str], out: Path | None) -> str:
-    """The line that starts it."""
+    """Return the command that starts the run."""
     task = best.task
     if out is not None:
         words = [
@@ -283,7 +283,7 @@ def _start(best: Candidate, recipe_path: str | None, overrides: Sequence[str], o
 
 
 def _nothing(task: Task) -> str:
-    """The nearest miss, and what would help."""
+    """Describe the setting that needs least, and what would help."""
     least = None
     for name in task.ds_configs:
         for cp in (1, task.ranks_per_node):
@@ -295,7 +295,7 @@ def _nothing(task: Task) -> str:
                 if least is None or one.memory.needed < least.memory.needed:
                     least = one
     if least is None:
-        return f"--gpus {task.gpus}: no DeepSpeed config is legal with this recipe; wands train --dry-run says why."
+        return f"--gpus {task.gpus}: no DeepSpeed config is valid for this recipe; wands train --dry-run prints the reasons."
     host = (
         f" and {to_gib(least.host)} of each node's {to_gib(task.machine.host_memory)}" if least.host else ""
     )
@@ -319,11 +319,13 @@ def _cache_bytes(task: Task, variant: Variant) -> float:
 
 
 def _checkpoint_bytes(best: Candidate) -> int:
-    trained = [(weight.name, weight.shape) for weight in best.load.weights if weight.trained]
-    held = best.load.trained if best.recipe.lora else sum(weight.numel for weight in best.load.weights)
+    trained = [(weight.name, weight.shape) for weight in best.workload.weights if weight.trained]
+    held = (
+        best.workload.trained if best.recipe.lora else sum(weight.numel for weight in best.workload.weights)
+    )
     stage = int(best.ds_config["zero_optimization"].get("stage", 0))
     size = sum(checkpoint_bytes(held, trained, best.recipe.optim.name, stage))
-    return best.task.num_models * (size + (4 * best.load.trained if best.recipe.ema else 0))
+    return best.task.num_models * (size + (4 * best.workload.trained if best.recipe.ema else 0))
 
 
 def _duration(seconds: float) -> str:

@@ -143,7 +143,7 @@ def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
     """Return the folder's own record of the training, completed from a checkpoint."""
     record: dict[str, Any] = {}
     if training is not None:
-        from wands.train.checkpoint import find_checkpoint
+        from wands.model.files.checkpoint_files import find_checkpoint
 
         step_dir, state = find_checkpoint(Path(training))
         record = {key: getattr(state, key) for key in ("base", "step", "variant", "recipe", "loss")}

@@ -7,6 +7,7 @@ with all its problems at once; no value is corrected.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -81,9 +82,25 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
     Raises:
         ConfigError: if a key is unknown, a value is invalid or keys contradict each other; one line per problem.
     """
+    recipe, problems, _ = read_recipe(path, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return recipe
+
+
+def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str], set[str]]:
+    """Read a recipe like `load_recipe`, but return the problems, so that other checks can go on.
+
+    Returns:
+        The recipe with defaults in every section that a problem names, the problems, and the names of these sections.
+
+    Raises:
+        ConfigError: if the file is missing or is not a YAML mapping.
+    """
     values = _read_yaml(_find_recipe(path)) if path is not None else {}
     problems = [problem for item in overrides if (problem := _apply_override(values, item))]
     problems += _unknown_keys(Recipe, values, "")
+    recipe = Recipe()
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
@@ -91,10 +108,13 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
         problems += [line for name, line in _validation_problems(error) if name not in reported]
     else:
         problems += _cross_checks(recipe)
+    sections = {
+        name for name in Recipe.model_fields if any(re.search(rf"\b{name}[.=]", text) for text in problems)
+    }
     if problems:
-        lines = [f"{len(problems)} problems:", *(f"  - {problem}" for problem in problems)]
-        raise ConfigError(problems[0] if len(problems) == 1 else "\n".join(lines))
-    return recipe
+        known = Recipe.model_fields.keys() - sections
+        recipe = Recipe.model_validate({name: value for name, value in values.items() if name in known})
+    return recipe, problems, sections
 
 
 def list_recipes() -> list[str]:

@@ -12,13 +12,13 @@ import numpy as np
 from torch import Tensor
 
 from wands.config.recipe import DataConfig, SourceConfig
-from wands.data.cache.format import first_difference
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import Sample
 from wands.data.holdout import hold_out
 from wands.data.mock import MockDataset
 from wands.data.repeats import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import CacheError, ConfigError
+from wands.files import first_difference
 from wands.variants import DiTShape, Variant
 
 Data = LatentCache | MockDataset

@@ -1,1 +1,1 @@
-"""What a run takes of each GPU and how long its steps are, before it starts: arithmetic on shapes, no device."""
+"""Prediction of memory and step time from shapes, before a run starts and without a device."""

@@ -1,7 +1,7 @@
-"""Machines as data: what a GPU has, how nodes are linked, and what kernels sustain of it.
+"""Machines as data: GPU memory and peak, links between GPUs and nodes, and sustained efficiencies.
 
 Peaks and memory are from the vendors' data sheets. Links are one direction of one GPU as collectives sustain them, and the
-efficiencies are those that large matmuls and attention kernels commonly reach: assumptions, to be replaced by what one measures.
+efficiencies are common for large matmuls and attention kernels. These are assumptions, to be replaced by measurements.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Machine:
     attention_efficiency: float = 0.4
 
     def ring_bandwidth(self, cp: int) -> float:
-        """Of a ring of so many ranks: it waits for its slowest link."""
+        """Return the bandwidth of a ring of `cp` ranks, which is the bandwidth of its slowest link."""
         return self.node_bandwidth if cp <= self.ranks_per_node else self.network_bandwidth
 
     def world_bandwidth(self, gpus: int) -> float:
-        """Of a gather over all ranks, per rank: a ring over all of them uses all network cards of a node at once."""
+        """Return the bandwidth per rank of a gather over all ranks, whose ring uses all network cards of a node at once."""
         cards = self.ranks_per_node * self.network_bandwidth
         return self.node_bandwidth if gpus <= self.ranks_per_node else min(self.node_bandwidth, cards)
 
@@ -108,20 +108,20 @@ MACHINES: dict[str, Machine] = {
 
 
 def machine_named(name: str, **own: float | None) -> Machine:
-    """A row of `MACHINES`, with numbers of one's own.
+    """Return a row of `MACHINES` with some numbers replaced.
 
     Args:
-        name: of the row.
-        own: gpu_memory and host_memory in GB, node_bandwidth and network_bandwidth in GB/s, gpus_per_node; None leaves
-            what the row says.
+        name: name of the row.
+        own: gpu_memory and host_memory in GB, node_bandwidth and network_bandwidth in GB/s, gpus_per_node; None keeps the
+            row's number.
 
     Raises:
-        ConfigError: there is no row of that name.
+        ConfigError: if there is no row of that name.
     """
     machine = MACHINES.get(name.lower())
     if machine is None:
         raise ConfigError(
-            f"--hardware {name} is no machine that wands knows; use one of {', '.join(MACHINES)}, and --gpu-memory for another "
+            f"--hardware {name} is not a known machine; use one of {', '.join(MACHINES)}, and --gpu-memory for another "
             "size."
         )
     given = {key: value for key, value in own.items() if value is not None}

@@ -1,8 +1,8 @@
-"""What a run takes of each rank's memory, worked out before it starts.
+"""Predict the memory of each rank before a run starts.
 
-Two moments can be the highest of a step: the backward of some block, when activations are there and gradients are coming, or the
-optimizer's update, when activations are gone and all gradients are there. Both are added up from the tensors that DeepSpeed and
-the model keep; the estimate is the higher. tests/distributed/planning/test_memory.py holds it against peaks that were measured.
+A step can have its peak at two moments: the backward of a block, with activations and growing gradients, or the optimizer's
+update, with all gradients and no activations. Both are sums of the tensors that DeepSpeed and the model keep, and the estimate
+is the larger sum. tests/distributed/planning/test_memory.py compares the estimate with measured peaks.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from wands.config.optimizer_kinds import kind_of, state_bytes_per_param
 from wands.config.recipe import Recipe
 from wands.planning.activations import FP32, Activations
-from wands.train.optimizers import kind_of, state_bytes_per_param
 from wands.variants import TEXT_LEN, DiTShape
 
 MARGIN = 1.06
-"""What the allocator takes beyond the tensors: rounding and holes (fragmentation)."""
+"""Factor for the allocator's rounding and fragmentation."""
 CUDA_CONTEXT = 1.5 * 2**30
-"""What CUDA, its libraries and NCCL's buffers take of a GPU before the first tensor."""
-# DeepSpeed's own defaults, for JSONs that leave them out.
+"""Bytes of a GPU that CUDA, its libraries and NCCL's buffers use before the first tensor."""
+# DeepSpeed's defaults.
 _ZERO_DEFAULTS = {
     "reduce_bucket_size": 5e8,
     "stage3_prefetch_bucket_size": 5e7,
@@ -33,11 +33,11 @@ _ZERO_DEFAULTS = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank.
+    """Predicted memory of one rank in bytes.
 
     Attributes:
-        device: at the highest moment of a step, by component.
-        host: what is offloaded, by component.
+        device: component -> bytes at the peak of a step.
+        host: component -> offloaded bytes.
     """
 
     device: dict[str, float]
@@ -45,7 +45,7 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """Bytes of all tensors on the device at the highest moment."""
+        """Bytes of all tensors on the device at the peak."""
         return sum(self.device.values())
 
     @property
@@ -56,13 +56,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of a DiT as it is stored.
+    """Stored parameter of a DiT.
 
     Attributes:
-        name: as the model calls it.
-        shape: of the whole.
-        element_size: bytes.
-        trained: whether it has a gradient.
+        name: parameter name in the model.
+        shape: shape of the whole parameter.
+        element_size: bytes per element.
+        trained: whether the parameter has a gradient.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         size = 1
         for length in self.shape:
             size *= length
@@ -80,19 +80,19 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Load:
-    """What the memory of a run depends on besides its recipe and its DeepSpeed config.
+class RankWorkload:
+    """Sizes that determine a rank's memory, besides recipe and DeepSpeed config.
 
     Attributes:
-        shape: the DiT.
-        weights: its parameters, a LoRA's included.
-        num_models: DiTs that are trained one after the other: all states are there, activations of one.
-        world_size: ranks that share the states.
+        shape: sizes of the DiT.
+        weights: parameters of the DiT, including a LoRA's.
+        num_models: number of DiTs trained one after the other; memory has the states of all and the activations of one.
+        world_size: number of ranks, which share the states.
         ulysses_degree: ranks that share heads.
         ring_degree: ranks that share each sample's tokens.
-        micro_steps: forwards of a rank in an optimizer step.
-        max_tokens: of the fullest bin.
-        max_samples: clips in a bin.
+        micro_steps: forwards per rank and optimizer step.
+        max_tokens: tokens of the fullest bin.
+        max_samples: largest number of clips in a bin.
         device_type: "cuda" or "cpu".
         text_len: tokens of the longest caption.
     """
@@ -111,7 +111,7 @@ class Load:
 
     @property
     def tokens(self) -> float:
-        """Of one rank."""
+        """Tokens of one rank."""
         return self.max_tokens / (self.ulysses_degree * self.ring_degree)
 
     @cached_property
@@ -121,31 +121,31 @@ class Load:
 
     @cached_property
     def trained(self) -> int:
-        """Parameters of one DiT that are trained."""
+        """Number of trained parameters of one DiT."""
         return sum(weight.numel for weight in self.weights if weight.trained)
 
 
 def to_gib(size: float) -> str:
-    """Bytes in words."""
+    """Return bytes as text in GiB or MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
-def estimate_memory(load: Load, recipe: Recipe, ds_config: Mapping[str, Any]) -> Memory:
-    """Bytes that one rank holds at the highest moment of a step.
+def estimate_memory(workload: RankWorkload, recipe: Recipe, ds_config: Mapping[str, Any]) -> Memory:
+    """Predict the bytes of one rank at the peak of a step.
 
     Args:
-        load: sizes.
+        workload: sizes of the rank.
         recipe: precision, checkpointing, LoRA.
-        ds_config: what `build_ds_config` returned.
+        ds_config: result of `build_ds_config`.
     """
-    states = _States(load, recipe, ds_config)
+    states = _States(workload, recipe, ds_config)
     activations = Activations(
-        load.shape,
+        workload.shape,
         recipe,
         states.stage,
-        tokens=load.tokens,
-        text_rows=load.max_samples * (load.text_len + load.shape.image_len),
-        exchanged=load.ulysses_degree > 1,
+        tokens=workload.tokens,
+        text_rows=workload.max_samples * (workload.text_len + workload.shape.image_len),
+        exchanged=workload.ulysses_degree > 1,
     )
     moments = [states.during_update()]
     for blocks_left, held in activations.moments():
@@ -156,10 +156,10 @@ def estimate_memory(load: Load, recipe: Recipe, ds_config: Mapping[str, Any]) ->
 
 
 class _States:
-    """Weights, gradients and the optimizer's states."""
+    """Memory of weights, gradients and optimizer states."""
 
-    def __init__(self, load: Load, recipe: Recipe, ds_config: Mapping[str, Any]) -> None:
-        self.load, self.recipe = load, recipe
+    def __init__(self, workload: RankWorkload, recipe: Recipe, ds_config: Mapping[str, Any]) -> None:
+        self.workload, self.recipe = workload, recipe
         self.zero = {**_ZERO_DEFAULTS, **ds_config["zero_optimization"]}
         self.stage = int(self.zero.get("stage", 0))
         self._optimizer = str(ds_config["optimizer"]["type"])
@@ -168,72 +168,80 @@ class _States:
         ]
         self._optimizer_away = offload[0] != "none" or bool(self.zero.get("cpu_offload"))
         self._weights_away = offload[1] != "none"
-        self._share = [load.world_size if self.stage >= stage else 1 for stage in range(4)]
+        self._share = [workload.world_size if self.stage >= stage else 1 for stage in range(4)]
 
     def during_backward(self, blocks_left: int) -> dict[str, float]:
-        """Beside the activations, when so many blocks have not been left yet."""
-        load, held = self.load, dict(self._held)
-        done = 1.0 if load.micro_steps > 1 or self.stage == 3 else 1 - blocks_left / load.shape.num_layers
+        """Return the bytes next to the activations while the backward of `blocks_left` blocks remains."""
+        workload, held = self.workload, dict(self._held)
+        done = (
+            1.0
+            if workload.micro_steps > 1 or self.stage == 3
+            else 1 - blocks_left / workload.shape.num_layers
+        )
         if self.stage == 2 and done:
-            done = 1.0  # DeepSpeed allocates the rank's share with the first bucket
+            done = 1.0  # DeepSpeed allocates the rank's partition with the first bucket
         held["gradients"] = held.get("gradients", 0.0) + done * self._gradients
         held["buffers"] = held.get("buffers", 0.0) + (self._bucket() if self.stage in (1, 2) else 0.0)
         if self.stage == 3:
             held["gathered weights"] = self._gathered
-            held["buffers"] += self._bucket() if load.world_size > 1 else 0.0  # cut into shards on its way
+            held["buffers"] += (
+                self._bucket() if workload.world_size > 1 else 0.0
+            )  # a second buffer while gradients are partitioned
         return held
 
     def during_update(self) -> dict[str, float]:
-        """When the optimizer works: no activations."""
-        load, held = self.load, dict(self._held)
-        share = FP32 * load.trained / load.world_size
+        """Return the bytes during the optimizer's update, without activations."""
+        workload, held = self.workload, dict(self._held)
+        share = FP32 * workload.trained / workload.world_size
         held["gradients"] = held.get("gradients", 0.0) + self._gradients
         if self.stage and not self._optimizer_away:
             held["gradients"] += share  # flattened once more
         if self.stage == 3:
             held["gathered weights"] = self._persistent
-        if load.device_type == "cpu" and self.stage and kind_of(self._optimizer) == "adamw":
-            held["update"] = 2 * share  # torch's AdamW on one flat tensor: a root and a quotient of its size
+        if workload.device_type == "cpu" and self.stage and kind_of(self._optimizer) == "adamw":
+            held["update"] = (
+                2 * share
+            )  # temporaries of torch's AdamW on one flat tensor: a root and a quotient
         return held
 
     def on_host(self) -> dict[str, float]:
-        """What is offloaded or averaged there."""
-        load, host = self.load, {}
+        """Return the bytes in host memory."""
+        workload, host = self.workload, {}
         if self._optimizer_away:
-            host["optimizer"] = load.num_models * (self._masters(apart=True) + self._moments())
-            host["gradients"] = load.num_models * FP32 * load.trained / load.world_size
+            host["optimizer"] = workload.num_models * (self._masters(apart=True) + self._moments())
+            host["gradients"] = workload.num_models * FP32 * workload.trained / workload.world_size
         if self._weights_away:
-            host["weights"] = load.num_models * load.stored / self._share[3]
+            host["weights"] = workload.num_models * workload.stored / self._share[3]
         if self.recipe.ema and self.recipe.ema.device == "cpu":
             host["ema"] = self._average()
         return host
 
     @cached_property
     def _held(self) -> dict[str, float]:
-        """Always there."""
-        load, held = self.load, {}
-        models = load.num_models
-        held["weights"] = 0.0 if self._weights_away else models * load.stored / self._share[3]
+        """Bytes in device memory during the whole step."""
+        workload, held = self.workload, {}
+        models = workload.num_models
+        held["weights"] = 0.0 if self._weights_away else models * workload.stored / self._share[3]
         if not self._optimizer_away:
             held["optimizer"] = models * (self._masters() + self._moments())
         if self.recipe.ema and self.recipe.ema.device == "gpu":
             held["ema"] = self._average()
         if self.stage == 3:
-            # Of every DiT; what it shares out otherwise is there for one at a time.
+            # These belong to every DiT; the other buffers exist for one DiT at a time.
             held["gradients"] = (models - 1) * self._gradients
             held["buffers"] = models * self._bucket()
         return held
 
     def _masters(self, apart: bool = False) -> float:
-        """Stage 0 updates the weights themselves, and stage 3 its share of them where that is fp32."""
-        trained = self.load.trained
+        """Return the bytes of the masters. Stage 0 updates the weights themselves, and stage 3 its fp32 partition of them."""
+        trained = self.workload.trained
         if self.stage == 3 and not apart:
-            trained = sum(w.numel for w in self.load.weights if w.trained and w.element_size != FP32)
-        return FP32 * trained / self.load.world_size if self.stage else 0.0
+            trained = sum(w.numel for w in self.workload.weights if w.trained and w.element_size != FP32)
+        return FP32 * trained / self.workload.world_size if self.stage else 0.0
 
     def _moments(self) -> float:
-        kind, trained = kind_of(self._optimizer), self.load.trained
-        named = [(weight.name, weight.shape) for weight in self.load.weights if weight.trained]
+        kind, trained = kind_of(self._optimizer), self.workload.trained
+        named = [(weight.name, weight.shape) for weight in self.workload.weights if weight.trained]
         each = state_bytes_per_param(kind, named, self.stage) if kind else 2 * FP32
         return each * trained / self._share[1]
 
@@ -242,33 +250,33 @@ class _States:
         if self.stage >= 2 and self._optimizer_away:
             return 0.0
         if self.stage >= 2:
-            return FP32 * self.load.trained / self.load.world_size
-        made = [w for w in self.load.weights if w.trained]
-        # What micro batches add up to is fp32, apart from gradients that are made in bf16.
-        sums = self.stage == 1 and self.load.micro_steps > 1
+            return FP32 * self.workload.trained / self.workload.world_size
+        made = [w for w in self.workload.weights if w.trained]
+        # Gradients computed in bf16 are summed over micro batches in a separate fp32 buffer.
+        sums = self.stage == 1 and self.workload.micro_steps > 1
         return float(sum(w.numel * (w.element_size + FP32 * (sums and w.element_size < FP32)) for w in made))
 
     def _bucket(self) -> float:
-        # build_engine keeps a bucket from being larger than all that goes through it.
-        size = FP32 * min(float(self.zero["reduce_bucket_size"]), self.load.trained)
+        # build_engine limits the bucket to the size of all gradients.
+        size = FP32 * min(float(self.zero["reduce_bucket_size"]), self.workload.trained)
         return size * (2 if self.stage < 3 and self.zero.get("overlap_comm") else 1)
 
     def _average(self) -> float:
-        return self.load.num_models * FP32 * self.load.trained / self.load.world_size
+        return self.workload.num_models * FP32 * self.workload.trained / self.workload.world_size
 
     @cached_property
     def _persistent(self) -> float:
-        """Whole parameters that are too small for ZeRO-3 to gather each time."""
-        if self.load.world_size == 1:
+        """Bytes of small parameters that ZeRO-3 keeps whole on every rank."""
+        if self.workload.world_size == 1:
             return 0.0
         threshold = float(self.zero["stage3_param_persistence_threshold"])
-        return float(sum(w.numel * w.element_size for w in self.load.weights if w.numel < threshold))
+        return float(sum(w.numel * w.element_size for w in self.workload.weights if w.numel < threshold))
 
     @cached_property
     def _gathered(self) -> float:
-        """Whole weights that ZeRO-3 holds on every rank while a block works."""
-        if self.load.world_size == 1:
+        """Bytes of whole weights that ZeRO-3 has gathered on every rank while a block runs."""
+        if self.workload.world_size == 1:
             return 0.0
         live = float(self.zero["stage3_max_live_parameters"])
-        size = self.load.stored / max(sum(w.numel for w in self.load.weights), 1)
-        return min(float(self.load.stored), self._persistent + size * live)
+        size = self.workload.stored / max(sum(w.numel for w in self.workload.weights), 1)
+        return min(float(self.workload.stored), self._persistent + size * live)

@@ -1,7 +1,7 @@
-"""Which DeepSpeed config, degrees, recomputation and bin size fit a machine, and how fast each is: what `wands plan` searches.
+"""Search for DeepSpeed config, degrees, checkpointing and bin size that fit a machine, and rank them by speed.
 
-Every combination goes through the functions that a run goes through (`build_ds_config`, `choose_degrees`, `estimate_memory`,
-`predict`), so what is legal here is legal there.
+Every combination is checked with the functions that a run uses (`build_ds_config`, `choose_degrees`, `estimate_memory`,
+`predict`), so a combination is valid here if it is valid there.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from typing import Any
 
 import numpy as np
 
+from wands.config.deepspeed import build_ds_config, offloads_optimizer
 from wands.config.recipe import ParallelConfig, Recipe
 from wands.distributed.dims import choose_degrees
 from wands.errors import ConfigError
 from wands.planning.hardware import Machine
-from wands.planning.memory import CUDA_CONTEXT, Load, Memory, Weight, estimate_memory, to_gib
+from wands.planning.memory import CUDA_CONTEXT, Memory, RankWorkload, Weight, estimate_memory, to_gib
 from wands.planning.step_time import Prediction, Setting, predict
-from wands.train.ds_config import build_ds_config, offloads_optimizer
 from wands.variants import TEXT_LEN, DiTShape
 
 CHECKPOINTING = ("none", "selective", "offload", "full")
 SHIPPED = ("zero2", "zero3", "zero3_offload")
 """Names of the files in ds_configs/ that are tried, the least sharded first."""
 HOST_SHARE = 0.9
-"""Of a node's memory, what its ranks may take for offloaded tensors."""
+"""Share of a node's memory that its ranks may use for offloaded tensors."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be trained, and on what.
+    """Training task and machine.
 
     Attributes:
         shape: the DiT.
-        weights: the parameters of each DiT as they are stored.
-        num_models: DiTs that are trained.
-        recipe: everything else.
+        weights: stored parameters of each DiT.
+        num_models: number of trained DiTs.
+        recipe: the recipe.
         seq_lens: int64 [N], tokens of the data's clips.
         machine: GPUs and links.
-        gpus: all ranks.
-        ds_configs: DeepSpeed JSONs to try, by what to call them.
+        gpus: number of ranks.
+        ds_configs: name -> DeepSpeed JSON to try.
         device_type: "cuda" or "cpu".
         text_len: tokens of the longest caption.
     """
@@ -60,17 +60,17 @@ class Task:
 
     @property
     def ranks_per_node(self) -> int:
-        """On each node."""
+        """Number of ranks on each node."""
         return min(self.gpus, self.machine.ranks_per_node)
 
     @property
     def usable(self) -> float:
-        """Bytes of a GPU that tensors may take."""
+        """Bytes of a GPU available for tensors."""
         return self.machine.memory - (CUDA_CONTEXT if self.device_type == "cuda" else 0.0)
 
     @cached_property
     def by_length(self) -> np.ndarray:
-        """The lengths, ascending."""
+        """Lengths in ascending order."""
         return np.sort(self.seq_lens)
 
     @property
@@ -79,7 +79,7 @@ class Task:
         return int(self.by_length[-1])
 
     def full_bin(self, max_tokens: int) -> list[int]:
-        """Lengths of clips that fill a bin much as the data would: the longest, and others from all over the range."""
+        """Return lengths of clips that fill a bin like the data: the longest one, and others from the whole range."""
         spread = np.linspace(len(self.by_length) - 1, 0, 64).astype(np.int64)
         lens: list[int] = []
         for length in self.by_length[spread].tolist() * (max_tokens // max(int(self.by_length[0]), 1) + 1):
@@ -90,44 +90,44 @@ class Task:
         return lens
 
     def most_samples(self, max_tokens: int) -> int:
-        """Clips of a bin that is filled from the shorter half of the data, which a balanced plan seldom exceeds."""
+        """Return the number of clips in a bin of the shorter half of the data, which a balanced plan rarely exceeds."""
         shorter = self.by_length[: max(len(self.by_length) // 2, 1)]
         return max(min(int(max_tokens // max(shorter.mean(), 1)), len(self.by_length)), 1)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One combination.
+    """One combination of settings.
 
     Attributes:
-        task: what it is for.
-        ds_name: which DeepSpeed JSON.
-        ds_config: completed.
-        recipe: with this combination's keys.
-        load: sizes of a rank.
-        memory: of a rank.
+        task: the task.
+        ds_name: name of the DeepSpeed JSON.
+        ds_config: completed DeepSpeed config.
+        recipe: recipe with this combination's keys.
+        workload: sizes that determine a rank's memory.
+        memory: predicted memory of a rank.
     """
 
     task: Task
     ds_name: str
     ds_config: dict[str, Any]
     recipe: Recipe
-    load: Load
+    workload: RankWorkload
     memory: Memory
 
     @property
     def cp(self) -> int:
-        """Ranks that share a bin."""
-        return self.load.ulysses_degree * self.load.ring_degree
+        """Number of ranks that share a bin."""
+        return self.workload.ulysses_degree * self.workload.ring_degree
 
     @property
     def host(self) -> float:
-        """Bytes of a node's memory that its ranks take."""
+        """Bytes of a node's host memory that its ranks use."""
         return sum(self.memory.host.values()) * self.task.ranks_per_node
 
     @property
     def fits(self) -> bool:
-        """Whether GPU and host have room."""
+        """Whether the memory of GPU and host suffices."""
         if self.task.device_type == "cpu":  # there both are one
             return self.memory.needed + sum(self.memory.host.values()) <= self.task.usable
         return (
@@ -136,7 +136,7 @@ class Candidate:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """Time of a step of one DiT."""
+        """Predicted step of one DiT."""
         zero, task = self.ds_config["zero_optimization"], self.task
         setting = Setting(
             task.machine,
@@ -144,7 +144,7 @@ class Candidate:
             self.recipe.precision.reduce,
             self.recipe.train.bins_per_step,
             zero_stage=int(zero.get("stage", 0)),
-            num_trained=self.load.trained,
+            num_trained=self.workload.trained,
             offload_optimizer=offloads_optimizer(self.ds_config),
             offload_weights=(zero.get("offload_param") or {}).get("device", "none") != "none",
         )
@@ -152,7 +152,7 @@ class Candidate:
         return predict(task.shape, lens, task.gpus, self.cp, setting)
 
     def changes(self) -> list[str]:
-        """What it sets otherwise than the recipe, ``key=value`` each."""
+        """Return the keys that differ from the recipe, as ``key=value`` strings."""
         before, after = self.task.recipe, self.recipe
         keys = {
             "model.checkpointing": (before.model.checkpointing, after.model.checkpointing),
@@ -164,21 +164,21 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of an optimizer step, all DiTs."""
+        """Seconds of an optimizer step of all DiTs."""
         return self.prediction.seconds * self.task.num_models
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all GPUs; every token is learnt from by every DiT."""
+        """Tokens per second over all GPUs; every DiT trains on every token."""
         return self.recipe.train.bins_per_step * sum(self.prediction.plan.seq_lens) / self.seconds
 
 
 def machine_here(device_type: str, ranks_per_node: int) -> Machine:
-    """The machine that this process is on; its links and peak are the default's, which memory has nothing to do with.
+    """Return the machine of this process, with default links and peak, on which the memory does not depend.
 
     Args:
         device_type: "cuda" or "cpu".
-        ranks_per_node: processes that share the host's memory, and on a CPU all there is.
+        ranks_per_node: processes that share the host's memory.
     """
     import psutil
 
@@ -192,20 +192,27 @@ def machine_here(device_type: str, ranks_per_node: int) -> Machine:
     return Machine(name=name, memory=memory, host_memory=host, ranks_per_node=ranks_per_node)
 
 
-def check_memory(task: Task, load: Load, ds_name: str, ds_config: Mapping[str, Any]) -> str | None:
-    """Hold a run against a machine.
+def check_memory(
+    task: Task, workload: RankWorkload, ds_name: str, ds_config: Mapping[str, Any]
+) -> str | None:
+    """Check whether a run fits a machine.
 
     Args:
         task: its recipe is the run's, its `ds_configs` the run's JSON under `ds_name` and others that could help.
-        load: sizes of a rank of the run.
+        workload: sizes of a rank of the run.
         ds_name: what the run starts with.
         ds_config: completed.
 
     Returns:
-        None if it fits; else by how much it does not, and the least change that does.
+        None if the run fits; otherwise a text with the missing memory and the smallest change that fits.
     """
     run = Candidate(
-        task, ds_name, dict(ds_config), task.recipe, load, estimate_memory(load, task.recipe, ds_config)
+        task,
+        ds_name,
+        dict(ds_config),
+        task.recipe,
+        workload,
+        estimate_memory(workload, task.recipe, ds_config),
     )
     if run.fits:
         return None
@@ -219,12 +226,12 @@ def check_memory(task: Task, load: Load, ds_name: str, ds_config: Mapping[str, A
 
 
 def search(task: Task) -> list[Candidate]:
-    """All combinations that fit, the fastest first; of equals the simplest.
+    """Return all combinations that fit, the fastest first; equally fast ones from simple to complex.
 
-    The bin is that of the recipe; where it does not fit, the largest that does and still holds the longest clip.
+    The bin size is the recipe's, or the largest that fits and still holds the longest clip.
 
     Raises:
-        ConfigError: no combination is legal at all; the first reason.
+        ConfigError: if no combination is valid; the message has the first reason.
     """
     found, refused, legal = [], None, False
     for name in task.ds_configs:
@@ -244,18 +251,19 @@ def search(task: Task) -> list[Candidate]:
 
 
 def _rank(one: Candidate) -> int:
-    """Within two percent the order of trial decides, from simple to involved. What is offloaded must gain more than that: how
-    fast a busy host copies and steps is the least certain of all.
+    """Return the sort key. Within two percent the search order decides, from simple to complex settings.
+
+    Offloading must gain 15 %, because the speed of a busy host is the least certain part of the prediction.
     """
     speed = one.tokens_per_second * (0.85 if one.memory.host else 1.0)
     return -round(float(np.log(speed)) * 50)
 
 
 def build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tokens: int) -> Candidate:
-    """One combination, whether it fits or not.
+    """Build one combination, whether it fits or not.
 
     Raises:
-        ConfigError: it is not legal.
+        ConfigError: if the combination is not valid.
     """
     recipe, user = task.recipe, task.ds_configs[name]
     model = recipe.model
@@ -281,7 +289,7 @@ def build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_toke
     degrees = choose_degrees(
         recipe.parallel, num_heads=task.shape.num_heads, ranks_per_node=task.ranks_per_node, model="the model"
     )
-    load = Load(
+    workload = RankWorkload(
         task.shape,
         task.weights,
         num_models=task.num_models,
@@ -294,7 +302,7 @@ def build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_toke
         device_type=task.device_type,
         text_len=task.text_len,
     )
-    return Candidate(task, name, ds_config, recipe, load, estimate_memory(load, recipe, ds_config))
+    return Candidate(task, name, ds_config, recipe, workload, estimate_memory(workload, recipe, ds_config))
 
 
 def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidate | None:
@@ -315,7 +323,7 @@ def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidat
 
 
 def _cp_sizes(task: Task) -> Iterator[int]:
-    """The recipe's own where it asks for one; else the powers of two that divide the GPUs."""
+    """Yield the recipe's size if it sets one; otherwise the powers of two that divide the number of GPUs."""
     parallel = task.recipe.parallel
     if parallel != ParallelConfig(fused_all_to_all=parallel.fused_all_to_all):
         yield parallel.group_size
@@ -324,16 +332,16 @@ def _cp_sizes(task: Task) -> Iterator[int]:
 
 
 def find_cure(task: Task, ds_name: str) -> str:
-    """What to change first so that a run fits, in words; the least change that does.
+    """Return the smallest change that makes a run fit, as text.
 
     Args:
-        task: its `ds_configs` has the run's own JSON under `ds_name`, and others to try.
-        ds_name: what the run would start with.
+        task: `ds_configs` contains the run's JSON under `ds_name`, and other JSONs to try.
+        ds_name: name of the run's JSON.
     """
     recipe, own = task.recipe, task.recipe.model.checkpointing
     longest, cp = task.longest, recipe.parallel.group_size
     sizes = [cp]
-    # Degrees that were asked for would be contradicted by another cp_size.
+    # Another cp_size would contradict explicit degrees.
     if not (recipe.parallel.ulysses_degree or recipe.parallel.ring_degree):
         anywhere = replace(task, recipe=recipe.model_copy(update={"parallel": ParallelConfig()}))
         sizes += [size for size in _cp_sizes(anywhere) if size > cp]
@@ -349,11 +357,11 @@ def find_cure(task: Task, ds_name: str) -> str:
                         continue
                     if one.fits:
                         return _in_words(one, ds_name)
-    return "no setting fits; take more or larger GPUs, shorter or smaller clips, or a LoRA with lora.quantize"
+    return "no setting fits; use more or larger GPUs, shorter or smaller clips, or a LoRA with lora.quantize"
 
 
 def _in_words(one: Candidate, ds_name: str) -> str:
     words = f"set {' and '.join(one.changes())}" if one.changes() else ""
     if one.ds_name != ds_name:
-        words += f"{' with' if words else 'take'} --deepspeed {one.ds_name}"
+        words += f"{' with' if words else 'use'} --deepspeed {one.ds_name}"
     return words

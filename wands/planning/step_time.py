@@ -1,14 +1,13 @@
-"""How long an optimizer step takes, worked out before it is made: arithmetic on FLOPs, bytes and links, nothing is measured.
+"""Predict the time of an optimizer step from FLOPs, bytes and links; nothing is measured.
 
-It asks the functions that wands itself plans and reports with: DiTShape for FLOPs, ContextPlan for the cut of a bin, its balance
-and its bytes, choose_degrees for the degrees, and the packer's LEVEL for the wait for the slowest rank.
+The prediction uses the same functions as the planner and the logger: DiTShape for FLOPs, ContextPlan for the layout of a bin,
+its balance and its bytes, choose_degrees for the degrees, and the packer's LEVEL for the wait for the slowest rank.
 
 work      Kernels reach the machine's shares of its peak. Backward is 2 forwards of the linear layers (1 where their weights are
           frozen) and 2.5 of attention, whose scores are computed again. Recomputation adds a forward, without attention where
           its output is kept.
 ulysses   All-to-alls inside the node, hidden by nothing; recomputation runs those of the forward again that are not kept.
-ring      The message of a round runs beside that round's kernel: hidden as far as the kernel lasts, but for the last hop, which
-          takes the gradients home.
+ring      The message of a ring step overlaps with the kernel of that step, except the last hop, which returns the gradients.
 ZeRO      Stage 3 gathers the weights twice and reduces the gradients once in every micro step; stages 1 and 2 reduce, and
           gather once in a step. Hidden in compute that the ring has left over.
 offload   Weights, gradients and block inputs go over the link to the host; the host's update reads and writes 28 bytes a
@@ -35,17 +34,17 @@ _ADAM_ON_HOST = 28  # bytes a parameter: gradient, weight and two moments, three
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step's time depends on besides the model and its bins.
+    """Settings that determine a step's time, besides the model and its bins.
 
     Attributes:
         machine: GPUs and links.
         checkpointing: `model.checkpointing`, with its default tensors.
         reduce: `precision.reduce`.
-        bins: of an optimizer step.
-        zero_stage: of the DeepSpeed config.
-        num_trained: parameters with gradients; None is all.
-        offload_optimizer: the optimizer's states are on the host.
-        offload_weights: so are the weights.
+        bins: bins per optimizer step.
+        zero_stage: ZeRO stage.
+        num_trained: number of trained parameters; None for all.
+        offload_optimizer: whether the optimizer's states are on the host.
+        offload_weights: whether the weights are on the host.
     """
 
     machine: Machine = MACHINES["h100"]
@@ -60,7 +59,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds of transfer, and those of them that compute does not hide."""
+    """Seconds of transfer, in total and not hidden behind compute."""
 
     total: float = 0.0
     exposed: float = 0.0
@@ -73,24 +72,24 @@ class Traffic:
 
     @property
     def hidden(self) -> float:
-        """Share."""
+        """Share of the transfer that is hidden behind compute."""
         return 1 - self.exposed / self.total if self.total else 1.0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One optimizer step of one DiT.
+    """Predicted optimizer step of one DiT.
 
     Attributes:
-        setting: what was asked.
-        gpus: all ranks.
-        plan: the cut of a bin.
-        flops: of one micro step on one rank, without what is computed twice.
+        setting: settings of the prediction.
+        gpus: number of ranks.
+        plan: layout of a bin.
+        flops: FLOPs of one micro step on one rank, without recomputation.
         compute: seconds of a micro step on one rank.
         all_to_all: Ulysses' traffic of a micro step.
-        ring_traffic: the ring's.
-        zero: DeepSpeed's.
-        once: seconds that a step takes beside its micro steps.
+        ring_traffic: the ring's traffic of a micro step.
+        zero: DeepSpeed's traffic of a micro step.
+        once: seconds of a step outside the micro steps.
     """
 
     setting: Setting
@@ -105,57 +104,57 @@ class Prediction:
 
     @property
     def cp(self) -> int:
-        """Ranks that share a bin."""
+        """Number of ranks that share a bin."""
         return self.plan.ulysses_degree * self.plan.ring_degree
 
     @property
     def dp(self) -> int:
-        """Groups of ranks that hold different bins."""
+        """Number of rank groups with different bins."""
         return self.gpus // self.cp
 
     @property
     def micro_steps(self) -> int:
-        """Of an optimizer step."""
+        """Micro steps per optimizer step."""
         return self.setting.bins // self.dp
 
     @property
     def seconds(self) -> float:
-        """Of an optimizer step."""
+        """Seconds per optimizer step."""
         slowest = self.compute / (LEVEL if self.dp > 1 else 1.0)
         micro_step = slowest + self.all_to_all.exposed + self.ring_traffic.exposed + self.zero.exposed
         return micro_step * self.micro_steps + self.once
 
     @property
     def mfu(self) -> float:
-        """Share of the peak that the model's own FLOPs make; what is computed twice does not count."""
+        """Model FLOP/s as a share of the peak, without recomputation."""
         return self.flops * self.micro_steps / self.seconds / self.setting.machine.peak
 
     @property
     def l_eff(self) -> float:
-        """sum(L^2) / sum(L): the length by which the attention of a bin is as much work."""
+        """Effective length sum(L^2) / sum(L), at which clips of equal length need as much attention work."""
         lens = self.plan.seq_lens
         return sum(length * length for length in lens) / sum(lens)
 
     @property
     def l_needed(self) -> float:
-        """`l_eff` from which on the ring's forward hides."""
+        """Smallest `l_eff` at which the ring's forward is hidden."""
         machine = self.setting.machine
         flops = machine.peak * machine.attention_efficiency
         return self.plan.ring_degree * flops / machine.ring_bandwidth(self.cp)
 
 
 def predict(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: Setting) -> Prediction:
-    """Steps in which every group of ranks forwards bins alike.
+    """Predict a step in which every group of ranks forwards equal bins.
 
     Args:
         shape: the DiT.
         lens: tokens of each clip of a bin.
-        gpus: all ranks.
-        cp: ranks that share a bin.
-        setting: the rest.
+        gpus: number of ranks.
+        cp: number of ranks that share a bin.
+        setting: other settings.
 
     Raises:
-        ConfigError: so many ranks cannot share a bin of this model.
+        ConfigError: if `cp` ranks cannot share a bin of this model.
     """
     machine, layers = setting.machine, shape.num_layers
     in_node = min(gpus, machine.ranks_per_node)
@@ -188,7 +187,9 @@ def predict(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: S
     zero, once = _zero_traffic(
         shape, gpus, trained, setting, (forward, backward), (ring_forward, ring_backward)
     )
-    if setting.checkpointing == "offload":  # every block's input out and back, beside the computation
+    if (
+        setting.checkpointing == "offload"
+    ):  # every block's input out and back, overlapping with the computation
         moved = 2 * FP32 * shape.dim * layers * sum(lens) / cp / machine.host_bandwidth
         zero += Traffic(moved, max(0.0, moved - forward - backward))
     flops = (2 + share) * (shape.forward_flops(lens) - pairs) / cp + 3 * pairs / cp
@@ -213,7 +214,7 @@ def _zero_traffic(
     compute: tuple[float, float],
     rings: tuple[Traffic, Traffic],
 ) -> tuple[Traffic, float]:
-    """Traffic of a micro step, hidden in what the ring leaves of forward and backward; and seconds once in a step."""
+    """Return the traffic of a micro step, hidden behind compute that the ring leaves free, and the seconds once per step."""
     machine, size = setting.machine, FP32 if setting.reduce == "fp32" else BF16
     wire = (gpus - 1) / gpus / machine.world_bandwidth(gpus)
     weights, gradients = shape.num_params * size * wire, trained * size * wire
@@ -234,9 +235,9 @@ def _zero_traffic(
 
 
 def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float) -> list[Traffic]:
-    """Forward and backward of one layer, round by round, as wands/attention/ring.py sends and waits.
+    """Return the traffic of one layer's forward and backward, ring step by ring step, as wands/attention/ring.py communicates.
 
-    `attention` is the seconds of the layer's forward on one rank, `bandwidth` that of the slowest link.
+    `attention` is the seconds of the layer's forward on one rank, `bandwidth` the bandwidth of the slowest link.
     """
     degree, comm = plan.ring_degree, plan.comm_bytes(dim, BF16)
     if degree == 1:
@@ -244,7 +245,7 @@ def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float
     block = comm.ring_forward / (degree - 1) / bandwidth
     grads = (comm.ring_backward - comm.ring_forward) / (degree - 1) / bandwidth
     kernel = attention / degree
-    # The gradients of a block begin at the next row, travel beside the round after, and come home beside nothing.
+    # The gradients of a block start at the next row, overlap with the ring step after it, and return without overlap.
     backward = [block * (step < degree - 1) + grads * (step > 1) for step in range(degree)]
     late = sum(max(0.0, message - ATTENTION_BACKWARD * kernel) for message in backward)
     forward = Traffic(block, max(0.0, block - kernel)) * (degree - 1)

@@ -28,13 +28,13 @@ from wands.attention.varlen import choose_backend
 from wands.config.recipe import ParallelConfig
 from wands.data.patchify import grid_size
 from wands.distributed.bootstrap import init_process_group, ranks_per_node
+from wands.distributed.consistency import check_agreement, tensor_checksum
 from wands.distributed.dims import ParallelDims, ProcessGroups, choose_degrees
 from wands.distributed.layout import ContextLayout
 from wands.errors import ConfigError
 from wands.model.transformer import SelfAttention
 from wands.sampling.pipeline import AnyPipeline
 from wands.sampling.sample import takes_images
-from wands.train.consistency import check_agreement, tensor_checksum
 from wands.variants import TEXT_LEN, Variant
 
 log = logging.getLogger(__name__)

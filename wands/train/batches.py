@@ -1,4 +1,4 @@
-"""From the plan of a step to the shards of packed batches that one rank forwards, read ahead of the device."""
+"""Rank slices of packed batches for each step, read ahead of the device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from wands.train.run import TrainingRun
 
 
 def rank_shards(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[RankSlice]:
-    """Read, pack and cut what one rank forwards in one step: every rank derives it alone.
+    """Read and pack the samples that one rank forwards in one step, and cut the rank slices, without communication.
 
-    With packing off the same bins go through one sample at a time; ranks with fewer samples add forwards of weight zero, because
-    under ZeRO-3 every rank must run the same number.
+    Without packing, the same bins are forwarded one sample at a time. Ranks with fewer samples add forwards of weight zero,
+    because under ZeRO-3 every rank must run the same number of forwards.
     """
     micro_steps = assign_bins(plan.bins, run.dp_size, run.sampler.bin_cost)
     ranks = list(zip(*micro_steps, strict=True))  # dp rank -> its bins, in order
@@ -35,8 +35,8 @@ def rank_shards(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
 
 
 def read_shard(run: TrainingRun, pack: Bin, plan: StepPlan, grid: ParallelDims) -> RankSlice:
-    """One rank's share of one pack; of the data it reads only the frames that its tokens come from."""
-    lens = [int(run.seq_lens[i]) for i in pack] or [1]  # the collator's one token of padding
+    """Return one rank's slice of one pack; only the frames of the rank's tokens are read."""
+    lens = [int(run.seq_lens[i]) for i in pack] or [1]  # the collator pads an empty pack with one token
     layout = ContextLayout.build(
         lens, ulysses_degree=grid.ulysses_degree, ring_degree=grid.ring_degree, cp_rank=grid.cp_rank
     )
@@ -51,7 +51,7 @@ def read_shard(run: TrainingRun, pack: Bin, plan: StepPlan, grid: ParallelDims) 
 
 
 def _check_step(run: TrainingRun, plan: StepPlan, ranks: Sequence[Sequence[Bin]]) -> None:
-    """The ranks together forward the bins of the plan, and no visit to a sample twice."""
+    """Assert that the ranks together forward the bins of the plan, and no repeat of a sample twice."""
     dealt = sorted(one for bins in ranks for one in bins)
     assert dealt == sorted(plan.bins), f"step {plan.step} has bins {sorted(plan.bins)} but {dealt} were dealt"
     visits = [
@@ -67,7 +67,7 @@ def _check_step(run: TrainingRun, plan: StepPlan, ranks: Sequence[Sequence[Bin]]
 def prefetched(
     run: TrainingRun, grid: ParallelDims, start_step: int
 ) -> Generator[tuple[StepPlan, list[RankSlice]], None, None]:
-    """Shards of the coming steps, read ahead in a thread so that the device does not wait for the disk."""
+    """Yield the plan and the rank slices of each step, read ahead in a thread so that the device does not wait for the disk."""
     plans = run.sampler.iterate(start_step)
     if run.recipe.data.prefetch == 0:
         for plan in plans:
@@ -89,7 +89,7 @@ def prefetched(
                 if stop.is_set():
                     return
             put(None)
-        except BaseException as error:  # raised again where the loop waits for data
+        except BaseException as error:  # raised again in the loop
             put(error)
 
     thread = threading.Thread(target=read_ahead, name="wands-prefetch", daemon=True)

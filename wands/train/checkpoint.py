@@ -1,22 +1,16 @@
-"""One folder per saved step, complete or not there at all.
+"""Save and load checkpoints: one folder per saved step, complete or missing.
 
-DeepSpeed writes its shards under a temporary name, those of each DiT in a folder with the DiT's name; `wands_state.json` with
-the size of every file follows, the folder gets its name, and `latest` is replaced last. A kill at any moment leaves the previous
-checkpoint in force.
+DeepSpeed writes its partitions under a temporary name, a folder for each DiT. `wands_state.json` with the size of every file
+follows, the folder gets its name, and `latest` is replaced last. A kill at any moment leaves the previous checkpoint valid.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import itertools
 import json
-import logging
 import math
-import re
 import resource
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,21 +19,52 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wands.config.optimizer_kinds import state_bytes_per_param
 from wands.errors import CheckpointError
 from wands.files import publish, sync, write_text
-from wands.train.ema import WeightAverage, average_file, has_average, load_average
-from wands.train.optimizers import state_bytes_per_param
-from wands.train.state import TrainState
+from wands.model.files.checkpoint_files import STATE_FILE, TrainState, list_steps, step_name
+from wands.train.ema import WeightAverage
+from wands.train.metrics import thin
+from wands.train.run import TrainingRun
 
-log = logging.getLogger(__name__)
-
-STATE_FILE = "wands_state.json"
 _SETTINGS = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
 
 
-def step_name(step: int) -> str:
-    """Folder name of a step: sorts as text."""
-    return f"step_{step:08d}"
+def with_absolute_paths(merge_loras: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `model.merge_loras` of a recipe with absolute paths."""
+    return [{**merge, "path": str(Path(merge["path"]).resolve())} for merge in merge_loras]
+
+
+def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
+    """Build the training state for a checkpoint.
+
+    Args:
+        run: the checked run.
+        step: optimizer steps made.
+        epoch: epoch of the step.
+        history: (step, loss) of the run so far.
+    """
+    base, recipe = run.recipe.model.path, run.recipe.model_dump(mode="json")
+    recipe["model"]["merge_loras"] = with_absolute_paths(recipe["model"]["merge_loras"])
+    is_folder = Path(base).is_dir()
+    # A clip counts once, however often an epoch repeats it.
+    lengths = dict(zip(run.data.keys, run.seq_lens.tolist(), strict=True))
+    return TrainState(
+        step=step,
+        epoch=epoch,
+        world_size=run.world_size,
+        zero_stage=run.zero_stage,
+        variant=run.variant.name,
+        parts=[expert.subfolder for expert in run.experts],
+        transformer_config=run.transformer_config,
+        data_fingerprint=run.data_fingerprint(),
+        data_summary={"num_samples": len(lengths), "num_tokens": sum(lengths.values())},
+        recipe=recipe,
+        base=str(Path(base).resolve()) if is_folder else base,
+        loss=thin(history),
+        files={},
+        base_on_hub=not is_folder,
+    )
 
 
 def save_checkpoint(
@@ -49,20 +74,20 @@ def save_checkpoint(
     keep: int,
     averages: Mapping[str, WeightAverage] = MappingProxyType({}),
 ) -> Path:
-    """Write one checkpoint; every rank must call it.
+    """Write one checkpoint; a collective call.
 
     Args:
-        engines: the DeepSpeed engine of each DiT, by its name in the pipeline.
+        engines: subfolder of each DiT -> its DeepSpeed engine.
         folder: `<output_dir>/checkpoints`.
-        state: what goes into `wands_state.json`; its `files` are filled in here.
-        keep: newest checkpoints that stay.
-        averages: of the DiTs' weights, by the same names.
+        state: contents of `wands_state.json`; this function fills in `files`.
+        keep: number of newest checkpoints to keep.
+        averages: subfolder of each DiT -> moving average of its weights.
 
     Returns:
         The finished folder.
 
     Raises:
-        CheckpointError: the disk is full or refuses; the previous checkpoint is untouched.
+        CheckpointError: if the disk is full or not writable; the previous checkpoint is untouched.
     """
     rank = dist.get_rank()
     target = folder / step_name(state.step)
@@ -72,7 +97,7 @@ def save_checkpoint(
         for stale in folder.glob("step_*.tmp"):  # left by a save that was killed
             shutil.rmtree(stale)
     dist.barrier()
-    _check_space(engines, folder, state, more=sum(one.num_bytes for one in averages.values()))
+    _check_space(engines, folder, state, more=sum(average.num_bytes for average in averages.values()))
     try:
         # save_latest=False: DeepSpeed's own `latest` is neither atomic nor last.
         for part, engine in engines.items():
@@ -105,13 +130,13 @@ def _is_write_error(error: RuntimeError) -> bool:
 def checkpoint_bytes(
     held: int, trained: Sequence[tuple[str, Sequence[int]]], optimizer: str, zero_stage: int
 ) -> tuple[int, int]:
-    """Size of one DiT's part of a checkpoint: the weights, and the optimizer's masters and states, over all ranks.
+    """Return the bytes of one DiT in a checkpoint over all ranks: of the weights, and of the optimizer's masters and states.
 
     Args:
-        held: parameters that are saved.
-        trained: names and shapes of those of them that are trained.
+        held: number of saved parameters.
+        trained: names and shapes of the trained parameters.
         optimizer: `optim.name`.
-        zero_stage: without sharding the weights are the masters; at stage 3 the masters stand for the weights.
+        zero_stage: at stage 0 the weights are the masters; at stage 3 the masters replace the trained weights.
     """
     num_trained = sum(math.prod(shape) for _, shape in trained)
     states = state_bytes_per_param(optimizer, trained, zero_stage) + (4 if zero_stage else 0)
@@ -119,13 +144,13 @@ def checkpoint_bytes(
 
 
 def _check_space(engines: Mapping[str, Any], folder: Path, state: TrainState, more: int) -> None:
-    """Refuse before the first byte, on all ranks alike: a write that fails half way hangs the others.
+    """Raise the same error on all ranks before the first byte, because a failed write would leave the other ranks waiting.
 
     Args:
-        engines: what is saved.
-        folder: where.
-        state: of the run.
-        more: bytes that this rank writes besides.
+        engines: engines to save.
+        folder: target folder.
+        state: training state of the run.
+        more: bytes of further files of this rank.
     """
     world_size, stage = dist.get_world_size(), state.zero_stage
     sizes = []
@@ -135,8 +160,8 @@ def _check_space(engines: Mapping[str, Any], folder: Path, state: TrainState, mo
             for name, p in engine.module.named_parameters()
         ]
         trained = [(name, shape) for name, shape, is_trained in shapes if is_trained]
-        # Of a LoRA the base is not saved.
-        saved = shapes if state.recipe["lora"] is None else [one for one in shapes if one[2]]
+        # A LoRA run does not save the base.
+        saved = [shape for shape in shapes if shape[2] or state.recipe["lora"] is None]
         held = sum(math.prod(shape) for _, shape, _ in saved)
         sizes.append(checkpoint_bytes(held, trained, state.recipe["optim"]["name"], stage))
     needed = sum(map(sum, sizes)) + more * world_size
@@ -144,14 +169,14 @@ def _check_space(engines: Mapping[str, Any], folder: Path, state: TrainState, mo
     free = shutil.disk_usage(existing).free
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     module, states = max(sizes)
-    # One file per rank with its share of masters and states, and one with the weights, of which ZeRO-3 shares the frozen part.
+    # Each rank writes a file with its masters and states. One more file has the weights; ZeRO-3 partitions the frozen ones.
     largest = max(states // world_size, module // world_size if stage == 3 else module)
     largest = module + states if stage == 0 else largest
     problem = None
     if needed > free:
-        problem = f"needs about {needed / 1e9:.3f} GB, {free / 1e9:.3f} GB are free; free disk space or set another output_dir."
+        problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free; free space or set another output_dir."
     elif limit != resource.RLIM_INFINITY and largest > limit:
-        problem = f"needs files of about {largest} bytes, the file size limit (ulimit -f) is {limit}; raise the limit."
+        problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit}; raise the limit."
     problems: list[str | None] = [None] * world_size
     dist.all_gather_object(problems, problem)
     first = next((text for text in problems if text), None)
@@ -171,103 +196,24 @@ def _finish(partial: Path, target: Path, state: TrainState) -> None:
     write_text(target.parent / "latest", target.name)
 
 
-def list_steps(folder: Path) -> list[Path]:
-    """Step folders in a checkpoints folder, oldest first; half-written and abandoned ones are not among them."""
-    return sorted(
-        path for path in folder.glob("step_*") if path.is_dir() and re.fullmatch(r"step_\d{8}", path.name)
-    )
-
-
 def _prune(newest: Path, keep: int) -> None:
-    ours = [path for path in list_steps(newest.parent) if path.name <= newest.name]
-    for path in ours[:-keep]:
+    older = [path for path in list_steps(newest.parent) if path.name <= newest.name]
+    for path in older[:-keep]:
         shutil.rmtree(path)
 
 
-def abandon_newer(checkpoint: Path) -> None:
-    """Set later steps aside when a run goes on from an older one: they belong to a past that is no longer this run's."""
-    for path in list_steps(checkpoint.parent):
-        if path.name > checkpoint.name:
-            path.rename(_free_name(path))
-    write_text(checkpoint.parent / "latest", checkpoint.name)
-
-
-def _free_name(path: Path) -> Path:
-    names = (path.with_name(f"{path.name}.abandoned{number or ''}") for number in itertools.count())
-    return next(name for name in names if not name.exists())
-
-
-def load_state(checkpoint: Path) -> TrainState:
-    """Read `wands_state.json` and check that every file it lists is there in full.
-
-    Raises:
-        CheckpointError: the folder is no checkpoint, or an incomplete one.
-    """
-    try:
-        values = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        state = TrainState(**values)
-    except OSError:
-        raise CheckpointError(
-            f"checkpoint={checkpoint} has no {STATE_FILE}; give a folder that wands train saved."
-        ) from None
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"checkpoint={checkpoint}: {STATE_FILE} is damaged ({error}); use an older step."
-        ) from None
-    for name, size in state.files.items():
-        path = checkpoint / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found}"
-            raise CheckpointError(
-                f"checkpoint={checkpoint}: {name} should have {size} bytes and {what}; use an older step."
-            )
-    return state
-
-
-def find_checkpoint(where: Path) -> tuple[Path, TrainState]:
-    """Resolve a step folder, a checkpoints folder or a run folder to its newest complete checkpoint.
-
-    A `latest` that is missing, empty or names a damaged folder costs nothing but that step: the newest complete one is taken,
-    and the log says so.
-
-    Raises:
-        CheckpointError: nothing complete was found.
-    """
-    if (where / STATE_FILE).is_file():
-        return where, load_state(where)
-    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
-    steps = list_steps(folder)[::-1]
-    latest = folder / "latest"
-    named = (
-        folder / latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else None
-    )
-    if named is not None and named in steps:
-        steps = [named, *(step for step in steps if step != named)]
-    elif steps:
-        log.warning("%s does not name a checkpoint; taking the newest complete one", latest)
-    for step in steps:
-        try:
-            return step, load_state(step)
-        except CheckpointError as error:
-            log.warning("%s", error)
-    raise CheckpointError(
-        f"checkpoint={where} holds no complete checkpoint; give the output_dir of a run or a step_* folder in it."
-    )
-
-
 def load_checkpoint(engines: Mapping[str, Any], checkpoint: Path) -> None:
-    """Put weights, optimizer and learning rate schedule back into fresh engines; every rank must call it.
+    """Restore weights, optimizer and learning rate schedule of new engines; a collective call.
 
-    What the recipe says today about learning rate, betas, eps and weight decay stays in force: DeepSpeed would silently bring
-    back the values of the run that wrote the checkpoint. Unchanged settings leave every bit as it was.
+    The recipe's current learning rate, betas, eps and weight decay apply; DeepSpeed alone would silently restore the values of
+    the run that wrote the checkpoint. With unchanged settings every bit is restored.
 
     Args:
-        engines: the DeepSpeed engine of each DiT, by its name in the pipeline.
+        engines: subfolder of each DiT -> its DeepSpeed engine.
         checkpoint: step folder.
 
     Raises:
-        CheckpointError: DeepSpeed could not use the shards.
+        CheckpointError: if DeepSpeed cannot use the partitions.
     """
     for part, engine in engines.items():
         _load_engine(engine, checkpoint, part)
@@ -278,94 +224,25 @@ def _load_engine(engine: Any, checkpoint: Path, part: str) -> None:
         {key: group[key] for key in _SETTINGS if key in group} for group in engine.optimizer.param_groups
     ]
     scheduler = engine.lr_scheduler
-    # Else the JSON's, which owns the learning rate.
-    ours = isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
-    base_lrs = list(scheduler.base_lrs) if ours else []
-    # A checkpoint of a LoRA holds nothing of the base, which has been loaded from the model's own files.
+    # A scheduler of the JSON is not a LambdaLR and keeps control of the learning rate.
+    is_ours = isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
+    base_lrs = list(scheduler.base_lrs) if is_ours else []
+    # A LoRA checkpoint does not contain the base, which was loaded from the model's own files.
     strict = all(parameter.requires_grad for parameter in engine.module.parameters())
     try:
         path, _ = engine.load_checkpoint(str(checkpoint), tag=part, load_module_strict=strict)
-    except ValueError as error:  # torch's, where groups are cut otherwise: another sub_group_size
+    except ValueError as error:  # from torch, if another sub_group_size cuts the groups differently
         raise CheckpointError(
-            f"checkpoint={checkpoint}: DeepSpeed cannot use its shards ({error}); use the DeepSpeed JSON of the run.",
+            f"checkpoint={checkpoint}: DeepSpeed cannot use its partitions ({error}); use the DeepSpeed JSON of the run.",
             agreed=True,
         ) from error
     if path is None:
         raise CheckpointError(
-            f"checkpoint={checkpoint}: DeepSpeed found no shards for this world; use the DeepSpeed JSON of the run.",
+            f"checkpoint={checkpoint}: DeepSpeed found no partitions for this world size; use the DeepSpeed JSON of the run.",
             agreed=True,
         )
-    for number, (group, now) in enumerate(zip(engine.optimizer.param_groups, settings, strict=True)):
-        group.update(now)
-        if ours:
-            scheduler.base_lrs[number] = base_lrs[number]
-            group["lr"] = base_lrs[number] * scheduler.lr_lambdas[number](scheduler.last_epoch)
-
-
-def load_exported_state(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, torch.Tensor]:
-    """Assemble the full fp32 weights from a checkpoint's shards, in one process, without the world that wrote them.
-
-    Args:
-        where: a step folder, or a run folder (its newest complete checkpoint).
-        part: which DiT, one of the state's `parts`.
-        ema: the average of what is trained instead; what is frozen stays as it is.
-
-    Returns:
-        diffusers parameter names -> fp32 CPU tensors; of a LoRA run PEFT's names of the LoRA's own parameters.
-
-    Raises:
-        CheckpointError: nothing complete is there, or no average.
-    """
-    checkpoint, state = find_checkpoint(where)
-    if not ema:
-        return _load_trained(checkpoint, state, part)
-    check_average(checkpoint, state)
-    average, model = load_average(checkpoint / part), state.recipe["model"]
-    if not (model.get("trainable") or model.get("freeze")):
-        return average
-    return average | _load_trained(checkpoint, state, part, besides=average)
-
-
-def check_average(checkpoint: Path, state: TrainState) -> None:
-    """Refuse `--ema` where there is no average.
-
-    Raises:
-        CheckpointError: the checkpoint was saved without one.
-    """
-    missing = [part for part in state.parts if not has_average(state, part)]
-    if missing:
-        raise CheckpointError(
-            f"checkpoint={checkpoint} holds no average of its weights ({missing[0]}/{average_file(0)}), because its run had no "
-            "ema; leave --ema out, or train with --set ema.decay=0.9999."
-        )
-
-
-def _load_trained(
-    checkpoint: Path, state: TrainState, part: str, besides: Collection[str] = ()
-) -> dict[str, torch.Tensor]:
-    """The weights themselves, but for those named in `besides`."""
-    adapters_only = state.recipe.get("lora") is not None
-    weights: dict[str, torch.Tensor] = {}
-    if state.zero_stage > 0:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            lazy = get_fp32_state_dict_from_zero_checkpoint(
-                str(checkpoint), tag=part, exclude_frozen_parameters=adapters_only, lazy_mode=True
-            )
-            weights = {  # frozen ones come as they were kept
-                name: tensor.contiguous().to(torch.float32, copy=True)
-                for name, tensor in lazy.items()
-                if name not in besides
-            }
-    # DeepSpeed keeps frozen weights apart only from stage 2 on.
-    if state.zero_stage == 0 or (state.zero_stage == 1 and not adapters_only):
-        module: Mapping[str, torch.Tensor] = torch.load(
-            checkpoint / part / "mp_rank_00_model_states.pt",
-            map_location="cpu",
-            weights_only=False,
-            mmap=True,
-        )["module"]
-        missing = [name for name in module if name not in weights and name not in besides]
-        weights |= {name: module[name].to(torch.float32, copy=True) for name in missing}
-    return weights
+    for i, (group, current) in enumerate(zip(engine.optimizer.param_groups, settings, strict=True)):
+        group.update(current)
+        if is_ours:
+            scheduler.base_lrs[i] = base_lrs[i]
+            group["lr"] = base_lrs[i] * scheduler.lr_lambdas[i](scheduler.last_epoch)

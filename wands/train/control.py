@@ -1,4 +1,4 @@
-"""Ways to ask a running process to save, to stop, or to compare its ranks."""
+"""Requests to a running process: save, stop, or compare the ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 
 class ControlRequest(NamedTuple):
-    """What a running process was asked for since the last step.
+    """Pending requests since the last step.
 
     Attributes:
         save: write a checkpoint now.
-        quit: stop after it.
+        quit: stop after the checkpoint.
         check: compare plan and weights between the ranks.
     """
 
@@ -30,7 +30,7 @@ _FILES = {
 
 
 class ControlRequests:
-    """Listens for SIGTERM to a worker, and for a file `save`, `save_quit` or `check` in the run folder."""
+    """Listener for SIGTERM, and for a file `save`, `save_quit` or `check` in the run folder."""
 
     def __init__(self, output_dir: Path) -> None:
         self._dir = output_dir
@@ -50,11 +50,11 @@ class ControlRequests:
         self._terminated = True
 
     def poll(self, rank: int) -> ControlRequest:
-        """What this rank was asked for; only rank 0 looks at the files and takes them away."""
-        asked = [ControlRequest(save=True, quit=True)] if self._terminated else []
+        """Return the requests to this rank. Only rank 0 reads and removes the files."""
+        requests = [ControlRequest(save=True, quit=True)] if self._terminated else []
         if rank == 0:
-            for name, wishes in _FILES.items():
+            for name, request in _FILES.items():
                 if (self._dir / name).exists():
                     (self._dir / name).unlink(missing_ok=True)
-                    asked.append(wishes)
-        return ControlRequest(*(any(values) for values in zip(*asked, strict=True)))
+                    requests.append(request)
+        return ControlRequest(*(any(values) for values in zip(*requests, strict=True)))

@@ -1,4 +1,4 @@
-"""Learning rate schedule, model, and one DeepSpeed engine that knows nothing of context parallelism."""
+"""Learning rate schedule, model and DeepSpeed engine. DeepSpeed does not know of context parallelism."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 from wands.attention.ulysses import OPERATORS, context_attention
 from wands.attention.varlen import choose_backend
+from wands.config.deepspeed import REDUCE_BUCKET_SIZE, learning_rate, offloads_optimizer, uses_adam
 from wands.config.recipe import OptimConfig, Recipe
 from wands.distributed.bootstrap import accelerator_type
 from wands.distributed.dims import ProcessGroups
-from wands.errors import ConfigError
+from wands.errors import ConfigError, one_line
 from wands.model.files.loading import load_transformer
 from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, add_lora, load_start
 from wands.model.offload import ActivationOffloader
-from wands.train.ds_config import REDUCE_BUCKET_SIZE, learning_rate, offloads_optimizer, uses_adam
 from wands.train.optimizers import build_optimizer
 from wands.train.precision import split_by_dtype, weight_dtype_policy
 from wands.train.run import TrainingRun
@@ -27,7 +27,7 @@ from wands.variants import Expert
 
 
 def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """Multiplier of the peak learning rate as a function of the optimizer steps already made.
+    """Return the multiplier of the peak learning rate as a function of the optimizer steps made.
 
     Args:
         optim: schedule, warm-up (steps, or a fraction of `total_steps`) and floor.
@@ -48,15 +48,15 @@ def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], floa
 
 
 def check_offload(ds_config: Mapping[str, Any]) -> None:
-    """Build the Adam that steps on the host now, on every rank, before a failure would leave the other ranks waiting.
+    """Compile DeepSpeedCPUAdam now on every rank, because a later failure would leave the other ranks waiting.
 
-    Nothing is built when torch's Adam does the step. A build is kept: it costs a minute once per machine.
+    Does nothing if torch's Adam makes the step. The compiled library is cached; it costs a minute once per machine.
 
     Args:
-        ds_config: what `build_ds_config` returned.
+        ds_config: result of `build_ds_config`.
 
     Raises:
-        ConfigError: DeepSpeedCPUAdam cannot be compiled or loaded here.
+        ConfigError: if DeepSpeedCPUAdam cannot be compiled or loaded here.
     """
     if not (uses_adam(ds_config) and offloads_optimizer(ds_config)):
         return
@@ -66,11 +66,11 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
 
     try:
         CPUAdamBuilder().load(verbose=False)
-    except Exception as error:  # compilers, linkers and version checks each have a class of their own
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+    except Exception as error:  # compilers, linkers and version checks raise errors of many classes
         raise ConfigError(
-            f"zero_optimization.offload_optimizer needs DeepSpeedCPUAdam, which does not build here ({reason}); install "
-            "ninja, g++ and the CUDA toolkit of this torch, or set optimizer.params.torch_adam to true (slower)."
+            f"zero_optimization.offload_optimizer needs DeepSpeedCPUAdam, which does not build here "
+            f"({one_line(error, 300)}); install ninja, g++ and the CUDA toolkit of this torch, or set "
+            "optimizer.params.torch_adam to true (slower)."
         ) from error
 
 
@@ -79,18 +79,16 @@ def build_model(
     groups: ProcessGroups,
     device: torch.device,
     expert: Expert | None = None,
-    fresh: bool = True,
     store: ActivationOffloader | None = None,
 ) -> torch.nn.Module:
-    """Load a DiT, sharded from the first tensor on under ZeRO-3, with its attention chosen for `groups` and `device`.
+    """Load a DiT for training, partitioned from the first tensor on under ZeRO-3, with attention for `groups` and `device`.
 
     Args:
         run: the checked run.
-        groups: the ranks that share a bin.
-        device: of this rank.
-        expert: which DiT of the pipeline, by default the first that is trained.
-        fresh: False where a checkpoint follows, which holds what `lora.init_from` began: that file may be gone.
-        store: for what `model.checkpointing=offload` moves; of its own by default.
+        groups: ranks that share a bin.
+        device: device of this rank.
+        expert: DiT of the pipeline; default: the first trained one.
+        store: host memory for `model.checkpointing=offload`; default: a new one.
     """
     import deepspeed
     from deepspeed.utils import groups as ds_groups
@@ -98,7 +96,7 @@ def build_model(
     recipe, expert = run.recipe, expert or run.experts[0]
     dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
     backend = choose_backend(recipe.attention.backend, device, dtype, run.shape.head_dim)
-    # With zero_hpz_partition_size it makes groups for each model, and refuses to where those of another expert are noted.
+    # With zero_hpz_partition_size DeepSpeed makes groups for each model, and fails if another expert's groups are recorded.
     ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     sharded = deepspeed.zero.Init(config_dict_or_path=run.ds_config) if run.zero_stage == 3 else None
     model = load_transformer(
@@ -117,7 +115,8 @@ def build_model(
     if recipe.lora is None:
         freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
     else:
-        start = load_start(recipe.lora, expert) if fresh else None
+        # A checkpoint contains the LoRA that lora.init_from started; that file may be gone.
+        start = load_start(recipe.lora, expert) if run.checkpoint is None else None
         add_lora(model, recipe.lora, recipe.train.seed, start)
     if recipe.uses_dropout:
         model.set_dropout(recipe.model.dropout, recipe.lora.dropout if recipe.lora else 0.0)
@@ -129,12 +128,12 @@ def build_model(
 def build_engine(
     model: torch.nn.Module, ds_config: Mapping[str, Any], recipe: Recipe, total_steps: int
 ) -> Any:
-    """Wrap the model in a DeepSpeed engine with the recipe's learning rate schedule, unless the JSON has its own.
+    """Wrap the model in a DeepSpeed engine with the recipe's learning rate schedule, unless the JSON has a scheduler.
 
     Args:
-        model: already built; under ZeRO-3 inside `deepspeed.zero.Init`.
-        ds_config: what `build_ds_config` returned.
-        recipe: for the schedule.
+        model: built inside `deepspeed.zero.Init` under ZeRO-3.
+        ds_config: result of `build_ds_config`.
+        recipe: the resolved recipe.
         total_steps: optimizer steps of the whole run.
     """
     import deepspeed
@@ -155,7 +154,7 @@ def build_engine(
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     groups = [{"params": [parameter for _, parameter in trained]}]
     zero = config["zero_optimization"]
-    # DeepSpeed allocates a bucket whole, 2 GB by default; it is never fuller than with all gradients.
+    # DeepSpeed allocates the whole bucket, 2 GB by default, but it never holds more than all gradients.
     num_trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in trained)
     zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)), num_trained)
     if recipe.precision.weights == "bf16" and recipe.lora is None:
@@ -163,7 +162,7 @@ def build_engine(
         groups = split_by_dtype(groups, config["zero_optimization"], recipe.precision.reduce)
         if optimizer is not None:
             optimizer.param_groups = groups
-    # Autocast would keep its bf16 copy of every weight until the forward ends: under ZeRO-3 the whole model on every rank.
+    # Autocast's cache would keep a bf16 copy of every weight until the forward ends: the whole model on every ZeRO-3 rank.
     torch.set_autocast_cache_enabled(False)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -179,13 +178,15 @@ def build_engine(
 
 
 def _share_masters(optimizer: Any) -> None:
-    """Let ZeRO-3's fp32 weights be the masters, which have the same values at all times, and spare a copy of the shard.
+    """Use ZeRO-3's fp32 weights as their own masters, which always have the same values, to save a copy of the partition.
 
-    DeepSpeed means to, but compares a device with its name (stage3.py of 0.19.8), and never does.
+    DeepSpeed intends to, but compares a device with its name (stage3.py of 0.19.8), so it never does.
     """
-    shards = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
-    for weights, masters in shards:
-        if weights is None or masters.numel() != weights.numel():  # one of them is on NVMe
+    partitions = zip(
+        optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
+    )
+    for weights, masters in partitions:
+        if weights is None or masters.numel() != weights.numel():  # weights or masters are on NVMe
             continue
         if weights.dtype == masters.dtype and weights.device == masters.device:
             masters.data = weights.data

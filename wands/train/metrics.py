@@ -1,4 +1,4 @@
-"""What one sees of a run: a line a step, TensorBoard scalars, and a jsonl file that plots and model cards read."""
+"""Metrics of a run: one line per step, TensorBoard scalars, and metrics.jsonl for plots and model cards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wands.planning.hardware import PEAK_TFLOPS
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Dense bf16 peak of a device in TFLOP/s, None where it is not known (a CPU, a card not in the table)."""
+    """Return the dense bf16 peak of a device in TFLOP/s, or None if unknown (a CPU, or a GPU not in the table)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -23,25 +23,25 @@ def peak_tflops(device: torch.device) -> float | None:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step, counted over all ranks.
+    """Metrics of one optimizer step over all ranks.
 
     Attributes:
-        step: optimizer steps made, this one included.
-        epoch: epoch of its samples.
-        loss: the objective: weighted squared error over the step's own samples or tokens; of two experts the mean.
+        step: optimizer steps made, including this step.
+        epoch: epoch of the step's samples.
+        loss: mean weighted squared error of the step's samples or tokens; with two experts, the mean of both.
         lr: learning rate of this step.
         grad_norm: norm of the whole gradient before clipping.
         tokens: video tokens of the step.
         samples: clips of the step.
-        seconds: wall time of the step, waiting for data included.
-        data_wait: seconds of it that the slowest rank waited for data.
+        seconds: wall time of the step, including the wait for data.
+        data_wait: seconds that the slowest rank waited for data.
         tflops: model TFLOP/s per device (three forwards; recomputation is not counted).
-        mfu: share of the device's bf16 peak, None where the peak is not known.
+        mfu: share of the device's bf16 peak; None if the peak is unknown.
         fill: tokens / (bins x packing.max_tokens).
         imbalance: cost of the busiest rank / mean cost, summed over micro steps.
-        expert_losses: the loss of each expert that is trained, by its name; empty for a model of one DiT.
-        expert_norms: its `grad_norm`, likewise.
-        ema_decay: share that the moving average kept in this step, None without one.
+        expert_losses: name of each trained expert -> loss; empty for a model with one DiT.
+        expert_norms: name of each trained expert -> `grad_norm`; empty for a model with one DiT.
+        ema_decay: decay of the moving average in this step; None without `ema`.
     """
 
     step: int
@@ -63,11 +63,11 @@ class StepReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Video tokens a second over all ranks."""
+        """Video tokens per second over all ranks."""
         return self.tokens / self.seconds
 
     def line(self, total_steps: int) -> str:
-        """The step as one line of text."""
+        """Return the step as one line of text."""
         mfu = f" ({self.mfu:.1%} MFU)" if self.mfu is not None else ""
         experts = ", ".join(f"{name} {loss:.5f}" for name, loss in self.expert_losses.items())
         loss = f"{self.loss:.5f} ({experts})" if len(self.expert_losses) > 1 else f"{self.loss:.5f}"
@@ -80,12 +80,12 @@ class StepReport:
 
 
 class MetricsWriter:
-    """TensorBoard events and `metrics.jsonl` in the run folder; made on rank 0 only.
+    """Writer of TensorBoard events and `metrics.jsonl` in the run folder; used on rank 0 only.
 
     Args:
         output_dir: the run folder.
-        start_step: steps already made; rows after it, left by a run that died later than its checkpoint, are dropped.
-        past: loss series of the checkpoint, for a run that goes on in another folder.
+        start_step: steps made; later rows, written after the checkpoint by a run that died, are removed.
+        past: loss series of the checkpoint, for a run that resumes in another folder.
     """
 
     def __init__(self, output_dir: Path, start_step: int, past: Sequence[tuple[int, float]] = ()) -> None:
@@ -123,12 +123,12 @@ class MetricsWriter:
 
 
 def read_metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """Rows of a run's `metrics.jsonl`."""
+    """Return the rows of a run's `metrics.jsonl`."""
     return read_rows(output_dir / "metrics.jsonl")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a jsonl file, none when it is missing; a last line cut off by a kill is left out."""
+    """Return the rows of a jsonl file, up to a line that a kill cut off; none if the file is missing."""
     rows: list[dict[str, Any]] = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -140,7 +140,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def thin(history: Sequence[tuple[int, float]], most: int = 2000) -> list[tuple[int, float]]:
-    """At most `most` points of a series, first and last included, evenly spaced."""
+    """Return at most `most` evenly spaced points of a series, including the first and the last."""
     if len(history) <= most:
         return list(history)
     return [history[round(i * (len(history) - 1) / (most - 1))] for i in range(most)]

@@ -1,4 +1,4 @@
-"""The most memory that was allocated at once: CUDA's own statistics, or on a CPU the allocations that torch's profiler saw."""
+"""Peak memory of a block of code: CUDA's statistics, or on a CPU the allocations in torch's profiler."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 class PeakMemory:
     """Measure a block of code.
 
-    After the block, `bytes` is the most that was allocated at once, above what was allocated at the beginning; `kept` is what
-    the block left behind. With marks there is a peak for each stretch from one mark to the next, or to the end: `peaks`, of
-    which `bytes` is the lowest, so that the same work measured twice loses what disturbed it once.
+    After the block, `bytes` is the peak above the memory at the start, and `kept` is the memory still allocated. With marks,
+    `peaks` has the peak of each interval from a mark to the next mark or the end. `bytes` is then the lowest peak, so that
+    measuring the same work twice removes a disturbance.
 
-    On a CPU the profiler notes every operator, which slows the block down: for tests and benchmarks. What was allocated before
-    the block and is freed inside it, and what gloo's threads are the last to let go of, it does not see being freed.
+    On a CPU the profiler records every operator, which slows the block down; use it in tests and benchmarks. It does not see the
+    release of memory that was allocated before the block, or that gloo's threads release last.
 
     Args:
         device: whose memory.
@@ -46,9 +46,9 @@ class PeakMemory:
         return self
 
     def mark(self) -> None:
-        """Begin a stretch; what was before the first does not count.
+        """Start an interval; memory before the first mark does not count.
 
-        On a CPU, for a moment at which no graph waits for its backward: what is held is counted anew, tensor by tensor.
+        On a CPU, call it only while no graph waits for its backward, because the held tensors are counted again.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -86,7 +86,7 @@ class PeakMemory:
 
 
 def _tensor_bytes() -> int:
-    """Of all storages that torch has allocated on the CPU for tensors in Python's reach; NumPy's memory is not resizable."""
+    """Return the bytes of all CPU storages of tensors that Python can reach; NumPy's memory is not resizable and not counted."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]

@@ -1,26 +1,26 @@
-"""The block that a run prints before it starts: grid, batch arithmetic, data, kernels and memory."""
+"""Start block: the text about grid, batch size, data, kernels and memory that a run prints before it starts."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from wands.config.deepspeed import learning_rate
 from wands.config.recipe import ModelConfig
 from wands.data.datasets import describe_data
 from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.planning.memory import estimate_memory, to_gib
-from wands.train.ds_config import learning_rate
 from wands.train.precision import describe_storage
 from wands.train.run import TrainingRun
 
 
-def start_block(run: TrainingRun, start_step: int) -> str:
-    """Describe a run.
+def start_block(run: TrainingRun) -> str:
+    """Describe a run in lines of text.
 
     Args:
         run: the checked run.
-        start_step: optimizer steps already made.
     """
     recipe, sampler, lens = run.recipe, run.sampler, run.seq_lens
+    start_step = run.checkpoint.state.step if run.checkpoint else 0
     plan = sampler.epoch_plan(0)
     accumulation = recipe.train.bins_per_step // run.dp_size
     imbalance = float(np.mean([run.imbalance(bins) for bins in plan.steps[:64]]))
@@ -42,7 +42,7 @@ def start_block(run: TrainingRun, start_step: int) -> str:
             "grid",
             f"{run.world_size} ranks = dp {run.dp_size} x ring {run.degrees.ring} x ulysses {run.degrees.ulysses}"
             + (f" (parallel.cp_size={recipe.parallel.cp_size})" if recipe.parallel.cp_size else "")
-            + (", all-to-alls between nodes" if ranks_per_node() % run.degrees.ulysses else ""),
+            + (", all-to-alls cross nodes" if ranks_per_node() % run.degrees.ulysses else ""),
         ),
         (
             "engine",
@@ -87,14 +87,14 @@ def start_block(run: TrainingRun, start_step: int) -> str:
 
 
 def _trained(run: TrainingRun) -> list[str]:
-    """What is trained of the model, and how, where it is not all of it."""
+    """Describe LoRA, frozen parameters, dropout, experts and moving average."""
     recipe, lines = run.recipe, []
     if recipe.model.merge_loras:
         lines.append(
             "merged: " + ", ".join(f"{one.path} x {one.scale:g}" for one in recipe.model.merge_loras)
         )
     if recipe.lora:
-        start = f", going on from {recipe.lora.init_from}" if recipe.lora.init_from else ""
+        start = f", initialised from {recipe.lora.init_from}" if recipe.lora.init_from else ""
         lines.append(
             f"LoRA of rank {recipe.lora.rank}, alpha {recipe.lora.scaled_alpha:g}, on {recipe.lora.targets}: "
             f"{run.num_trained / 1e6:,.1f} M parameters are trained{start}"
@@ -116,7 +116,7 @@ def _ema(run: TrainingRun) -> list[str]:
 
 
 def _experts(run: TrainingRun) -> list[str]:
-    """What is trained of a model of two experts, and how."""
+    """Describe the trained experts of a model with two experts."""
     if len(run.variant.experts) == 1:
         return []
     ranges = {
@@ -125,7 +125,7 @@ def _experts(run: TrainingRun) -> list[str]:
         for expert in run.experts
     }
     both = [
-        "both learn from the clips of each step, one after the other: two updates a step, all states twice"
+        "both experts train on the clips of each step, one after the other: two updates per step, and all states twice"
     ]
     return [f"trains the {text}" for text in ranges.values()] + (both if len(ranges) == 2 else [])
 
@@ -158,7 +158,7 @@ def _checkpointing(model: ModelConfig) -> str:
 
 
 def _memory_line(run: TrainingRun) -> str:
-    memory = estimate_memory(run.load(accelerator_type()), run.recipe, run.ds_config)
+    memory = estimate_memory(run.workload(accelerator_type()), run.recipe, run.ds_config)
     inner = ", ".join(f"{name} {to_gib(size)}" for name, size in memory.device.items())
     host = ", ".join(f"{name} {to_gib(size)}" for name, size in memory.host.items())
     return f"about {to_gib(memory.needed)} per rank: {inner}" + (f"; on the host {host}" if host else "")

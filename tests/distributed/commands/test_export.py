@@ -19,9 +19,9 @@ from wands.commands.export import export
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.export.model_card import MARKER, RECORD_FILE
 from wands.model.files import hub
+from wands.model.files.checkpoint_files import TrainState
 from wands.model.files.tensor_files import write_sharded
-from wands.train.loop import build_state
-from wands.train.state import TrainState
+from wands.train.checkpoint import build_state
 
 
 def train_once(run_world, model: Path, out: Path, stage: int) -> Path:

@@ -20,9 +20,10 @@ from wands.commands.export import export
 from wands.errors import CheckpointError, ConfigError
 from wands.export.lora_weights import COMFYUI_FILE
 from wands.export.model_card import RECORD_FILE
+from wands.model.files.checkpoint_files import load_full_weights
 from wands.model.files.lora_files import LORA_FILE
-from wands.train.checkpoint_weights import load_full_weights
-from wands.train.loop import build_state
+from wands.train.checkpoint import build_state
+from wands.train.resume import check_resumable
 from wands.variants import TEXT_LEN
 
 RUN = ("train.max_steps=3", "optim.lr=2e-2", "lora.rank=4", "lora.alpha=6", "lora.targets=all-linear")
@@ -138,10 +139,10 @@ def test_merged_loras_are_found_from_another_folder(
     again = {"where": "x", "recipe": training_run.recipe.model_dump(mode="json")}  # as typed, to go on with
     for key in ("world_size", "zero_stage", "parts", "transformer_config", "data_fingerprint"):
         again[key] = getattr(state, key)
-    state.check_resumable(**again)
+    check_resumable(state, **again)
     monkeypatch.chdir(tiny_pipeline)
     with pytest.raises(CheckpointError, match=r"model\.merge_loras=.* must equal the checkpoint's"):
-        state.check_resumable(**again)
+        check_resumable(state, **again)
 
 
 def test_each_expert_has_a_lora_of_its_own(tmp_path: Path, worlds: Any):

@@ -233,8 +233,7 @@ def test_transformer_folder_replaces_the_pipelines(
 
 def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config: object) -> Path:
     """Write what `wands train` leaves after a ZeRO-0 step on one process."""
-    from wands.train.checkpoint import STATE_FILE, step_name
-    from wands.train.state import TrainState
+    from wands.model.files.checkpoint_files import STATE_FILE, TrainState, step_name
 
     folder = run / "checkpoints" / step_name(step)
     folder.mkdir(parents=True)
@@ -475,7 +474,8 @@ def test_heads_decide_how_many_ranks_share_them(as_one_of, tiny_pipeline: Path) 
 DIFFERENCES: dict[str, tuple[list[dict], str]] = {
     "seed": (
         [{"seed": 1}, {"seed": 2}],
-        "the command of rank 1 (prompt 1.seed=2, not 1) differs from that of rank 0; start every rank with the same command.",
+        "the command of rank 1 (prompt 1.seed=2, not 1) differs from the command of rank 0; start every rank with the "
+        "same command.",
     ),
     "prompts": (
         [{}, {"prompts_file": Path("one_more.txt")}],
@@ -488,7 +488,8 @@ DIFFERENCES: dict[str, tuple[list[dict], str]] = {
     ),
     "pipeline": (
         [{}, {"model": Path("weights")}],
-        "the model of rank 1 (model=weights, not same) differs from that of rank 0; start every rank with the same model.",
+        "the model of rank 1 (model=weights, not same) differs from the model of rank 0; start every rank with the "
+        "same model.",
     ),
     "newest step": (
         [{"checkpoint": Path("run")}] * 2,

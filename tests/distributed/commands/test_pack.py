@@ -99,7 +99,7 @@ def test_the_command_says_what_it_planned(tiny_pipeline: Path, tmp_path: Path):
     assert result.exit_code == 0, result.output
     assert "epoch 1, seed 0: 7 samples, 77 tokens" in result.output
     assert "4 of at most 24 tokens" in result.output
-    assert "begins at step 2" in result.output
+    assert "starts at step 2" in result.output
     assert str(out) in result.output
     assert len(out.read_text().splitlines()) == 3
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from tests.support.runs import groups_of, make_run, release
+from wands.config.deepspeed import load_ds_config
 from wands.config.recipe import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.planning.hardware import Machine
 from wands.planning.memory import Memory, estimate_memory
 from wands.planning.search import SHIPPED, Task, search
 from wands.train.batches import prefetched
-from wands.train.ds_config import load_ds_config
 from wands.train.engine import build_engine, build_model
 from wands.train.peak_memory import PeakMemory
-from wands.train.run import list_weights
 from wands.train.step import train_step
+from wands.train.weights import list_weights
 from wands.variants import DiTShape
 
 CLOSE = 0.10
@@ -122,7 +122,7 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
                 if average:
                     average.update(step + 1)
         batches.close()
-        found.append((peak.bytes, estimate_memory(run.load("cpu"), run.recipe, run.ds_config)))
+        found.append((peak.bytes, estimate_memory(run.workload("cpu"), run.recipe, run.ds_config)))
         release(engine)
         del engine, batches, plan, mine, average
     return found
@@ -201,7 +201,7 @@ def test_what_is_offloaded_is_on_the_host_alone(tmp_path, stage):
         run = make_run(
             tmp_path, tmp_path / "run", (*DATA, "train.bins_per_step=4"), {"zero_optimization": zero}, 2
         )
-        found[away] = estimate_memory(run.load("cuda"), run.recipe, run.ds_config)
+        found[away] = estimate_memory(run.workload("cuda"), run.recipe, run.ds_config)
     share = run.num_trained / 2
     assert not found[False].host
     assert found[True].host == {"optimizer": 12 * share, "gradients": 4 * share}

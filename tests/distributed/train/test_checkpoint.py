@@ -18,15 +18,16 @@ import pytest
 import torch
 
 from tests.support.runs import make_run, run_training
-from wands.commands import train as train_command
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError, ConfigError
+from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint, list_steps, load_state
 from wands.model.files.loading import build_empty, load_config
 from wands.train import checkpoint
-from wands.train.checkpoint import STATE_FILE, find_checkpoint, list_steps, load_state, save_checkpoint
+from wands.train.checkpoint import save_checkpoint
 from wands.train.control import ControlRequest, ControlRequests
 from wands.train.metrics import read_metrics
+from wands.train.resume import check_resumable, find_resume
 
 ZERO2 = {"zero_optimization": {"stage": 2}}
 
@@ -101,7 +102,7 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
         "parts": state.parts,
         "transformer_config": state.transformer_config,
     }  # fmt: skip
-    state.check_resumable(**good)
+    check_resumable(state, **good)
     for change, said in (
         ({"world_size": 4}, "world_size=4 must equal the 2 that wrote the checkpoint"),
         ({"zero_stage": 3}, "zero_optimization.stage=3 must equal the 2"),
@@ -121,7 +122,7 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
         ({"transformer_config": {**state.transformer_config, "num_layers": 7}}, "num_layers differ"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            state.check_resumable(**{**good, **change})
+            check_resumable(state, **{**good, **change})
 
 
 def test_going_on_from_an_older_step_sets_the_newer_aside(
@@ -138,9 +139,8 @@ def test_going_on_from_an_older_step_sets_the_newer_aside(
     # What was set aside can be looked at and exported; going on from it would leave two pasts side by side.
     aside = run / "checkpoints" / "step_00000006.abandoned"
     assert find_checkpoint(aside)[1].step == 6
-    training_run = SimpleNamespace(output_dir=run)
-    with pytest.raises(ConfigError, match=r"rename it to step_00000006 to go on from it"):
-        train_command._resume_from(training_run, str(aside))
+    with pytest.raises(ConfigError, match=r"rename the folder to step_00000006 to resume from it"):
+        find_resume(str(run), str(aside))
 
 
 def test_todays_optimizer_settings_stay_in_force_on_resume(
@@ -234,8 +234,8 @@ def save_without_space(model: Path, out: Path) -> str:
     """Save once more under a file size limit that the shards exceed."""
     import resource
 
+    from wands.train.checkpoint import build_state
     from wands.train.engine import build_engine, build_model
-    from wands.train.loop import build_state
 
     training_run = make_run(model, out, ("train.max_steps=1",), ZERO2)
     _, _, device = init_process_group()
@@ -285,7 +285,7 @@ def test_frozen_weights_need_room_for_themselves_alone(
         checkpoint._check_space(engines, tmp_path, state, more)
 
     check(more=1000)
-    with pytest.raises(CheckpointError, match="are free; free disk space"):
+    with pytest.raises(CheckpointError, match="are free; free space"):
         check(more=1001)
 
 
@@ -323,7 +323,7 @@ def test_a_run_killed_in_its_first_save_starts_anew(
     """And what it left behind makes room before room is asked for."""
     worlds[1].run(kill_in_the_first_save, tiny_pipeline, tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001.tmp"]
-    assert not train_command._has_checkpoints(tmp_path)
+    assert not list_steps(tmp_path / "checkpoints")
     rows = worlds[1].run(run_with_little_room, tiny_pipeline, tmp_path)[0]
     assert len(rows) == 1
     assert [path.name for path in list_steps(tmp_path / "checkpoints")] == ["step_00000001"]
@@ -351,7 +351,7 @@ def asked_to_quit(model: Path, out: Path, step: int) -> str:
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_run_asked_to_stop_as_it_ends_is_over(step: int, tiny_pipeline: Path, tmp_path: Path, worlds):
     said = worlds[1].run(asked_to_quit, tiny_pipeline, tmp_path, step)[0]
-    assert ("go on with --resume" in said) == (step == 1)
+    assert ("continue with --resume" in said) == (step == 1)
     assert find_checkpoint(tmp_path)[1].step == step
 
 
@@ -359,7 +359,7 @@ def test_shards_cut_otherwise_are_refused(tiny_pipeline: Path, tmp_path: Path, w
     cut = {"zero_optimization": {"stage": 3, "sub_group_size": 20_000}}
     worlds[1].run(run_training, tiny_pipeline, tmp_path, ("train.max_steps=1",), cut)
     with pytest.raises(
-        AssertionError, match=r"DeepSpeed cannot use its shards .* use the DeepSpeed JSON of the run"
+        AssertionError, match=r"DeepSpeed cannot use its partitions .* use the DeepSpeed JSON of the run"
     ):
         worlds[1].run(
             run_training,

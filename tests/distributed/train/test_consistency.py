@@ -17,16 +17,17 @@ import torch
 from tests.support.runs import losses, make_run, run_training, weights
 from wands.data.cache.reader import CacheWriter
 from wands.data.sampler import StepPlan
+from wands.distributed import consistency as ranks_module
 from wands.distributed.bootstrap import init_process_group
+from wands.distributed.consistency import check_agreement, tensor_checksum
 from wands.errors import WandsError
-from wands.train import consistency as watchdog
-from wands.train.consistency import (
+from wands.train import rank_checks
+from wands.train.rank_checks import (
+    FIXES,
     bins_digest,
-    check_agreement,
     check_step,
     check_weights_agree,
-    plan_digests,
-    tensor_checksum,
+    run_digests,
     weights_checksums,
 )
 from wands.train.run import TrainingRun
@@ -82,7 +83,7 @@ def test_the_checksum_is_the_slow_one(dtype: torch.dtype, monkeypatch: pytest.Mo
     values = (torch.randn(7, 5) * 50).to(dtype)
     wanted = slow_checksum(values)
     assert tensor_checksum(values).item() == wanted
-    monkeypatch.setattr(watchdog, "_CHUNK", 4)
+    monkeypatch.setattr(ranks_module, "_CHUNK", 4)
     assert tensor_checksum(values).item() == wanted
     assert tensor_checksum(values.T).item() == slow_checksum(values.T.contiguous()) != wanted
 
@@ -129,29 +130,29 @@ PARTS: list[tuple[list[dict[str, str]], str | None]] = [
     ([{"recipe": "a", "data": "b"}] * 4, None),
     (
         [{"recipe": '{"lr": 1, "x": {"y": [1]}}'}] * 3 + [{"recipe": '{"lr": 1, "x": {"y": [2]}}'}],
-        "ConfigError: the recipe of rank 3 (x.y=[2], not [1]) differs from that of ranks 0-2; start every node with the same "
-        "recipe file and the same --set.",
+        "ConfigError: the recipe of rank 3 (x.y=[2], not [1]) differs from the recipe of ranks 0-2; start every node with the "
+        "same recipe file and the same --set.",
     ),
     (
         [{"data": "b"}, {"data": "a"}, {"data": "b"}, {"data": "b"}],
-        "DataError: the data of rank 1 differs from that of ranks 0, 2-3; give every node the same cache (data.cache): one "
-        "folder that all see, or whole copies of one.",
+        "DataError: the data of rank 1 differs from the data of ranks 0, 2-3; give every node the same cache (data.cache): one "
+        "shared folder, or complete copies.",
     ),
     (  # a tie: the group with rank 0 is the measure
         [{"size": "4"}, {"size": "5"}, {"size": "5"}, {"size": "4"}],
-        "ConfigError: the size of ranks 1-2 differs from that of ranks 0, 3; start every rank with the same size.",
+        "ConfigError: the size of ranks 1-2 differs from the size of ranks 0, 3; start every rank with the same size.",
     ),
     (  # rank 0 is the odd one
         [{"size": "4"}, {"size": "5"}, {"size": "5"}, {"size": "5"}],
-        "ConfigError: the size of rank 0 differs from that of ranks 1-3; start every rank with the same size.",
+        "ConfigError: the size of rank 0 differs from the size of ranks 1-3; start every rank with the same size.",
     ),
     (
         [{"size": str(rank)} for rank in (0, 1, 1, 2)],
-        "ConfigError: the size of rank 0, of rank 3 differs from that of ranks 1-2; start every rank with the same size.",
+        "ConfigError: the size of rank 0, of rank 3 differs from the size of ranks 1-2; start every rank with the same size.",
     ),
     (  # other names
         [{"size": "4"}, {"size": "4"}, {"size": "4"}, {"colour": "red"}],
-        "ConfigError: the size of rank 3 (there is none) differs from that of ranks 0-2, and so does the colour; start every "
+        "ConfigError: the size of rank 3 (missing) differs from the size of ranks 0-2, and so does the colour; start every "
         "rank with the same size.",
     ),
     (  # consequences stand behind their cause, what differs elsewhere in a line of its own
@@ -159,18 +160,18 @@ PARTS: list[tuple[list[dict[str, str]], str | None]] = [
             {"recipe": x, "plan": x, "fit": x, "data": y}
             for x, y in (("a", "a"), ("b", "a"), ("a", "b"), ("a", "a"))
         ],
-        "ConfigError: 2 things differ between the ranks:\n"
-        "  - the recipe of rank 1 differs from that of ranks 0, 2-3, and so do the plan, the fit; start every node with the same "
-        "recipe file and the same --set.\n"
-        "  - the data of rank 2 differs from that of ranks 0-1, 3; give every node the same cache (data.cache): one folder that "
-        "all see, or whole copies of one.",
+        "ConfigError: 2 problems:\n"
+        "  - the recipe of rank 1 differs from the recipe of ranks 0, 2-3, and so do the plan, the fit; start every node with "
+        "the same recipe file and the same --set.\n"
+        "  - the data of rank 2 differs from the data of ranks 0-1, 3; give every node the same cache (data.cache): one shared "
+        "folder, or complete copies.",
     ),
 ]
 
 
 def compare_parts(cases: list[list[dict[str, str]]]) -> list[Said]:
     rank, _, device = init_process_group()
-    return [caught(lambda ranks=ranks: check_agreement(ranks[rank], device)) for ranks in cases]
+    return [caught(lambda ranks=ranks: check_agreement(ranks[rank], device, FIXES)) for ranks in cases]
 
 
 def test_a_difference_is_named_on_every_rank(run_world):
@@ -236,15 +237,15 @@ def compare_runs(model: Path, out: Path, odd: int) -> tuple[dict[str, Said], flo
     _, _, device = init_process_group()
     said, slowest = {}, 0.0
     for name, run in runs.items():
-        parts = plan_digests(run)
+        parts = run_digests(run)
         started = time.perf_counter()
-        said[name] = caught(lambda parts=parts: check_agreement(parts, device))
+        said[name] = caught(lambda parts=parts: check_agreement(parts, device, FIXES))
         slowest = max(slowest, time.perf_counter() - started)
     start = 1 if is_odd else 0
-    said["start"] = caught(lambda: check_agreement(plan_digests(mock, start), device))
+    said["start"] = caught(lambda: check_agreement(run_digests(mock, start), device, FIXES))
     if is_odd:
-        watchdog.__version__ = "0.0.9"
-    said["software"] = caught(lambda: check_agreement(plan_digests(mock), device))
+        rank_checks.__version__ = "0.0.9"
+    said["software"] = caught(lambda: check_agreement(run_digests(mock), device, FIXES))
     return said, slowest
 
 
@@ -259,7 +260,7 @@ def test_a_job_that_is_not_the_same_everywhere(
     found = {name: sentence(said_of) for name, said_of in said.items()}
 
     def differs(name: str, key: str) -> str:
-        return f"ConfigError: the {name} of rank {odd} ({key}) differs from that of {others}"
+        return f"ConfigError: the {name} of rank {odd} ({key}) differs from the {name} of {others}"
 
     cause = differs("recipe", "optim.lr=0.002, not 0.001")
     assert found["recipe"].startswith(f"{cause}, and so does the DeepSpeed config; start every node with")
@@ -268,7 +269,7 @@ def test_a_job_that_is_not_the_same_everywhere(
     assert "(num_layers=7, not" in found["model"]
     assert differs("context parallelism", "ulysses_degree=2, not 1") in found["degrees"]
     assert found["data"].startswith(f"DataError: the data of rank {odd} (contents=")
-    assert f"differs from that of {others}; give every node the same cache" in found["data"]
+    assert f"differs from the data of {others}; give every node the same cache" in found["data"]
     assert found["plan"].startswith(f"ConfigError: the plan of rank {odd} (bins=")
     assert "(start_step=1, not 0)" in found["start"]
     assert "(wands=0.0.9, not " in found["software"]
@@ -283,7 +284,7 @@ def test_the_plan_is_that_of_the_epoch(tiny_pipeline: Path, tmp_path: Path):
     plans = [run.sampler.epoch_plan(epoch).steps for epoch in range(9)]  # seven clips: some epochs are alike
     assert 1 < len({bins_digest(steps) for steps in plans}) == len(set(plans))
     for step in (0, 1, per_epoch - 1, per_epoch, 2 * per_epoch):
-        parts = plan_digests(run, step)
+        parts = run_digests(run, step)
         assert bins_digest(run.sampler.epoch_plan(step // per_epoch).steps) in parts["plan"]
     assert (
         bins_digest((((0, 1), (2,)),)) != bins_digest((((0,), (1, 2)),)) != bins_digest((((0,),), ((1, 2),)))
@@ -302,10 +303,10 @@ def test_the_digest_of_the_data_sees_names_lengths_and_order(tiny_pipeline: Path
 
         other = Other()
         other.keys = keys
-        return plan_digests(replace(run, data=other))["data"]
+        return run_digests(replace(run, data=other))["data"]
 
     keys, lengths = run.data.keys, run.seq_lens
-    assert data_of(list(keys), lengths.copy()) == plan_digests(run)["data"]
+    assert data_of(list(keys), lengths.copy()) == run_digests(run)["data"]
     longer = lengths.copy()
     longer[3] += 1
     others = [
@@ -315,14 +316,14 @@ def test_the_digest_of_the_data_sees_names_lengths_and_order(tiny_pipeline: Path
         data_of(keys, np.roll(lengths, 1)),
         data_of(["\udcff.mp4", *keys[1:]], lengths),  # a file name that is not Unicode
     ]
-    assert len({plan_digests(run)["data"], *others}) == 6
+    assert len({run_digests(run)["data"], *others}) == 6
 
 
 # ---- weights
 
 
 def after_step(number: int, look: Callable[[Any], Any], found: list[Any]) -> None:
-    """Make the loop call `look(engine)` after optimizer step `number` (0: after each), and nothing else of the watchdog."""
+    """Make the loop call `look(engine)` after optimizer step `number` (0: after each); no other consistency check runs."""
     from wands.train import loop
 
     right, steps = loop.train_step, []
@@ -394,12 +395,12 @@ def test_weights_that_drifted_are_named(
     results = run_world(world_size, drift, tiny_pipeline, tmp_path, zero(stage), odd)
     first, last, clean, one, end, two, every, num_whole, restored = zip(*results, strict=True)
     assert clean == restored == (None,) * world_size
-    who = f"of rank {odd} against {others}; go on from the last checkpoint"
-    assert "DataError: the weights of the ranks have drifted apart (1 of " in sentence(one)
+    who = f"of rank {odd} against {others}; continue from the last checkpoint"
+    assert "DataError: the weights of the ranks differ (1 of " in sentence(one)
     assert f"parameters): {first[0]} {who}" in sentence(one)
     assert f"parameters): {last[0]} {who}" in sentence(end)
     assert f"parameters): {first[0]} {who}" in sentence(two)
-    assert f"apart ({num_whole[0]} of " in sentence(every)
+    assert f"differ ({num_whole[0]} of " in sentence(every)
     assert f" and {num_whole[0] - 3} more {who}" in sentence(every)
 
 
@@ -422,7 +423,10 @@ def two_drifts(model: Path, out: Path) -> tuple[Said, list[str]]:
 def test_two_ranks_drift_apart(tiny_pipeline: Path, tmp_path: Path, run_world):
     said, names = zip(*run_world(3, two_drifts, tiny_pipeline, tmp_path), strict=True)
     one, two = names[0]
-    assert f"{one} of rank 0 against ranks 1-2; {two} of rank 1 against ranks 0, 2; go on" in sentence(said)
+    assert (
+        f"{one} of rank 0 against ranks 1-2; {two} of rank 1 against ranks 0, 2; continue from"
+        in sentence(said)
+    )
 
 
 def read_shards(model: Path, out: Path) -> list[Any]:
@@ -554,7 +558,11 @@ def train_with(model: Path, out: Path, odd_override: tuple[str, ...], odd_ds: in
 @pytest.mark.parametrize(
     ("override", "stage", "named"),
     [
-        (("train.seed=3",), 2, "the recipe of rank 1 (train.seed=3, not 0) differs from that of rank 0"),
+        (
+            ("train.seed=3",),
+            2,
+            "the recipe of rank 1 (train.seed=3, not 0) differs from the recipe of rank 0",
+        ),
         ((), 3, "the DeepSpeed config of rank 1 (zero_optimization.stage=3, not 2)"),
         (("packing.max_tokens=30",), 2, "the recipe of rank 1 (packing.max_tokens=30, not 24)"),
     ],
@@ -588,10 +596,12 @@ def train_with_drift(model: Path, out: Path, resume: bool) -> Said:
 
 def test_training_stops_when_weights_drift_in_its_first_step(tiny_pipeline: Path, tmp_path: Path, run_world):
     said = run_world(2, train_with_drift, tiny_pipeline, tmp_path, False)
-    assert "the weights of the ranks have drifted apart (1 of" in sentence(said)
+    assert "the weights of the ranks differ (1 of" in sentence(said)
     assert not (tmp_path / "checkpoints").exists()  # nothing bad was saved
     run_world(2, run_training, tiny_pipeline, tmp_path, ("train.max_steps=2", "checkpoint.every=1"), zero(0))
-    assert "drifted apart" in sentence(run_world(2, train_with_drift, tiny_pipeline, tmp_path, True))
+    assert "the weights of the ranks differ" in sentence(
+        run_world(2, train_with_drift, tiny_pipeline, tmp_path, True)
+    )
 
 
 def check_on_demand(model: Path, out: Path, drift: bool) -> tuple[Said, list[str], bool]:
@@ -621,10 +631,9 @@ def test_a_check_on_demand(drift: bool, tiny_pipeline: Path, tmp_path: Path, run
     said, lines, left = zip(*results, strict=True)
     assert not any(left)
     if drift:
-        assert "weights of the ranks have drifted apart" in sentence(said)
+        assert "weights of the ranks differ" in sentence(said)
     else:
         assert said == (None, None)
         assert any(
-            re.fullmatch(r"step 2: \d+ parameters and the plan are the same on all ranks", s)
-            for s in lines[0]
+            re.fullmatch(r"step 2: \d+ parameters and the plan are equal on all ranks", s) for s in lines[0]
         )

@@ -77,7 +77,7 @@ def test_a_run_on_two_sources_resumed_is_the_run(tiny_pipeline: Path, overrides,
 
 def test_the_start_block_names_sources_and_split(tiny_pipeline: Path, overrides, tmp_path: Path):
     run = make_run(tiny_pipeline, tmp_path, (*overrides, "data.holdout=0.4"), world_size=1)
-    lines = [line.strip() for line in start_block(run, 0).splitlines()]
+    lines = [line.strip() for line in start_block(run).splitlines()]
     held = sum(len(part.data.keys) - len(part.chosen) for part in run.data.parts)
     assert 0 < held < 11
     assert f"split train (data.holdout=0.4): {11 - held} clips to train on, {held} held out" in lines

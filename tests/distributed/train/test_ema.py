@@ -26,11 +26,18 @@ from wands.commands.export import export
 from wands.config.recipe import EmaConfig
 from wands.errors import CheckpointError, ConfigError
 from wands.export.model_card import RECORD_FILE, FolderContents, build_card
+from wands.model.files.checkpoint_files import (
+    STATE_FILE,
+    average_file,
+    find_checkpoint,
+    load_average,
+    load_exported_state,
+    load_full_weights,
+    load_lora_of,
+)
 from wands.model.files.lora_files import LORA_FILE
 from wands.sampling.pipeline import load_pipeline
 from wands.train import ema, loop
-from wands.train.checkpoint import STATE_FILE, find_checkpoint, load_exported_state
-from wands.train.checkpoint_weights import load_full_weights, load_lora_of
 from wands.train.summary import start_block
 
 Weights = dict[str, torch.Tensor]
@@ -247,7 +254,7 @@ def test_on_the_host_or_beside_the_weights_it_has_the_same_bits(
     for rank, where in itertools.product(range(3), ("cpu", "gpu")):
         share(rank, where)
     truth = averaged([{name: value.to(device) for name, value in one.items()} for one in series], 0.9)
-    host, beside = (ema.load_average(tmp_path / where / "part") for where in ("cpu", "gpu"))
+    host, beside = (load_average(tmp_path / where / "part") for where in ("cpu", "gpu"))
     assert same(host, beside)
     for name, value in truth.items():
         torch.testing.assert_close(host[name], value.cpu(), rtol=1e-6, atol=1e-7)
@@ -303,7 +310,7 @@ def test_turned_off_and_on_again(finished: Finished, tiny_pipeline: Path, tmp_pa
         [series], said = worlds[2].run(watched_run, tiny_pipeline, run, settings, zero(2), True)[0]
         return series, said
 
-    assert "ema is not in the recipe: the checkpoint's average is left behind" in go_on(5)[1]
+    assert "ema is not in the recipe: the checkpoint's average is ignored" in go_on(5)[1]
     with pytest.raises(
         CheckpointError, match=r"step_00000005 holds no average .* leave --ema out, or train with"
     ):
@@ -312,7 +319,7 @@ def test_turned_off_and_on_again(finished: Finished, tiny_pipeline: Path, tmp_pa
         export(run, tmp_path / "out", ema=True)
     assert not (tmp_path / "out").exists()
     series, said = go_on(6, *PLAIN)
-    assert "the checkpoint holds no average: ema starts as the weights are at step 5" in said
+    assert "the checkpoint has no average: ema starts from the weights at step 5" in said
     assert same(load_exported_state(run, ema=True), averaged(series, 0.7))
     before = load_exported_state(run, ema=True)
     series, _ = go_on(7, "ema.decay=0.2", "ema.warmup=false")  # today's decay is in force
@@ -324,7 +331,7 @@ def test_an_average_that_is_cut_otherwise_is_refused(
 ):
     run = shutil.copytree(finished("zero2")[0], tmp_path / "run")
     step = find_checkpoint(run)[0]
-    first, second = (step / "transformer" / ema.average_file(rank) for rank in (0, 1))
+    first, second = (step / "transformer" / average_file(rank) for rank in (0, 1))
     first.rename(tmp_path / "first")
     second.rename(first)
     (tmp_path / "first").rename(second)
@@ -337,10 +344,10 @@ def test_an_average_that_is_cut_otherwise_is_refused(
 
 def test_an_average_that_is_not_whole_is_refused(finished: Finished, tmp_path: Path):
     folder = shutil.copytree(find_checkpoint(finished("zero3")[0])[0], tmp_path / "step") / "transformer"
-    whole = ema.load_average(folder)
-    (folder / ema.average_file(1)).rename(folder / "gone")
-    with pytest.raises(CheckpointError, match=r"the average of .* is not whole"):
-        ema.load_average(folder)
+    whole = load_average(folder)
+    (folder / average_file(1)).rename(folder / "gone")
+    with pytest.raises(CheckpointError, match=r"the average of .* is incomplete"):
+        load_average(folder)
     assert len(whole) > 1
 
 
@@ -350,14 +357,14 @@ def test_keys_that_make_no_sense(tiny_pipeline: Path, tmp_path: Path):
             make_run(tiny_pipeline, tmp_path, (f"ema.{key}={value}",), world_size=1)
     nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     with pytest.raises(
-        ConfigError, match=r"offload_optimizer\.device=nvme keeps the weights that ema averages on disk"
+        ConfigError, match=r"ema cannot be used with zero_optimization\.offload_optimizer\.device=nvme"
     ):
         make_run(tiny_pipeline, tmp_path, PLAIN, {"zero_optimization": nvme}, world_size=1)
 
 
 def test_the_start_block_says_so(tiny_pipeline: Path, tmp_path: Path):
     training_run = make_run(tiny_pipeline, tmp_path, ("ema.decay=0.999", "ema.every=5"), world_size=1)
-    assert "ema decay 0.999, warm-up, every 5 steps, on cpu\n" in start_block(training_run, 0)
+    assert "ema decay 0.999, warm-up, every 5 steps, on cpu\n" in start_block(training_run)
     assert EmaConfig() == make_run(tiny_pipeline, tmp_path, ("ema={}",), world_size=1).recipe.ema
 
 

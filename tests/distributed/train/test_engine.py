@@ -14,11 +14,12 @@ import torch
 from tests.support.runs import groups_of, make_run
 from tests.support.steps import zero
 from tests.support.world import WorldPool
+from wands.config.deepspeed import build_ds_config, learning_rate, load_ds_config
+from wands.config.deepspeed_rules import KNOWN_KEYS, UNUSED_KEYS
 from wands.config.recipe import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.errors import ConfigError
 from wands.train import engine
-from wands.train.ds_config import _KNOWN, _NOT_HERE, build_ds_config, learning_rate, load_ds_config
 from wands.train.engine import build_model, build_schedule, check_offload
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -90,11 +91,11 @@ def test_keys_without_effect_are_refused_with_their_cure():
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
-            "warmup_num_steps=auto is filled in by",
+            "warmup_num_steps=auto is not supported here",
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"lrr": 1e-4}}},
-            "optimizer.params.lrr is no key of AdamW; did you mean lr?",
+            "optimizer.params.lrr is not a key of AdamW; did you mean lr?",
         ),
     ],
 )
@@ -206,16 +207,16 @@ def test_an_adam_that_does_not_build_is_refused_early(monkeypatch: pytest.Monkey
 def test_misspelt_keys_are_refused():
     text = refusal({"zero_optimisation": {"stage": 3}, "gradient_cliping": 1.0, "quux": 1})
     assert (
-        "zero.json: zero_optimisation is no key of a DeepSpeed config; did you mean zero_optimization?"
+        "zero.json: zero_optimisation is not a key of a DeepSpeed config; did you mean zero_optimization?"
         in text
     )
-    assert "gradient_cliping is no key of a DeepSpeed config; did you mean gradient_clipping?" in text
-    assert "quux is no key of a DeepSpeed config; remove it." in text
+    assert "gradient_cliping is not a key of a DeepSpeed config; did you mean gradient_clipping?" in text
+    assert "quux is not a key of a DeepSpeed config; use one of zero_optimization, " in text
 
 
-@pytest.mark.parametrize("key", sorted(_NOT_HERE))
+@pytest.mark.parametrize("key", sorted(UNUSED_KEYS))
 def test_each_idle_key_is_refused(key: str):
-    assert f"zero.json: {key} would do nothing here; {_NOT_HERE[key]}." in refusal({key: {}})
+    assert f"zero.json: {key} would do nothing here; {UNUSED_KEYS[key]}." in refusal({key: {}})
 
 
 def test_deepspeed_reads_every_key_that_is_let_through():
@@ -231,27 +232,27 @@ def test_deepspeed_reads_every_key_that_is_let_through():
 
     modules = (constants, comm, profiling, swap, zero, timers, deepspeed.monitor.config)
     source = "".join(map(inspect.getsource, modules)).replace("'", '"')
-    assert [key for key in _KNOWN if f'"{key}"' not in source] == []
+    assert [key for key in KNOWN_KEYS if f'"{key}"' not in source] == []
 
 
 @pytest.mark.parametrize(
     ("user", "said"),
     [
-        ({"optimizer": {"params": {}}}, "optimizer.type must name one, for example AdamW"),
+        ({"optimizer": {"params": {}}}, "optimizer.type is missing; name one, for example AdamW"),
         ({"optimizer": {"type": "AdamW", "params": 3}}, "optimizer.params=3 must be an object"),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}},
             'optimizer.params.lr="fast" must be a number',
         ),
         ({"optimizer": None}, "optimizer=null must be an object"),
-        ({"scheduler": {"params": {}}}, "scheduler.type must name one"),
+        ({"scheduler": {"params": {}}}, "scheduler.type is missing; name one"),
         ({"bf16": True}, "bf16=true must be an object"),
         ({"gradient_clipping": True}, "gradient_clipping=true must be a number"),
         ({"train_batch_size": "2"}, 'train_batch_size="2" must be a whole number'),
         ({"wall_clock_breakdown": 1}, "wall_clock_breakdown=1 must be true or false"),
         ({"zero_optimization": 3}, "zero_optimization=3 must be an object"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: Input should be 0, 1, 2"),
-        ({"zero_optimization": {"stag": 2}}, "zero_optimization.stag: is no key of a DeepSpeed config"),
+        ({"zero_optimization": {"stag": 2}}, "zero_optimization.stag: is not a key of a DeepSpeed config"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "disk"}}},
             "zero_optimization.offload_optimizer.device: Input should be 'none', 'cpu' or 'nvme'",
@@ -263,7 +264,8 @@ def test_wrong_types_join_the_one_report(user: dict[str, Any], said: str):
     assert f"zero.json: {said}" in text
     assert "amp would do nothing here" in text
     assert "gradient_accumulation_steps=7 contradicts" in text
-    assert len(text.splitlines()) == 3
+    assert len(text.splitlines()) == 4
+    assert text.startswith("3 problems:\n")
 
 
 def test_zero_3s_weights_are_their_own_masters_where_they_are_the_same():
@@ -350,7 +352,10 @@ def test_unreadable_json(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_ds_config(tmp_path / "no.json")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ConfigError, match="is not JSON"):
+    with pytest.raises(
+        ConfigError,
+        match=r"bad\.json cannot be read \(Expecting property name.*; give the path of a JSON file",
+    ):
         load_ds_config(tmp_path / "bad.json")
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ConfigError, match="JSON object"):

@@ -15,10 +15,11 @@ from tests.support.steps import Grid, optimizer_step, save_random_lora, worst, z
 from tests.support.world import WorldPool
 from wands.commands.train import run_train
 from wands.errors import CheckpointError, ConfigError
+from wands.model.files.checkpoint_files import load_exported_state
 from wands.model.files.loading import load_weights
 from wands.model.files.lora_files import LORA_FILE
 from wands.model.files.lora_keys import LoraPair, lora_to_diffusers
-from wands.train.checkpoint import load_exported_state
+from wands.train.resume import check_resumable
 
 LORA = ("lora.rank=4", "lora.alpha=6", "lora.targets=all-linear")
 CELLS = [(3, Grid(1, 1, 2))]
@@ -155,7 +156,7 @@ def test_settings_that_exclude_each_other(tiny_pipeline: Path, tmp_path: Path):
 
 def test_a_resume_that_would_train_something_else_is_refused(tiny_pipeline: Path, tmp_path: Path):
     """The base and the places of a LoRA are not in its checkpoint: the recipe must say the same."""
-    from wands.train.loop import build_state
+    from wands.train.checkpoint import build_state
 
     training_run = make_run(tiny_pipeline, tmp_path, LORA, world_size=1)
     state = build_state(training_run, 2, 0, [])
@@ -166,7 +167,8 @@ def test_a_resume_that_would_train_something_else_is_refused(tiny_pipeline: Path
             name: value and {**(recipe[name] or {}), **value} if value else None
             for name, value in sections.items()
         }
-        state.check_resumable(
+        check_resumable(
+            state,
             where="there",
             world_size=1,
             zero_stage=state.zero_stage,

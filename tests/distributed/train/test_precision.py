@@ -18,15 +18,15 @@ from tests.support.world import WorldPool
 from wands.config.recipe import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
+from wands.model.files.checkpoint_files import load_exported_state, load_full_weights, load_lora_of
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
 from wands.model.lora import MergedLoras
 from wands.model.quantize import QuantizedLinear
 from wands.model.weight_dtypes import WeightDtypePolicy, stored_bytes
-from wands.train.checkpoint import load_exported_state
-from wands.train.checkpoint_weights import load_full_weights, load_lora_of
+from wands.train.checkpoint import build_state
 from wands.train.engine import build_model
-from wands.train.loop import build_state
 from wands.train.precision import split_by_dtype, weight_dtype_policy
+from wands.train.resume import check_resumable
 from wands.train.summary import start_block
 
 LORA = ("lora.rank=4", "lora.alpha=6", "lora.targets=all-linear", "train.bins_per_step=2")
@@ -290,7 +290,7 @@ def test_the_losses_stay_in_their_band(steps: int, tiny_pipeline: Path, tmp_path
         (("precision.compute=fp32", "lora.rank=4"), {"stage": 2}, "would round weights"),
         ((), {"stage": 0}, "has no fp32 masters at ZeRO-0"),
         ((), {"stage": 3}, "would cost memory in a full finetune at ZeRO-3"),
-        ((), {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "on the host at ZeRO-2"),
+        ((), {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "in bf16 on the host at ZeRO-2"),
         (("optim.name=muon", "optim.grad_clip=0"), {"stage": 2}, "is not for optim.name=muon"),
     ],
 )
@@ -348,7 +348,8 @@ def test_a_resume_on_other_weights_is_refused(tiny_pipeline: Path, tmp_path: Pat
     def resume(theirs: dict[str, Any], **sections: dict[str, Any]) -> None:
         ours = {name: {**state.recipe[name], **section} for name, section in sections.items()}
         object.__setattr__(state, "recipe", theirs)
-        state.check_resumable(
+        check_resumable(
+            state,
             where="there",
             world_size=1,
             zero_stage=state.zero_stage,
@@ -378,17 +379,17 @@ def test_a_resume_on_other_weights_is_refused(tiny_pipeline: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("overrides", "lines"),
     [
-        ((), ["weights fp32 (bf16 copies are made to multiply)"]),
+        ((), ["weights fp32 (bf16 copies for matmuls)"]),
         (
             ("precision.weights=bf16", "precision.reduce=bf16"),
             [
                 "weights bf16 (linear layers, patches), fp32 (time embedding, modulation, norms, head)",
-                "masters fp32, from the rounded weights; gradients made in bf16, reduced in bf16",
+                "masters fp32, initialised from the rounded weights; gradients computed in bf16, reduced in bf16",
             ],
         ),
         (
             ("lora.rank=4", "lora.quantize=nf4"),
-            ["base in nf4: the linear layers of the blocks; embeddings, modulation, norms and head are not"],
+            ["base in nf4: linear layers of the blocks; not embeddings, modulation, norms and head"],
         ),
     ],
 )
@@ -396,5 +397,5 @@ def test_the_start_block_says_it(
     overrides: tuple[str, ...], lines: list[str], tiny_pipeline: Path, tmp_path: Path
 ):
     training_run = make_run(tiny_pipeline, tmp_path, ("precision.compute=bf16", *overrides), world_size=1)
-    block = start_block(training_run, 0).splitlines()
+    block = start_block(training_run).splitlines()
     assert all(any(line.endswith(wanted) for line in block) for wanted in lines)

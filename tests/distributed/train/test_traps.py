@@ -16,9 +16,9 @@ from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError
 from wands.flow import rng as keys
 from wands.flow.noise import add_noise
+from wands.model.files.checkpoint_files import find_checkpoint
 from wands.train import checkpoint as checkpoint_module
 from wands.train.batches import rank_shards
-from wands.train.checkpoint import find_checkpoint
 from wands.train.engine import build_engine, build_model
 from wands.train.step import train_step
 
@@ -32,7 +32,7 @@ def run_with_a_resume_bug(
     model: Path, out: Path, overrides: tuple[str, ...], bug: str
 ) -> list[dict[str, Any]]:
     """Resume with one thing forgotten."""
-    from wands.train import loop
+    from wands.train import loop, resume
 
     if bug == "data":
         right = loop.prefetched
@@ -43,14 +43,14 @@ def run_with_a_resume_bug(
             for part, engine in engines.items():
                 engine.load_checkpoint(str(path), tag=part, load_optimizer_states=False)
 
-        loop.load_checkpoint = weights_only
+        resume.load_checkpoint = weights_only
     elif bug == "schedule":
 
         def no_schedule(engines: dict[str, Any], path: Path) -> None:
             for part, engine in engines.items():
                 engine.load_checkpoint(str(path), tag=part, load_lr_scheduler_states=False)
 
-        loop.load_checkpoint = no_schedule
+        resume.load_checkpoint = no_schedule
     return run_training(model, out, overrides, ZERO2, resume=True)
 
 

@@ -14,8 +14,8 @@ from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.steps import Grid, optimizer_step, stock_gradients, worst, zero
 from tests.support.world import WorldPool
 from wands.errors import ConfigError
-from wands.train import run as run_module
-from wands.train.checkpoint import find_checkpoint, load_exported_state
+from wands.model.files.checkpoint_files import find_checkpoint, load_exported_state
+from wands.train import weights as weights_module
 
 TOLERANCE = 1e-5
 ONE_EXPERT = ("model.experts=high",)
@@ -100,7 +100,7 @@ def test_of_sources_visited_in_part_the_rows_visited_count(pipelines: dict[str, 
 
 
 def test_first_frames_are_for_models_that_take_them(tiny_pipeline: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"flow\.i2v_ratio=0\.3 is for TI2V models"):
+    with pytest.raises(ConfigError, match=r"flow\.i2v_ratio=0\.3 applies to TI2V models"):
         make_run(tiny_pipeline, tmp_path, ("flow.i2v_ratio=0.3",), world_size=1)
 
 
@@ -208,18 +208,18 @@ def test_the_histogram_is_that_of_each_expert(pipelines: dict[str, Path]):
 
 
 def test_experts_of_a_model_that_has_one(tiny_pipeline: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"model\.experts=high is for models of two experts"):
+    with pytest.raises(ConfigError, match=r"model\.experts=high applies to models with two experts"):
         make_run(tiny_pipeline, tmp_path, ONE_EXPERT)
 
 
 def test_experts_that_are_not_alike(
     pipelines: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    load = run_module.load_config
+    load = weights_module.load_config
 
     def other(path: str, part: str = "transformer") -> dict[str, Any]:
         return load(path, part) | ({"num_layers": 7} if part == "transformer_2" else {})
 
-    monkeypatch.setattr(run_module, "load_config", other)
+    monkeypatch.setattr(weights_module, "load_config", other)
     with pytest.raises(ConfigError, match="two experts differ in num_layers"):
         make_run(pipelines["wan2.2-t2v-a14b"], tmp_path)

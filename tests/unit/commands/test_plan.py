@@ -15,10 +15,10 @@ from wands.cli import main
 from wands.commands import train as commands_train
 from wands.commands.plan import plan, what_fits
 from wands.commands.train import run_train
+from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.recipe import load_recipe
 from wands.errors import ConfigError
 from wands.planning.hardware import MACHINES, Machine, machine_named
-from wands.train.ds_config import build_ds_config, load_ds_config
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = {
@@ -80,7 +80,7 @@ def test_more_memory_needs_less_sharing_and_more_gpus_are_faster():
 
 
 def seconds_of(report: str) -> float:
-    return float(re.search(r"time +([\d.]+) s a step", report)[1])
+    return float(re.search(r"time +([\d.]+) s per step", report)[1])
 
 
 def test_a_machines_own_numbers_count():
@@ -143,12 +143,12 @@ def test_a_loras_frozen_base_has_no_states():
     ("options", "words"),
     [
         ({"hardware": "rtx4090", "gpus": 1}, "nothing fits 1 x RTX 4090 24 GB: the least is"),
-        ({"hardware": "abacus"}, "--hardware abacus is no machine that wands knows; use one of h100"),
+        ({"hardware": "abacus"}, "--hardware abacus is not a known machine; use one of h100"),
         ({"gpus": 12}, "--gpus 12 must be a multiple of 8"),
         ({"size": "big"}, "--size big is neither 480p, 720p nor HEIGHTxWIDTH"),
         ({"size": "8x8"}, "--size 8x8 is smaller than a token"),
-        ({"overrides": ("model.experts=high",)}, "model.experts=high is for models of two experts"),
-        ({"variant": "wan9"}, "--variant wan9 is no published model; use one of wan2.1-t2v-1.3b"),
+        ({"overrides": ("model.experts=high",)}, "model.experts=high applies to models with two experts"),
+        ({"variant": "wan9"}, "--variant wan9 is not a published model; use one of wan2.1-t2v-1.3b"),
         ({"deepspeed": "zero9"}, "--deepspeed zero9 cannot be read"),
     ],
 )
@@ -232,7 +232,7 @@ def test_train_refuses_what_does_not_fit_and_names_a_cure_that_does(train):
     needed = float(re.search(r"memory +about ([\d.]+) MiB per rank", enough)[1]) * 2**20
     with pytest.raises(ConfigError, match="that a small host has for tensors of a rank") as refused:
         train(0.9 * needed)
-    cure = re.search(r"; set (.*?)\. --force starts all the same", str(refused.value))[1]
+    cure = re.search(r"; set (.*?)\. --force starts anyway", str(refused.value))[1]
     with pytest.raises(Started):
         train(0.9 * needed, *cure.split(" and "))
 
@@ -253,7 +253,7 @@ def test_a_cure_leaves_degrees_that_were_asked_for(train, monkeypatch):
 
 def test_dry_run_and_force_only_say_so(train):
     assert "memory may not be enough: this run needs about" in train(1e6, dry_run=True)
-    with pytest.raises(ConfigError, match="no setting fits; take more or larger GPUs"):
+    with pytest.raises(ConfigError, match="no setting fits; use more or larger GPUs"):
         train(1e6)
     with pytest.raises(Started):
         train(1e6, force=True)

@@ -26,7 +26,7 @@ from wands.commands.push import push
 from wands.errors import WandsError
 from wands.export import model_card
 from wands.export import upload as hub_repo
-from wands.train.state import TrainState
+from wands.model.files.checkpoint_files import TrainState
 
 TOKEN = "hf_SecretOfAlice0123456789"
 NAME = "alice/wan-tiny"

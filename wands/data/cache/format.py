@@ -146,22 +146,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, Any]]:
-    """Return all differences of two nested JSON values: (dotted name, value in ours, value in theirs)."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return [
-            difference
-            for key in sorted(ours.keys() | theirs.keys())
-            for difference in differences(ours.get(key), theirs.get(key), f"{name}.{key}" if name else key)
-        ]
-    return [] if ours == theirs else [(name, ours, theirs)]
-
-
-def first_difference(ours: Any, theirs: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """Return the first of the `differences`."""
-    return next(iter(differences(ours, theirs, name)), None)
-
-
 # ---- index
 
 

@@ -25,7 +25,6 @@ from wands.data.cache.format import (
     array_names,
     checksum,
     digest,
-    first_difference,
     from_bits,
     open_shard,
     plain,
@@ -40,6 +39,7 @@ from wands.data.cache.writer import CacheWriter
 from wands.data.collate import Sample
 from wands.data.patchify import blank_other_frames
 from wands.errors import CacheError
+from wands.files import first_difference
 from wands.variants import Variant
 
 __all__ = ["CacheIndex", "CacheWriter", "LatentCache"]

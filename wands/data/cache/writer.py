@@ -32,7 +32,6 @@ from wands.data.cache.format import (
     IndexEntry,
     build_manifest,
     checksum,
-    differences,
     digest,
     disk_error,
     from_bits,
@@ -50,7 +49,7 @@ from wands.data.cache.format import (
 )
 from wands.data.cache.write_ahead_log import LogRecord, read_records
 from wands.errors import CacheError
-from wands.files import publish
+from wands.files import differences, publish
 from wands.variants import Variant
 
 SLACK = 1 << 17

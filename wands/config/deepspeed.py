@@ -1,0 +1,255 @@
+"""Merge the DeepSpeed JSON with the recipe.
+
+The JSON keeps what the user wrote: ZeRO stage, offload, optimizer, scheduler, buckets, profiler. wands adds the batch
+arithmetic, the precision, and the parts of optimizer, scheduler and clipping that the JSON leaves out. A key that contradicts
+the recipe, that DeepSpeed does not know, or that would do nothing here is an error that names both files.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from wands.config.deepspeed_rules import (
+    ADAM_TYPES,
+    check_ema,
+    check_json,
+    check_optimizer,
+    check_weight_dtypes,
+    offload_device,
+)
+from wands.config.optimizer_kinds import ADAM_KEYS, KINDS, kind_of
+from wands.config.recipe import OptimConfig, Recipe
+from wands.errors import ConfigError
+from wands.files import read_json
+
+Names = tuple[str, str]
+REDUCE_BUCKET_SIZE = 500_000_000
+"""Gradients in a bucket if the JSON does not set reduce_bucket_size: DeepSpeed's own default."""
+
+
+def load_ds_config(path: str | Path | None) -> dict[str, Any]:
+    """Read a DeepSpeed JSON.
+
+    Args:
+        path: a file, or the name of a file in ds_configs/ such as ``zero3``. None means ZeRO-2.
+
+    Raises:
+        ConfigError: if the file is missing or is not a JSON object.
+    """
+    if path is None:
+        return {"zero_optimization": {"stage": 2}}
+    folder = Path(str(resources.files("wands"))) / "ds_configs"
+    shipped = folder / f"{path}.json"
+    config = read_json(
+        shipped if shipped.is_file() and not Path(path).exists() else Path(path),
+        label=f"--deepspeed {path}",
+        fix=f"give the path of a JSON file, or one of {', '.join(sorted(p.stem for p in folder.glob('*.json')))}.",
+    )
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"--deepspeed {path} contains a {type(config).__name__}, but must contain a JSON object; fix the file."
+        )
+    return config
+
+
+def build_ds_config(
+    user: Mapping[str, Any],
+    recipe: Recipe,
+    *,
+    world_size: int,
+    device_type: str,
+    names: Names = ("the DeepSpeed JSON", "the recipe"),
+) -> dict[str, Any]:
+    """Complete the user's JSON with the settings of the recipe.
+
+    A recipe key counts as set if its value is not the default. A run's own recipe.yaml spells every default out, so
+    "written down" cannot be the test. The price is that the JSON silently wins over a default written down on purpose.
+
+    Args:
+        user: the JSON as read. A key with the value "auto" counts as missing.
+        recipe: the resolved recipe.
+        world_size: number of ranks.
+        device_type: "cuda" or "cpu".
+        names: names of the two files in an error.
+
+    Returns:
+        A config for `deepspeed.initialize`, optimizer and clipping included, scheduler as the user wrote it. The config is a
+        valid `user` for the same recipe and world.
+
+    Raises:
+        ConfigError: for every contradiction, every wrong type and every key without effect, in one report.
+    """
+    config = copy.deepcopy(dict(user))
+    problems = check_json(config, names[0])
+    zero = config.get("zero_optimization", {})
+    problems += _fill_batch(config, recipe, world_size, names)
+    problems += check_weight_dtypes(recipe, zero)
+    problems += _fill_precision(config, recipe, names)
+    problems += _fill_optimizer(config, recipe.optim, names)
+    problems += check_optimizer(recipe, config)
+    problems += check_ema(recipe, zero)
+    if "scheduler" in config:
+        unused = {"schedule", "warmup", "min_lr_ratio", "lr", "scale_lr", "scale_lr_base"}
+        problems += [
+            f"{names[0]}: scheduler and {names[1]}: optim.{key} are both set; keep one (with a scheduler, the learning rate "
+            "belongs in the JSON)."
+            for key in sorted(_set_keys(recipe.optim) & unused)
+        ]
+    if problems:
+        raise ConfigError(problems)
+    zero = config.setdefault("zero_optimization", {"stage": 0})
+    if recipe.optim.name == "muon" and zero.get("stage") == 3:
+        zero["reduce_scatter"] = False  # DeepSpeed does not support Muon with it
+    config.setdefault("steps_per_print", 2**31)  # wands prints its own line per step
+    _choose_adam(config, device_type)
+    return config
+
+
+def _set_keys(optim: OptimConfig) -> set[str]:
+    return {key for key, field in OptimConfig.model_fields.items() if getattr(optim, key) != field.default}
+
+
+def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: Names) -> list[str]:
+    bins, dp_size = recipe.train.bins_per_step, world_size // recipe.parallel.group_size
+    accumulation = max(bins // dp_size, 1) if dp_size else 1
+    # Without packing, the number of forwards of a bin differs from step to step. wands then sets every boundary itself,
+    # and DeepSpeed's accumulation, also in the run folder's JSON, is 1.
+    written = accumulation if recipe.packing.enabled else 1
+    # DeepSpeed counts every rank as data parallel, because it does not know of context parallelism.
+    legal_values = {
+        "train_micro_batch_size_per_gpu": ((1,), "a micro batch is one bin"),
+        "gradient_accumulation_steps": (
+            (accumulation, written),
+            f"train.bins_per_step={bins} / dp_size={dp_size}",
+        ),
+        "train_batch_size": (
+            (accumulation * world_size, written * world_size),
+            "micro batch x accumulation x ranks",
+        ),
+    }
+    problems = [
+        f"{names[0]}: {key}={config[key]} contradicts {names[1]}, which makes it {legal[0]} ({why}); remove the key."
+        for key, (legal, why) in legal_values.items()
+        if key in config and config[key] not in legal
+    ]
+    config.pop("train_batch_size", None)
+    config["train_micro_batch_size_per_gpu"] = 1
+    config["gradient_accumulation_steps"] = written
+    return problems
+
+
+def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> list[str]:
+    precision, problems = recipe.precision, []
+    for key in ("bf16", "fp16"):
+        if config.pop(key, {}).get("enabled", "auto") not in (False, "auto"):
+            problems.append(
+                f"{names[0]}: {key}.enabled would cast the fp32 parts of Wan too; remove the key and use precision.compute of "
+                f"{names[1]}."
+            )
+    autocast = precision.compute == "bf16"
+    # The listed classes are gathered and reduced in bf16. An empty list means exact fp32 traffic.
+    modules = ["torch.nn.Linear"] if precision.reduce == "bf16" else []
+    section = config.pop("torch_autocast", None)
+    if section is not None and (
+        bool(section.get("enabled")) != autocast or (autocast and section.get("dtype") != "bfloat16")
+    ):
+        problems.append(
+            f"{names[0]}: torch_autocast={section} contradicts {names[1]}: precision.compute={precision.compute}; keep one."
+        )
+    reduce = "bf16" if precision.reduce == "bf16" and not autocast else None
+    if config.get("communication_data_type", reduce) != reduce:
+        problems.append(
+            f"{names[0]}: communication_data_type would do nothing here; use precision.reduce of the recipe."
+        )
+    if autocast:
+        config["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": modules,
+        }
+    elif reduce:
+        config["communication_data_type"] = reduce
+    return problems
+
+
+def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) -> list[str]:
+    set_keys, kind = _set_keys(optim), KINDS[optim.name]
+    problems = []
+    section = config.setdefault("optimizer", {"type": kind.type, "params": {}})
+    params = section.setdefault("params", {})
+    name = kind_of(section["type"])  # None: a type that only DeepSpeed knows, which the recipe cannot name
+    if name != optim.name and (optim.name != "adamw" or name is not None):
+        fix = f"set optim.name={name}" if name else "remove optimizer from the JSON"
+        problems.append(
+            f"{names[0]}: optimizer.type={section['type']} contradicts {names[1]}: optim.name={optim.name}; {fix}."
+        )
+    elif optim.name != "adamw":
+        problems += [
+            f"{names[0]}: optimizer.params.{key} is not a setting of optim.name={optim.name}; remove the key."
+            for key in params.keys() - set(kind.keys)
+        ]
+        problems += [
+            f"{names[1]}: optim.{key} would do nothing with optim.name={optim.name}; remove the key."
+            for key in ADAM_KEYS
+            if key in set_keys and key not in kind.keys
+        ]
+    for key in kind.keys:
+        value, json_value = getattr(optim, key), params.get(key, "auto")
+        value = list(value) if isinstance(value, tuple) else value
+        if json_value == "auto":
+            params.pop(key, None)
+            if key == "lr" or section["type"].lower() in ADAM_TYPES or name or key in set_keys:
+                params[key] = value
+        elif key in set_keys and json_value != value:
+            problems.append(
+                f"{names[0]}: optimizer.params.{key}={json_value} contradicts {names[1]}: optim.{key}={value}; keep one."
+            )
+    clip = config.setdefault("gradient_clipping", optim.grad_clip)
+    if "grad_clip" in set_keys and clip != optim.grad_clip:
+        problems.append(
+            f"{names[0]}: gradient_clipping={clip} contradicts {names[1]}: optim.grad_clip={optim.grad_clip}; keep one."
+        )
+    return problems
+
+
+def offloads_optimizer(config: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer's states, and so its step, are on the host."""
+    return offload_device(config["zero_optimization"]) != "none"
+
+
+def uses_adam(config: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer is Adam or AdamW, torch's or DeepSpeed's."""
+    return config["optimizer"]["type"].lower() in ADAM_TYPES
+
+
+def _choose_adam(config: dict[str, Any], device_type: str) -> None:
+    """Prefer torch's Adam to DeepSpeed's, which is compiled on first use and needs a CUDA toolkit.
+
+    Only a GPU run with optimizer states on the host keeps DeepSpeed's Adam, because torch's is several times slower there.
+    """
+    params, offloads = config["optimizer"]["params"], offloads_optimizer(config)
+    # Only DeepSpeed's Adam has bias_correction, so a user who sets the key has chosen DeepSpeed's.
+    if uses_adam(config) and "bias_correction" not in params and not (offloads and device_type == "cuda"):
+        params.setdefault("torch_adam", True)
+        if params["torch_adam"] and device_type == "cuda" and "foreach" not in params:
+            params.setdefault("fused", True)
+    if offloads and (device_type == "cpu" or params.get("torch_adam")):
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+
+
+def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
+    """Return the peak learning rate: the optimizer's, scaled by the batch size as `optim.scale_lr` says.
+
+    A scheduler in the JSON sets absolute rates or scales the optimizer's, so `optim.scale_lr` does not apply to it.
+    """
+    lr = float(config["optimizer"]["params"]["lr"])
+    if "scheduler" in config:
+        return lr
+    optim = recipe.optim
+    ratio = recipe.train.bins_per_step / optim.scale_lr_base
+    return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optim.scale_lr]

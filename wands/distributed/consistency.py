@@ -1,0 +1,185 @@
+"""Compare values across ranks, bit by bit, and name the ranks that differ.
+
+Ranks with another configuration, other data or other weights do not fail by themselves: they hang, or train on silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wands.errors import ConfigError, DataError, WandsError
+from wands.files import differences
+
+Fixes = Mapping[str, tuple[type[WandsError], str]]
+NUM_NAMED = 3
+_CHUNK = 1 << 22
+"""Elements per hashing chunk: a few int64 temporaries of 32 MiB, for a tensor of any size."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_MULTIPLIERS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
+
+
+def check_agreement(
+    parts: Mapping[str, str], device: torch.device, fixes: Fixes = MappingProxyType({})
+) -> None:
+    """Compare named texts over all ranks; a collective call.
+
+    If all ranks agree, this costs one all-gather of 32 bytes. The texts travel only if there is a difference to name.
+
+    Args:
+        parts: name -> digest, or a JSON object whose first differing key the message names. Causes come before their
+            consequences. Ranks may have different names.
+        device: device of this rank, which the process group's backend can send from.
+        fixes: name -> class and fix of the error.
+
+    Raises:
+        ConfigError: or the class in `fixes`, if a part differs. All ranks raise the same message: the part, the ranks that
+            differ from the largest group, and the fix.
+    """
+    text = json.dumps(sorted(parts.items()))
+    digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
+    table = all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device))
+    if bool((table == table[0]).all()):
+        return
+    rank_parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rank_parts, dict(parts))
+    by_groups: dict[str, list[str]] = {}  # grouping of the ranks -> the parts with this grouping
+    for name in dict.fromkeys(chain(*rank_parts)):
+        groups = group_ranks([texts.get(name) for texts in rank_parts])
+        if len(groups) > 1:
+            by_groups.setdefault(str(groups), []).append(name)
+    messages = []
+    for name, *consequences in by_groups.values():
+        _, fix = fixes.get(name, (None, f"start every rank with the same {name}"))
+        messages.append(f"{_describe(name, consequences, [texts.get(name) for texts in rank_parts])}; {fix}.")
+    first = next(iter(by_groups.values()))[0]
+    raise fixes.get(first, (ConfigError, ""))[0](messages, agreed=True)
+
+
+def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None]) -> str:
+    """Describe a part that differs, with the parts that differ between the same ranks as its consequences."""
+    reference, *others = group_ranks(texts)
+    odd = [f"of {name_ranks(ranks)}{_first_key(texts[ranks[0]], texts[reference[0]])}" for ranks in others]
+    if rest := list(chain(*others[NUM_NAMED:])):
+        odd[NUM_NAMED:] = [f"of {len(rest)} more"]
+    also = f", and so {'do' if len(consequences) > 1 else 'does'} the {', the '.join(consequences)}"
+    return f"the {name} {', '.join(odd)} differs from the {name} of {name_ranks(reference)}{also if consequences else ''}"
+
+
+def _first_key(odd: str | None, usual: str | None) -> str:
+    """Return the first differing key of two JSON objects in brackets; nothing for digests."""
+    if odd is None or usual is None:
+        return " (missing)" if odd is None else ""
+    try:
+        found = differences(json.loads(odd), json.loads(usual))
+    except ValueError:
+        return ""
+    if not found or not found[0][0]:  # 1 and 1.0, or values without keys
+        return ""
+    key, *values = found[0]
+    here, there = (value if isinstance(value, str) else json.dumps(value) for value in values)
+    return f" ({key}={_shorten(here)}, not {_shorten(there)})"
+
+
+def _shorten(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def check_tensors_agree(names: Sequence[str], checksums: Tensor) -> None:
+    """Compare checksums over all ranks; a collective call.
+
+    Args:
+        names: names of the tensors, equal on all ranks.
+        checksums: int64 [N], from `tensor_checksum`, on a device that the process group's backend can send from.
+
+    Raises:
+        DataError: if a checksum differs. All ranks raise the same message with the names and the ranks.
+    """
+    table = all_gather(checksums).cpu().numpy()
+    columns = np.flatnonzero((table != table[0]).any(axis=0))
+    if not len(columns):
+        return
+    by_groups: dict[str, list[str]] = {}
+    for column in columns:
+        reference, *others = group_ranks(table[:, column].tolist())
+        key = f"of {name_ranks(sorted(chain(*others)))} against {name_ranks(reference)}"
+        by_groups.setdefault(key, []).append(names[int(column)])
+    clauses = []
+    for ranks, differing in by_groups.items():
+        rest = len(differing) - NUM_NAMED
+        listed = ", ".join(differing[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+        clauses.append(f"{listed} {ranks}")
+    raise DataError(
+        f"the weights of the ranks differ ({len(columns)} of {len(names)} parameters): {'; '.join(clauses[:NUM_NAMED])}; "
+        "continue from the last checkpoint with --resume. If the error returns, test the memory and the network of the "
+        "machine of these ranks.",
+        agreed=True,
+    )
+
+
+def tensor_checksum(tensor: Tensor) -> Tensor:
+    """Hash the bits of a tensor to an int64 scalar on the tensor's device.
+
+    A bijection of 64-bit integers maps the bits and the position of each element, and the results are added modulo 2^64. So a
+    change of one element always changes the sum. Any other change, such as a permutation, is missed with probability 2^-64. The
+    integer sum does not depend on the order, and NaNs are compared by their bits.
+
+    Args:
+        tensor: any shape, elements of 1, 2, 4 or 8 bytes.
+
+    Source: the finaliser of MurmurHash3 (Appleby), its multipliers and shifts.
+    """
+    bits = tensor.contiguous().flatten().view(_BITS[tensor.element_size()])
+    assert bits.numel() < 1 << 32, "a position has 32 bits"
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        positions = torch.arange(start, start + len(part), device=tensor.device)
+        mixed = part.bitwise_left_shift_(32).bitwise_or_(positions)
+        for multiplier in _MULTIPLIERS:
+            mixed ^= _high_bits(mixed)
+            mixed *= multiplier
+        mixed ^= _high_bits(mixed)
+        total += mixed.sum()
+    return total
+
+
+def _high_bits(values: Tensor) -> Tensor:
+    """Return the upper 31 bits as unsigned values; torch shifts int64 with its sign."""
+    return values.bitwise_right_shift(33).bitwise_and_((1 << 31) - 1)
+
+
+def all_gather(values: Tensor) -> Tensor:
+    """Gather a tensor from every rank: row r of [world_size, *values.shape] is rank r's."""
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, values)
+    return torch.stack(rows)
+
+
+def group_ranks(values: Sequence[Any]) -> list[list[int]]:
+    """Group the ranks by value, the largest group first; of equally large groups the one with the lowest rank first."""
+    groups: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    return sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return text such as `rank 3` or `ranks 0-2, 7`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

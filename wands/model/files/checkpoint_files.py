@@ -1,0 +1,357 @@
+"""Read the checkpoints that `wands train` saves: the state file, the trained weights, their moving average.
+
+Everything here works in one process, without the ranks that wrote the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wands.config.recipe import LoraConfig, MergeConfig
+from wands.errors import CheckpointError
+from wands.model.files.loading import load_weights
+from wands.model.files.lora_keys import LoraPair
+from wands.model.files.tensor_files import TensorFiles
+from wands.model.lora import MergedLoras, lora_pairs
+from wands.variants import Expert
+
+log = logging.getLogger(__name__)
+
+STATE_FILE = "wands_state.json"
+AVERAGE_METADATA = "wands_ema"
+_PUBLISHER = "Wan-AI/"  # a base with this prefix is an official model, whether folder or Hub id
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Training state saved with a checkpoint: the contents of `wands_state.json`.
+
+    There is no random state, because everything random is a function of the step.
+
+    Attributes:
+        step: optimizer steps made.
+        epoch: epoch of the next step, for people; it follows from `step`.
+        world_size: number of ranks that wrote the ZeRO partitions.
+        zero_stage: ZeRO stage of the partitions.
+        variant: name of the model's variant.
+        parts: subfolders of the trained DiTs in the pipeline; the checkpoint has a folder of each name.
+        transformer_config: diffusers config of each DiT, enough to rebuild it.
+        data_fingerprint: digest of keys and lengths of all samples, in order.
+        data_summary: counts for the model card.
+        recipe: the resolved recipe.
+        base: `model.path` of the run; a folder is stored as an absolute path.
+        loss: (step, loss) of the run so far, thinned to at most 2,000 points.
+        files: name -> bytes of every other file in the folder. A checkpoint is complete if all sizes agree.
+        base_on_hub: whether `base` is a Hub id. None in checkpoints of older versions, which stored a folder as the user typed
+            it. An ambiguous old `base` gets a "./" in front, so that it is never looked up on the Hub.
+    """
+
+    step: int
+    epoch: int
+    world_size: int
+    zero_stage: int
+    variant: str
+    parts: list[str]
+    transformer_config: dict[str, Any]
+    data_fingerprint: str
+    data_summary: dict[str, Any]
+    recipe: dict[str, Any]
+    base: str
+    loss: list[tuple[int, float]]
+    files: dict[str, int]
+    base_on_hub: bool | None = None
+
+    def __post_init__(self) -> None:
+        known = self.base_on_hub is not None or self.base.startswith(_PUBLISHER)
+        if self.base and not known and not self.base.startswith((".", "/")):
+            object.__setattr__(self, "base", f"./{self.base}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for json.dump."""
+        return asdict(self)
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint.
+
+    Attributes:
+        folder: the step folder.
+        state: the contents of its state file.
+    """
+
+    folder: Path
+    state: TrainState
+
+
+# ---- folders
+
+
+def step_name(step: int) -> str:
+    """Return the folder name of a step; the names sort as text."""
+    return f"step_{step:08d}"
+
+
+def list_steps(folder: Path) -> list[Path]:
+    """Return the step folders in a checkpoints folder, oldest first, without unfinished and abandoned ones."""
+    return sorted(
+        path for path in folder.glob("step_*") if path.is_dir() and re.fullmatch(r"step_\d{8}", path.name)
+    )
+
+
+def load_state(checkpoint: Path) -> TrainState:
+    """Read `wands_state.json` of a step folder and check the size of every file that it lists.
+
+    Raises:
+        CheckpointError: if the folder is not a checkpoint, or is incomplete.
+    """
+    try:
+        values = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        state = TrainState(**values)
+    except OSError:
+        raise CheckpointError(
+            f"checkpoint={checkpoint} has no {STATE_FILE}; give a folder that wands train saved."
+        ) from None
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint={checkpoint}: {STATE_FILE} is damaged ({error}); use an older step."
+        ) from None
+    for name, size in state.files.items():
+        path = checkpoint / name
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != size:
+            problem = "is missing" if actual is None else f"has {actual}"
+            raise CheckpointError(
+                f"checkpoint={checkpoint}: {name} should have {size} bytes and {problem}; use an older step."
+            )
+    return state
+
+
+def find_checkpoint(where: Path) -> Checkpoint:
+    """Resolve a step folder, a checkpoints folder or a run folder to its newest complete checkpoint.
+
+    If `latest` is missing, empty or names a damaged folder, the newest complete checkpoint is used, and the log says so.
+
+    Raises:
+        CheckpointError: if there is no complete checkpoint.
+    """
+    if (where / STATE_FILE).is_file():
+        return Checkpoint(where, load_state(where))
+    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
+    steps = list_steps(folder)[::-1]
+    latest = folder / "latest"
+    named = (
+        folder / latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else None
+    )
+    if named is not None and named in steps:
+        steps = [named, *(step for step in steps if step != named)]
+    elif steps:
+        log.warning("%s does not name a checkpoint; using the newest complete one", latest)
+    for step in steps:
+        try:
+            return Checkpoint(step, load_state(step))
+        except CheckpointError as error:
+            log.warning("%s", error)
+    raise CheckpointError(
+        f"checkpoint={where} holds no complete checkpoint; give the output_dir of a run, or a step_* folder in it."
+    )
+
+
+# ---- weights
+
+
+def load_exported_state(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, Tensor]:
+    """Assemble the trained fp32 weights of a DiT from a checkpoint's ZeRO partitions.
+
+    Args:
+        where: a step folder, or a run folder (its newest complete checkpoint).
+        part: subfolder of the DiT, one of the state's `parts`.
+        ema: read the moving average of the trained weights; frozen weights stay as they are.
+
+    Returns:
+        diffusers parameter names -> fp32 CPU tensors. For a LoRA run: PEFT's names of the LoRA's parameters only.
+
+    Raises:
+        CheckpointError: if there is no complete checkpoint, or no average.
+    """
+    checkpoint = find_checkpoint(where)
+    if not ema:
+        return _load_trained(checkpoint, part)
+    check_average(*checkpoint)
+    average, model = load_average(checkpoint.folder / part), checkpoint.state.recipe["model"]
+    if not (model.get("trainable") or model.get("freeze")):
+        return average
+    return average | _load_trained(checkpoint, part, excluded=average)
+
+
+def _load_trained(checkpoint: Checkpoint, part: str, excluded: Collection[str] = ()) -> dict[str, Tensor]:
+    """Read the weights except those named in `excluded`."""
+    folder, state = checkpoint
+    adapters_only = state.recipe.get("lora") is not None
+    weights: dict[str, Tensor] = {}
+    if state.zero_stage > 0:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            lazy = get_fp32_state_dict_from_zero_checkpoint(
+                str(folder), tag=part, exclude_frozen_parameters=adapters_only, lazy_mode=True
+            )
+            weights = {  # frozen weights have the dtype in which they were saved
+                name: tensor.contiguous().to(torch.float32, copy=True)
+                for name, tensor in lazy.items()
+                if name not in excluded
+            }
+    # DeepSpeed saves frozen weights separately only from stage 2 on.
+    if state.zero_stage == 0 or (state.zero_stage == 1 and not adapters_only):
+        module: Mapping[str, Tensor] = torch.load(
+            folder / part / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False, mmap=True
+        )["module"]
+        missing = [name for name in module if name not in weights and name not in excluded]
+        weights |= {name: module[name].to(torch.float32, copy=True) for name in missing}
+    return weights
+
+
+def lora_of(state: TrainState) -> LoraConfig | None:
+    """Return the LoRA settings of the run that wrote a checkpoint, or None for a full finetune."""
+    section = state.recipe.get("lora")
+    return None if section is None else LoraConfig.model_validate(section)
+
+
+def load_lora_of(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, LoraPair]:
+    """Read the LoRA from a checkpoint of a LoRA run.
+
+    Args:
+        where: a step folder, or a run folder (its newest complete checkpoint).
+        part: subfolder of the DiT, one of the state's `parts`.
+        ema: read the moving average.
+
+    Returns:
+        Module name -> LoRA.
+
+    Raises:
+        CheckpointError: if there is no complete checkpoint, or no average.
+    """
+    lora = lora_of(find_checkpoint(where).state)
+    assert lora is not None, f"{where} is of a run without LoRA"
+    return lora_pairs(load_exported_state(where, part, ema), lora)
+
+
+def load_full_weights(
+    where: Path, part: str = "transformer", base: str | Path | None = None, ema: bool = False
+) -> dict[str, Tensor]:
+    """Read all weights of a DiT: those of a full finetune, or the base's with the checkpoint's LoRA merged in.
+
+    Args:
+        where: a step folder, or a run folder (its newest complete checkpoint).
+        part: subfolder of the DiT, one of the state's `parts`.
+        base: model into whose weights a LoRA is merged; default: the run's own `model.path`.
+        ema: read the moving average of the trained weights.
+
+    Returns:
+        diffusers parameter names -> fp32 CPU tensors.
+
+    Raises:
+        CheckpointError: if there is no complete checkpoint or no average, or the base is damaged.
+        ConfigError: if the base does not exist, or a LoRA does not fit it.
+    """
+    state = find_checkpoint(where).state
+    if lora_of(state) is None:
+        return load_exported_state(where, part, ema)
+    has_experts = state.recipe["model"].get("experts") is not None or len(state.parts) == 2
+    name = {"transformer": "high", "transformer_2": "low"}[part] if has_experts else ""
+    merge_configs = [
+        MergeConfig.model_validate(item) for item in state.recipe["model"].get("merge_loras", [])
+    ]
+    merges = (
+        MergedLoras.load(merge_configs, Expert(name, part, (0.0, 1.0))),
+        MergedLoras([(1.0, load_lora_of(where, part, ema))]),
+    )
+    init = "pretrained" if base else state.recipe["model"]["init"]
+    weights = load_weights(base or state.base, part, init=init, seed=state.recipe["train"]["seed"])
+    for key in weights:
+        for merged in merges:
+            weights[key] = merged(key, weights[key])
+    return weights
+
+
+# ---- moving average
+
+
+def average_file(rank: int) -> str:
+    """Return the name of a rank's file with its share of the average, in the DiT's folder of a checkpoint."""
+    return f"ema_rank_{rank:05d}.safetensors"
+
+
+def has_average(state: TrainState, part: str) -> bool:
+    """Return whether a checkpoint contains the moving average of a DiT."""
+    return f"{part}/{average_file(0)}" in state.files
+
+
+def check_average(checkpoint: Path, state: TrainState) -> None:
+    """Check that a checkpoint contains the moving average of every trained DiT.
+
+    Raises:
+        CheckpointError: if an average is missing.
+    """
+    missing = [part for part in state.parts if not has_average(state, part)]
+    if missing:
+        raise CheckpointError(
+            f"checkpoint={checkpoint} holds no average of its weights ({missing[0]}/{average_file(0)}), because its run had no "
+            "ema; leave --ema out, or train with --set ema.decay=0.9999."
+        )
+
+
+def read_average_header(files: TensorFiles, path: Path) -> dict[str, Any]:
+    """Return the metadata of a rank's file: first_step, last_step, and fragments as name -> [start, shape].
+
+    Raises:
+        CheckpointError: if `wands train` did not write the file.
+    """
+    try:
+        return dict(json.loads(files.metadata[AVERAGE_METADATA]))
+    except (KeyError, ValueError):
+        raise CheckpointError(f"{path} has no {AVERAGE_METADATA} metadata; use an older step.") from None
+
+
+def load_average(folder: Path) -> dict[str, Tensor]:
+    """Join the fragments of all ranks; one file is open at a time.
+
+    Args:
+        folder: of a DiT in a checkpoint with averages.
+
+    Returns:
+        Name of each trained parameter -> fp32 CPU tensor.
+
+    Raises:
+        CheckpointError: if a file cannot be read, or values are missing.
+    """
+    whole: dict[str, Tensor] = {}
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for path in sorted(folder.glob("ema_rank_*.safetensors")):
+        with TensorFiles([path], f"checkpoint={folder.parent}") as files:
+            for name, (start, shape) in read_average_header(files, path)["fragments"].items():
+                if name not in whole:
+                    whole[name], spans[name] = torch.empty(shape), []
+                end = start + math.prod(files.shapes[name])
+                whole[name].view(-1)[start:end] = files.read(name)
+                spans[name].append((start, end))
+    for name, ranges in spans.items():
+        covered = 0
+        for start, end in sorted(ranges):
+            covered = max(covered, end) if start <= covered else covered
+        if covered != whole[name].numel():
+            raise CheckpointError(
+                f"checkpoint={folder.parent}: the average of {name} is incomplete; use an older step."
+            )
+    return whole

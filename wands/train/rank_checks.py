@@ -1,0 +1,192 @@
+"""Cross-rank consistency checks of a training run: its inputs before the first step, plan and weights after a step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wands import __version__
+from wands.data.cache.reader import LatentCache
+from wands.data.datasets import CombinedDataset
+from wands.data.packing import Step
+from wands.data.sampler import StepPlan
+from wands.distributed.consistency import Fixes, check_agreement, check_tensors_agree, tensor_checksum
+from wands.errors import ConfigError, DataError
+from wands.train.run import TrainingRun
+
+FIXES: Fixes = {
+    "recipe": (ConfigError, "start every node with the same recipe file and the same --set"),
+    "DeepSpeed config": (ConfigError, "start every node with the same --deepspeed file"),
+    "software": (ConfigError, "install the same versions on every node"),
+    "model config": (ConfigError, "give every node the same model folder (model.path)"),
+    "context parallelism": (
+        ConfigError,
+        "set parallel.ulysses_degree and parallel.ring_degree, or start as many processes on every node",
+    ),
+    "data": (DataError, "give every node the same cache (data.cache): one shared folder, or complete copies"),
+    "plan": (ConfigError, "start every node from the same checkpoint, with the same data and recipe"),
+}
+
+
+def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
+    """Return the parts that must be equal on all ranks before a rank builds its engine, for `check_agreement`.
+
+    Small parts are JSON objects, so that a message can name the key. Parts that grow with the data are hashed. Paths are
+    compared as text, so a node-local copy must have the same path on every node.
+
+    Args:
+        run: the checked run.
+        step: optimizer steps made. The call uses the sampler, so call it before another thread reads ahead.
+    """
+    epoch = run.sampler.epoch_of(step)
+    parts: dict[str, Any] = {
+        "recipe": run.recipe.model_dump(mode="json"),
+        "DeepSpeed config": run.ds_config,
+        "software": _versions(),
+        "model config": run.transformer_config,
+        "context parallelism": dict(zip(("ulysses_degree", "ring_degree"), run.degrees, strict=True)),
+        "data": _describe_data(run),
+        "plan": {
+            "start_step": step,
+            "total_steps": run.sampler.total_steps,
+            "bins": bins_digest(run.sampler.epoch_plan(epoch).steps),
+        },
+    }
+    return {name: json.dumps(part, sort_keys=True) for name, part in parts.items()}
+
+
+def bins_digest(steps: Sequence[Step]) -> str:
+    """Return a digest that changes if a sample moves to another bin, position or step.
+
+    Args:
+        steps: steps -> bins -> sample indices, for example `(plan.bins,)` of a StepPlan.
+    """
+    bins = list(chain.from_iterable(steps))
+    per_step = np.fromiter(map(len, steps), np.int64, len(steps))
+    per_bin = np.fromiter(map(len, bins), np.int64, len(bins))
+    return _digest(per_step, per_bin, np.fromiter(chain.from_iterable(bins), np.int64, int(per_bin.sum())))
+
+
+def _describe_data(run: TrainingRun) -> dict[str, Any]:
+    lengths = np.asarray(run.seq_lens, np.int64)
+    names = np.frombuffer("\0".join(run.data.keys).encode("utf-8", "surrogateescape"), np.uint8)
+    description = {
+        "num_samples": len(run.data.keys),
+        "num_tokens": int(lengths.sum()),
+        "names": _digest(names),
+        "lengths": _digest(lengths),
+    }
+    caches = [part.data for part in run.data.sources] if isinstance(run.data, CombinedDataset) else [run.data]
+    for number, cache in enumerate(caches):
+        if isinstance(cache, LatentCache):
+            # Another encoding of the same clips has the same names and lengths, but other checksums.
+            index, name = cache.index, f"contents of source {number}" if number else "contents"
+            description[name] = _digest(index.crc32, index.text_lens, index.null_text)
+    return description
+
+
+def _versions() -> dict[str, str]:
+    import deepspeed
+    import diffusers
+
+    modules = {"torch": torch, "deepspeed": deepspeed, "diffusers": diffusers, "numpy": np}
+    return {"wands": __version__} | {name: str(module.__version__) for name, module in modules.items()}
+
+
+def _digest(*arrays: np.ndarray) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def weights_checksums(module: torch.nn.Module, device: torch.device) -> tuple[list[str], Tensor]:
+    """Return a checksum of each parameter as this rank uses it; a collective call.
+
+    Under ZeRO-3 a parameter that this rank keeps whole (DeepSpeed persists small ones) is not gathered, because gathering would
+    replace the replica under test. The other parameters are gathered one at a time and released.
+
+    Args:
+        module: of the engine, at the end of a step.
+        device: device of the result; each checksum is computed on the parameter's device.
+
+    Returns:
+        Names, and checksums int64 [P].
+    """
+    names, sums = [], []
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            names.append(name)
+            if _is_partitioned(parameter):
+                from deepspeed import zero
+
+                with zero.GatheredParameters([parameter]):
+                    sums.append(tensor_checksum(parameter.detach()).to(device))
+            else:
+                sums.append(tensor_checksum(parameter.detach()).to(device))
+    return names, torch.stack(sums)
+
+
+def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
+    if not hasattr(parameter, "ds_id"):
+        return False
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    return parameter.ds_status is not ZeroParamStatus.AVAILABLE
+
+
+def check_weights_agree(engine: Any, device: torch.device) -> int:
+    """Compare every parameter over all ranks, bit by bit, between two steps; a collective call.
+
+    One all-gather carries the checksums of all parameters. The check changes no bit of the training and leaves nothing gathered.
+    It cannot compare what only one rank has: ZeRO partitions and optimizer states.
+
+    Args:
+        engine: the DeepSpeed engine.
+        device: device of this rank.
+
+    Returns:
+        Number of compared parameters.
+
+    Raises:
+        ConfigError: if the ranks built different models.
+        DataError: if weights differ.
+    """
+    shapes = {}
+    for name, parameter in engine.module.named_parameters():
+        shape = list(getattr(parameter, "ds_shape", parameter.shape))
+        shapes[name] = f"{parameter.dtype} {shape}" + (" partitioned" if _is_partitioned(parameter) else "")
+    check_agreement({"model": json.dumps(shapes)}, device, FIXES)  # otherwise the gathers below would hang
+    names, checksums = weights_checksums(engine.module, device)
+    check_tensors_agree(names, checksums)
+    return len(names)
+
+
+def check_step(engine: Any, plan: StepPlan, device: torch.device) -> int:
+    """Compare the plan of the last step, and the weights after it, over all ranks; a collective call.
+
+    The caller passes the plan, because the sampler belongs to the thread that reads ahead.
+
+    Args:
+        engine: the DeepSpeed engine.
+        plan: plan of the last step.
+        device: device of this rank.
+
+    Returns:
+        Number of compared parameters.
+
+    Raises:
+        ConfigError: if the ranks made different steps.
+        DataError: if weights differ.
+    """
+    digest = {"step": plan.step, "bins": bins_digest((plan.bins,))}
+    check_agreement({"plan": json.dumps(digest)}, device, FIXES)
+    return check_weights_agree(engine, device)
