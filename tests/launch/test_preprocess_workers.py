@@ -273,11 +273,11 @@ def test_parts_joined_are_the_cache_of_one(
 
 
 def test_a_part_stays_when_clips_are_added(tmp_path: Path) -> None:
-    rows = [ClipRecord(f"{n}~{c}", tmp_path / f"{n}.mp4", "A.") for n in range(50) for c in range(2)]
+    rows = [ClipRecord(f"{n}~{c}", tmp_path / f"{n}.mp4", "A.") for n in range(300) for c in range(2)]
     parts = [select_part(rows, str(tmp_path), (number, 3)) for number in (1, 2, 3)]
     assert sorted([*parts[0], *parts[1], *parts[2]], key=rows.index) == rows
-    assert min(map(len, parts)) > 20
-    assert all(sum(row.path.stem == str(n) for row in part) in (0, 2) for part in parts for n in range(50))
+    assert min(map(len, parts)) > 160
+    assert all(sum(row.path.stem == str(n) for row in part) in (0, 2) for part in parts for n in range(300))
     assert select_part(rows[:40], str(tmp_path), (1, 3)) == [row for row in parts[0] if row in rows[:40]]
     moved = [replace(row, path=tmp_path / "elsewhere" / row.path.name) for row in rows]
     (tmp_path / "elsewhere").mkdir()
