@@ -355,9 +355,11 @@ def test_only_rank_zero_speaks(monkeypatch: pytest.MonkeyPatch):
     assert result.exit_code == 2
     assert result.output == ""
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert (
-        "wands [rank 3]: train.max_step is not a key" in invoke("train", "--set", "train.max_step=3").stderr
+    stderr = invoke("train", "--set", "train.max_step=3").stderr
+    assert stderr.startswith(
+        "wands [rank 3]: 2 problems:\n  - train.max_step is not a key of the recipe; did you mean"
     )
+    assert "\n  - model.path is not set; " in stderr
 
 
 def test_preprocess_mistakes(tiny_pipeline: Path, clips_dir: Path, tmp_path: Path):

@@ -16,8 +16,7 @@ from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError
 from wands.flow import rng as keys
 from wands.flow.noise import add_noise
-from wands.model.files.checkpoint_files import find_checkpoint
-from wands.train import checkpoint as checkpoint_module
+from wands.model.files.checkpoint_files import find_checkpoint, load_state
 from wands.train.batches import rank_shards
 from wands.train.engine import build_engine, build_model
 from wands.train.step import train_step
@@ -100,7 +99,7 @@ def test_a_latest_of_zero_bytes(
 
     def believing(where: Path) -> Any:  # what trusts the file
         folder = where / "checkpoints"
-        return folder, checkpoint_module.load_state(folder / (folder / "latest").read_text())
+        return folder, load_state(folder / (folder / "latest").read_text())
 
     monkeypatch.setitem(globals(), "find_checkpoint", believing)
     with pytest.raises((CheckpointError, OSError)):
