@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -27,6 +28,8 @@ from tests.support.world import WorldPool  # noqa: E402
 from tests.support.world import run_world as _run_world  # noqa: E402
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("wands", deadline=None)  # speed is never asserted
+hypothesis.settings.load_profile("wands")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -288,7 +288,7 @@ def test_check_tells_what_preprocess_makes(name: str, made: Callable[[str], Made
     else:
         ((key, reason),) = reasons
         assert key == "still"
-        assert "gives one frame, and an image-to-video model needs more" in reason
+        assert "gives one frame, but an image-to-video model needs more" in reason
     # Of so few samples HDF5's own tables are a large part.
     assert told.cache_bytes == pytest.approx(done.report.num_bytes, abs=8000)
 

@@ -77,7 +77,7 @@ def test_two_experts_share_a_store(tiny_variant: Callable[[str], Path], tmp_path
 
 def test_the_start_block_says_what_is_kept(tiny_pipeline: Path, tmp_path: Path):
     said = {
-        mode: start_block(make_run(tiny_pipeline, tmp_path, settings, world_size=1), 0)
+        mode: start_block(make_run(tiny_pipeline, tmp_path, settings, world_size=1))
         for mode, settings in MODES.items()
     }
     assert "checkpointing none\n" in said["none"]

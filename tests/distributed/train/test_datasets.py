@@ -78,11 +78,11 @@ def test_a_run_on_two_sources_resumed_is_the_run(tiny_pipeline: Path, overrides,
 def test_the_start_block_names_sources_and_split(tiny_pipeline: Path, overrides, tmp_path: Path):
     run = make_run(tiny_pipeline, tmp_path, (*overrides, "data.holdout=0.4"), world_size=1)
     lines = [line.strip() for line in start_block(run).splitlines()]
-    held = sum(len(part.data.keys) - len(part.chosen) for part in run.data.parts)
+    held = sum(len(part.data.keys) - len(part.chosen) for part in run.data.sources)
     assert 0 < held < 11
     assert f"split train (data.holdout=0.4): {11 - held} clips to train on, {held} held out" in lines
     first = next(line for line in lines if line.startswith("data"))
-    assert first.endswith(f"/a: {len(run.data.parts[0].chosen)} clips x 1.5")
+    assert first.endswith(f"/a: {len(run.data.sources[0].chosen)} clips x 1.5")
     plan = run.sampler.epoch_plan(0)
     rows = [i for step in plan.steps for bin in step for i in bin]
     assert f"epoch 0: {len(rows)} samples, {run.seq_lens[rows].sum()} tokens" in lines

@@ -97,7 +97,7 @@ def test_every_visit_has_its_key(tiny_pipeline: Path, tmp_path: Path):
 def test_the_start_block_says_so(tiny_pipeline: Path, tmp_path: Path):
     run = make_run(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.dropout=0.05"), world_size=1)
     assert "dropout: 0 of activations, 0.05 of the LoRA's inputs" in start_block(run)
-    assert "dropout:" not in start_block(make_run(tiny_pipeline, tmp_path, world_size=1), 0)
+    assert "dropout:" not in start_block(make_run(tiny_pipeline, tmp_path, world_size=1))
 
 
 def test_all_of_it_cannot_be_dropped(tiny_pipeline: Path, tmp_path: Path):

@@ -488,7 +488,7 @@ def test_8_bits_step_as_32_do(device: str):
 def test_muon_without_a_matrix():
     bias = torch.nn.Parameter(torch.zeros(3))
     section = {"type": "Muon", "params": {"lr": 1.0, "weight_decay": 0.0}}
-    with pytest.raises(ConfigError, match="finds no matrix of a block"):
+    with pytest.raises(ConfigError, match="needs a trained matrix in a block"):
         build_optimizer([("blocks.0.norm2.bias", bias)], section, fused=False)
 
 
