@@ -1,8 +1,8 @@
 """Load weights into a `PackedWanTransformer` one tensor at a time, without a second copy of the model.
 
-The model is built without memory (on the meta device, or partitioned by ZeRO-3). Its parameters are then filled one
-by one from safetensors files or with Wan's own initialisation. Folders of the official Wan repositories can be read
-directly: names and configs are translated to diffusers'.
+The model is built without memory: on the meta device, or partitioned by ZeRO-3. Each parameter is then filled from
+safetensors files or with official Wan's initial values. Folders of official Wan repositories are read directly: their names
+and configs are translated to the names and configs of diffusers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from wands.model.weight_dtypes import WeightDtypePolicy
 
 logger = logging.getLogger(__name__)
 WEIGHTS_NAME = f"{DIT_STEM}.safetensors"
-_CONFIG_FILES = ("config.json",)
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
 
 
@@ -50,21 +49,21 @@ def load_config(path: str | Path, subfolder: str = "transformer") -> dict[str, A
 
     Args:
         path: folder or Hub id of a diffusers pipeline or an official Wan repository.
-        subfolder: folder of the DiT in `path`; "" if `path` is the DiT itself. In an official repository
+        subfolder: folder of the DiT in `path`; "" if `path` is the folder of the DiT. In an official repository
             "transformer" is the only DiT or the high-noise expert, and "transformer_2" is the low-noise expert.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
         CheckpointError: if an official config does not fit its weights.
     """
-    return _read_config(path, _find_folder(path, subfolder, _CONFIG_FILES))
+    return _read_config(path, _find_folder(path, subfolder, ("config.json",)))
 
 
 def load_index(path: str | Path) -> dict[str, Any]:
-    """Read `model_index.json` of a pipeline; {} for a folder of one DiT.
+    """Read `model_index.json` of a pipeline; return {} for a folder of one DiT.
 
-    An official repository has no such file. For two experts the result contains the entries that diffusers' index of
-    that model has; for one DiT it is empty.
+    An official repository has no such file. If it has two experts, the result contains boundary_ratio and transformer_2, as
+    in diffusers' index of the same model.
 
     Raises:
         ConfigError: if the model does not exist or the file is damaged.
@@ -98,12 +97,12 @@ def load_transformer(
         subfolder: folder of the DiT, as for `load_config`.
         init: "pretrained" reads the weights; "random" reads only the config and initialises as official Wan does.
         seed: seed of random weights, which are equal at any world size.
-        dtype: dtype of the parameters, independent of the file's dtype; ignored with a ZeRO-3 context.
+        dtype: dtype of the parameters, whatever the dtype in the file; ignored with a ZeRO-3 context.
         zero_init_context: `deepspeed.zero.Init(...)` to partition each parameter when it is created. Every rank
-            must then call this function; rank 0 reads the files.
+            must then call this function, and rank 0 reads the files.
         merge: function of a parameter's name and fp32 value that returns the value to store, such as
             `wands.model.lora.MergedLoras`.
-        storage: dtypes in which the parameters are stored after `merge`; a policy that is not plain replaces `dtype`.
+        storage: dtypes in which the parameters are stored after `merge`. A policy that is not plain replaces `dtype`.
 
     Returns:
         The model in training mode, on the CPU or on the device of the context.
@@ -114,10 +113,9 @@ def load_transformer(
     """
     assert init in ("pretrained", "random"), init
     assert storage.is_plain or dtype == torch.float32, "the storage policy sets the dtype"
-    folder = _find_folder(path, subfolder, _CONFIG_FILES if init == "random" else _MODEL_FILES)
-    config = _read_config(path, folder)
+    folder = _find_folder(path, subfolder, _MODEL_FILES[:1] if init == "random" else _MODEL_FILES)
     with _freed_is_returned():
-        model = _build_empty(config, zero_init_context if storage.is_plain else None)
+        model = build_empty(_read_config(path, folder), zero_init_context if storage.is_plain else None)
         num_params = sum(torch.Size(_shape(p)).numel() for p in model.parameters())
 
         def fill(make: Callable[[str, tuple[int, ...]], Tensor]) -> None:
@@ -131,7 +129,7 @@ def load_transformer(
         else:
             with _Weights(path, folder) as weights:
                 weights.check_fit(model)
-                # Cast to fp32 before merging: in bf16 a small update would be lost.
+                # Cast to fp32 before merging, because bf16 would lose a small update.
                 fill(lambda name, _: merge(name, weights.read(name).to(torch.float32)))
     logger.info("model.path=%s: %.1f M parameters, %s", path, num_params / 1e6, init)
     return model
@@ -142,19 +140,27 @@ def load_weights(
 ) -> dict[str, Tensor]:
     """Return the weights that `load_transformer` stores in a model: {diffusers name: fp32 tensor}.
 
-    The arguments and errors are the arguments and errors of `load_transformer`.
+    Arguments and errors are explained at `load_transformer`.
     """
     model = load_transformer(path, subfolder=subfolder, init=init, seed=seed)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def build_empty(config: dict[str, Any]) -> PackedWanTransformer:
-    """Return the DiT of a config on the meta device, for the names and shapes of its parameters."""
-    return _build_empty(config, None)
+def build_empty(
+    config: dict[str, Any], zero_init_context: AbstractContextManager[Any] | None = None
+) -> PackedWanTransformer:
+    """Return a DiT without values: on the meta device, or partitioned by ZeRO-3."""
+    with zero_init_context or torch.device("meta"), no_init_weights():
+        model: PackedWanTransformer = PackedWanTransformer.from_config(config)
+    # The table of RoPE angles has no values on the meta device, and zero.Init would round its fp64 values to fp32.
+    c = model.config
+    rope = WanRotaryPosEmbed(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)
+    model.rope = rope.to(model.proj_out.weight.device if zero_init_context else "cpu")
+    return model.train()
 
 
 def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
-    """Check that `load_transformer` will find every weight; reads only the headers of the files.
+    """Check that `load_transformer` will find every weight. Only the headers of the files are read.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
@@ -162,25 +168,25 @@ def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
     """
     folder = _find_folder(path, subfolder, _MODEL_FILES)
     with _Weights(path, folder) as weights:
-        weights.check_fit(_build_empty(_read_config(path, folder), None))
+        weights.check_fit(build_empty(_read_config(path, folder)))
 
 
 def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str]) -> Path:
-    """Return the folder of a DiT; from the Hub only the files that match `patterns` are downloaded."""
+    """Return the folder of a DiT. From the Hub, only the files that match `patterns` are downloaded."""
     allow = [f"{subfolder}/{pattern}".lstrip("/") for pattern in patterns]
     folder = fetch_model(path, allow=allow) / subfolder
     if (folder / "config.json").is_file():
         return folder
     if subfolder in EXPERTS:
-        # Weights too: an official config alone is incomplete, the shapes of the weights complete it.
+        # Weights too, because their shapes contain numbers that an official config leaves out.
         files = [f"{EXPERT_FOLDERS[subfolder]}/*"]
         files += ["config.json", f"{DIT_STEM}*"] if subfolder == EXPERTS[0] else []
         official = find_expert(fetch_model(path, allow=files), subfolder)
         if official is not None:
             return official
     raise ConfigError(
-        f"model.path={path} has no {Path(subfolder) / 'config.json'}. Give a Wan pipeline in diffusers layout, or a folder of "
-        "official Wan."
+        f"model.path={path} has no {Path(subfolder) / 'config.json'}. Give a Wan pipeline in diffusers layout, or an official "
+        "Wan repository."
     )
 
 
@@ -201,18 +207,6 @@ def _read_object(path: str | Path, file: Path) -> dict[str, Any]:
     return read_json_object(file, label=f"model.path={path}: {file}")
 
 
-def _build_empty(
-    config: dict[str, Any], zero_init_context: AbstractContextManager[Any] | None
-) -> PackedWanTransformer:
-    with zero_init_context or torch.device("meta"), no_init_weights():
-        model: PackedWanTransformer = PackedWanTransformer.from_config(config)
-    # The table of RoPE angles has no values on the meta device, and zero.Init would round its fp64 values to fp32.
-    c = model.config
-    rope = WanRotaryPosEmbed(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)
-    model.rope = rope.to(model.proj_out.weight.device if zero_init_context else "cpu")
-    return model.train()
-
-
 def _fill(
     model: PackedWanTransformer, make: Callable[[str, tuple[int, ...]], Tensor], dtype: torch.dtype
 ) -> None:
@@ -220,12 +214,15 @@ def _fill(
     for name, param in list(model.named_parameters()):
         shape = _shape(param)
         if hasattr(param, "ds_id"):
-            with _gathered(param), torch.no_grad():
+            from deepspeed import zero
+
+            # Gathered for the copy; the values that rank 0 writes are kept.
+            with zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
                 if is_reader:
                     param.copy_(make(name, shape))
         else:
             owner, _, leaf = name.rpartition(".")
-            value = make(name, shape).to(dtype, copy=True)  # a copy: `make` may return a tensor that it keeps
+            value = make(name, shape).to(dtype, copy=True)  # `make` may return a tensor that it keeps
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
 
 
@@ -253,7 +250,6 @@ def _fill_stored(
         else:
             values = {key: torch.empty(like.shape, dtype=like.dtype) for key, like in empty.items()}
         for key, like in empty.items():
-            # A copy: `make` may return a tensor that it keeps.
             parameter = nn.Parameter(values[key].to(like.dtype, copy=True), requires_grad=like.requires_grad)
             assert parameter.shape == like.shape, (name, key, parameter.shape, like.shape)
             setattr(owner, key, parameter)
@@ -266,7 +262,7 @@ def _freed_is_returned() -> Iterator[None]:
     """Make the C library return freed tensors to the system at once.
 
     By default glibc raises its mmap threshold when the first large tensor is freed, and takes later tensors from its
-    heap. The partitions that ZeRO-3 allocates in between keep that heap from shrinking: four ranks that load a model
+    heap. The partitions that ZeRO-3 allocates in between keep the heap from shrinking: four ranks that load one model
     then use the memory of more than three copies of the model.
     """
     try:
@@ -279,16 +275,9 @@ def _freed_is_returned() -> Iterator[None]:
     try:
         yield
     finally:
-        # The largest values that glibc would choose itself; a fixed threshold has switched its own choice off.
+        # The largest values that glibc would choose. A fixed threshold has switched off the automatic choice.
         mallopt(mmap_threshold, 32 * kib * kib)
         mallopt(trim_threshold, 64 * kib * kib)
-
-
-def _gathered(param: nn.Parameter) -> AbstractContextManager[Any]:
-    """Gather a parameter that ZeRO-3 has partitioned; values that rank 0 writes are kept."""
-    from deepspeed import zero
-
-    return zero.GatheredParameters([param], modifier_rank=0)
 
 
 def _shape(param: nn.Parameter) -> tuple[int, ...]:
@@ -302,14 +291,13 @@ class _Weights(TensorFiles):
         super().__init__(find_weights(folder, DIT_STEM), f"model.path={path}")
         if not self.files:
             raise CheckpointError(
-                f"{self.where} has no weights (neither {WEIGHTS_NAME} nor its index). Give a complete pipeline, or set "
-                "model.init=random."
+                f"{self.where} has no weights (neither {WEIGHTS_NAME} nor an index of weights). Give a complete pipeline, or "
+                "set model.init=random."
             )
-        self.is_official = _read_object(path, folder / "config.json").get("_class_name") == OFFICIAL_CLASS
 
     def __enter__(self) -> _Weights:
         super().__enter__()
-        rename = DIT.to_diffusers if self.is_official else str
+        rename = DIT.to_diffusers if "head.head.weight" in self.shapes else str
         self._stored = rename_all(self.shapes, rename, self.where)
         return self
 
@@ -320,9 +308,9 @@ class _Weights(TensorFiles):
             CheckpointError: if tensors are missing, unexpected or have another shape.
         """
         shapes = self.shapes
-        found = {name: shapes[stored] for name, stored in self._stored.items()}
-        wanted = {name: _shape(param) for name, param in model.named_parameters()}
-        check_fit(found, wanted, self.where, model._keys_to_ignore_on_load_unexpected or ())
+        stored = {name: shapes[stored_name] for name, stored_name in self._stored.items()}
+        expected = {name: _shape(param) for name, param in model.named_parameters()}
+        check_fit(stored, expected, self.where, model._keys_to_ignore_on_load_unexpected or ())
 
     def read(self, name: str) -> Tensor:
         """Read one tensor by its diffusers name."""
@@ -330,7 +318,7 @@ class _Weights(TensorFiles):
 
 
 def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return official Wan's initial value of a parameter, a function of only seed and name; the head is zero.
+    """Return official Wan's initial value of a parameter, which depends only on seed, name and shape. The head is zero.
 
     Source: `init_weights` of the official Wan 2.1 model.
     """

@@ -1,10 +1,11 @@
-"""Tensor files: read one tensor at a time from safetensors and tensor-only pickles, write safetensors."""
+"""Read one tensor at a time from safetensors and from pickles that contain only tensors; write safetensors."""
 
 from __future__ import annotations
 
 import json
 import pickle
 import struct
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -38,13 +40,13 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """Tensor of a file that is read or will be written.
+    """Tensor that is in a file or will be written to a file.
 
     Attributes:
         name: name in the file.
         shape: shape in the file.
         dtype: dtype in the file.
-        read: returns the tensor in this shape and dtype; every call reads it again.
+        read: returns the tensor in this shape and dtype; every call reads the file again.
     """
 
     name: str
@@ -54,21 +56,21 @@ class LazyTensor:
 
     @classmethod
     def of(cls, name: str, value: Tensor, dtype: torch.dtype | None = None) -> LazyTensor:
-        """Return a tensor in memory as a LazyTensor that casts it to `dtype` when it is read."""
+        """Return a LazyTensor for a tensor in memory, which `read` casts to `dtype`."""
         dtype = dtype or value.dtype
         return cls(name, tuple(value.shape), dtype, partial(value.to, dtype))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the values in the file."""
+        """Size of the values in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class TensorFiles:
-    """Tensors of several files; a tensor is read when `read` is called.
+    """Tensors of several files; a tensor is read only when `read` is called.
 
-    Safetensors are read into new memory. The safetensors package maps the file instead, and the pages of a mapped
-    file stay with the process: a model that is read once would be in memory twice.
+    Tensors are read into new memory. The safetensors package would map the files, and the pages of a mapped file stay in the
+    process, so that a model would be in memory twice.
 
     Args:
         files: safetensors, or pickles that contain only tensors.
@@ -94,11 +96,11 @@ class TensorFiles:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors by name, read from headers."""
+        """Shape of each tensor by name, from the headers."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor, read from the header."""
+        """Return the dtype of a tensor, from the header."""
         return self._tensors[name].dtype
 
     def read(self, name: str) -> Tensor:
@@ -107,7 +109,7 @@ class TensorFiles:
 
     def _open_safetensors(self, path: Path) -> list[LazyTensor]:
         try:
-            with safe_open(path, framework="pt") as file:  # checks the header
+            with safe_open(path, framework="pt") as file:  # raises if the header is damaged
                 self.metadata |= file.metadata() or {}
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
@@ -143,7 +145,22 @@ class TensorFiles:
         return value.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
     def _open_pickle(self, path: Path) -> list[LazyTensor]:
-        state = _load_pickle(path, self.where)
+        try:
+            can_map = zipfile.is_zipfile(path)  # files of torch < 1.6 cannot be mapped
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
+        except pickle.UnpicklingError:
+            raise CheckpointError(
+                f"{self.where}: {path} is a pickle of more than tensors. Such a file can run any code, so wands does not load "
+                "it. Give a safetensors file."
+            ) from None
+        except (RuntimeError, OSError, EOFError) as error:
+            raise CheckpointError(
+                f"{self.where}: {path} cannot be read ({one_line(error)}). Download the file again."
+            ) from None
+        if not isinstance(state, Mapping):
+            raise CheckpointError(
+                f"{self.where}: {path} contains a {type(state).__name__}. Give a file of one state dict."
+            )
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
@@ -152,33 +169,8 @@ class TensorFiles:
         return [LazyTensor.of(name, value) for name, value in state.items()]
 
 
-def _load_pickle(path: Path, where: str) -> dict[str, Any]:
-    load = partial(torch.load, path, map_location="cpu", weights_only=True)
-    try:
-        try:
-            state = load(mmap=True)
-        except RuntimeError as error:
-            if "mmap can only be used" not in str(error):  # a file of torch < 1.6 cannot be mapped
-                raise
-            state = load()
-    except pickle.UnpicklingError:
-        raise CheckpointError(
-            f"{where}: {path} is a pickle of more than tensors. Such a file can run any code, so wands does not load it. Give "
-            "a safetensors file."
-        ) from None
-    except (RuntimeError, OSError, EOFError) as error:
-        raise CheckpointError(
-            f"{where}: {path} cannot be read ({one_line(error)}). Download the file again."
-        ) from None
-    if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"{where}: {path} contains a {type(state).__name__}. Give a file of one state dict."
-        )
-    return dict(state)
-
-
 def find_weights(folder: Path, stem: str) -> list[Path]:
-    """Return the safetensors files of a model: one file, the files of an index, or numbered files; [] if there are none.
+    """Return the safetensors files of a model: one file, the files of an index, or numbered files; [] if none exists.
 
     Args:
         folder: folder of the model.
@@ -203,49 +195,40 @@ def find_weights(folder: Path, stem: str) -> list[Path]:
 def write_sharded(
     folder: Path, stem: str, tensors: Sequence[LazyTensor], max_shard_bytes: int = 5 * 10**9
 ) -> list[Path]:
-    """Write safetensors files of limited size, and an index if there are several.
-
-    At most one tensor is in memory at a time, which the writers of the safetensors package cannot do.
+    """Write safetensors files of limited size, and an index if there are several files.
 
     Args:
         folder: existing folder.
         stem: "diffusion_pytorch_model" or "model".
         tensors: tensors in the order in which files are filled.
-        max_shard_bytes: largest size of a file; a larger single tensor gets its own file.
+        max_shard_bytes: largest size of a file; a larger tensor gets its own file.
     """
-    shards: list[list[LazyTensor]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        if shards[-1] and filled + tensor.num_bytes > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += tensor.num_bytes
-    several = len(shards) > 1
-    paths: list[Path] = []
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        suffix = f"-{number:05d}-of-{len(shards):05d}" if several else ""
-        paths.append(folder / f"{stem}{suffix}.safetensors")
-        write_safetensors(paths[-1], shard)
-        weight_map |= {tensor.name: paths[-1].name for tensor in shard}
-    if several:
-        total = sum(tensor.num_bytes for tensor in tensors)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        text = json.dumps(index, indent=2) + "\n"
+    by_name = {tensor.name: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda tensor: tensor.num_bytes,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file_name, names in split.filename_to_tensors.items():
+        write_safetensors(folder / file_name, [by_name[name] for name in names])
+    if split.is_sharded:
+        weight_map = dict(sorted(split.tensor_to_filename.items()))
+        text = json.dumps({"metadata": split.metadata, "weight_map": weight_map}, indent=2) + "\n"
         (folder / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
-    return paths
+    return [folder / file_name for file_name in split.filename_to_tensors]
 
 
 def write_safetensors(
     path: Path, tensors: Sequence[LazyTensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write one file, tensor by tensor.
+    """Write one file with at most one tensor in memory.
 
-    The file gets the permissions of the umask; the safetensors package makes it readable for its owner only.
+    The safetensors package needs all tensors in memory, and makes its files readable only for their owner. This function
+    keeps the permissions of the umask.
     Source: the description of the format in the README of the safetensors repository.
     """
-    # Wide dtypes first, as in the package's own writer, so that every tensor starts at a multiple of its item size.
+    # Wide dtypes first, as in the safetensors package, so that every tensor starts at a multiple of its item size.
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -267,12 +250,12 @@ def write_safetensors(
 
 
 def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command: str) -> None:
-    """Read files back and compare every bit with the tensors that were written.
+    """Read files back and compare them bit for bit with the tensors that were written.
 
     Args:
         tensors: tensors that were written.
         files: written files.
-        command: name of the command in errors.
+        command: name of the command, for errors.
 
     Raises:
         CheckpointError: if a tensor is missing or differs.
@@ -290,5 +273,5 @@ def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command:
 
 
 def as_bytes(value: Tensor) -> Tensor:
-    """Return the bits of a tensor, uint8 [N]; unlike values, bits compare equal for NaN."""
+    """Return the bytes of a tensor, uint8 [N]. Unlike values, the bytes of NaN compare equal."""
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
