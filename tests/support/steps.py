@@ -23,8 +23,7 @@ from wands.distributed.layout import ContextLayout
 from wands.flow.noise import add_noise
 from wands.flow.sigmas import sigma_weight
 from wands.model.files.loading import build_empty
-from wands.model.files.lora_files import LORA_FILE
-from wands.model.files.lora_keys import LoraPair, lora_to_diffusers
+from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.model.lora import find_targets
 from wands.train.batches import rank_shards
 from wands.train.engine import build_engine, build_model
@@ -253,7 +252,7 @@ def save_random_lora(model: Path, folder: Path) -> Path:
         )
         for name, linear in find_targets(build_empty(config), "all-linear").items()
     }
-    save_file(lora_to_diffusers({"transformer": pairs}), folder / LORA_FILE)
+    save_file(lora_tensors(pairs), folder / LORA_FILE)
     return folder
 
 

@@ -18,41 +18,51 @@ def check_base(base_dir: Path, transformer_config: Mapping[str, Any], parts: Seq
 
     Args:
         base_dir: folder of the base pipeline.
-        transformer_config: diffusers config of the trained DiT (of each DiT).
-        parts: folders of the trained DiTs in a pipeline.
+        transformer_config: diffusers config of every trained DiT.
+        parts: subfolders of the trained DiTs in a pipeline.
 
     Raises:
         ConfigError: if `base_dir` is not a diffusers pipeline or is another model.
     """
     if not (base_dir / "model_index.json").is_file():
         raise ConfigError(
-            f"--base {base_dir} has no model_index.json; give --base with a diffusers pipeline folder or Hub id (wands convert "
-            "makes one of an official repository)."
+            f"--base {base_dir} has no model_index.json. Give the folder or Hub id of a diffusers pipeline, which wands convert "
+            "can make from an official repository."
         )
     for part in parts:
         path = base_dir / part / "config.json"
         config = read_json_object(
             path, label=f"--base {base_dir}: {path}", fix="give a whole diffusers pipeline."
         )
-        differing = [
-            f"{key}={config[key]} (checkpoint {value})"
-            for key, value in transformer_config.items()
-            if key[0] != "_" and key in config and config[key] != value
-        ]
-        if differing:
+        if differing := differing_keys(config, transformer_config, "checkpoint"):
             raise ConfigError(
-                f"--base {base_dir} is another model: {', '.join(differing)}; give the pipeline that the run started from."
+                f"--base {base_dir} is another model: {', '.join(differing)}. Give the pipeline that the run started from."
             )
 
 
+def differing_keys(config: Mapping[str, Any], expected: Mapping[str, Any], owner: str) -> list[str]:
+    """Return the public keys of two diffusers configs with different values, as texts for an error.
+
+    Args:
+        config: config of a pipeline; a key that is missing here does not differ.
+        expected: config with the expected values.
+        owner: name of the source of `expected`.
+    """
+    return [
+        f"{key}={config[key]} ({owner} {value})"
+        for key, value in expected.items()
+        if key[0] != "_" and key in config and config[key] != value
+    ]
+
+
 def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = True) -> None:
-    """Copy a base pipeline without the trained DiTs, its repository card, its samples and hidden files.
+    """Copy a base pipeline without its trained DiTs, README.md, export record, loss plot, samples and hidden files.
 
     Args:
         base_dir: folder of the base pipeline.
         out: existing folder.
-        parts: folders of the trained DiTs.
-        link: hard-link files if the file system can.
+        parts: subfolders of the trained DiTs, which are not copied.
+        link: make hard links instead of copies if the file system can.
     """
     replaced = {*parts, "README.md", RECORD_FILE, LOSS_FILE, "samples"}
 
@@ -65,7 +75,7 @@ def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = True
 
 
 def carry_over(earlier: Path, out: Path) -> None:
-    """Copy what users added to an earlier export: samples, and a README.md of their own with the loss plot it may show."""
+    """Copy what users added to an earlier export: samples, and a README.md that wands did not write, with the loss plot."""
     if (earlier / "samples").is_dir():
         shutil.copytree(earlier / "samples", out / "samples", copy_function=_link_or_copy)
     card = earlier / "README.md"
@@ -76,7 +86,7 @@ def carry_over(earlier: Path, out: Path) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> str:
-    real = os.path.realpath(source)  # the files of a Hub cache are links to its blobs
+    real = os.path.realpath(source)  # in a Hub cache, the files are symbolic links
     try:
         os.link(real, target)
     except OSError:

@@ -9,47 +9,37 @@ from pathlib import Path
 import torch
 
 from wands.errors import CheckpointError
-from wands.model.files.lora_files import LORA_FILE
-from wands.model.files.lora_keys import LoraPair, lora_to_comfyui, lora_to_diffusers
+from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.model.files.tensor_files import LazyTensor, check_written, write_safetensors
 
 COMFYUI_FILE = "comfyui.safetensors"
 
 
 def write_lora(pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the LoRA of one DiT in diffusers' keys and in ComfyUI's keys, and read both files back.
+    """Write the LoRA of one DiT with the keys of diffusers and with the keys of ComfyUI, and read both files back.
 
     Args:
-        pairs: LoRA by diffusers module, with one rank; alpha is folded into lora_B.
+        pairs: LoRA by diffusers module; all modules have the same rank. Alpha is folded into lora_B.
         folder: folder to create or fill.
         dtype: dtype of the written tensors.
 
     Raises:
-        CheckpointError: if the LoRA is not finite, or a file read back differs.
+        CheckpointError: if the LoRA is not finite, or a written file differs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    pairs = {
-        module: LoraPair(pair.lora_A.to(dtype), pair.folded().lora_B.to(dtype))
-        for module, pair in pairs.items()
-    }
-    for module, pair in pairs.items():
-        if not (torch.isfinite(pair.lora_A).all() and torch.isfinite(pair.lora_B).all()):
-            raise CheckpointError(
-                f"export: the LoRA of {module} is not finite; the run has diverged, export an older step."
-            )
     rank = max(len(pair.lora_A) for pair in pairs.values())
-    # Loaders know a LoRA of either expert as "transformer"; the caller of the loader chooses the expert.
     settings = {
         "transformer.r": rank,
-        "transformer.lora_alpha": rank,  # the run's own alpha is folded into lora_B
+        "transformer.lora_alpha": rank,  # the alpha of the run is folded into lora_B
         "transformer.target_modules": sorted(pairs),
     }
     metadata = {"lora_adapter_metadata": json.dumps(settings)}
-    files = {
-        LORA_FILE: (lora_to_diffusers({"transformer": pairs}), metadata),
-        COMFYUI_FILE: (lora_to_comfyui(pairs), {}),
-    }
-    for name, (keys, file_metadata) in files.items():
-        tensors = [LazyTensor.of(key, value) for key, value in keys.items()]
-        write_safetensors(folder / name, tensors, file_metadata)
+    for name, layout in ((LORA_FILE, "diffusers"), (COMFYUI_FILE, "comfyui")):
+        tensors = [LazyTensor.of(key, value, dtype) for key, value in lora_tensors(pairs, layout).items()]
+        for tensor in tensors:
+            if not torch.isfinite(tensor.read()).all():
+                raise CheckpointError(
+                    f"export: {tensor.name} is not finite. The run has diverged. Export an older step."
+                )
+        write_safetensors(folder / name, tensors, metadata if layout == "diffusers" else {})
         check_written(tensors, [folder / name], "export")

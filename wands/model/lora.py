@@ -14,13 +14,12 @@ from typing import Any
 
 import peft
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from wands.config.recipe import LoraConfig, MergeConfig
-from wands.errors import CheckpointError, ConfigError
-from wands.model.files.lora_files import find_lora_file
-from wands.model.files.lora_keys import LoraPair, alphas_of, read_lora
+from wands.errors import ConfigError
+from wands.model.files.lora_files import LoraPair, find_lora_file, pairs_of, parse_lora, read_lora_file
+from wands.model.files.tensor_files import TensorFiles
 from wands.model.transformer import Fp32Linear
 from wands.variants import Expert
 
@@ -123,11 +122,11 @@ def lora_pairs(state: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, LoraP
     """Return the LoRA among a checkpoint's weights, by module."""
     weights = {name: tensor for name, tensor in state.items() if ".lora_" in name}
     alphas = {"transformer": lora.scaled_alpha}
-    return read_lora(weights, alphas=alphas, where="the checkpoint")["transformer"]
+    return parse_lora(weights, alphas=alphas, where="the checkpoint")["transformer"]
 
 
 def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]:
-    """Read the LoRA of one expert from a file in any known format.
+    """Read the LoRA of one expert from a file in any known layout.
 
     Args:
         path: see `wands.model.files.lora_files.find_lora_file`.
@@ -139,21 +138,15 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]
         CheckpointError: if the file is damaged or contains no LoRA for Wan.
     """
     file = find_lora_file(Path(path), key, expert.subfolder if expert.name else None)
-    try:
-        with safe_open(file, framework="pt") as opened:
-            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a dict
-            alphas = alphas_of(opened.metadata(), str(file))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{key}={file} cannot be read ({error}). Download the file again.") from None
-    loras = read_lora(state, alphas=alphas, where=f"{key}={file}")
-    if expert.subfolder in loras:
-        return loras[expert.subfolder]
-    if list(loras) == ["transformer"] and expert.name:  # most files do not contain the name of the expert
-        return loras["transformer"]
-    raise ConfigError(
-        f"{key}={file} contains a LoRA for {', '.join(loras)}, not for {expert.subfolder}. Set {key} to a LoRA for "
-        f"{expert.subfolder}, or set model.experts."
-    )
+    with TensorFiles([file], f"{key}={file}") as files:
+        loras = read_lora_file(files)
+    pairs = pairs_of(loras, expert.subfolder)
+    if pairs is None:
+        raise ConfigError(
+            f"{key}={file} contains a LoRA for {', '.join(loras)}, not for {expert.subfolder}. Set {key} to a LoRA for "
+            f"{expert.subfolder}, or set model.experts."
+        )
+    return pairs
 
 
 def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:

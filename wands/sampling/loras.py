@@ -1,4 +1,8 @@
-"""LoRAs for sampling: find the files, read every layout that diffusers or wands converts, add them to their DiTs."""
+"""LoRAs for sampling: find the files, read every layout that diffusers or wands knows, add the LoRAs to the DiTs.
+
+diffusers reads its own layout and the layouts of ComfyUI and musubi-tuner here, because it also reads changes of biases, which
+wands cannot merge into weights.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +16,32 @@ from typing import Any
 from wands.errors import CheckpointError, ConfigError, one_line
 from wands.files import read_json
 from wands.model.files.hub import fetch_model, is_hub_id
-from wands.model.files.lora_files import EXPERT_NAMES, experts_in, find_lora_file
-from wands.model.files.lora_keys import PEFT_FILE, lora_to_diffusers, read_lora
+from wands.model.files.lora_files import (
+    EXPERT_NAMES,
+    PEFT_CONFIG,
+    PEFT_FILE,
+    experts_in,
+    find_lora_file,
+    lora_tensors,
+    parse_lora,
+)
 from wands.model.files.name_maps import EXPERTS
 
 log = logging.getLogger(__name__)
-PEFT_CONFIG = "adapter_config.json"
 PEFT_KEYS = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "lora_bias")
 """Keys of PEFT's config that change what a LoRA adds to the weights."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """One LoRA file for one DiT.
+    """One LoRA file to add to the DiTs.
 
     Attributes:
-        path: file, folder or Hub id as the user gave it; the file itself if a folder contains one per expert.
+        path: file, folder or Hub id as the user typed it. If a folder contains one file per expert, the file.
         file: the safetensors file on this machine.
-        subfolder: "transformer" or "transformer_2", the DiT for tensors whose keys name no DiT.
+        subfolder: DiT for keys that do not name a DiT: "transformer" or "transformer_2".
         scale: factor on the LoRA's update.
-        flag: flag that gave the LoRA, for errors.
+        flag: flag that the user typed, for errors.
     """
 
     path: str
@@ -46,7 +56,7 @@ class Lora:
         return f"{self.flag}={self.path}"
 
     def record(self) -> dict[str, Any]:
-        """Return the entry for `samples.jsonl`, equal on every machine."""
+        """Return the entry for `samples.jsonl`, which is the same on every machine."""
         return {"path": self.path, "part": self.subfolder, "scale": self.scale}
 
 
@@ -54,16 +64,17 @@ def find_loras(lora: Sequence[str | Path], lora_2: Sequence[str | Path] = ()) ->
     """Find the files of LoRAs and download missing ones from the Hub; no tensor is read.
 
     Args:
-        lora: "PATH" or "PATH=SCALE" each.
-        lora_2: the same for the low-noise expert.
+        lora: values of --lora, each "PATH" or "PATH=SCALE".
+        lora_2: values of --lora-2, for the low-noise expert.
 
     Raises:
         ConfigError: if a scale is not a number, or a LoRA does not exist.
     """
-    given = [("--lora", EXPERTS[0], str(text)) for text in lora]
-    given += [("--lora-2", EXPERTS[1], str(text)) for text in lora_2]
-    parsed = [(flag, subfolder, *_parse(text, flag)) for flag, subfolder, text in given]
-    return [found for options in parsed for found in _find(*options)]
+    found = []
+    for flag, subfolder, texts in (("--lora", EXPERTS[0], lora), ("--lora-2", EXPERTS[1], lora_2)):
+        for text in texts:
+            found += _find(flag, subfolder, *_parse(str(text), flag))
+    return found
 
 
 def _parse(text: str, flag: str) -> tuple[str, float]:
@@ -75,20 +86,24 @@ def _parse(text: str, flag: str) -> tuple[str, float]:
     except ValueError:
         scale = math.nan
     if not math.isfinite(scale):
-        raise ConfigError(f"{flag}={text} must end in a number; write PATH or PATH=SCALE, such as PATH=0.8.")
+        raise ConfigError(
+            f"{flag}={text} must end in a number after the '='. Write PATH or PATH=SCALE, such as PATH=0.8."
+        )
     return path, scale
 
 
 def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
-    """Return one LoRA, or one for each expert that a file or folder in `path` is named after."""
-    label, on_hub = f"{flag}={path}", is_hub_id(path)
+    """Return one LoRA, or one for each expert whose name is in the name of a file or folder in `path`."""
+    on_hub = is_hub_id(path)
     root = _fetch(path, flag) if on_hub else Path(path)
     experts = experts_in(root)
     if not experts:
         return [Lora(path, find_lora_file(root, flag), subfolder, scale, flag)]
     if flag == "--lora-2":
         if subfolder not in experts:
-            raise ConfigError(f"{label} contains no LoRA of the low-noise expert; give one, or use --lora.")
+            raise ConfigError(
+                f"{flag}={path} contains no LoRA of the low-noise expert. Give such a LoRA, or use --lora."
+            )
         experts = [subfolder]
     files = {expert: find_lora_file(root, flag, expert) for expert in experts}
     return [Lora(path if on_hub else str(file), file, expert, scale, flag) for expert, file in files.items()]
@@ -97,12 +112,12 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
 def _fetch(path: str, flag: str) -> Path:
     """Return the folder of a Hub repository that contains the weights.
 
-    diffusers would load the first file that it meets: of two experts always the high-noise one, without a message.
+    diffusers would load the first file in the repository: of two experts always the high-noise expert, without a message.
     """
     root = fetch_model(path, key=flag, allow=("*.safetensors", f"*{PEFT_CONFIG}"))  # * matches folders too
     folders = sorted({file.parent for file in root.rglob("*.safetensors")})
     if not folders:
-        raise ConfigError(f"{flag}={path} contains no .safetensors file; give a LoRA's repository.")
+        raise ConfigError(f"{flag}={path} contains no .safetensors file. Give the repository of a LoRA.")
     return folders[0] if len(folders) == 1 and folders[0].name not in EXPERT_NAMES.values() else root
 
 
@@ -123,7 +138,7 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
             module = getattr(pipeline, subfolder, None)
             if module is None:
                 raise ConfigError(
-                    f"{lora.label} is a LoRA of {subfolder}, which the pipeline does not have; give one of this model."
+                    f"{lora.label} is a LoRA of {subfolder}, which the pipeline does not have. Give a LoRA of this model."
                 )
             _check_fit(lora, subfolder, module, state)
             try:
@@ -138,34 +153,34 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 
 
 def _read(pipeline: Any, lora: Lora) -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Return subfolder -> (tensors, LoraConfig), all keys with the prefix "transformer."."""
+    """Return DiT -> (tensors, settings of PEFT's LoraConfig); all keys have the prefix "transformer."."""
     file = lora.file
     try:
         state, metadata = pipeline.lora_state_dict(
             str(file.parent), weight_name=file.name, return_lora_metadata=True, use_safetensors=True
         )
-    except Exception as error:  # a file of another kind fails anywhere in diffusers' conversion
+    except Exception as error:  # a file that is not a LoRA can raise any error in diffusers' conversion
         raise _unusable(lora, "cannot be read as a LoRA", error) from None
     config = file.with_name(PEFT_CONFIG)
-    if file.name == PEFT_FILE and config.is_file():  # diffusers reads neither PEFT's prefix nor its config
+    if (
+        file.name == PEFT_FILE and config.is_file()
+    ):  # diffusers reads neither PEFT's prefix nor PEFT's settings
         settings = read_json(config, label=f"{lora.label}: {PEFT_CONFIG}")
         state = {
             f"transformer.{key.removeprefix('base_model.model.')}": value for key, value in state.items()
         }
         metadata = {f"transformer.{key}": settings[key] for key in PEFT_KEYS if key in settings}
     elif not any(key.startswith(("transformer.", "transformer_2.")) for key in state):
-        try:  # modules without a prefix, under diffusers' or official names
-            state, metadata = lora_to_diffusers(read_lora(state, where=lora.label)), None
+        try:  # diffusers' or official module names without a prefix
+            state, metadata = lora_tensors(parse_lora(state, where=lora.label)[EXPERTS[0]]), None
         except CheckpointError as error:
             raise ConfigError(str(error)) from None
-    found = {
-        expert: (_select(state, f"{expert}."), _select(metadata or {}, f"{expert}.") or None)
-        for expert in EXPERTS
-    }
-    high, low = found.values()
+    high, low = (
+        (_select(state, f"{expert}."), _select(metadata or {}, f"{expert}.") or None) for expert in EXPERTS
+    )
     if lora.subfolder == EXPERTS[1]:
         return {EXPERTS[1]: low if low[0] else high}
-    return {expert: entries for expert, entries in found.items() if entries[0]}
+    return {expert: entries for expert, entries in zip(EXPERTS, (high, low), strict=True) if entries[0]}
 
 
 def _select(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -181,7 +196,7 @@ def _check_fit(lora: Lora, subfolder: str, module: Any, state: Mapping[str, Any]
     missing = sorted(targets - {name for name, _ in module.named_modules()})
     if len(missing) == len(targets):
         raise ConfigError(
-            f"{lora.label} fits no module of the {subfolder} ({len(targets)} modules, first {missing[0]}); give a LoRA of a Wan "
+            f"{lora.label} fits no module of the {subfolder} ({len(targets)} modules, first {missing[0]}). Give a LoRA of a Wan "
             "model."
         )
     if missing:
@@ -192,4 +207,4 @@ def _check_fit(lora: Lora, subfolder: str, module: Any, state: Mapping[str, Any]
 
 
 def _unusable(lora: Lora, problem: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{lora.label} {problem} ({one_line(error)}); give a LoRA of this model.")
+    return ConfigError(f"{lora.label} {problem} ({one_line(error)}). Give a LoRA of this model.")

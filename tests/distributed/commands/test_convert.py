@@ -26,8 +26,7 @@ from wands.commands.convert import source_components
 from wands.commands.convert.convert import convert
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.model.files import hub
-from wands.model.files.lora_files import EXPERT_NAMES, LORA_FILE
-from wands.model.files.lora_keys import read_lora
+from wands.model.files.lora_files import EXPERT_NAMES, LORA_FILE, parse_lora
 from wands.model.files.name_maps import DIT, EXPERTS
 from wands.model.files.tensor_files import TensorFiles, as_bytes
 
@@ -367,16 +366,16 @@ def test_what_published_files_carry_for_nothing(pipelines: dict[str, Path], tmp_
 def test_sources_that_are_no_model(tmp_path: Path, pipelines: dict[str, Path]):
     with pytest.raises(ConfigError, match="neither a folder nor a Hub id"):
         convert("no/such/thing", tmp_path / "out", to="official")
-    with pytest.raises(ConfigError, match="holds no Wan model"):
+    with pytest.raises(ConfigError, match="contains no Wan model"):
         convert(str(tmp_path), tmp_path / "out", to="official")
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
-    with pytest.raises(ConfigError, match=r"a\.safetensors holds no part of Wan \(a\)"):
+    with pytest.raises(ConfigError, match=r"a\.safetensors contains no model of Wan \(a\)"):
         convert(str(tmp_path / "a.safetensors"), tmp_path / "out", to="official")
     torch.save({"a": Path}, tmp_path / "code.pth")
     with pytest.raises(CheckpointError, match="is a pickle of more than tensors"):
         convert(str(tmp_path / "code.pth"), tmp_path / "out", to="official")
     (tmp_path / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
-    with pytest.raises(ConfigError, match="holds a FluxTransformer2DModel"):
+    with pytest.raises(ConfigError, match="contains a FluxTransformer2DModel"):
         convert(str(tmp_path), tmp_path / "out", to="official")
     source = pipelines["wan2.1-t2v-1.3b"]
     for rest, says in (
@@ -483,7 +482,7 @@ def test_lora_of_two_experts_becomes_two_files(pipelines: dict[str, Path], tmp_p
     report = convert(str(tmp_path / "pair.safetensors"), tmp_path / "out", to="comfyui", dtype="bf16")
     files = sorted(path.name for path in report.out.iterdir())
     assert files == ["high_noise_pair.safetensors", "low_noise_pair.safetensors"]
-    low = read_lora(tensors(report.out / files[1]))["transformer"]["blocks.0.attn1.to_q"]
+    low = parse_lora(tensors(report.out / files[1]))["transformer"]["blocks.0.attn1.to_q"]
     assert torch.equal(low.lora_B, keys["transformer_2.blocks.0.attn1.to_q.lora_B.weight"].bfloat16())
     assert [row.read for row in report.summaries] == [len(keys) // 2] * 2
     for_diffusers = convert(str(tmp_path / "pair.safetensors"), tmp_path / "two", to="diffusers")
@@ -517,15 +516,18 @@ def test_a_folder_with_a_lora_for_each_expert(
 
 def test_folders_of_experts_that_are_not_clear(pipelines: dict[str, Path], tmp_path: Path):
     (tmp_path / "high_noise").mkdir()
-    with pytest.raises(ConfigError, match=r"SRC=\S*high_noise holds no \.safetensors file"):
+    with pytest.raises(ConfigError, match=r"SRC=\S*high_noise contains no \.safetensors file"):
         convert(str(tmp_path), tmp_path / "out", to="comfyui")
     write_lora(tmp_path / "high_noise" / LORA_FILE, pipelines["wan2.2-i2v-a14b"], EXPERTS[1:])
     with pytest.raises(
-        CheckpointError, match=r"in the place of the LoRA of transformer and holds a LoRA of transformer_2;"
+        CheckpointError,
+        match=r"in the place of the LoRA of transformer and contains a LoRA of transformer_2\.",
     ):
         convert(str(tmp_path), tmp_path / "out", to="comfyui")
     write_lora(tmp_path / "other.safetensors", pipelines["wan2.2-i2v-a14b"])
-    with pytest.raises(ConfigError, match=r"holds LoRAs of two experts and other\.safetensors next to them"):
+    with pytest.raises(
+        ConfigError, match=r"contains LoRAs of two experts and the file other\.safetensors next to them"
+    ):
         convert(str(tmp_path), tmp_path / "out", to="comfyui")
 
 

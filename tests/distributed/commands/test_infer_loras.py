@@ -25,7 +25,7 @@ from wands.commands.export import export
 from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError
 from wands.model.files import hub
-from wands.model.files.lora_keys import LoraPair, lora_to_comfyui
+from wands.model.files.lora_files import LoraPair, lora_tensors
 from wands.sampling import sample as sampling
 from wands.sampling.loras import find_loras
 from wands.sampling.pipeline import find_pipeline, load_pipeline
@@ -108,8 +108,10 @@ def files(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         metadata("transformer"),
     )
     high = trained.pairs["transformer"]
-    save_file({k: v.contiguous() for k, v in lora_to_comfyui(high).items()}, root / "comfyui.safetensors")
-    bare = lora_to_comfyui(high, prefix="")
+    save_file(
+        {k: v.contiguous() for k, v in lora_tensors(high, "comfyui").items()}, root / "comfyui.safetensors"
+    )
+    bare = lora_tensors(high, "official")
     save_file({key: value.contiguous() for key, value in bare.items()}, root / "official.safetensors")
     model = WanPipeline.from_pretrained(trained.folder).transformer
     peft = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS)))
@@ -202,9 +204,9 @@ def test_a_hub_id_in_record_and_mistakes(trained: Trained, tiny_pipeline: Path, 
     assert records(tmp_path / "out")[0]["loras"] == [
         {"path": "you/both", "part": part, "scale": 0.5} for part in PARTS
     ]
-    with pytest.raises(ConfigError, match=r"^--lora=you/pickles contains no \.safetensors file; give"):
+    with pytest.raises(ConfigError, match=r"^--lora=you/pickles contains no \.safetensors file\. Give"):
         find_loras(["you/pickles"])
-    with pytest.raises(ConfigError, match=r"^--lora-2=you/high contains no LoRA of the low-noise expert; "):
+    with pytest.raises(ConfigError, match=r"^--lora-2=you/high contains no LoRA of the low-noise expert\. "):
         find_loras([], ["you/high"])
     with pytest.raises(
         ConfigError, match=r"^--lora=you/low is for the low-noise expert .* LoRA of this model\.$"
@@ -279,10 +281,10 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
 
     folder = trained.folder
     for name, words in {
-        "empty": "--lora=/empty holds no .safetensors file and no pytorch_lora_weights.safetensors; name the file.",
-        "pickle.pt": "--lora=/pickle.pt must be a .safetensors file; convert it.",
+        "empty": "--lora=/empty contains no .safetensors file and no pytorch_lora_weights.safetensors. Give the LoRA file.",
+        "pickle.pt": "--lora=/pickle.pt must be a .safetensors file. Convert the file.",
         "cut.safetensors": "--lora=/cut.safetensors cannot be read as a LoRA (",
-        "other.safetensors": "--lora=/other.safetensors fits no module of the transformer (1 modules, first nowhere);",
+        "other.safetensors": "--lora=/other.safetensors fits no module of the transformer (1 modules, first nowhere).",
         "no_lora.safetensors": "--lora=/no_lora.safetensors contains 1 keys that are not LoRA keys",
         "wide.safetensors": "--lora=/wide.safetensors does not fit the transformer (",
     }.items():

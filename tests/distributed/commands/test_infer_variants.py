@@ -450,8 +450,8 @@ IMAGE, LAST, BOTH = (
         ("wan2.1-t2v-1.3b", {"guidance_scale": (1.0, 5.0), "negative_prompt": "no"}, "--negative-prompt='no' of prompt 1"),
         ("wan2.2-t2v-a14b", {"guidance_scale": 0.0, "negative_prompt": "no"}, "--negative-prompt='no' has no effect"),
         ("wan2.2-t2v-a14b", {"image": ("first.png", None)}, "--image=first.png of prompt 1 is for models"),
-        ("wan2.2-t2v-a14b", {"lora": ["no/such/lora"]}, "--lora=no/such/lora does not exist; give a LoRA's"),
-        ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "--lora-2=a/b=much must end in a number; write PATH or PATH=SCALE"),
+        ("wan2.2-t2v-a14b", {"lora": ["no/such/lora"]}, "--lora=no/such/lora does not exist. Give the file"),
+        ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "--lora-2=a/b=much must end in a number after the '='. Write"),
         ("wan2.2-ti2v-5b", {"lora_2": ["low.safetensors"]}, "--lora-2=low.safetensors is for the low-noise expert of two"),
     ],
 )  # fmt: skip

@@ -17,8 +17,7 @@ from wands.commands.train import run_train
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.checkpoint_files import load_exported_state
 from wands.model.files.loading import load_weights
-from wands.model.files.lora_files import LORA_FILE
-from wands.model.files.lora_keys import LoraPair, lora_to_diffusers
+from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.train.resume import check_resumable
 
 LORA = ("lora.rank=4", "lora.alpha=6", "lora.targets=all-linear")
@@ -238,7 +237,8 @@ def test_a_lora_of_one_expert_is_not_given_to_the_other(tmp_path: Path):
     pairs = {"blocks.0.attn1.to_q": LoraPair(torch.ones(2, 4), torch.ones(4, 2))}
     for name, part in (("high_noise", "transformer"), ("own", "transformer_2")):
         (tmp_path / name).mkdir()
-        save_file(lora_to_diffusers({part: pairs}), tmp_path / name / LORA_FILE)
+        keys = {key.replace("transformer", part, 1): value for key, value in lora_tensors(pairs).items()}
+        save_file(keys, tmp_path / name / LORA_FILE)
     assert load_lora(tmp_path, high, "lora.init_from").keys() == pairs.keys()
     with pytest.raises(ConfigError, match="no LoRA of the low-noise expert"):
         load_lora(tmp_path, low, "lora.init_from")
@@ -248,9 +248,7 @@ def test_a_lora_of_one_expert_is_not_given_to_the_other(tmp_path: Path):
     for name, value in (("high", 1.0), ("low", 2.0)):  # as pairs of LoRAs are published
         named = {"blocks.0.attn1.to_q": LoraPair(value * torch.ones(2, 4), torch.ones(4, 2))}
         (tmp_path / "pair").mkdir(exist_ok=True)
-        save_file(
-            lora_to_diffusers({"transformer": named}), tmp_path / "pair" / f"{name}_noise_model.safetensors"
-        )
+        save_file(lora_tensors(named), tmp_path / "pair" / f"{name}_noise_model.safetensors")
     for expert, value in ((high, 1.0), (low, 2.0)):
         [pair] = load_lora(tmp_path / "pair", expert, "lora.init_from").values()
         assert float(pair.lora_A[0, 0]) == value

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.support.packs import KINDS, build_pair, make_pack, run_packed, run_stock
 from wands.config.recipe import LoraConfig
 from wands.errors import ConfigError
-from wands.model.files.lora_keys import LoraPair
+from wands.model.files.lora_files import LoraPair
 from wands.model.freezing import freeze_parameters
 from wands.model.lora import ADAPTER, MergedLoras, add_lora, check_lora, find_targets
 

@@ -1,10 +1,11 @@
-"""`wands convert`: write a model in another layout, compare every bit with the source, and run a forward on both."""
+"""`wands convert`: write a model in another layout, compare it with the source bit for bit, and compare their forwards."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,17 @@ from wands.variants import Variant, variant_of
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 _TOKENIZER = "google/umt5-xxl"
-_T5_FILE = "models_t5_umt5-xxl-enc-bf16.pth"
 _SOURCE_FILES = ["*.json", "*.safetensors", "*.pth", "*.txt", "*.model"]
-# Files of an official repository that no other layout has.
+# Files of an official repository that are copied if they are not converted.
 _OFFICIAL_REST = ("models_clip_*", "models_t5_*", "Wan2.*_VAE.*", "google", "xlm-roberta-large")
 _DIT_FILES = ["transformer/*.safetensors", "transformer_2/*.safetensors", f"{DIT_STEM}*", "*_noise_model/*"]
 _NOT_CONVERTED = {
     (
-        "official",
         "image_encoder",
-    ): "official Wan's file has a text half too; --rest-of takes it from an official repository",
-    ("comfyui", "text_encoder"): "ComfyUI's file has the tokenizer in it; take the published umt5_xxl",
-    ("comfyui", "image_encoder"): "take the published clip_vision_h",
+        "official",
+    ): "the official file also contains CLIP's text encoder; --rest-of copies an official file",
+    ("text_encoder", "comfyui"): "ComfyUI's file also contains the tokenizer; use the published umt5_xxl",
+    ("image_encoder", "comfyui"): "use the published clip_vision_h",
 }
 
 
@@ -66,15 +66,15 @@ def convert(
 ) -> ConvertResult:
     """Write a model or a LoRA in another layout.
 
-    Tensors are converted one at a time. The result is read back and compared with the source bit by bit. Stock
-    diffusers then runs a forward on the source and on the result, and the outputs must be equal.
+    Tensors are converted one at a time. The result is read back and compared with the source bit for bit. Stock
+    diffusers then runs a forward of the source and a forward of the result, and their outputs must be equal.
 
     Args:
         source: folder, Hub id or file: a diffusers pipeline or DiT, an official repository, a ComfyUI file, a LoRA.
-        out: folder to create; an existing one must be empty.
+        out: folder to create; an existing folder must be empty.
         to: "diffusers", "official" or "comfyui".
-        rest_of: folder or Hub id, in the layout `to`, whose other parts are copied.
-        dtype: "fp32" or "bf16" for the DiT and LoRAs, except layers that diffusers keeps in fp32; None keeps dtypes.
+        rest_of: folder or Hub id of a model in the layout `to`; its parts that `source` lacks are copied.
+        dtype: "fp32" or "bf16" for the DiT and LoRAs, except layers that diffusers keeps in fp32; None keeps all dtypes.
         forward: whether to compare forwards of the DiT.
 
     Raises:
@@ -87,8 +87,10 @@ def convert(
         root = Path(source) if Path(source).is_file() else fetch_model(source, key="SRC", allow=_SOURCE_FILES)
         loras = find_loras(root)
         if rest_of and (to == "comfyui" or loras):
-            complete = "a LoRA has" if loras else "ComfyUI's files have"
-            raise ConfigError(f"--rest-of {rest_of} cannot be used: {complete} no other parts; leave it out.")
+            complete = "a LoRA has" if loras else "ComfyUI's layout has"
+            raise ConfigError(
+                f"--rest-of {rest_of} cannot be used, because {complete} no other parts. Leave --rest-of out."
+            )
         rest = fetch_model(rest_of, key="--rest-of", ignore=_DIT_FILES) if rest_of else None
         summaries: list[ComponentSummary] = []
         notes: list[str] = []
@@ -102,36 +104,38 @@ def convert(
     return ConvertResult(out, tuple(summaries), tuple(notes))
 
 
+@dataclass
 class ModelConversion:
     """Conversion of one model.
 
-    Args:
+    Attributes:
         root: folder or file of the source.
         out: existing folder for the result.
         to: "diffusers", "official" or "comfyui".
-        rest: folder whose other parts are copied.
-        dtype: dtype of the DiT; None keeps the source's.
+        rest: folder of a model whose other parts are copied.
+        dtype: dtype of the DiT; None keeps the dtype of the source.
         forward: whether to compare forwards of the DiT.
-
-    Attributes:
-        summaries: summary of each component that was converted.
+        variant: variant of the DiT, once it is known.
+        dit_config: diffusers config of the DiT, once it is known.
+        summaries: summary of each converted component.
         notes: missing parts and how to get them.
     """
 
-    def __init__(
-        self, root: Path, out: Path, to: str, rest: Path | None, dtype: torch.dtype | None, forward: bool
-    ) -> None:
-        self.root, self.out, self.to, self.rest = root, out, to, rest
-        self.dtype, self.forward = dtype, forward
-        self.components = {component.name: component for component in find_components(root)}
-        self.two_experts = EXPERTS[1] in self.components
-        self.variant: Variant | None = None
-        self.dit_config: dict[str, Any] = {}
-        self.summaries: list[ComponentSummary] = []
-        self.notes: list[str] = []
+    root: Path
+    out: Path
+    to: str
+    rest: Path | None
+    dtype: torch.dtype | None
+    forward: bool
+    variant: Variant | None = None
+    dit_config: dict[str, Any] = field(default_factory=dict)
+    summaries: list[ComponentSummary] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def run(self) -> None:
         """Convert every component and add the other parts of the layout."""
+        self.components = {component.name: component for component in find_components(self.root)}
+        self.two_experts = EXPERTS[1] in self.components
         for component in self.components.values():
             if reason := self._reason_to_skip(component):
                 self.notes.append(f"{component.name} is left out: {reason}.")
@@ -143,18 +147,18 @@ class ModelConversion:
             self._complete_official()
 
     def _reason_to_skip(self, component: SourceComponent) -> str | None:
+        """Return why a component has no place in the new layout, or None."""
         config = component.config or {"_class_name": OFFICIAL_CLASS}
         is_official = config.get("_class_name") == OFFICIAL_CLASS
-        if component.name == "image_encoder" and self.to == "official" and is_official:
+        if component.name == "vae" and self.to != "diffusers" and not is_official:
+            return (
+                None
+                if _is_wans_own(config)
+                else "only diffusers' layout can store its latents_mean and latents_std"
+            )
+        if self.to == "official" and is_official:
             return None
-        if (
-            component.name == "vae"
-            and self.to != "diffusers"
-            and not is_official
-            and not _is_wans_own(config)
-        ):
-            return "its latents_mean and latents_std are not Wan's own, and only diffusers' layout can store them"
-        return _NOT_CONVERTED.get((self.to, component.name))
+        return _NOT_CONVERTED.get((component.name, self.to))
 
     def _convert(self, component: SourceComponent) -> None:
         is_dit = component.name in EXPERTS
@@ -162,20 +166,16 @@ class ModelConversion:
             mapping = map_component(component, files, self.to)
             if is_dit and self.variant is None:
                 self.dit_config, self.variant = mapping.config, self._find_variant(mapping.config)
-            tensors = new_tensors(mapping, files, self._cast(mapping) if is_dit else lambda name: None)
-            paths = self._write(component, mapping, tensors)
+            tensors = new_tensors(mapping, files, self._new_dtypes(mapping) if is_dit else {})
+            paths = self._write(
+                component.name, self._target(component, mapping.config), mapping.config, tensors
+            )
             check_written(tensors, paths, "convert")
             forward = compare_forwards(mapping, files, tensors, paths) if is_dit and self.forward else ""
             renamed = sum(source.name != name for name, source in mapping.sources.items())
+            more = {"unused": mapping.unused, "forward": forward}
             self.summaries.append(
-                ComponentSummary.of(
-                    component.name,
-                    len(files.shapes),
-                    tensors,
-                    renamed,
-                    unused=mapping.unused,
-                    forward=forward,
-                )
+                ComponentSummary.of(component.name, len(files.shapes), tensors, renamed, **more)
             )
 
     def _find_variant(self, config: Mapping[str, Any]) -> Variant:
@@ -186,51 +186,57 @@ class ModelConversion:
             index["boundary_ratio"] = boundary_of({"model_type": model_type} | low_noise)
         return variant_of(config, index)
 
-    def _cast(self, mapping: ComponentMapping) -> Callable[[str], torch.dtype | None]:
-        """Return the function of a DiT tensor's name that gives its new dtype, None to keep it."""
+    def _new_dtypes(self, mapping: ComponentMapping) -> dict[str, torch.dtype]:
+        """Return the dtype of each tensor of a DiT by new name; {} to keep the dtypes of the source."""
         from diffusers import WanTransformer3DModel
 
         if self.dtype is None:
-            return lambda name: None
+            return {}
         kept, names = set(WanTransformer3DModel._keep_in_fp32_modules), stock_names(mapping.sources)
-        return lambda name: torch.float32 if kept & set(names[name].split(".")) else self.dtype
+        return {
+            name: torch.float32 if kept & set(stock.split(".")) else self.dtype
+            for name, stock in names.items()
+        }
+
+    def _target(self, component: SourceComponent, config: Mapping[str, Any]) -> Path:
+        """Return the folder or the file for the tensors of a component."""
+        name = component.name
+        if self.to == "diffusers":
+            return self.out / name
+        if name in EXPERTS and self.to == "official":
+            return self.out / EXPERT_FOLDERS[name] if self.two_experts else self.out
+        if name in EXPERTS:
+            assert self.variant is not None
+            suffix = f"_{EXPERT_NAMES[name]}" if self.two_experts else ""
+            return self.out / f"diffusion_models/{self.variant.name.replace('-', '_')}{suffix}.safetensors"
+        has_vae_22 = config.get("z_dim") == len(LATENTS_22["latents_mean"])
+        files = {
+            ("vae", "comfyui"): f"vae/{'wan2.2_vae' if has_vae_22 else 'wan_2.1_vae'}.safetensors",
+            ("vae", "official"): f"Wan2.{2 if has_vae_22 else 1}_VAE.pth",
+            ("text_encoder", "official"): "models_t5_umt5-xxl-enc-bf16.pth",
+            ("image_encoder", "official"): f"{component.files[0].stem}.pth",
+        }
+        return self.out / files[name, self.to]
 
     def _write(
-        self, component: SourceComponent, mapping: ComponentMapping, tensors: Sequence[LazyTensor]
+        self, name: str, target: Path, config: Mapping[str, Any], tensors: Sequence[LazyTensor]
     ) -> list[Path]:
-        """Write the tensors of a component, and its config where the layout has one."""
-        name, variant = component.name, self.variant
-        has_vae_22 = mapping.config.get("z_dim") == len(LATENTS_22["latents_mean"])
+        """Write the tensors of a component, with its config if the layout has a config."""
+        target.parent.mkdir(exist_ok=True)
+        if target.suffix == ".pth":
+            _write_pickle(target, tensors)
+            return [target]
+        if target.suffix == ".safetensors":
+            write_safetensors(target, tensors)
+            return [target]
+        target.mkdir(exist_ok=True)
         if self.to == "diffusers":
-            (self.out / name).mkdir()
-            write_stock_config(name, mapping.config, self.out / name)
-            return write_sharded(self.out / name, KINDS[name].stem, tensors)
-        if self.to == "official" and name in EXPERTS:
-            assert variant is not None
-            folder = self.out / EXPERT_FOLDERS[name] if self.two_experts else self.out
-            folder.mkdir(exist_ok=True)
-            text = json.dumps(to_official_config(mapping.config, variant), indent=2)
-            (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-            return write_sharded(folder, DIT_STEM, tensors)
-        if self.to == "official":
-            file_names = {
-                "vae": "Wan2.2_VAE.pth" if has_vae_22 else "Wan2.1_VAE.pth",
-                "text_encoder": _T5_FILE,
-                "image_encoder": f"{component.files[0].stem}.pth",
-            }
-            path = self.out / file_names[name]
-            _write_pickle(path, tensors)
-            return [path]
-        if name in EXPERTS:
-            assert variant is not None
-            side = f"_{EXPERT_NAMES[name]}" if self.two_experts else ""
-            path = self.out / "diffusion_models" / f"{variant.name.replace('-', '_')}{side}.safetensors"
+            write_stock_config(name, config, target)
         else:
-            path = self.out / "vae" / ("wan2.2_vae" if has_vae_22 else "wan_2.1_vae")
-            path = path.with_name(f"{path.name}.safetensors")
-        path.parent.mkdir(exist_ok=True)
-        write_safetensors(path, tensors)
-        return [path]
+            assert self.variant is not None
+            text = json.dumps(to_official_config(config, self.variant), indent=2)
+            (target / "config.json").write_text(text + "\n", encoding="utf-8")
+        return write_sharded(target, KINDS[name].stem, tensors)
 
     def _complete_pipeline(self) -> None:
         """Add the other parts of a diffusers pipeline if they are known."""
@@ -248,15 +254,15 @@ class ModelConversion:
             missing.append("tokenizer")
         if missing:
             self.notes.append(
-                f"the result is not a whole pipeline, because SRC has no {', '.join([*missing, 'scheduler'])}; --rest-of DIR "
-                "takes these parts from a diffusers pipeline of the same model."
+                f"the result is not a whole pipeline, because SRC has no {', '.join([*missing, 'scheduler'])}. --rest-of DIR "
+                "copies these parts from a diffusers pipeline of the same model."
             )
             return
         assert self.variant is not None
         write_pipeline(self.out, self.root / _TOKENIZER, self.variant)
 
     def _complete_official(self) -> None:
-        """Copy the tokenizer, and the files of official repositories that were not converted."""
+        """Copy the tokenizer and the official files that were not converted."""
         if (self.root / "tokenizer").is_dir():
             copy_path(self.root / "tokenizer", self.out / _TOKENIZER)
         for root in (self.root, self.rest):

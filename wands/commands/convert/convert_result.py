@@ -21,8 +21,8 @@ class ComponentSummary:
         written: number of tensors in the result.
         renamed: number of written tensors whose name is new.
         num_bytes: bytes of the written tensors.
-        unused: tensors of the source that the new layout does not have.
-        forward: result of comparing forwards; "" if they were not compared.
+        unused: tensors of the source that have no place in the new layout.
+        forward: result of comparing forwards; "" if forwards were not compared.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ComponentSummary:
             f"{self.num_bytes / 1e6:.1f} MB; read back equal, bit for bit"
         )
         if self.unused:
-            text += f"; {len(self.unused)} without a place there ({shorten(self.unused, 3)})"
+            text += f"; {len(self.unused)} have no place in the new layout ({shorten(self.unused, 3)})"
         return f"{text}; {self.forward}" if self.forward else text
 
 

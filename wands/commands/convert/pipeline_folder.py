@@ -1,4 +1,4 @@
-"""Parts of a diffusers pipeline around a converted DiT: configs, tokenizer, scheduler, index."""
+"""Write the parts of a diffusers pipeline around a converted DiT: configs, tokenizer, scheduler, index."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from wands.errors import ConfigError
+from wands.export.base_pipeline import differing_keys
 from wands.files import read_json_object
 from wands.variants import Variant
 
 
 def _stock_classes(component: str) -> tuple[Any, Any]:
-    """Return the model class of a component, and the config class if the model is of transformers."""
+    """Return the model class of a component, and the config class if the model belongs to transformers."""
     import diffusers
     import transformers
 
@@ -56,7 +57,7 @@ def check_rest(rest: Path, config: Mapping[str, Any], two_experts: bool) -> None
     """Check that the other parts of a pipeline belong to the same model as a DiT.
 
     Args:
-        rest: the pipeline.
+        rest: folder of the pipeline.
         config: diffusers config of the DiT.
         two_experts: whether the model has two DiTs.
 
@@ -71,17 +72,13 @@ def check_rest(rest: Path, config: Mapping[str, Any], two_experts: bool) -> None
         )
         for name in ("model_index.json", "transformer/config.json")
     )
-    differing = [
-        f"{key}={theirs[key]} (here {value})"
-        for key, value in config.items()
-        if key[0] != "_" and key in theirs and theirs[key] != value
-    ]
+    differing = differing_keys(theirs, config, "SRC")
     rest_has_two = bool((index.get("transformer_2") or [None])[0])
     if rest_has_two != two_experts:
         differing.append("it has two experts" if rest_has_two else "it has one expert")
     if differing:
         raise ConfigError(
-            f"--rest-of {rest} is another model: {', '.join(differing)}; give a pipeline of the same model."
+            f"--rest-of {rest} is another model: {', '.join(differing)}. Give a pipeline of the same model."
         )
 
 
@@ -89,9 +86,9 @@ def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
     """Write tokenizer, scheduler and index as in diffusers' conversion of the published models.
 
     Args:
-        out: folder with the converted components.
-        tokenizer_dir: tokenizer of the official repository.
-        variant: the model.
+        out: folder of the converted components.
+        tokenizer_dir: folder of the tokenizer in the official repository.
+        variant: variant of the model.
     """
     import diffusers
     from transformers import AutoTokenizer, CLIPImageProcessor

@@ -1,4 +1,4 @@
-"""Compare what stock diffusers computes from the source and from the result of a conversion."""
+"""Compare forwards of stock diffusers with the tensors before and after a conversion."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from wands.model.files.tensor_files import LazyTensor, TensorFiles, as_bytes
 
 
 def stock_names(names: Iterable[str]) -> dict[str, str]:
-    """Return {tensor name of a DiT file: diffusers name}, by diffusers' own conversion.
+    """Return {name of a tensor in a DiT file: diffusers name}, by diffusers' conversion.
 
-    Comparisons use this function, so that an error in wands' own name map is found.
+    Comparisons use diffusers' conversion, so that they find errors in the name map of wands.
 
     Args:
         names: all names of a file, in any layout.
@@ -29,7 +29,7 @@ def stock_names(names: Iterable[str]) -> dict[str, str]:
     if any(".attn1." in name for name in names):
         return {name: name for name in names}
     converted = convert_wan_transformer_to_diffusers({name: name for name in names})
-    # diffusers' published conversion renames this tensor; the function in the library does not.
+    # diffusers' conversion script renames this tensor, but diffusers' function does not.
     positions = ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed")
     return {stored: new.replace(*positions) for new, stored in converted.items()}
 
@@ -37,12 +37,12 @@ def stock_names(names: Iterable[str]) -> dict[str, str]:
 def compare_forwards(
     mapping: ComponentMapping, source: TensorFiles, tensors: Sequence[LazyTensor], files: Sequence[Path]
 ) -> str:
-    """Run the stock model with the source's tensors and with the result's, one model in memory at a time.
+    """Run the stock model with the tensors of the source, then with the tensors of the result, and compare the outputs.
 
     Args:
         mapping: mapping of the DiT.
-        source: the open source.
-        tensors: tensors that were written; the source is cast to their dtypes.
+        source: open tensor files of the source.
+        tensors: tensors that were written; the tensors of the source are cast to the same dtypes.
         files: written files.
 
     Returns:
@@ -65,7 +65,7 @@ def compare_forwards(
         second = _forward(mapping.config, compute_dtype, lambda name: result.read(in_result[name]))
     if not torch.equal(as_bytes(first), as_bytes(second)):
         raise CheckpointError(
-            "convert: a forward of the result differs from a forward of the source. Report this, with the model's name."
+            "convert: a forward of the result differs from a forward of the source. Report this error with the name of the model."
         )
     if not torch.isfinite(first).all():
         return "a forward gives the same output, which is not finite: the model has diverged"
@@ -78,6 +78,6 @@ def _forward(config: Mapping[str, Any], dtype: torch.dtype, read: Callable[[str]
 
     with init_empty_weights(include_buffers=False):
         model = WanTransformer3DModel.from_config(config).eval()
-    # Newly allocated tensors, never mapped ones: the alignment of a tensor decides the summation order of a kernel.
+    # Newly allocated tensors, because the alignment of a tensor can change the summation order of a kernel.
     model.load_state_dict({name: read(name) for name, _ in model.named_parameters()}, assign=True)
     return stock_forward(model, dtype)

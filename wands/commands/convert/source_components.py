@@ -1,4 +1,4 @@
-"""Models of a Wan pipeline in any layout, and the source of each tensor in another layout."""
+"""Find the models of a source in any layout, and map their tensors to another layout."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TensorSource:
     squeezed: bool = False
 
     def __call__(self, value: Tensor) -> Tensor:
-        """Return the new tensor, given the tensor `name` of the source."""
+        """Compute the new tensor from the source's tensor `name`."""
         if self.third is not None:
             value = value.chunk(3)[self.third]
         return value.squeeze() if self.squeezed else value
@@ -72,10 +72,10 @@ class ComponentKind:
 
     Attributes:
         stem: name of the weight files in a diffusers folder, without suffix.
-        signs: a tensor of official files and a tensor of diffusers files, to recognise a single file.
-        names: returns the name map, given the names of all tensors and the name of the files in errors.
-        config: returns the diffusers config, given shapes by official name, the official config and the name of the files.
-        official_files: pattern of the file in an official repository; "" for a folder.
+        signs: name of a tensor in official files and name of a tensor in diffusers files, to recognise a file.
+        names: function (names of all tensors, name of the files in errors) -> name map.
+        config: function (shapes by official name, official config, name of the files in errors) -> diffusers config.
+        official_files: pattern of the file in an official repository; "" if the repository has a folder instead.
         unused: parts of the names of tensors that are not converted.
     """
 
@@ -92,7 +92,7 @@ _DIT_KIND = ComponentKind(
     signs=("head.head.weight", "proj_out.weight"),
     names=lambda names, where: DIT,
     config=lambda shapes, config, where: dit_config(shapes, config, where=where),
-    unused=("norm_added_q",),  # in published files, but not in the model; diffusers ignores it too
+    unused=("norm_added_q",),  # in published files, but not in the model; diffusers ignores this tensor too
 )
 KINDS: dict[str, ComponentKind] = {
     **dict.fromkeys(EXPERTS, _DIT_KIND),
@@ -119,7 +119,7 @@ KINDS: dict[str, ComponentKind] = {
         unused=CLIP_UNUSED,
     ),
 }
-"""Name of a component in a diffusers pipeline -> its kind."""
+"""Name of a component in a diffusers pipeline -> kind of the component."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class SourceComponent:
     Attributes:
         name: name of the component in a diffusers pipeline, a key of `KINDS`.
         files: files of the weights.
-        config: config.json next to the weights; None for a single file.
+        config: contents of config.json next to the weights; None if there is no such file.
     """
 
     name: str
@@ -137,7 +137,7 @@ class SourceComponent:
     config: _Config | None
 
     def open(self) -> TensorFiles:
-        """Return the tensors of the weights."""
+        """Return the tensor files of the component, to be used in a `with` statement."""
         path = self.files[0].parent if len(self.files) > 1 else self.files[0]
         return TensorFiles(self.files, f"SRC {path}")
 
@@ -179,12 +179,12 @@ def find_components(source: Path) -> list[SourceComponent]:
             components += [SourceComponent(name, (file,), None) for file in files[:1]]
     if not components:
         raise ConfigError(
-            f"SRC {source} holds no Wan model (no model_index.json, config.json or high_noise_model); give a diffusers "
+            f"SRC {source} contains no Wan model (no model_index.json, config.json or high_noise_model). Give a diffusers "
             "pipeline, an official repository, or one file of weights."
         )
     empty = [component.name for component in components if not component.files]
     if empty:
-        raise CheckpointError(f"SRC {source} has no weights of {', '.join(empty)}; download them again.")
+        raise CheckpointError(f"SRC {source} has no weights of {', '.join(empty)}. Download SRC again.")
     return components
 
 
@@ -199,7 +199,7 @@ def _find_dits(source: Path) -> list[SourceComponent]:
         class_name = config.get("_class_name", OFFICIAL_CLASS)
         if class_name not in (OFFICIAL_CLASS, DIFFUSERS_CLASS):
             raise ConfigError(
-                f"SRC {source} holds a {class_name}; give a Wan 2.1 or 2.2 model in diffusers or official layout."
+                f"SRC {source} contains a {class_name}. Give a Wan 2.1 or 2.2 model in diffusers or official layout."
             )
         components.append(SourceComponent(expert, tuple(find_weights(folder, DIT_STEM)), config))
     return components
@@ -213,7 +213,7 @@ def _component_of_file(path: Path) -> SourceComponent:
         if names.intersection(kind.signs):
             return SourceComponent(name, (path,), config)
     raise ConfigError(
-        f"SRC {path} holds no part of Wan ({shorten(names, 3)}); give a DiT, VAE, UMT5, CLIP or LoRA of Wan 2.1 or 2.2."
+        f"SRC {path} contains no model of Wan ({shorten(names, 3)}). Give a DiT, VAE, UMT5, CLIP or LoRA of Wan 2.1 or 2.2."
     )
 
 
@@ -227,7 +227,7 @@ def map_component(component: SourceComponent, files: TensorFiles, to: str) -> Co
 
     Args:
         component: the component.
-        files: its open tensors.
+        files: open tensor files of the component.
         to: "diffusers", "official" or "comfyui".
 
     Raises:
@@ -252,18 +252,14 @@ def map_component(component: SourceComponent, files: TensorFiles, to: str) -> Co
     by_official_name = {name: shapes[raw] for name, raw in current.items()}
     config = given if has_config else kind.config(by_official_name, given, where)
     by_stock_name = {new: sources[name] for new, name in stock.items()}
-    # Some releases of transformers put a prefix in front of CLIP's names; every release reads both.
-    found, wanted = (
+    parameters = build_stock(component.name, config).named_parameters()
+    stock_shapes = {name: tuple(value.shape) for name, value in parameters}
+    # Some releases of transformers put a prefix in front of CLIP's names. Every release reads both kinds of names.
+    found, expected = (
         {name.removeprefix("vision_model."): shape for name, shape in named.items()}
-        for named in (
-            new_shapes(by_stock_name, shapes),
-            {
-                name: tuple(value.shape)
-                for name, value in build_stock(component.name, config).named_parameters()
-            },
-        )
+        for named in (new_shapes(by_stock_name, shapes), stock_shapes)
     )
-    check_fit(found, wanted, where)
+    check_fit(found, expected, where)
     used = {source.name for source in sources.values()}
     unused = tuple(name for name in shapes if name not in used)
     if to == "diffusers":
@@ -274,7 +270,7 @@ def map_component(component: SourceComponent, files: TensorFiles, to: str) -> Co
 
 
 def split_sources(stored: Mapping[str, str]) -> dict[str, TensorSource]:
-    """Return the source of each tensor that has a name in a `NameMap`; only CLIP has tensors that are split or reshaped.
+    """Return the source of each tensor, with a name that a `NameMap` knows. Only CLIP has tensors to split or reshape.
 
     Args:
         stored: name without prefix -> name in the source files.
@@ -300,19 +296,19 @@ def new_shapes(
 
 
 def new_tensors(
-    mapping: ComponentMapping, files: TensorFiles, cast: Callable[[str], torch.dtype | None]
+    mapping: ComponentMapping, files: TensorFiles, dtypes: Mapping[str, torch.dtype]
 ) -> list[LazyTensor]:
     """Return the tensors to write for a component, sorted by name.
 
     Args:
         mapping: result of `map_component`.
         files: the open tensors of the source.
-        cast: returns the dtype of a new tensor by name, or None to keep the source's dtype.
+        dtypes: new dtypes by new name; other tensors keep their dtype.
     """
     shapes = new_shapes(mapping.sources, files.shapes)
 
     def new_tensor(name: str, source: TensorSource) -> LazyTensor:
-        dtype = cast(name) or files.dtype(source.name)
+        dtype = dtypes.get(name) or files.dtype(source.name)
         return LazyTensor(name, shapes[name], dtype, lambda: source(files.read(source.name)).to(dtype))
 
     return [new_tensor(name, source) for name, source in sorted(mapping.sources.items())]

@@ -22,7 +22,7 @@ from torch import Tensor
 from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import CheckpointError
 from wands.model.files.loading import load_weights
-from wands.model.files.lora_keys import LoraPair
+from wands.model.files.lora_files import LoraPair
 from wands.model.files.tensor_files import TensorFiles
 from wands.model.lora import MergedLoras, lora_pairs
 from wands.variants import Expert

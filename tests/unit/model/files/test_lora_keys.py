@@ -17,14 +17,7 @@ from torch import Tensor
 
 from tests.support.packs import CONFIG, KINDS
 from wands.errors import CheckpointError
-from wands.model.files.lora_keys import (
-    LoraPair,
-    alphas_of,
-    is_lora,
-    lora_to_comfyui,
-    lora_to_diffusers,
-    read_lora,
-)
+from wands.model.files.lora_files import LoraPair, alphas_of, is_lora, lora_tensors, parse_lora
 
 RANK = 4
 
@@ -52,13 +45,13 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("kind", ["t2v", "i2v with clip"])
 def test_comfyui_keys_are_read_by_diffusers(kind: str):
     lora = make_lora(kind)
-    keys = lora_to_comfyui(lora)
+    keys = lora_tensors(lora, "comfyui")
     assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in keys
     assert "diffusion_model.head.head.lora_B.weight" in keys
     assert is_lora(keys)
-    expected = lora_to_diffusers({"transformer": lora})
+    expected = lora_tensors(lora)
     assert_same(_convert_non_diffusers_wan_lora_to_diffusers(dict(keys)), expected)
-    assert_same(lora_to_diffusers(read_lora(keys)), expected)
+    assert_same(lora_tensors(parse_lora(keys)["transformer"]), expected)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +70,8 @@ def test_comfyui_keys_are_read_by_diffusers(kind: str):
 )
 def test_official_modules_under_any_prefix(rename):
     lora = make_lora()
-    found = read_lora({rename(key): value for key, value in lora_to_comfyui(lora).items()})
-    assert_same(lora_to_diffusers(found), lora_to_diffusers({"transformer": lora}))
+    found = parse_lora({rename(key): value for key, value in lora_tensors(lora, "comfyui").items()})
+    assert_same(lora_tensors(found["transformer"]), lora_tensors(lora))
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", "base_model.model.", ""])
@@ -90,7 +83,7 @@ def test_diffusers_modules_under_any_prefix(prefix: str, adapter: str):
         for module, pair in lora.items()
         for half, value in (("A", pair.lora_A), ("B", pair.lora_B))
     }
-    assert_same(lora_to_diffusers(read_lora(keys)), lora_to_diffusers({"transformer": lora}))
+    assert_same(lora_tensors(parse_lora(keys)["transformer"]), lora_tensors(lora))
 
 
 def with_alpha(keys: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:
@@ -109,15 +102,17 @@ def deltas(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_alpha_of_a_file_is_the_scale_that_diffusers_reads():
     """diffusers spreads alpha / rank over both halves, wands puts it into lora_B: the product is the same."""
-    keys = with_alpha(lora_to_comfyui(make_lora(only="blocks")), 6.0)
+    keys = with_alpha(lora_tensors(make_lora(only="blocks"), "comfyui"), 6.0)
     ours, theirs = (
-        deltas(lora_to_diffusers(read_lora(keys))),
+        deltas(lora_tensors(parse_lora(keys)["transformer"])),
         deltas(_convert_non_diffusers_wan_lora_to_diffusers(dict(keys))),
     )
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-6)
-    ignored = deltas(lora_to_diffusers(read_lora({k: v for k, v in keys.items() if "alpha" not in k})))
+    ignored = deltas(
+        lora_tensors(parse_lora({k: v for k, v in keys.items() if "alpha" not in k})["transformer"])
+    )
     assert not torch.allclose(next(iter(ignored.values())), next(iter(theirs.values())), rtol=1e-2)
 
 
@@ -131,10 +126,10 @@ def test_musubi_keys():
         )
         .replace("lora_A", "lora_down")
         .replace("lora_B", "lora_up"): value
-        for key, value in with_alpha(lora_to_comfyui(lora), 2.0).items()
+        for key, value in with_alpha(lora_tensors(lora, "comfyui"), 2.0).items()
     }
     assert "lora_unet_blocks_0_cross_attn_k_img.lora_down.weight" in keys
-    ours = deltas(lora_to_diffusers(read_lora(keys)))
+    ours = deltas(lora_tensors(parse_lora(keys)["transformer"]))
     theirs = deltas(_convert_musubi_wan_lora_to_diffusers(copy.copy(keys)))
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
@@ -143,11 +138,13 @@ def test_musubi_keys():
 
 def test_two_experts_in_one_file():
     high, low = make_lora(only=r"to_q"), make_lora(only=r"to_k")
-    keys = lora_to_diffusers({"transformer": high, "transformer_2": low})
-    found = read_lora(keys)
+    low_keys = {key.replace("transformer.", "transformer_2."): v for key, v in lora_tensors(low).items()}
+    keys = lora_tensors(high) | low_keys
+    found = parse_lora(keys)
     assert found["transformer"].keys() == high.keys()
     assert found["transformer_2"].keys() == low.keys()
-    assert_same(lora_to_diffusers(found), keys)
+    for expert, pairs in {"transformer": high, "transformer_2": low}.items():
+        assert_same(lora_tensors(found[expert]), lora_tensors(pairs))
 
 
 def test_folding_is_exact_for_powers_of_two_and_close_otherwise():
@@ -161,19 +158,18 @@ def test_folding_is_exact_for_powers_of_two_and_close_otherwise():
 
 
 def test_alpha_in_the_metadata():
-    found = alphas_of({"lora_adapter_metadata": '{"transformer.lora_alpha": 8, "transformer.r": 4}'}, "x")
+    found = alphas_of(
+        {"lora_adapter_metadata": '{"transformer.lora_alpha": 8, "transformer.r": 4}'}, Path("x")
+    )
     assert found == {"transformer": 8.0}
-    assert alphas_of(None, "x") == alphas_of({"format": "pt"}, "x") == {}
+    assert alphas_of({}, Path("x")) == alphas_of({"format": "pt"}, Path("x")) == {}
     lora = make_lora(only="to_q")
-    scales = {
-        p.scale
-        for p in read_lora(lora_to_diffusers({"transformer": lora}), alphas=found)["transformer"].values()
-    }
+    scales = {p.scale for p in parse_lora(lora_tensors(lora), alphas=found)["transformer"].values()}
     assert scales == {8.0 / RANK}
     with pytest.raises(CheckpointError, match=r"trained with use_dora"):
-        alphas_of({"lora_adapter_metadata": '{"transformer.use_dora": true}'}, "x")
+        alphas_of({"lora_adapter_metadata": '{"transformer.use_dora": true}'}, Path("x"))
     with pytest.raises(CheckpointError, match="is not a JSON"):
-        alphas_of({"lora_adapter_metadata": "{"}, "x")
+        alphas_of({"lora_adapter_metadata": "{"}, Path("x"))
 
 
 def test_alpha_beside_peft_s_file(tmp_path: Path):
@@ -184,14 +180,14 @@ def test_alpha_beside_peft_s_file(tmp_path: Path):
     assert alphas_of({"format": "pt"}, tmp_path / "other.safetensors") == {}
     config.write_text('{"lora_alpha": 16, "use_rslora": true}')
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors was trained with use_rslora"):
-        alphas_of(None, file)
+        alphas_of({}, file)
     config.write_text("[]")
-    with pytest.raises(CheckpointError, match=r"its adapter_config\.json is not a JSON object"):
-        alphas_of(None, file)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json is not a JSON object"):
+        alphas_of({}, file)
 
 
 def broken(change) -> dict[str, Tensor]:
-    keys = lora_to_comfyui(make_lora(only="to_q"))
+    keys = lora_tensors(make_lora(only="to_q"), "comfyui")
     change(keys)
     return keys
 
@@ -225,4 +221,4 @@ def broken(change) -> dict[str, Tensor]:
 )
 def test_what_is_no_lora_of_wan_is_named(change, says: str):
     with pytest.raises(CheckpointError, match=says):
-        read_lora(broken(change), where="a.safetensors")
+        parse_lora(broken(change), where="a.safetensors")
