@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import WanTransformer3DModel
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from wands.errors import CheckpointError, one_line
 from wands.model.files.name_maps import check_fit
 from wands.model.files.official import DIT_STEM
 from wands.model.files.tensor_files import LazyTensor, write_sharded
+from wands.model.weight_dtypes import stock_dtype
 
 
 def write_transformer(
@@ -29,52 +31,44 @@ def write_transformer(
         weights: fp32 tensors by diffusers name.
         config: diffusers config of the DiT.
         folder: folder to create.
-        dtype: dtype of the written weights; layers that diffusers keeps in fp32 stay fp32.
-        max_shard_bytes: largest size of a safetensors file.
+        dtype: dtype of the written weights. Layers that diffusers keeps in fp32 stay fp32.
+        max_shard_bytes: largest size of a safetensors file in bytes.
 
     Raises:
         CheckpointError: if the weights do not fit the config, the written weights differ, or a forward is not finite.
     """
-    from diffusers import WanTransformer3DModel
-
     with torch.device("meta"):
         model = WanTransformer3DModel.from_config(config)
-    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    check_fit({name: tuple(value.shape) for name, value in weights.items()}, wanted, "the checkpoint")
-    kept_in_fp32 = set(model._keep_in_fp32_modules)
-    tensors = [
-        LazyTensor.of(name, value, value.dtype if kept_in_fp32 & set(name.split(".")) else dtype)
-        for name, value in weights.items()
-    ]
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    check_fit({name: tuple(value.shape) for name, value in weights.items()}, expected, "the checkpoint")
+    tensors = [LazyTensor.of(name, value, stock_dtype(name, dtype)) for name, value in weights.items()]
     folder.mkdir()
     model.save_config(folder)
-    # Not save_pretrained, whose files only their owner may read, whatever the umask is.
+    # Not save_pretrained, which ignores the umask and makes files that only their owner can read.
     write_sharded(folder, DIT_STEM, tensors, max_shard_bytes)
     _verify(weights, folder, dtype)
 
 
 def _verify(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-    from diffusers import WanTransformer3DModel
-
     try:
         model = WanTransformer3DModel.from_pretrained(folder, dtype=dtype)
     except SafetensorError as error:
         raise CheckpointError(
-            f"export: {folder} cannot be read back ({one_line(error)}); write to another disk."
+            f"export: {folder} cannot be read back ({one_line(error)}). Write to another disk."
         ) from None
     for name, parameter in model.named_parameters():
         if not torch.equal(parameter.detach(), weights[name].to(parameter.dtype)):
             raise CheckpointError(
-                f"export: {name} read back from {folder} differs from the checkpoint; write to another disk."
+                f"export: {name} read back from {folder} differs from the checkpoint. Write to another disk."
             )
     if not torch.isfinite(stock_forward(model, dtype)).all():
         raise CheckpointError(
-            "export: a forward of the exported model is not finite; the run has diverged, export an older step."
+            "export: a forward of the exported model is not finite. The run has diverged. Export an older step."
         )
 
 
 def stock_forward(model: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Run a forward of a stock DiT on random inputs that are the same in every call.
+    """Run a forward of a stock DiT. The inputs are random, but the same in every call.
 
     Args:
         model: diffusers' WanTransformer3DModel.
@@ -87,7 +81,7 @@ def stock_forward(model: nn.Module, dtype: torch.dtype) -> Tensor:
 
     image, config = None, model.config
     if config.image_dim:
-        rows = config.pos_embed_seq_len  # for two images, which diffusers takes as two rows of the batch
+        rows = config.pos_embed_seq_len  # tokens of two images, which diffusers takes as a batch of two
         image = normal(2, rows // 2, config.image_dim) if rows else normal(1, 257, config.image_dim)
     with torch.no_grad():
         output: Tensor = model(

@@ -1,10 +1,11 @@
-"""Storage dtypes of a DiT's weights: fp32, bf16 for weights that autocast rounds to bf16, or codes of a frozen base."""
+"""Dtypes of a DiT's weights in training (fp32, bf16 or quantized) and in stock diffusers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from diffusers import WanTransformer3DModel
 from torch import nn
 
 from wands.model.quantize import CODECS, QuantizedLinear
@@ -18,7 +19,7 @@ class WeightDtypePolicy:
     Attributes:
         weights: "fp32"; or "bf16" for the linear layers and the patch embedding, whose weights autocast rounds to bf16 before
             the matmul. Time embedding, modulation, norms and head compute in fp32 and stay fp32.
-        quantize: "none", or the name of a codec for the linear layers of the blocks, which must be frozen.
+        quantize: "none", or the name of a codec for the linear layers of the blocks. These layers must be frozen.
     """
 
     weights: str = "fp32"
@@ -30,7 +31,7 @@ class WeightDtypePolicy:
         return self == WeightDtypePolicy()
 
     def apply(self, model: nn.Module) -> None:
-        """Convert the parameters of a model on the meta device to these dtypes, and quantized weights to codes and scales."""
+        """Convert the parameters of a model on the meta device to the dtypes of the policy, without values."""
         if self.weights == "bf16":
             for module in model.modules():
                 if type(module) in (nn.Linear, PatchLinear):  # not subclasses, which compute in fp32
@@ -42,12 +43,18 @@ class WeightDtypePolicy:
 
 
 def stored_bytes(model: nn.Module) -> dict[torch.dtype, int]:
-    """Return the size of a model's parameters in bytes by dtype; the model may be on the meta device.
+    """Return the size of a model's parameters in bytes, by dtype. The model may be on the meta device.
 
-    8-bit codes are int8, 4-bit codes are uint8, and their scales are fp32.
+    8-bit codes are int8, 4-bit codes are uint8, and the scales of both are fp32.
     """
     sizes: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         size = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + size
     return sizes
+
+
+def stock_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a parameter when diffusers loads a DiT with `dtype`: a few layers always stay fp32."""
+    keeps_fp32 = set(WanTransformer3DModel._keep_in_fp32_modules) & set(name.split("."))
+    return torch.float32 if keeps_fp32 else dtype

@@ -15,6 +15,7 @@ from wands.encoders.components import quiet_loading
 from wands.errors import CheckpointError, ConfigError, one_line
 from wands.model.files.hub import is_hub_id
 from wands.model.files.name_maps import EXPERTS
+from wands.model.weight_dtypes import stock_dtype
 from wands.sampling.loras import Lora, add_loras
 from wands.variants import Variant, variant_of
 
@@ -247,9 +248,8 @@ def _load_trained(
     # The weights are assigned below, so the parameters need neither memory nor random numbers. RoPE's buffers are computed.
     with init_empty_weights(include_buffers=False):
         transformer = WanTransformer3DModel.from_config(config)
-    kept = set(WanTransformer3DModel._keep_in_fp32_modules)  # as in from_pretrained
     for name in state:
-        state[name] = state[name].to(torch.float32 if kept & set(name.split(".")) else dtype)
+        state[name] = state[name].to(stock_dtype(name, dtype))  # as in from_pretrained
     try:
         transformer.load_state_dict(state, assign=True)
     except RuntimeError as error:

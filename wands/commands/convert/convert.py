@@ -37,6 +37,7 @@ from wands.model.files.official import (
     to_official_config,
 )
 from wands.model.files.tensor_files import LazyTensor, check_written, write_safetensors, write_sharded
+from wands.model.weight_dtypes import stock_dtype
 from wands.variants import Variant, variant_of
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -150,14 +151,10 @@ class ModelConversion:
         """Return why a component has no place in the new layout, or None."""
         config = component.config or {"_class_name": OFFICIAL_CLASS}
         is_official = config.get("_class_name") == OFFICIAL_CLASS
-        if component.name == "vae" and self.to != "diffusers" and not is_official:
-            return (
-                None
-                if _is_wans_own(config)
-                else "only diffusers' layout can store its latents_mean and latents_std"
-            )
         if self.to == "official" and is_official:
             return None
+        if component.name == "vae" and self.to != "diffusers" and not (is_official or _is_wans_own(config)):
+            return "only diffusers' layout can store its latents_mean and latents_std"
         return _NOT_CONVERTED.get((component.name, self.to))
 
     def _convert(self, component: SourceComponent) -> None:
@@ -167,9 +164,8 @@ class ModelConversion:
             if is_dit and self.variant is None:
                 self.dit_config, self.variant = mapping.config, self._find_variant(mapping.config)
             tensors = new_tensors(mapping, files, self._new_dtypes(mapping) if is_dit else {})
-            paths = self._write(
-                component.name, self._target(component, mapping.config), mapping.config, tensors
-            )
+            target = self._target(component, mapping.config)
+            paths = self._write(component.name, target, mapping.config, tensors)
             check_written(tensors, paths, "convert")
             forward = compare_forwards(mapping, files, tensors, paths) if is_dit and self.forward else ""
             renamed = sum(source.name != name for name, source in mapping.sources.items())
@@ -188,15 +184,9 @@ class ModelConversion:
 
     def _new_dtypes(self, mapping: ComponentMapping) -> dict[str, torch.dtype]:
         """Return the dtype of each tensor of a DiT by new name; {} to keep the dtypes of the source."""
-        from diffusers import WanTransformer3DModel
-
         if self.dtype is None:
             return {}
-        kept, names = set(WanTransformer3DModel._keep_in_fp32_modules), stock_names(mapping.sources)
-        return {
-            name: torch.float32 if kept & set(stock.split(".")) else self.dtype
-            for name, stock in names.items()
-        }
+        return {name: stock_dtype(stock, self.dtype) for name, stock in stock_names(mapping.sources).items()}
 
     def _target(self, component: SourceComponent, config: Mapping[str, Any]) -> Path:
         """Return the folder or the file for the tensors of a component."""
