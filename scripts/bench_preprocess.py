@@ -28,10 +28,11 @@ from make_tiny_pipeline import build_tiny_pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = """
-import dataclasses, json, sys
+import json, sys
 from wands.commands.preprocess.preprocess import preprocess
+from wands.config.options import PreprocessOptions
 if __name__ == "__main__":
-    report = preprocess(**json.loads(sys.argv[1]))
+    report = preprocess(PreprocessOptions(**json.loads(sys.argv[1])))
     print(json.dumps([report.num_accepted, len(report.rejected), report.waited, report.seconds_encoding]))
 """
 

@@ -20,7 +20,7 @@ from wands.config.click_options import command
 from wands.errors import WandsError
 
 
-class _Group(click.Group):
+class _CommandGroup(click.Group):
     """Command group that prints a WandsError once, exits with code 2, and lists its commands in order of declaration."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -51,7 +51,9 @@ class _Group(click.Group):
             sys.exit(2)
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=_CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(__version__, prog_name="wands")
 @click.option("--local_rank", "--local-rank", type=int, default=None, hidden=True, help="Set by launchers.")
 @click.option("-v", "--verbose", is_flag=True, help="Print debug messages.")
@@ -89,8 +91,7 @@ def _config(options: opts.ConfigOptions) -> None:
 def _check(options: opts.CheckOptions) -> None:
     from wands.commands.check.check import check, save_report
 
-    settings = options.model_dump(exclude={"json_path", "html_path"})
-    report = check(**settings, thumbnails=options.html_path is not None)
+    report = check(options)
     click.echo(report.render())
     save_report(report, options.json_path, options.html_path)
     if report.count("rejected"):
@@ -101,8 +102,7 @@ def _check(options: opts.CheckOptions) -> None:
 def _preprocess(options: opts.PreprocessOptions) -> None:
     from wands.commands.preprocess.preprocess import preprocess
 
-    report = preprocess(**dict(options))
-    if report is not None:  # only the first rank returns a report
+    if report := preprocess(options):  # only the first rank returns a report
         click.echo(report.render())
 
 
@@ -110,25 +110,21 @@ def _preprocess(options: opts.PreprocessOptions) -> None:
 def _pack(options: opts.PackOptions) -> None:
     from wands.commands.pack import pack
 
-    click.echo(pack(options.recipe, **options.model_dump(exclude={"recipe"})).render())
+    click.echo(pack(options).render())
 
 
 @command(main, opts.PlanOptions)
 def _plan(options: opts.PlanOptions) -> None:
-    from wands.commands.plan import plan, what_fits
-    from wands.planning.hardware import machine_named
+    from wands.commands.plan import plan
 
-    own = {"gpu_memory", "host_memory", "node_bandwidth", "network_bandwidth", "gpus_per_node"}
-    machine = machine_named(options.hardware, **options.model_dump(include=own))
-    settings = options.model_dump(exclude={"recipe", "hardware", "table", *own})
-    click.echo(what_fits() if options.table else plan(options.recipe, machine=machine, **settings))
+    click.echo(plan(options))
 
 
 @command(main, opts.TrainOptions)
 def _train(options: opts.TrainOptions) -> None:
     from wands.commands.train import run_train
 
-    run_train(options.recipe, **options.model_dump(exclude={"recipe"}), log=_echo)
+    run_train(options, _echo)
     _exit_rank()
 
 
@@ -148,14 +144,14 @@ def _infer(options: opts.InferOptions) -> None:
 def _export(options: opts.ExportOptions) -> None:
     from wands.commands.export import export
 
-    click.echo(export(**options.model_dump(exclude={"copy_files"}), link=not options.copy_files))
+    click.echo(export(options))
 
 
 @command(main, opts.PushOptions)
 def _push(options: opts.PushOptions) -> None:
     from wands.commands.push import push
 
-    click.echo(push(**dict(options)))
+    click.echo(push(options))
 
 
 @command(main, opts.ConvertOptions)

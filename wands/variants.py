@@ -6,6 +6,7 @@ Sources: the official Wan 2.1 and 2.2 configs and diffusers' conversion of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -214,6 +215,16 @@ class Variant:
             Expert("high", "transformer", (boundary, 1.0)),
             Expert("low", "transformer_2", (0.0, boundary)),
         )
+
+    def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Return frames, rows and columns of the latents of 4k+1 frames of height x width pixels."""
+        stride = self.vae_stride
+        return (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2]
+
+    def num_tokens(self, num_frames: int, height: int, width: int) -> int:
+        """Return the number of video tokens of 4k+1 frames of height x width pixels."""
+        sides = zip(self.latent_size(num_frames, height, width), self.dit.patch_size, strict=True)
+        return math.prod(side // patch for side, patch in sides)
 
 
 def _shape(num_heads: int, num_layers: int, ffn_dim: int, **more: Any) -> DiTShape:

@@ -22,11 +22,11 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
+from tests.support.commands import preprocess
+from wands.commands import clip_rules
 from wands.commands import progress as progress_module
 from wands.commands.length_histogram import token_histogram
 from wands.commands.preprocess import decoding
-from wands.commands.preprocess import preprocess as module
-from wands.commands.preprocess.preprocess import preprocess
 from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec
@@ -276,7 +276,7 @@ def test_bug_file_name_as_caption_is_caught(
         rows, rejected = load_source(*args, **kwargs)
         return rows + [ClipRecord(r.key, Path(r.path), Path(r.path).stem) for r in rejected], []
 
-    monkeypatch.setattr(module, "load_source", named)
+    monkeypatch.setattr(clip_rules, "load_source", named)
     preprocess(str(one_clip), tmp_path / "wrong", tiny_pipeline, **SMALL)
     assert len(LatentCache(tmp_path / "wrong")) == 2
     with pytest.raises(AssertionError):
@@ -555,7 +555,6 @@ def start(body: str, *args: object) -> subprocess.Popen[str]:
     """A fresh interpreter: what forks a process in which torch has run may hang."""
     code = f"""
 import resource, sys
-from wands.commands.preprocess.preprocess import preprocess
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import WandsError
 source, out, model = sys.argv[1:4]

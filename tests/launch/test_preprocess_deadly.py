@@ -14,11 +14,12 @@ from tests.launch.test_preprocess import SMALL, contents
 from tests.launch.test_preprocess import start as start_python
 from tests.launch.test_preprocess_workers import finish, noise, start
 from tests.support import deadly
+from tests.support.commands import preprocess
 from wands.commands.preprocess import decoding
 from wands.commands.preprocess import preprocess as module
 from wands.commands.preprocess.decoding import WORK_NAME
 from wands.commands.preprocess.encoding import encode_clips
-from wands.commands.preprocess.preprocess import QUARANTINE_NAME, preprocess
+from wands.commands.preprocess.preprocess import QUARANTINE_NAME
 from wands.commands.preprocess.scan import SourceScan
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.isolated import Crash, IsolatedWorker

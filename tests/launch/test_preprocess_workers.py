@@ -19,7 +19,7 @@ import pytest
 
 from data_tools.merge import merge
 from tests.launch.test_preprocess import SMALL, break_some, contents
-from wands.commands.preprocess.preprocess import preprocess
+from tests.support.commands import preprocess
 from wands.commands.preprocess.scan import parse_part, select_part
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.records import ClipRecord
@@ -87,7 +87,7 @@ def samples_in_shards(path: Path) -> int:
 def command(source: Path, out: Path, model: Path, *more: str, **changes: Any) -> list[str]:
     options = OPTIONS | changes
     code = (
-        "import sys; from wands.commands.preprocess.preprocess import preprocess\n"
+        "import sys; from tests.support.commands import preprocess\n"
         "if __name__ == '__main__':\n"
         f"    report = preprocess({str(source)!r}, {str(out)!r}, {str(model)!r}, **{options!r})\n"
         "    print(report.render() if report else 'followed')\n"

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.commands import preprocess
 from tests.support.runs import losses, run_training
 from tests.support.sampling import infer
 from tests.support.steps import zero
 from tests.support.world import WorldPool
-from wands.commands.preprocess.preprocess import preprocess
 from wands.data.cache.reader import LatentCache
 from wands.model.files.checkpoint_files import find_checkpoint
 from wands.sampling.requests import SampleRequest

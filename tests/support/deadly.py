@@ -9,10 +9,10 @@ from typing import Any
 from wands.commands.check import check
 
 
-def look_at(task: Any) -> Any:
+def decode(task: Any) -> Any:
     if task.path.name == "a.mp4":
         os.abort()
-    return check._look_at(task)
+    return check._decode(task)
 
 
 def encode_clips(*args: Any) -> Any:

@@ -97,11 +97,11 @@ def test_flags_mean_the_same_in_every_release_of_click():
 def test_export_links_unless_told_to_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     told: list[bool] = []
     monkeypatch.setattr(
-        "wands.commands.export.export", lambda *_, link, **__: told.append(link) or "somewhere"
+        "wands.commands.export.export", lambda options: told.append(options.copy_files) or "somewhere"
     )
     for extra in ([], ["--copy"]):
         assert invoke("export", tmp_path, "--out", tmp_path / "out", *extra).exit_code == 0
-    assert told == [True, False]
+    assert told == [False, True]
 
 
 def test_infer_help_marks_the_options_with_one_value_per_prompt():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from wands import __version__
+from wands.config.options import ExportOptions
 from wands.errors import ConfigError
 from wands.export.base_pipeline import carry_over, check_base, copy_base
 from wands.export.lora_weights import write_lora
@@ -34,77 +35,60 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def export(
-    checkpoint: Path,
-    out: Path,
-    *,
-    base: str | None = None,
-    dtype: str = "fp32",
-    max_shard_size: str = "5GB",
-    link: bool = True,
-    merge: bool = False,
-    ema: bool = False,
-) -> Path:
+def export(options: ExportOptions) -> Path:
     """Write the pipeline folder of a checkpoint, or the LoRA files of a LoRA run.
 
-    An earlier export keeps its name until the new one is complete. The new folder takes over ``samples`` and a
-    ``README.md`` that wands did not write.
+    An earlier export keeps its name until the new export is complete. The new folder takes over the earlier export's folder
+    ``samples``, and its ``README.md`` unless wands wrote that file.
 
     Args:
-        checkpoint: step folder, or run folder (its newest complete checkpoint).
-        out: folder to create; an existing one must be empty or an earlier export.
-        base: pipeline folder or Hub id whose other parts are copied; None takes the run's `model.path`.
-        dtype: "fp32" or "bf16" weights.
-        max_shard_size: largest safetensors file, such as "5GB"; KB, MB, GB and TB are powers of 1000.
-        link: hard-link the base's files if the file system can, instead of copying.
-        merge: for a LoRA run, write the whole pipeline with the LoRA merged into its weights.
-        ema: write the moving average of the trained weights instead of their last values.
+        options: options of the command.
 
     Returns:
-        `out`, absolute.
+        The absolute path of the written folder.
 
     Raises:
-        CheckpointError: if the checkpoint is incomplete or has no average, or the reloaded weights differ.
-        ConfigError: if `out` cannot be replaced, the base is another architecture, or `max_shard_size` is not a size.
-        WandsError: if `out` cannot be written; nothing is left behind.
+        CheckpointError: if the checkpoint is incomplete or has no average, or the written weights differ from it.
+        ConfigError: if `--out` cannot be replaced, `--base` is another architecture, or `--max-shard-size` is not a size.
+        WandsError: if `--out` cannot be written; no partial export is left.
     """
-    max_shard_bytes = _bytes_of(max_shard_size)
-    step_dir, state = find_checkpoint(checkpoint)
-    out = out.resolve()
+    max_shard_bytes = _bytes_of(options.max_shard_size)
+    step_dir, state = find_checkpoint(options.checkpoint)
+    out, dtype = options.out.resolve(), _DTYPES[options.dtype]
     is_lora = lora_of(state) is not None
-    if is_lora and not merge and (base is not None or not link):
+    as_pipeline = options.merge or not is_lora
+    if not as_pipeline and (options.base is not None or options.copy_files):
         raise ConfigError(
             "--base and --copy are for whole pipelines, and this run trained a LoRA; leave them out or add --merge."
         )
-    if merge and not is_lora:
+    if options.merge and not is_lora:
         raise ConfigError(
-            f"--merge is for LoRA runs, and {checkpoint} is a checkpoint of a full run; leave it out."
+            f"--merge is for LoRA runs, and {options.checkpoint} is a checkpoint of a full finetune; leave --merge out."
         )
-    if ema:
+    if options.ema:
         check_average(step_dir, state)
-    if base is None and (merge or not is_lora):
+    if options.base is None and as_pipeline:
         _check_own_base(state)
+    base = options.base or state.base
     with atomic_folder(out, replaceable=RECORD_FILE) as partial:
-        if is_lora and not merge:
+        if as_pipeline:
+            ignore = [] if is_lora else [f"{part}/*.safetensors" for part in state.parts]
+            base_dir = fetch_model(base, key="--base", ignore=ignore)
+            check_base(base_dir, state.transformer_config, state.parts)
+            copy_base(base_dir, partial, state.parts, link=not options.copy_files)
+            for part in state.parts:
+                weights = load_full_weights(step_dir, part, options.base, options.ema)
+                write_transformer(weights, state.transformer_config, partial / part, dtype, max_shard_bytes)
+        else:
             in_folders = state.recipe["model"].get("experts") is not None or len(state.parts) == 2
             for part in state.parts:
                 folder = partial / EXPERT_NAMES[part] if in_folders else partial
-                write_lora(load_lora_of(step_dir, part, ema), folder, _DTYPES[dtype])
+                write_lora(load_lora_of(step_dir, part, options.ema), folder, dtype)
             if state.recipe["model"].get("merge_loras"):
                 log.warning(
                     "the LoRA was trained on a base with other LoRAs merged in; load those LoRAs too, or export with --merge"
                 )
-        else:
-            ignore = [] if is_lora else [f"{part}/*.safetensors" for part in state.parts]
-            base_dir = fetch_model(base or state.base, key="--base", ignore=ignore)
-            check_base(base_dir, state.transformer_config, state.parts)
-            copy_base(base_dir, partial, state.parts, link)
-            for part in state.parts:
-                weights = load_full_weights(step_dir, part, base, ema)
-                write_transformer(
-                    weights, state.transformer_config, partial / part, _DTYPES[dtype], max_shard_bytes
-                )
-        record = _record(step_dir, state, base or state.base, dtype, ema)
+        record = _record(step_dir, state, base, options)
         write_text(partial / RECORD_FILE, json.dumps(record, indent=2))
         carry_over(out, partial)
     return out
@@ -129,9 +113,8 @@ def _check_own_base(state: TrainState) -> None:
         )
 
 
-def _record(step_dir: Path, state: TrainState, base: str, dtype: str, ema: bool) -> dict[str, Any]:
-    """Return what the model card needs of a run."""
-    average = {"ema": state.recipe["ema"]} if ema else {}
+def _record(step_dir: Path, state: TrainState, base: str, options: ExportOptions) -> dict[str, Any]:
+    """Return the facts of a run for its model card."""
     return {
         "wands_version": __version__,
         "base": str(Path(base).resolve()) if Path(base).is_dir() else base,
@@ -139,8 +122,8 @@ def _record(step_dir: Path, state: TrainState, base: str, dtype: str, ema: bool)
         "checkpoint": step_dir.name,
         "variant": state.variant,
         "parts": state.parts,
-        "dtype": dtype,
-        **average,
+        "dtype": options.dtype,
+        **({"ema": state.recipe["ema"]} if options.ema else {}),
         "recipe": state.recipe,
         "data": {**state.data_summary, "fingerprint": state.data_fingerprint},
         "loss": state.loss,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wands.config.options import PackOptions
 from wands.data.datasets import describe_data, list_sources
 from wands.files import atomic_path
 from wands.train.prepare import load_run
@@ -49,42 +49,39 @@ class PackResult:
         )
 
 
-def pack(recipe_path: str | None, *, overrides: Sequence[str], out: Path, epoch: int = 0) -> PackResult:
+def pack(options: PackOptions) -> PackResult:
     """Plan one epoch of a recipe's data and write it as JSON lines.
 
     The first line describes the whole plan: format, seed, epoch, first_step, sources (`list_sources`), split,
-    holdout, num_samples and num_tokens (of the epoch), num_bins, num_steps, bins_per_step, max_tokens,
-    buffer_size, fill (of the full steps), efficiency (dp_size -> mean over slowest rank), length_bias and
-    length_bias_of_chance (`EpochPlan.length_bias`), cost (a and b of a * sum(L) + b * sum(L^2), in FLOPs of a
-    forward) and data_fingerprint, which also stands in checkpoints.
-    Each line after it is an optimizer step: step, num_samples, num_tokens, fill, efficiency, and its bins, each
-    with keys, indices and tokens of its samples and its cost, where 1 is the mean of the epoch's bins.
+    holdout, num_samples and num_tokens of the epoch, num_bins, num_steps, bins_per_step, max_tokens,
+    buffer_size, fill of the full steps, efficiency (dp_size -> mean cost / cost of the slowest rank), length_bias
+    and length_bias_of_chance (`EpochPlan.length_bias`), cost (a and b of a * sum(L) + b * sum(L^2), in FLOPs of a
+    forward) and data_fingerprint, which checkpoints contain too.
+    Each further line is an optimizer step: step, num_samples, num_tokens, fill, efficiency and bins. A bin has the
+    keys, indices and tokens of its samples, and its cost in units of the mean cost of the epoch's bins.
 
     Args:
-        recipe_path: YAML file or name of a shipped recipe; None for the defaults.
-        overrides: ``section.key=value`` strings.
-        out: file to create or replace.
-        epoch: pass over the data, from 0.
+        options: options of the command.
 
     Raises:
-        WandsError: if the recipe or the data have problems, or `out` cannot be written.
+        WandsError: if the recipe or the data have problems, or the file cannot be written.
     """
     run = load_run(
-        recipe_path,
+        options.recipe,
         None,
-        overrides,
+        options.overrides,
         world_size=None,  # the plan is the same at any dp_size
         device_type="cpu",
         encoders=lambda path: {},  # hashing the encoders takes longer than planning; wands train compares them
         ignore_output_dir=True,
     )
-    header = _header(run, epoch)
+    header = _header(run, options.epoch)
     first, mean_cost = header["first_step"], header.pop("mean_cost")
-    with atomic_path(out) as temporary, temporary.open("w", encoding="utf-8") as file:
+    with atomic_path(options.out) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(json.dumps(header) + "\n")
         for step in range(first, first + header["num_steps"]):
             file.write(json.dumps(_step_line(run, step, mean_cost), ensure_ascii=False) + "\n")
-    return PackResult(out, header, tuple(describe_data(run.recipe.data, run.data)))
+    return PackResult(options.out, header, tuple(describe_data(run.recipe.data, run.data)))
 
 
 def _header(run: TrainingRun, epoch: int) -> dict[str, Any]:

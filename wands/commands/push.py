@@ -20,6 +20,7 @@ import yaml
 
 from wands import __version__
 from wands.commands.plots import save_loss_plot
+from wands.config.options import PushOptions
 from wands.errors import WandsError, one_line
 from wands.export import model_card
 from wands.export.model_card import FolderContents, LoraFile, without_paths
@@ -40,58 +41,42 @@ _SKIPPED = (
 _STATE_FILE = "wands_state.json"  # the folder that contains it is a training checkpoint
 
 
-def push(
-    directory: Path,
-    repo_id: str,
-    *,
-    token: str | None = None,
-    public: bool = False,
-    endpoint: str | None = None,
-    revision: str | None = None,
-    message: str | None = None,
-    training: Path | None = None,
-) -> str:
-    """Upload the folder of a pipeline or a LoRA and its model card; a second push sends only what is missing.
+def push(options: PushOptions, token: str | None = None) -> str:
+    """Upload the folder of a pipeline or a LoRA and its model card; a second push sends only missing files.
 
-    Writes ``README.md`` and ``loss.png`` into the folder. A ``README.md`` that wands did not write is kept.
+    Writes ``README.md`` and ``loss.png`` into the folder. A ``README.md`` that wands did not write is kept. The visibility of
+    an existing repository is never changed.
 
     Args:
-        directory: folder that `wands export` wrote.
-        repo_id: ``owner/name``, or ``name`` for the token's own account.
+        options: options of the command.
         token: Hub token with write access; None takes HF_TOKEN or the token that ``hf auth login`` stored.
-        public: make a new repository public. The visibility of an existing one is never changed.
-        endpoint: address of the Hub; None takes HF_ENDPOINT or the public Hub.
-        revision: branch to commit to, created if missing; None is ``main``.
-        message: commit message.
-        training: run or checkpoint folder; the card takes from it what the folder's `wands_export.json` lacks.
 
     Returns:
-        The address of the repository.
+        The URL of the repository.
 
     Raises:
-        WandsError: if the folder is not a pipeline or LoRA, name, token or server cannot be used, or the upload failed.
+        WandsError: if the folder is not a pipeline or LoRA, or name, token or server cannot be used, or the upload failed.
     """
-    directory = Path(directory)
+    directory = options.directory
     contents = _check_contents(directory)
-    record = _read_record(directory, training)
-    hub = open_repository(connect(repo_id, token, endpoint), public=public, revision=revision)
+    record = _read_record(directory, options.training)
+    hub = open_repository(
+        connect(options.repo_id, token, options.endpoint), public=options.public, revision=options.revision
+    )
     url = f"{hub.api.endpoint}/{hub.repo_id}"
     _write_card(directory, hub, record, contents)
+    kind = "LoRA" if contents.loras else "pipeline"
+    step = f" of step {record['step']}" if "step" in record else ""
     with tempfile.TemporaryDirectory(prefix="wands-push-") as staging:
         _stage(directory, Path(staging))
-        files = [path for path in Path(staging).rglob("*") if path.is_file()]
-        log.info(
-            "uploading %d files, %.1f MB, to %s", len(files), sum(p.stat().st_size for p in files) / 1e6, url
-        )
-        what = ("LoRA" if contents.loras else "pipeline") + (
-            f" of step {record['step']}" if "step" in record else ""
-        )
+        sizes = [path.stat().st_size for path in Path(staging).rglob("*") if path.is_file()]
+        log.info("uploading %d files, %.1f MB, to %s", len(sizes), sum(sizes) / 1e6, url)
         upload = partial(
             hub.api.upload_folder,
             repo_id=hub.repo_id,
             folder_path=staging,
-            revision=revision,
-            commit_message=message or f"Upload the {what} with wands {__version__}",
+            revision=options.revision,
+            commit_message=options.message or f"Upload the {kind}{step} with wands {__version__}",
         )
         commit = hub.call("the upload", upload, RETRY_WAITS)
     log.info("%s is complete at commit %s", url, commit.oid)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from pathlib import Path
 
 from wands.commands.timestep_histogram import timestep_histogram
 from wands.config.deepspeed import load_ds_config
+from wands.config.options import TrainOptions
 from wands.config.recipe import Recipe, load_recipe
 from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node, start_together
 from wands.encoders.fingerprint import fingerprint_pipeline
@@ -22,58 +21,42 @@ from wands.train.summary import start_block
 from wands.train.weights import read_model
 
 
-def run_train(
-    recipe_path: str | None,
-    *,
-    deepspeed: Path | None,
-    overrides: Sequence[str],
-    resume: str | None,
-    dry_run: bool,
-    show_timesteps: bool,
-    log: Log,
-    force: bool = False,
-) -> None:
+def run_train(options: TrainOptions, log: Log) -> None:
     """Train as the recipe says.
 
     Args:
-        recipe_path: YAML file or name of a shipped recipe; None for the defaults.
-        deepspeed: DeepSpeed JSON; None for ZeRO-2.
-        overrides: ``section.key=value`` strings.
-        resume: "auto" for the newest checkpoint of the run folder (a new run if there is none), or a path.
-        dry_run: print the start block and stop.
-        show_timesteps: print the histogram of sampled timesteps and stop.
+        options: options of the command.
         log: prints a text for the user; called on rank 0 only.
-        force: start although the predicted memory does not fit.
 
     Raises:
         WandsError: with every problem that was found, where possible before the process group starts.
     """
     rank = int(os.environ.get("RANK", "0"))
     log = log if rank == 0 else lambda text: None
-    if show_timesteps:
-        _show_timesteps(load_recipe(recipe_path, overrides), log)
+    if options.show_timesteps:
+        _show_timesteps(load_recipe(options.recipe, options.overrides), log)
         return
     with start_together():
         run = load_run(
-            recipe_path,
-            deepspeed,
-            overrides,
+            options.recipe,
+            options.deepspeed,
+            options.overrides,
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             device_type=accelerator_type(),
             # Hashing a UMT5 takes seconds, so only one rank does it.
             encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
             ranks_per_node=ranks_per_node(),
-            resume=resume,
+            resume=options.resume,
         )
         if rank == 0:  # the block queries the accelerator, and only rank 0 uses the queried one
             log(start_block(run))
-        _check_memory(run, deepspeed, log, force=force or dry_run)
-        if not dry_run:
+        _check_memory(run, options, log)
+        if not options.dry_run:
             check_offload(run.ds_config)
             if rank == 0:
                 write_text(run.output_dir / "recipe.yaml", run.recipe.to_yaml())
                 write_text(run.output_dir / "deepspeed.json", json.dumps(run.ds_config, indent=2))
-    if dry_run:
+    if options.dry_run:
         return
 
     from wands.train.loop import train
@@ -82,9 +65,9 @@ def run_train(
     log(f"done: {train(run, rank, device, log)}")
 
 
-def _check_memory(run: TrainingRun, deepspeed: Path | None, log: Log, *, force: bool) -> None:
-    """Raise a ConfigError if this rank's machine has too little memory; with `force`, only log it."""
-    device_type, name = accelerator_type(), str(deepspeed or "zero2")
+def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:
+    """Raise a ConfigError if this rank's machine has too little memory; with --force or --dry-run only log the problem."""
+    device_type, name = accelerator_type(), str(options.deepspeed or "zero2")
     workload = run.workload(device_type)
     task = Task(
         run.shape,
@@ -94,14 +77,17 @@ def _check_memory(run: TrainingRun, deepspeed: Path | None, log: Log, *, force: 
         run.seq_lens,
         machine_here(device_type, ranks_per_node()),
         run.world_size,
-        {name: load_ds_config(deepspeed)} | {key: load_ds_config(key) for key in SHIPPED if key != name},
+        {
+            name: load_ds_config(options.deepspeed),
+            **{key: load_ds_config(key) for key in SHIPPED if key != name},
+        },
         device_type,
         workload.text_len,
     )
     problem = check_memory(task, workload, name, run.ds_config)
     if problem is None:
         return
-    if not force:
+    if not (options.force or options.dry_run):
         raise ConfigError(f"{problem}. --force starts anyway; wands plan prints what fits.")
     log(f"memory may not be enough: {problem}")
 

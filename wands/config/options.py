@@ -94,9 +94,9 @@ class CheckOptions(ClipOptions):
 
     model: str | None = None
     """Diffusers pipeline folder or Hub id. Gives the model variant, and the tokenizer that counts caption tokens exactly."""
-    max_tokens: int = 32760
+    max_tokens: Annotated[int, Field(ge=1)] = 32760
     """Bin capacity in tokens (packing.max_tokens) for the predicted fill."""
-    bins_per_step: int = 1
+    bins_per_step: Annotated[int, Field(ge=1)] = 1
     """Bins of an optimizer step (train.bins_per_step) for the predicted number of steps."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of decoding processes [default: one per CPU core]."""

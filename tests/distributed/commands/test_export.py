@@ -14,8 +14,8 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors import safe_open
 
+from tests.support.commands import export
 from tests.support.runs import make_run, run_training, weights
-from wands.commands.export import export
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.export.model_card import MARKER, RECORD_FILE
 from wands.model.files import hub
@@ -174,7 +174,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Pat
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         with pytest.raises(WandsError, match=r"--out .*out cannot be written \(.*File too large") as caught:
-            export(run, out, link=link)
+            export(run, out, copy_files=not link)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert isinstance(caught.value.__cause__, shutil.Error) is not link

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.distributed.commands.test_infer import records
+from tests.support.commands import export
 from tests.support.runs import run_training
 from tests.support.sampling import infer, source_of
-from wands.commands.export import export
 from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError
 from wands.model.files import hub

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.support.commands import pack
 from tests.support.runs import BASE, make_run, run_training
 from wands.cli import main
-from wands.commands.pack import FORMAT, pack
+from wands.commands.pack import FORMAT
 from wands.errors import DataError, WandsError
 
 KEYS = [f"mock-{i:06d}" for i in range(7)]

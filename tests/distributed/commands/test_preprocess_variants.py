@@ -26,11 +26,10 @@ from data_tools.split import split
 from data_tools.verify import verify
 from tests.launch.test_preprocess import SMALL, differs
 from tests.launch.test_preprocess_deadly import leave_suspects
+from tests.support.commands import check, preprocess
 from tests.support.runs import make_run, run_training
 from tests.unit.commands.test_preprocess_again import forbid_video
-from wands.commands.check.check import check
 from wands.commands.preprocess import encoding
-from wands.commands.preprocess.preprocess import preprocess
 from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.config.recipe import FlowConfig
 from wands.data.cache.format import array_names, checksum, to_bits

@@ -17,12 +17,12 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from tests.support.commands import export
 from tests.support.runs import make_run, run_training
 from tests.support.sampling import options_of, source_of
 from tests.support.steps import DS_CONFIGS, Grid, zero
 from tests.support.world import WorldPool
 from wands.commands import infer
-from wands.commands.export import export
 from wands.config.recipe import EmaConfig
 from wands.errors import CheckpointError, ConfigError
 from wands.export.model_card import RECORD_FILE, FolderContents, build_card

@@ -14,6 +14,7 @@ from tests.support.runs import BASE, losses, make_run, run_training
 from tests.support.steps import Grid, optimizer_step, save_random_lora, worst, zero
 from tests.support.world import WorldPool
 from wands.commands.train import run_train
+from wands.config.options import TrainOptions
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.checkpoint_files import load_exported_state
 from wands.model.files.loading import load_weights
@@ -105,15 +106,8 @@ def test_only_a_run_that_begins_asks_for_the_lora_that_it_goes_on_from(
 
     def dry(output_dir: Path, resume: str | None) -> None:
         recipe = (*BASE, f"model.path={tiny_pipeline}", *settings, "train.max_steps=2")
-        run_train(
-            None,
-            deepspeed=None,
-            overrides=[*recipe, f"output_dir={output_dir}"],
-            resume=resume,
-            dry_run=True,
-            show_timesteps=False,
-            log=said.append,
-        )
+        overrides = (*recipe, f"output_dir={output_dir}")
+        run_train(TrainOptions(overrides=overrides, resume=resume, dry_run=True), said.append)
 
     dry(run, "auto")
     dry(tmp_path / "elsewhere", str(run))

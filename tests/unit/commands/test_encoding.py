@@ -13,10 +13,10 @@ import torch
 
 from tests.launch.test_preprocess import SMALL, contents
 from tests.launch.test_preprocess_workers import wait_for
+from tests.support.commands import preprocess
 from wands.commands.preprocess import decoding, workers
 from wands.commands.preprocess import preprocess as module
 from wands.commands.preprocess.decoding import NUM_DECODERS, NUM_READY
-from wands.commands.preprocess.preprocess import preprocess
 from wands.commands.preprocess.workers import WorkerPool
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError, WandsError

@@ -10,33 +10,23 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.support.commands import plan
 from tests.support.runs import MOCK
 from wands.cli import main
 from wands.commands import train as commands_train
-from wands.commands.plan import plan, what_fits
+from wands.commands.plan import what_fits
 from wands.commands.train import run_train
 from wands.config.deepspeed import build_ds_config, load_ds_config
+from wands.config.options import TrainOptions
 from wands.config.recipe import load_recipe
 from wands.errors import ConfigError
-from wands.planning.hardware import MACHINES, Machine, machine_named
+from wands.planning.hardware import MACHINES, Machine
 
 ROOT = Path(__file__).resolve().parents[3]
-OPTIONS = {
-    "overrides": (),
-    "variant": None,
-    "deepspeed": None,
-    "gpus": 8,
-    "size": "480p",
-    "frames": 81,
-    "clips": 1000,
-    "out": None,
-}
-OWN = ("gpu_memory", "host_memory", "node_bandwidth", "network_bandwidth", "gpus_per_node")
 
 
-def run(recipe: str | None = "wan2.1-t2v-14b-finetune", hardware: str = "h100", **options) -> str:
-    machine = machine_named(hardware, **{key: options.pop(key, None) for key in OWN})
-    return plan(recipe, machine=machine, **{**OPTIONS, **options})
+def run(recipe: str | None = "wan2.1-t2v-14b-finetune", **options) -> str:
+    return plan(recipe, **options)
 
 
 def rows_of(report: str) -> list[list[str]]:
@@ -213,14 +203,7 @@ def train(tiny_pipeline, tmp_path, monkeypatch):
         ]
         keys += ["model.checkpointing=none", "train.max_steps=1", "precision.compute=fp32", *overrides]
         said: list[str] = []
-        options = {
-            "deepspeed": None,
-            "overrides": keys,
-            "resume": None,
-            "show_timesteps": False,
-            "log": said.append,
-        }
-        run_train(None, **options, **{"dry_run": False, "force": False, **flags})
+        run_train(TrainOptions(overrides=tuple(keys), **flags), said.append)
         return "\n".join(said)
 
     return start

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.launch.test_preprocess import CAPTIONS, SMALL, Counter, contents
+from tests.support.commands import preprocess
 from wands.commands.preprocess import decoding
-from wands.commands.preprocess.preprocess import preprocess
 from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.data.cache.reader import LatentCache
 from wands.encoders.text import TextEncoder

@@ -14,9 +14,8 @@ import torch
 
 from tests.launch.test_preprocess import SMALL, Counter, contents
 from tests.launch.test_preprocess_workers import noise
-from wands.commands.check.check import check
+from tests.support.commands import check, preprocess
 from wands.commands.preprocess import decoding
-from wands.commands.preprocess.preprocess import preprocess
 from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix

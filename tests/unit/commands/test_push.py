@@ -20,9 +20,9 @@ import yaml
 from huggingface_hub import constants, snapshot_download
 from PIL import Image
 
+from tests.support.commands import push
 from tests.support.fake_hub import FakeHub, File, Repo
 from wands.commands import push as push_module
-from wands.commands.push import push
 from wands.errors import WandsError
 from wands.export import model_card
 from wands.export import upload as hub_repo
@@ -577,7 +577,7 @@ def test_a_server_that_repeats_the_token_cannot_make_us_show_it(
 def test_the_token_is_on_no_output_of_a_process(small: Path, hub: FakeHub, tmp_path: Path) -> None:
     code = (
         "import logging, sys; logging.basicConfig(level=logging.DEBUG)\n"
-        "from pathlib import Path; from wands.commands.push import push\n"
+        "from pathlib import Path; from tests.support.commands import push\n"
         f"for name in ({NAME!r}, 'bob/x'): print(push(Path(sys.argv[1]), name))"
     )
     names = {"HF_TOKEN": TOKEN, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_DEBUG": "1"}

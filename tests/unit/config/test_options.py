@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
 import shlex
 
@@ -17,19 +15,6 @@ from wands.config.click_options import command_name, help_line
 from wands.config.options import COMMANDS
 
 BY_NAME = {command_name(options): options for options in COMMANDS}
-# command -> the function that runs it
-FUNCTIONS = {
-    "check": "check.check:check",
-    "preprocess": "preprocess.preprocess:preprocess",
-    "pack": "pack:pack",
-    "plan": "plan:plan",
-    "train": "train:run_train",
-    "infer": "infer:infer",
-    "export": "export:export",
-    "push": "push:push",
-    "convert": "convert.convert:convert",
-    "selftest": "selftest.selftest:selftest",
-}
 
 
 def help_of(*command: str) -> str:
@@ -73,22 +58,6 @@ def test_examples_parse(name: str):
         command, *args = words[words.index("wands") + 1 :]
         assert command == name
         main.commands[name].make_context(name, args)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_defaults_are_the_defaults_of_the_function(name: str):
-    """A Python caller who leaves an argument out gets what a caller of the command gets."""
-    module, _, function = FUNCTIONS[name].partition(":")
-    signature = inspect.signature(getattr(importlib.import_module(f"wands.commands.{module}"), function))
-    defaults = {
-        key: parameter.default
-        for key, parameter in signature.parameters.items()
-        if parameter.default is not parameter.empty and key in BY_NAME[name].model_fields
-    }
-    fields = BY_NAME[name].model_fields
-    assert {key: value or None for key, value in defaults.items()} == {
-        key: fields[key].default or None for key in defaults
-    }
 
 
 def test_fields_become_parameters_of_their_type():

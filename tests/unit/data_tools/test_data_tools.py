@@ -13,7 +13,7 @@ from diffusers import AutoencoderKLWan
 from PIL import Image
 
 from data_tools.inspect import main
-from wands.commands.preprocess.preprocess import preprocess
+from tests.support.commands import preprocess
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip

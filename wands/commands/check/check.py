@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -25,13 +26,22 @@ from wands.commands.check.check_report import (
     CheckReport,
     PackingForecast,
 )
+from wands.commands.clip_rules import (
+    EMPTY_CAPTION,
+    LIMIT_SECONDS,
+    NO_MEMORY,
+    crash_reason,
+    no_access_reason,
+    plan_samples,
+    read_source,
+)
 from wands.commands.progress import progress
+from wands.config.options import CheckOptions
 from wands.data.clips.captions import clean_caption, estimate_tokens
-from wands.data.clips.clip import ClipSpec, check_frames, further_specs, split_bounds
+from wands.data.clips.clip import ClipSpec, check_frames
 from wands.data.clips.isolated import Crash, map_isolated
-from wands.data.clips.layouts import load_source
 from wands.data.clips.records import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ClipRecord
-from wands.data.clips.video import decode_clip, probe
+from wands.data.clips.video import DecodedClip, decode_clip, probe
 from wands.data.clips.video_file import VideoInfo
 from wands.data.packing import plan_epoch
 from wands.errors import ConfigError, DataError, one_line
@@ -40,8 +50,6 @@ from wands.variants import TEXT_LEN, VARIANTS, Variant
 
 ASSUMED = "wan2.1-t2v-1.3b"
 """Variant whose strides and frame rate are used if no model is given; all Wan 2.1 variants share them."""
-LIMIT_SECONDS = 300.0
-"""Time limit of decoding one clip; a decoder that hangs is stopped."""
 SAMPLE_OVERHEAD = 1350
 """Bytes per sample in a shard without arrays and caption: HDF5's groups, attributes, paths. Measured: 1.2 to 1.4 kB."""
 ARRAY_OVERHEAD = 300
@@ -52,122 +60,64 @@ THUMBNAIL = (176, 120)  # pixels, width and height at most
 KEPT_THUMBNAILS = 20_000  # 100 MB; a page shows fewer
 
 
-def check(
-    source: str,
-    *,
-    model: str | Path | None = None,
-    height: int | None = None,
-    width: int | None = None,
-    center_crop: bool = False,
-    max_pixels: int | Sequence[int] | None = None,
-    max_frames: int | None = 81,
-    clip_mode: Literal["head", "middle", "slide"] = "head",
-    fps: float | None = None,
-    split: str = "train",
-    video_column: str | None = None,
-    caption_column: str | None = None,
-    max_tokens: int = 32760,
-    bins_per_step: int = 1,
-    num_workers: int | None = None,
-    limit_seconds: float = LIMIT_SECONDS,
-    thumbnails: bool = True,
-) -> CheckReport:
-    """Decode every clip of a source as `wands preprocess` with the same options will.
+def check(options: CheckOptions) -> CheckReport:
+    """Decode every clip of a source as `wands preprocess` with the same options will; thumbnails only for --html.
 
     Args:
-        source: folder, table or Hugging Face dataset, see `wands.data.clips.layouts.load_source`.
-        model: diffusers pipeline folder or Hub id. The config of its DiT names the variant, its tokenizer counts caption
-            tokens. Default: strides and frame rate of Wan 2.1, and an estimate of caption tokens.
-        height: exact height in pixels, with `width`.
-        width: exact width in pixels.
-        center_crop: fill height x width by cropping instead of stretching.
-        max_pixels: scale larger clips down to this area. Default: 399,360; no limit with `height` and `width`.
-            Several areas: every clip at every resulting size.
-        max_frames: longest sample; None keeps whole clips.
-        clip_mode: which frames of a longer clip to take.
-        fps: frames per second of the samples. Default: the variant's frame rate.
-        split: split of a dataset.
-        video_column: column of the clips in a table or dataset.
-        caption_column: column of the captions in a table or dataset.
-        max_tokens: capacity of a bin, as `packing.max_tokens` of a recipe.
-        bins_per_step: bins of an optimizer step, as `train.bins_per_step` of a recipe.
-        num_workers: number of decoding processes. Default: one per core.
-        limit_seconds: time limit for one clip.
-        thumbnails: make thumbnails for the page, of the first 20,000 clips at most.
+        options: options of the command.
 
     Raises:
         ConfigError: if options exclude each other or the model does not exist.
         DataError: if the source does not exist or contains no clip.
     """
     started = time.monotonic()
-    for name, value in (("max_tokens", max_tokens), ("bins_per_step", bins_per_step)):
-        if value < 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}={value} must be at least 1; use the recipe's value."
-            )
     variant = VARIANTS[ASSUMED]
-    if model:
+    if options.model:
         from wands.encoders.components import read_variant
 
-        variant = read_variant(model)
-    bound, more_pixels = split_bounds(max_pixels)
-    spec = ClipSpec.of_variant(
-        variant,
-        fps=fps,
-        height=height,
-        width=width,
-        center_crop=center_crop,
-        max_pixels=bound,
-        max_frames=max_frames,
-        clip_mode=clip_mode,
+        variant = read_variant(options.model)
+    spec, more_pixels = plan_samples(options, variant)
+    rows, rejections = read_source(options)
+    task = _Task(Path(), spec, None, None, more_pixels, options.html_path is not None, variant)
+    findings = _decode_all(
+        [
+            *(replace(task, path=row.path, start=row.start, end=row.end) for row in rows),
+            *(replace(task, path=Path(item.path)) if _is_clip(item.path) else None for item in rejections),
+        ],
+        options.num_workers,
     )
-    further_specs(spec, more_pixels)  # raises if a limit is invalid
-    rows, rejections = load_source(
-        source, split=split, video_column=video_column, caption_column=caption_column
-    )
-    captions = [clean_caption(row.caption) for row in rows]
-    count = _counter(model)
-    lengths = {caption: count(caption) for caption in sorted(set(captions))}
-    base = _Task(Path(), spec, None, None, more_pixels, thumbnails, variant.conditions)
-    tasks: list[_Task | None] = [
-        *(replace(base, path=row.path, start=row.start, end=row.end) for row in rows),
-        *(replace(base, path=Path(item.path)) if _is_clip(item.path) else None for item in rejections),
-    ]
-    looks = _look_at_all(tasks, num_workers, limit_seconds)
     clips = [
-        CheckedClip(item.key, item.path, source=look.source, reason=item.reason, thumbnail=look.thumbnail)
-        for item, look in zip(rejections, looks[len(rows) :], strict=True)
+        CheckedClip(item.key, item.path, source=clip.source, reason=item.reason, thumbnail=clip.thumbnail)
+        for item, (clip, _) in zip(rejections, findings[len(rows) :], strict=True)
     ]
-    first_with: dict[str, ClipRecord] = {}
-    digests: set[str] = set()
-    cache_bytes = 0
-    for row, caption, look in zip(rows, captions, looks, strict=False):  # looks of rejections follow
+    count_tokens, cache_bytes = cache(_token_counter(options.model)), 0
+    first_rows: dict[tuple[str, ...], ClipRecord] = {}
+    stored: set[str] = set()
+    for row, (clip, digests) in zip(rows, findings, strict=False):  # the findings of rejections follow
+        caption = clean_caption(row.caption)
         if not caption:
-            look = replace(look, windows=(), digest="", reason="empty caption once cleaned; write one")
-        clip = CheckedClip(row.key, str(row.path), caption, lengths[caption], look.source, reason=look.reason)
-        first = first_with.setdefault(look.digest, row) if look.digest else row
-        duplicate = (
-            "" if first.path == row.path else first.key
-        )  # one file may have several captions or ranges
-        cache_bytes += _cache_bytes(clip, look.windows, variant, digests)
-        clips.append(
-            replace(
-                clip,
-                samples=tuple(_sample(row.key, window, variant) for window in look.windows),
-                warnings=tuple(_warnings(clip, look, spec, duplicate, exact=model is not None)),
-                thumbnail=look.thumbnail,
-            )
-        )
+            clip, digests = replace(clip, samples=(), warnings=(), reason=EMPTY_CAPTION), ()
+        first = first_rows.setdefault(digests, row) if digests else row
+        samples = tuple(replace(sample, key=row.key + sample.key) for sample in clip.samples)
+        clip = replace(clip, key=row.key, caption=caption, text_tokens=count_tokens(caption), samples=samples)
+        cache_bytes += _cache_bytes(clip, digests, variant, stored)
+        warnings = []
+        if first.path != row.path:  # one file may have several captions or ranges
+            warnings.append(f"duplicate: the same images as {first.key}; keep one of them")
+        if clip.text_tokens > TEXT_LEN:
+            count = f"{'' if options.model else 'about '}{clip.text_tokens:,}"
+            warnings.append(f"caption too long: {count} tokens, cut after {TEXT_LEN}")
+        clips.append(replace(clip, warnings=(*warnings, *clip.warnings)))
     clips.sort(key=lambda clip: (VERDICTS.index(clip.verdict), clip.key))
     return CheckReport(
-        source=source,
-        variant=variant.name if model else "Wan 2.1 text-to-video",
+        source=options.source,
+        variant=variant.name if options.model else "Wan 2.1 text-to-video",
         spec=spec,
         more_pixels=more_pixels,
         clips=tuple(clips),
-        exact_text=model is not None,
+        exact_text=options.model is not None,
         cache_bytes=cache_bytes,
-        packing=_forecast(clips, variant, max_tokens, bins_per_step),
+        packing=_forecast(clips, variant, options.max_tokens, options.bins_per_step),
         seconds=time.monotonic() - started,
     )
 
@@ -197,34 +147,18 @@ class _Task:
     end: float | None
     more_pixels: tuple[int, ...]
     thumbnails: bool
-    conditions: tuple[str, ...]
+    variant: Variant
 
 
-@dataclass(frozen=True)
-class _Window:
-    suffix: str
-    start_seconds: float
-    num_frames: int
-    height: int
-    width: int
-    digest: str
+_Finding = tuple[CheckedClip, tuple[str, ...]]
+"""Clip without its key and caption, whose samples have suffixes as keys; digest of the images of each sample."""
 
 
-@dataclass(frozen=True)
-class _Look:
-    """Result of decoding a clip; `digest` identifies the images of all its samples and is empty if there are none."""
-
-    windows: tuple[_Window, ...] = ()
-    source: VideoInfo | None = None
-    variable_fps: bool = False
-    interlaced: bool = False
-    digest: str = ""
-    thumbnail: bytes = b""
-    reason: str = ""
-
-
-def _look_at(task: _Task) -> _Look:
-    look, windows = _Look(), list[_Window]()
+def _decode(task: _Task) -> _Finding:
+    path, reason, thumbnail = str(task.path), "", b""
+    samples: list[CheckedSample] = []
+    digests: list[str] = []
+    last: DecodedClip | None = None
     try:
         with task.path.open("rb") as file:  # raises for the same files as `wands preprocess`
             file.seek(0, 2)
@@ -232,28 +166,29 @@ def _look_at(task: _Task) -> _Look:
             file.read(1 << 16)
         for clip in decode_clip(task.path, task.spec, task.start, task.end, task.more_pixels):
             frames = clip.frames
-            check_frames(str(task.path), len(frames), task.conditions)
+            check_frames(path, len(frames), task.variant.conditions)
             # Every 16th pixel of every frame: different clips do not agree in all of them.
             content = repr(frames.shape).encode() + frames[:, ::4, ::4].tobytes()
-            digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+            digests.append(hashlib.blake2b(content, digest_size=16).hexdigest())
             num_frames, height, width, _ = frames.shape
-            windows.append(_Window(clip.suffix, clip.start_seconds, num_frames, height, width, digest))
-            look = replace(
-                look, source=clip.source, variable_fps=clip.variable_fps, interlaced=clip.interlaced
-            )
-            if task.thumbnails and not look.thumbnail:
-                look = replace(look, thumbnail=_thumbnail(frames[len(frames) // 2]))
+            tokens = task.variant.num_tokens(num_frames, height, width)
+            samples.append(CheckedSample(clip.suffix, clip.start_seconds, num_frames, height, width, tokens))
+            if task.thumbnails and not thumbnail:
+                thumbnail = _thumbnail(frames[len(frames) // 2])
+            last = replace(clip, frames=np.empty(0))  # frees the memory of the frames
     except DataError as error:
-        look = replace(look, reason=str(error))
+        reason = str(error)
     except OSError as error:
-        reason = f"video={task.path} cannot be read ({error.strerror}); fix its permissions"
-        look = replace(look, reason=reason)
+        reason = no_access_reason(path, str(error.strerror))
     except MemoryError:
-        look = replace(look, reason="does not fit into memory; lower --max-frames or --max-pixels")
-    if look.source is None:
+        reason = NO_MEMORY
+    source = last.source if last else None
+    if source is None:
         with suppress(DataError, MemoryError):  # then the report has no facts about the file
-            look = replace(look, source=probe(task.path))
-    return replace(look, windows=tuple(windows), digest=" ".join(window.digest for window in windows))
+            source = probe(task.path)
+    warnings = _file_warnings(path, last, max(s.num_frames for s in samples), task.spec) if last else ()
+    checked = CheckedClip("", path, "", 0, source, tuple(samples), tuple(warnings), reason, thumbnail)
+    return checked, tuple(digests)
 
 
 def _thumbnail(frame: np.ndarray) -> bytes:
@@ -266,27 +201,29 @@ def _thumbnail(frame: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def _look_at_all(tasks: Sequence[_Task | None], num_workers: int | None, limit_seconds: float) -> list[_Look]:
+def _decode_all(tasks: Sequence[_Task | None], num_workers: int | None) -> list[_Finding]:
     """Decode each clip once, in worker processes; the result for None is empty."""
-    looks = [_Look()] * len(tasks)
+    findings: list[_Finding] = [(CheckedClip("", ""), ())] * len(tasks)
     numbers: dict[_Task, list[int]] = {}  # a clip with several captions is several rows
     for number, task in enumerate(tasks):
         if task:
             numbers.setdefault(task, []).append(number)
     distinct = list(numbers)
     with progress("clips", len(distinct)) as advance:
-        for index, look in map_isolated(
-            _look_at, distinct, num_workers=num_workers, limit_seconds=limit_seconds, preload=[__name__]
+        for index, result in map_isolated(
+            _decode, distinct, num_workers=num_workers, limit_seconds=LIMIT_SECONDS, preload=[__name__]
         ):
             task = distinct[index]
-            if isinstance(look, Crash):
-                look = _Look(
-                    reason=f"video={task.path} cannot be decoded: {look}; replace or re-encode the file"
-                )
+            if isinstance(result, Crash):
+                result = CheckedClip("", str(task.path), reason=crash_reason(task.path, result)), ()
             for number in numbers[task]:
-                looks[number] = look if number < KEPT_THUMBNAILS else replace(look, thumbnail=b"")
+                clip, digests = result
+                findings[number] = (
+                    clip if number < KEPT_THUMBNAILS else replace(clip, thumbnail=b""),
+                    digests,
+                )
             advance()
-    return looks
+    return findings
 
 
 def _is_clip(path: str) -> bool:
@@ -297,37 +234,15 @@ def _is_clip(path: str) -> bool:
         return False
 
 
-# ---- results
-
-
-def _sample(key: str, window: _Window, variant: Variant) -> CheckedSample:
-    tokens = int(np.prod(_latent_size(window, variant))) // int(np.prod(variant.dit.patch_size))
-    return CheckedSample(
-        key + window.suffix, window.start_seconds, window.num_frames, window.height, window.width, tokens
-    )
-
-
-def _latent_size(window: _Window, variant: Variant) -> tuple[int, int, int]:
-    stride = variant.vae_stride
-    return (window.num_frames - 1) // stride[0] + 1, window.height // stride[1], window.width // stride[2]
-
-
-def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, duplicate: str, *, exact: bool) -> list[str]:
-    warnings = []
-    if duplicate:
-        warnings.append(f"duplicate: the same images as {duplicate}; keep one of them")
-    if clip.text_tokens > TEXT_LEN:
-        count = f"{clip.text_tokens:,}" if exact else f"about {clip.text_tokens:,}"
-        warnings.append(f"caption too long: {count} tokens, cut after {TEXT_LEN}")
-    source = look.source
-    if source is None or not look.windows:
-        return warnings
-    is_image = clip.path.lower().endswith(IMAGE_EXTENSIONS)
-    if look.variable_fps:
+def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -> list[str]:
+    """Return unusual facts about a decoded file; `longest` is the number of frames of the longest sample."""
+    warnings, source = [], clip.source
+    is_image = path.lower().endswith(IMAGE_EXTENSIONS)
+    if clip.variable_fps:
         warnings.append(f"variable frame rate (mean {source.fps:.5g}): frames are taken by their time")
     if source.fps < 0.95 * spec.fps and not is_image:
         warnings.append(f"low frame rate: {source.fps:.4g} fps, frames are repeated to reach {spec.fps:g}")
-    if look.interlaced:
+    if clip.interlaced:
         warnings.append(
             "interlaced: moving edges come out combed; convert it with ffmpeg -i IN -vf bwdif OUT"
         )
@@ -341,7 +256,7 @@ def _warnings(clip: CheckedClip, look: _Look, spec: ClipSpec, duplicate: str, *,
     if source.sar != 1:
         shown = "x".join(f"{float(side):.0f}" for side in source.display_size)
         warnings.append(f"pixel aspect: {source.sar.numerator}:{source.sar.denominator}, taken as {shown}")
-    if max(window.num_frames for window in look.windows) == 1 and not is_image:
+    if longest == 1 and not is_image:
         warnings.append("becomes a still: one frame")
     return warnings
 
@@ -354,23 +269,26 @@ def _describe_turn(source: VideoInfo) -> str:
     return f"mirror flag: mirrored {'top to bottom' if source.rotation else 'left to right'}"
 
 
-def _cache_bytes(clip: CheckedClip, windows: Sequence[_Window], variant: Variant, stored: set[str]) -> int:
+# ---- totals
+
+
+def _cache_bytes(clip: CheckedClip, digests: Sequence[str], variant: Variant, stored: set[str]) -> int:
     """Return the bytes that the samples of a clip add to the cache.
 
     Args:
-        clip: the clip and its caption.
-        windows: its samples.
+        clip: the clip with its caption.
+        digests: digest of the images of each sample.
         variant: variant of the model.
-        stored: digests of the windows whose latents the cache already contains; updated.
+        stored: digests of the samples whose latents the cache already contains; updated.
     """
-    text = 2 * min(clip.text_tokens, TEXT_LEN) * variant.dit.text_dim + len(clip.caption.encode())
     dit, image, clip_states = variant.dit, "image" in variant.conditions, "clip" in variant.conditions
-    total = len(windows) * (text + SAMPLE_OVERHEAD + ARRAY_OVERHEAD * (image + clip_states))
-    for window in windows:
-        if window.digest not in stored:
-            stored.add(window.digest)
-            latents = 2 * dit.out_channels * int(np.prod(_latent_size(window, variant)))
-            total += latents * (1 + image) + 2 * dit.image_len * (dit.image_dim or 0)
+    text = 2 * min(clip.text_tokens, TEXT_LEN) * dit.text_dim + len(clip.caption.encode())
+    total = len(digests) * (text + SAMPLE_OVERHEAD + ARRAY_OVERHEAD * (image + clip_states))
+    for sample, digest in zip(clip.samples, digests, strict=True):
+        if digest not in stored:
+            stored.add(digest)
+            elements = math.prod(variant.latent_size(sample.num_frames, sample.height, sample.width))
+            total += 2 * dit.out_channels * elements * (1 + image) + 2 * dit.image_len * (dit.image_dim or 0)
     return total
 
 
@@ -395,7 +313,7 @@ def _forecast(
     return PackingForecast(max_tokens, bins_per_step, plan.fill, plan.num_steps)
 
 
-def _counter(model: str | Path | None) -> Callable[[str], int]:
+def _token_counter(model: str | None) -> Callable[[str], int]:
     """Return the function that counts the tokens of a cleaned caption."""
     if model is None:
         return estimate_tokens

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from wands.commands.clip_rules import LIMIT_SECONDS, NO_MEMORY, crash_reason
 from wands.commands.preprocess.scan import Clip
 from wands.config.options import PreprocessOptions
 from wands.data.cache.format import from_bits, read_stored
@@ -28,9 +29,6 @@ log = logging.getLogger(__name__)
 WORK_NAME = ".work"
 NUM_DECODERS = 2
 NUM_READY = 2
-LIMIT_SECONDS = 300.0
-"""Longest time for decoding one window."""
-NO_MEMORY = "does not fit into memory; lower --max-frames or --max-pixels"
 
 
 @dataclass(frozen=True)
@@ -126,8 +124,7 @@ def _decode_next_clips(
                 if clip.decode:
                     yield from _decoded_windows(clip, worker, settings)
             except Crash as crash:
-                reason = f"video={clip.path} cannot be decoded: {crash}; replace or re-encode the file"
-                end = ClipEnd(clip, reason, deadly=True)
+                end = ClipEnd(clip, crash_reason(clip.path, crash), deadly=True)
             except (DataError, MemoryError) as error:
                 end = ClipEnd(clip, str(error) or NO_MEMORY)
             yield end

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wands.commands.preprocess.decoding import NO_MEMORY, ClipEnd, EncodeSettings, Window, decode_clips
+from wands.commands.clip_rules import NO_MEMORY
+from wands.commands.preprocess.decoding import ClipEnd, EncodeSettings, Window, decode_clips
 from wands.commands.preprocess.scan import Clip
 from wands.data.cache.format import to_bits
 from wands.data.cache.write_ahead_log import WriteAheadLog, read_records

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from wands.commands.clip_rules import plan_samples, read_source
 from wands.commands.preprocess.decoding import EncodeSettings
 from wands.commands.preprocess.encoding import Done, WorkerTimes, encode_captions, encode_clips
 from wands.commands.preprocess.preprocess_report import REJECTS_NAME, PreprocessReport
@@ -27,9 +28,8 @@ from wands.config.options import PreprocessOptions
 from wands.data.cache.format import disk_error, write_whole
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.cache.write_ahead_log import WriteAheadLog
-from wands.data.clips.clip import ClipSpec, further_specs
+from wands.data.clips.clip import ClipSpec
 from wands.data.clips.isolated import Crash, IsolatedWorker
-from wands.data.clips.layouts import load_source
 from wands.encoders.components import CONFIG_FILES, find_part, read_config, read_variant
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.spool import TextSpool
@@ -45,9 +45,7 @@ SUSPECT_SECONDS = 1800.0
 """Longest time for one clip whose encoder process died before."""
 
 
-def preprocess(
-    source: str, out: str | Path, model: str | Path, *, max_samples: int = 512, **options: Any
-) -> PreprocessReport | None:
+def preprocess(options: PreprocessOptions, *, max_samples: int = 512) -> PreprocessReport | None:
     """Encode a source of clips into a latent cache, or continue a cache that an earlier run began.
 
     A clip in the cache, made from the same file, caption and range, is not encoded again. If only its caption or its name is
@@ -58,14 +56,11 @@ def preprocess(
     A clip that crashes or hangs its decoder is rejected and named in `quarantine.jsonl`. Later runs skip the clip until the
     file changes or its line in `quarantine.jsonl` is deleted.
 
-    Under a launcher (RANK, WORLD_SIZE) its processes share the work; they need `source` and `out` on a shared file system.
+    Under a launcher (RANK, WORLD_SIZE) its processes share the work; they need SOURCE and --out on a shared file system.
 
     Args:
-        source: folder, table or Hugging Face dataset, see `wands.data.clips.layouts.load_source`.
-        out: cache folder.
-        model: diffusers pipeline folder or Hub id.
+        options: options of the command.
         max_samples: largest number of samples in a shard.
-        options: further fields of `wands.config.options.PreprocessOptions`.
 
     Returns:
         The report; None on the ranks of a launcher other than rank 0.
@@ -76,23 +71,18 @@ def preprocess(
         CacheError: if the cache has other settings, or the disk is full.
     """
     started = time.monotonic()
-    checked = PreprocessOptions(source=source, out=Path(out), model=str(model), **options)
-    with WorkerPool(checked.workers, checked.device, checked.text_device) as pool:
+    with WorkerPool(options.workers, options.device, options.text_device) as pool:
         if pool.rank > 0:
             pool.follow()
             return None
-        return _lead(pool, checked, max_samples, started)
+        return _lead(pool, options, max_samples, started)
 
 
 def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, started: float) -> PreprocessReport:
     part = parse_part(options.part) if options.part else None
     variant = _read_variant(options.model)
-    clip_options = {"fps", "height", "width", "center_crop", "max_frames", "clip_mode"}
-    bound, *further_bounds = options.max_pixels or (None,)
-    spec = ClipSpec.of_variant(variant, max_pixels=bound, **options.model_dump(include=clip_options))
-    further_specs(spec, further_bounds)  # raises ConfigError for an invalid bound
-    columns = options.model_dump(include={"split", "video_column", "caption_column"})
-    rows, rejected = load_source(options.source, **columns)
+    spec, more_pixels = plan_samples(options, variant)
+    rows, rejected = read_source(options)
     out = options.out
     if part:
         rows, rejected = select_part(rows, options.source, part), select_part(rejected, options.source, part)
@@ -105,7 +95,7 @@ def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, starte
             cache=writer.path,
             options=options,
             spec=spec,
-            more_pixels=tuple(further_bounds),
+            more_pixels=more_pixels,
             fingerprint=writer.digest,
             max_samples=max_samples,
             conditions=variant.conditions,

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypeVar
 
+from wands.commands.clip_rules import EMPTY_CAPTION, no_access_reason
 from wands.data.cache.format import IndexEntry
 from wands.data.clips.captions import clean_caption
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
@@ -237,12 +238,11 @@ def _is_complete(windows: Mapping[str, IndexEntry]) -> bool:
 def _examine(row: ClipRecord) -> Clip | Rejection:
     caption = clean_caption(row.caption)
     if not caption:
-        return Rejection(row.key, str(row.path), "empty caption once cleaned; write one")
+        return Rejection(row.key, str(row.path), EMPTY_CAPTION)
     try:
         content, video = _digests(row, caption)
     except OSError as error:
-        reason = f"video={row.path} cannot be read ({one_line(error)}); fix its permissions"
-        return Rejection(row.key, str(row.path), reason)
+        return Rejection(row.key, str(row.path), no_access_reason(row.path, one_line(error)))
     return Clip(str(row.path), row.start, row.end, video, (Row(row.key, caption, content),))
 
 

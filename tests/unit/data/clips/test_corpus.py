@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import check
 from tests.support.corpus import SAMPLE, build_corpus, mutate
-from wands.commands.check.check import check
 from wands.commands.check.check_report import CheckReport
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.isolated import Crash, map_isolated

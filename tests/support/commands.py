@@ -1,0 +1,69 @@
+"""Call the commands from a test with plain values instead of an option model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from wands.config import options as opts
+from wands.config.base import Options
+
+if TYPE_CHECKING:
+    from wands.commands.check.check_report import CheckReport
+    from wands.commands.pack import PackResult
+    from wands.commands.preprocess.preprocess_report import PreprocessReport
+
+Filled = TypeVar("Filled", bound=Options)
+
+
+def fill(kind: type[Filled], values: Mapping[str, Any]) -> Filled:
+    """Return an option model; where the command takes text, `values` may contain a path."""
+    texts = {name for name, field in kind.model_fields.items() if field.annotation in (str, str | None)}
+    return kind(
+        **{
+            name: str(value) if name in texts and isinstance(value, Path) else value
+            for name, value in values.items()
+        }
+    )
+
+
+def check(source: str | Path, *, thumbnails: bool = True, **values: Any) -> CheckReport:
+    from wands.commands.check.check import check as command
+
+    limit = {"limit_seconds": values.pop("limit_seconds")} if "limit_seconds" in values else {}
+    html = {"html_path": Path("page.html")} if thumbnails else {}
+    return command(fill(opts.CheckOptions, {"source": source, **html, **values}), **limit)
+
+
+def preprocess(
+    source: str | Path, out: str | Path, model: str | Path, *, max_samples: int = 512, **values: Any
+) -> PreprocessReport | None:
+    from wands.commands.preprocess.preprocess import preprocess as command
+
+    given = {"source": source, "out": out, "model": model, **values}
+    return command(fill(opts.PreprocessOptions, given), max_samples=max_samples)
+
+
+def pack(recipe: str | None, **values: Any) -> PackResult:
+    from wands.commands.pack import pack as command
+
+    return command(fill(opts.PackOptions, {"recipe": recipe, **values}))
+
+
+def plan(recipe: str | None, **values: Any) -> str:
+    from wands.commands.plan import plan as command
+
+    return command(fill(opts.PlanOptions, {"recipe": recipe, **values}))
+
+
+def export(checkpoint: Path, out: Path, **values: Any) -> Path:
+    from wands.commands.export import export as command
+
+    return command(fill(opts.ExportOptions, {"checkpoint": checkpoint, "out": out, **values}))
+
+
+def push(directory: Path, repo_id: str, *, token: str | None = None, **values: Any) -> str:
+    from wands.commands.push import push as command
+
+    return command(fill(opts.PushOptions, {"directory": directory, "repo_id": repo_id, **values}), token)
