@@ -30,13 +30,13 @@ from dataclasses import dataclass
 
 import diffusers
 import torch
+from peak_memory import PeakMemory
 
 from wands.attention.packed import PackedMeta, segment_ids_of
 from wands.attention.ulysses import OPERATORS, context_attention
 from wands.attention.varlen import choose_backend
 from wands.model.checkpointing import SelectiveCheckpoint
 from wands.model.transformer import PackedWanTransformer
-from wands.train.peak_memory import PeakMemory
 
 NAMES = ("attn_output", "query_proj", "key_proj", "value_proj", "ffn_activation")
 MODES: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # saved, offloaded

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 
 from wands.config.deepspeed import build_ds_config
-from wands.config.recipe import load_recipe
+from wands.config.recipe_loading import load_recipe
 from wands.planning.hardware import MACHINES
 from wands.planning.memory import RankWorkload, Weight, estimate_memory
 from wands.planning.step_time import Prediction, Setting, predict

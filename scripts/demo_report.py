@@ -142,7 +142,7 @@ def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tu
 
 def _plan(cache_dir: Path) -> tuple[float, int]:
     """Return the passes over the clips that one step makes, and the number of clips."""
-    from wands.config.recipe import load_recipe
+    from wands.config.recipe_loading import load_recipe
     from wands.data.cache.reader import LatentCache
     from wands.data.packing import plan_epoch
 

@@ -8,8 +8,9 @@ A message has three parts in this order: what is wrong (key and value), the rule
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 
 class WandsError(Exception):
@@ -74,12 +75,34 @@ class Problems:
             self._errors.append(error)
             self.failed.add(name)
 
+    def run(self, name: str, check: Callable[[], Any], *needs: str) -> Any:
+        """Run a check and collect its WandsError; skip the check if a check or section in `needs` failed.
+
+        Returns:
+            The result of the check; None if the check failed or was skipped. A skipped check counts as failed.
+        """
+        if not self.passed(*needs):
+            self.failed.add(name)
+            return None
+        with self.check(name):
+            return check()
+        return None
+
     def raise_all(self) -> None:
         """Raise one error with every collected problem, of the class of the first error, if there is a problem."""
         if len(self._errors) == 1:
             raise self._errors[0]
         if self._errors:
             raise type(self._errors[0])([text for error in self._errors for text in error.problems])
+
+
+def failed_rules(rules: Mapping[str, object]) -> list[str]:
+    """Return the messages of all rules that fail.
+
+    Args:
+        rules: message -> whether the rule fails.
+    """
+    return [message for message, fails in rules.items() if fails]
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:

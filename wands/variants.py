@@ -17,6 +17,16 @@ IMAGE_LEN = 257
 """CLIP tokens of one image of any size: 16 x 16 patches and the class token."""
 MASK_CHANNELS = 4
 """Mask channels of a latent frame: one for each of its four pixel frames, 1 for conditioning frames."""
+_CONFIG_KEYS = {
+    "patch_size": "patch_size",
+    "num_heads": "num_attention_heads",
+    "head_dim": "attention_head_dim",
+    **{
+        name: name
+        for name in ("in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim", "num_layers")
+    },
+}
+"""Field of DiTShape -> key of diffusers' config."""
 
 
 @dataclass(frozen=True)
@@ -54,39 +64,25 @@ class DiTShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DiTShape:
         """Read the shape from the config of a diffusers ``WanTransformer3DModel``."""
-        pt, ph, pw = config["patch_size"]
         image_dim, positions = config.get("image_dim"), config.get("pos_embed_seq_len") or 0
-        return cls(
-            num_heads=config["num_attention_heads"],
-            head_dim=config["attention_head_dim"],
-            num_layers=config["num_layers"],
-            ffn_dim=config["ffn_dim"],
-            in_channels=config["in_channels"],
-            out_channels=config["out_channels"] or config["in_channels"],
-            text_dim=config["text_dim"],
-            freq_dim=config["freq_dim"],
-            patch_size=(pt, ph, pw),
-            image_dim=image_dim,
-            image_len=0 if image_dim is None else positions or IMAGE_LEN,
-            image_positions=0 if image_dim is None else positions,
-        )
+        sizes: dict[str, Any] = {field: config[key] for field, key in _CONFIG_KEYS.items()}
+        sizes["patch_size"] = tuple(config["patch_size"])
+        sizes["out_channels"] = config["out_channels"] or config["in_channels"]
+        if image_dim is not None:
+            sizes |= {"image_len": positions or IMAGE_LEN, "image_positions": positions}
+        return cls(image_dim=image_dim, **sizes)
 
     def to_config(self) -> dict[str, Any]:
         """Return the diffusers config of a DiT with this shape, which `from_config` reads."""
-        config: dict[str, Any] = {
-            "patch_size": list(self.patch_size),
-            "num_attention_heads": self.num_heads,
-            "attention_head_dim": self.head_dim,
-            "in_channels": self.in_channels,
-            "out_channels": self.out_channels,
-            "text_dim": self.text_dim,
-            "freq_dim": self.freq_dim,
-            "ffn_dim": self.ffn_dim,
-            "num_layers": self.num_layers,
-        }
+        config = {key: getattr(self, field) for field, key in _CONFIG_KEYS.items()}
+        config["patch_size"] = list(self.patch_size)
         if self.image_dim is not None:
-            config |= {"image_dim": self.image_dim, "added_kv_proj_dim": self.dim}
-            config |= {"pos_embed_seq_len": self.image_positions or None}
+            positions = self.image_positions or None
+            config |= {
+                "image_dim": self.image_dim,
+                "added_kv_proj_dim": self.dim,
+                "pos_embed_seq_len": positions,
+            }
         return config
 
     @property
@@ -118,7 +114,7 @@ class DiTShape:
 
     @property
     def _patch_volume(self) -> int:
-        return self.patch_size[0] * self.patch_size[1] * self.patch_size[2]
+        return math.prod(self.patch_size)
 
     def linear_flops_per_token(self) -> int:
         """Return the FLOPs of the linear layers and the cross-attention per video token in one forward (2 per multiply-add)."""
@@ -149,13 +145,11 @@ class DiTShape:
         Args:
             seq_lens: number of tokens of each sample in the pack.
         """
-        tokens = sum(seq_lens)
-        squares = sum(length * length for length in seq_lens)
-        return (
-            tokens * self.linear_flops_per_token()
-            + len(seq_lens) * self.linear_flops_per_sample()
-            + squares * self.attention_flops_per_squared_token()
+        linear = (
+            sum(seq_lens) * self.linear_flops_per_token() + len(seq_lens) * self.linear_flops_per_sample()
         )
+        squares = sum(length * length for length in seq_lens)
+        return linear + squares * self.attention_flops_per_squared_token()
 
 
 @dataclass(frozen=True)
@@ -208,13 +202,10 @@ class Variant:
     @property
     def experts(self) -> tuple[Expert, ...]:
         """The DiTs of the model. Sampling uses the first if t >= 1000 * boundary_ratio, else the second."""
-        if self.boundary_ratio is None:
-            return (Expert("", "transformer", (0.0, 1.0)),)
         boundary = self.boundary_ratio
-        return (
-            Expert("high", "transformer", (boundary, 1.0)),
-            Expert("low", "transformer_2", (0.0, boundary)),
-        )
+        if boundary is None:
+            return (Expert("", "transformer", (0.0, 1.0)),)
+        return Expert("high", "transformer", (boundary, 1.0)), Expert("low", "transformer_2", (0.0, boundary))
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Return frames, rows and columns of the latents of 4k+1 frames of height x width pixels."""
@@ -228,44 +219,35 @@ class Variant:
 
 
 def _shape(num_heads: int, num_layers: int, ffn_dim: int, **more: Any) -> DiTShape:
-    channels = {"in_channels": 16, "out_channels": 16} | more
-    return DiTShape(num_heads, 128, num_layers, ffn_dim, text_dim=4096, **channels)
+    sizes: dict[str, Any] = {"in_channels": 16, "out_channels": 16, "text_dim": 4096} | more
+    return DiTShape(num_heads, 128, num_layers, ffn_dim, **sizes)
 
 
-_B1_3 = {"num_heads": 12, "num_layers": 30, "ffn_dim": 8960}
-_B14 = {"num_heads": 40, "num_layers": 40, "ffn_dim": 13824}
+_14B = (40, 40, 13824)
 _CLIP = {"in_channels": 36, "image_dim": 1280, "image_len": IMAGE_LEN}
 _CLIP_2 = {"in_channels": 36, "image_dim": 1280, "image_len": 2 * IMAGE_LEN, "image_positions": 2 * IMAGE_LEN}
-_B5 = {"num_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48}
-
-VARIANTS: dict[str, Variant] = {
-    row.name: row
-    for row in (
-        Variant("wan2.1-t2v-1.3b", _shape(**_B1_3)),
-        Variant("wan2.1-t2v-14b", _shape(**_B14)),
-        Variant("wan2.1-i2v-14b", _shape(**_B14, **_CLIP), conditions=("text", "image", "clip")),
-        Variant(
-            "wan2.1-flf2v-14b",
-            _shape(**_B14, **_CLIP_2),
-            default_shift=16.0,
-            conditions=("text", "image", "last_image", "clip"),
-        ),
-        Variant("wan2.2-t2v-a14b", _shape(**_B14), default_shift=12.0, boundary_ratio=0.875),
-        Variant(
-            "wan2.2-i2v-a14b",
-            _shape(**_B14, in_channels=36),
-            boundary_ratio=0.9,
-            conditions=("text", "image"),
-        ),
-        Variant(
-            "wan2.2-ti2v-5b",
-            _shape(**_B5),
-            vae_stride=(4, 16, 16),
-            fps=24,
-            conditions=("text", "first_frame"),
-        ),
-    )
-}
+_I2V = ("text", "image")
+_ROWS = (
+    Variant("wan2.1-t2v-1.3b", _shape(12, 30, 8960)),
+    Variant("wan2.1-t2v-14b", _shape(*_14B)),
+    Variant("wan2.1-i2v-14b", _shape(*_14B, **_CLIP), conditions=(*_I2V, "clip")),
+    Variant(
+        "wan2.1-flf2v-14b",
+        _shape(*_14B, **_CLIP_2),
+        default_shift=16.0,
+        conditions=(*_I2V, "last_image", "clip"),
+    ),
+    Variant("wan2.2-t2v-a14b", _shape(*_14B), default_shift=12.0, boundary_ratio=0.875),
+    Variant("wan2.2-i2v-a14b", _shape(*_14B, in_channels=36), boundary_ratio=0.9, conditions=_I2V),
+    Variant(
+        "wan2.2-ti2v-5b",
+        _shape(24, 30, 14336, in_channels=48, out_channels=48),
+        vae_stride=(4, 16, 16),
+        fps=24,
+        conditions=("text", "first_frame"),
+    ),
+)
+VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
 
 
 def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> Variant:
@@ -284,9 +266,8 @@ def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None
     shape, index = DiTShape.from_config(config), index or {}
     family = _family(shape, index)
     rows = [row for row in VARIANTS.values() if row.name.startswith(f"{family}-")]
-    row = next((row for row in rows if row.dit == shape), None)
-    if row is None:
-        row = replace(rows[0], name=f"{family}-tiny", dit=shape)
+    tiny = replace(rows[0], name=f"{family}-tiny", dit=shape)
+    row = next((row for row in rows if row.dit == shape), tiny)
     boundary = index.get("boundary_ratio")
     return row if boundary is None else replace(row, boundary_ratio=float(boundary))
 

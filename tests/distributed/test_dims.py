@@ -7,7 +7,8 @@ import os
 import pytest
 import torch.distributed as dist
 
-from wands.config.recipe import ParallelConfig, load_recipe
+from wands.config.recipe import ParallelConfig
+from wands.config.recipe_loading import load_recipe
 from wands.distributed.dims import ParallelDims, ProcessGroups, check_world, choose_degrees
 from wands.errors import ConfigError
 

@@ -52,7 +52,7 @@ def run_step(
 
     from wands.attention.kernels.registry import BACKENDS
     from wands.attention.ulysses import OPERATORS, context_attention
-    from wands.config.recipe import load_recipe
+    from wands.config.recipe_loading import load_recipe
     from wands.data.collate import PackingCollator
     from wands.distributed.layout import ContextLayout
     from wands.flow.sigmas import sigma_weight

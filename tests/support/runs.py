@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from wands.config.recipe import load_recipe
+from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import accelerator_type, init_process_group
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.model.files.checkpoint_files import Checkpoint, find_checkpoint

@@ -12,7 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from wands.cli import main
-from wands.config.recipe import Recipe, list_recipes
+from wands.config.recipe import Recipe
+from wands.config.recipe_loading import list_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

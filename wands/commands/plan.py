@@ -14,7 +14,8 @@ import numpy as np
 
 from wands.config.deepspeed import load_ds_config
 from wands.config.options import PlanOptions
-from wands.config.recipe import Recipe, list_recipes, load_recipe
+from wands.config.recipe import Recipe
+from wands.config.recipe_loading import list_recipes, load_recipe
 from wands.data.datasets import open_data
 from wands.errors import ConfigError
 from wands.files import write_text

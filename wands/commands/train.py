@@ -8,7 +8,8 @@ import os
 from wands.commands.timestep_histogram import timestep_histogram
 from wands.config.deepspeed import load_ds_config
 from wands.config.options import TrainOptions
-from wands.config.recipe import Recipe, load_recipe
+from wands.config.recipe import Recipe
+from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node, start_together
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.errors import ConfigError

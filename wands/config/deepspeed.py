@@ -24,8 +24,8 @@ from wands.config.deepspeed_rules import (
 )
 from wands.config.optimizer_kinds import ADAM_KEYS, KINDS, kind_of
 from wands.config.recipe import OptimConfig, Recipe
-from wands.errors import ConfigError
-from wands.files import read_json
+from wands.errors import ConfigError, failed_rules
+from wands.files import read_json_object
 
 Names = tuple[str, str]
 REDUCE_BUCKET_SIZE = 500_000_000
@@ -44,17 +44,12 @@ def load_ds_config(path: str | Path | None) -> dict[str, Any]:
     if path is None:
         return {"zero_optimization": {"stage": 2}}
     folder = Path(str(resources.files("wands"))) / "ds_configs"
-    shipped = folder / f"{path}.json"
-    config = read_json(
+    shipped, names = folder / f"{path}.json", sorted(file.stem for file in folder.glob("*.json"))
+    return read_json_object(
         shipped if shipped.is_file() and not Path(path).exists() else Path(path),
         label=f"--deepspeed {path}",
-        fix=f"give the path of a JSON file, or one of {', '.join(sorted(p.stem for p in folder.glob('*.json')))}.",
+        fix=f"give the path of a JSON file, or one of {', '.join(names)}.",
     )
-    if not isinstance(config, dict):
-        raise ConfigError(
-            f"--deepspeed {path} contains a {type(config).__name__}, but must contain a JSON object; fix the file."
-        )
-    return config
 
 
 def build_ds_config(
@@ -121,16 +116,11 @@ def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: 
     # and DeepSpeed's accumulation, also in the run folder's JSON, is 1.
     written = accumulation if recipe.packing.enabled else 1
     # DeepSpeed counts every rank as data parallel, because it does not know of context parallelism.
+    totals, per_rank = (accumulation * world_size, written * world_size), (accumulation, written)
     legal_values = {
         "train_micro_batch_size_per_gpu": ((1,), "a micro batch is one bin"),
-        "gradient_accumulation_steps": (
-            (accumulation, written),
-            f"train.bins_per_step={bins} / dp_size={dp_size}",
-        ),
-        "train_batch_size": (
-            (accumulation * world_size, written * world_size),
-            "micro batch x accumulation x ranks",
-        ),
+        "gradient_accumulation_steps": (per_rank, f"train.bins_per_step={bins} / dp_size={dp_size}"),
+        "train_batch_size": (totals, "micro batch x accumulation x ranks"),
     }
     problems = [
         f"{names[0]}: {key}={config[key]} contradicts {names[1]}, which makes it {legal[0]} ({why}); remove the key."
@@ -138,42 +128,34 @@ def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: 
         if key in config and config[key] not in legal
     ]
     config.pop("train_batch_size", None)
-    config["train_micro_batch_size_per_gpu"] = 1
-    config["gradient_accumulation_steps"] = written
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": written}
     return problems
 
 
 def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> list[str]:
-    precision, problems = recipe.precision, []
-    for key in ("bf16", "fp16"):
-        if config.pop(key, {}).get("enabled", "auto") not in (False, "auto"):
-            problems.append(
-                f"{names[0]}: {key}.enabled would cast the fp32 parts of Wan too; remove the key and use precision.compute of "
-                f"{names[1]}."
-            )
-    autocast = precision.compute == "bf16"
-    # The listed classes are gathered and reduced in bf16. An empty list means exact fp32 traffic.
-    modules = ["torch.nn.Linear"] if precision.reduce == "bf16" else []
-    section = config.pop("torch_autocast", None)
-    if section is not None and (
-        bool(section.get("enabled")) != autocast or (autocast and section.get("dtype") != "bfloat16")
-    ):
-        problems.append(
-            f"{names[0]}: torch_autocast={section} contradicts {names[1]}: precision.compute={precision.compute}; keep one."
-        )
-    reduce = "bf16" if precision.reduce == "bf16" and not autocast else None
-    if config.get("communication_data_type", reduce) != reduce:
-        problems.append(
-            f"{names[0]}: communication_data_type would do nothing here; use precision.reduce of the recipe."
-        )
-    if autocast:
-        config["torch_autocast"] = {
-            "enabled": True,
-            "dtype": "bfloat16",
-            "lower_precision_safe_modules": modules,
+    compute, reduce = recipe.precision.compute, recipe.precision.reduce
+    cast = [
+        key for key in ("bf16", "fp16") if config.pop(key, {}).get("enabled", "auto") not in (False, "auto")
+    ]
+    autocast = {"enabled": True, "dtype": "bfloat16"} if compute == "bf16" else {"enabled": False}
+    user_autocast = config.pop("torch_autocast", autocast)
+    data_type = "bf16" if reduce == "bf16" and compute == "fp32" else None
+    problems = failed_rules(
+        {
+            f"{names[0]}: {' and '.join(cast)}.enabled would cast the fp32 parts of Wan too; remove the key and use "
+            f"precision.compute of {names[1]}.": cast,
+            f"{names[0]}: torch_autocast={user_autocast} contradicts {names[1]}: precision.compute={compute}; keep "
+            "one.": any(user_autocast.get(key, False) != value for key, value in autocast.items()),
+            f"{names[0]}: communication_data_type would do nothing here; use precision.reduce of the "
+            "recipe.": config.get("communication_data_type", data_type) != data_type,
         }
-    elif reduce:
-        config["communication_data_type"] = reduce
+    )
+    if compute == "bf16":
+        # The listed classes are gathered and reduced in bf16. An empty list means exact fp32 traffic.
+        modules = ["torch.nn.Linear"] if reduce == "bf16" else []
+        config["torch_autocast"] = {**autocast, "lower_precision_safe_modules": modules}
+    elif data_type:
+        config["communication_data_type"] = data_type
     return problems
 
 
@@ -195,8 +177,7 @@ def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) ->
         ]
         problems += [
             f"{names[1]}: optim.{key} would do nothing with optim.name={optim.name}; remove the key."
-            for key in ADAM_KEYS
-            if key in set_keys and key not in kind.keys
+            for key in set_keys.intersection(ADAM_KEYS).difference(kind.keys)
         ]
     for key in kind.keys:
         value, json_value = getattr(optim, key), params.get(key, "auto")

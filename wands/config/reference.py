@@ -16,7 +16,8 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from wands.config.recipe import Recipe, inner_section, list_recipes, load_recipe, shipped_recipe
+from wands.config.recipe import Recipe, inner_section
+from wands.config.recipe_loading import list_recipes, load_recipe, shipped_recipe
 from wands.errors import ConfigError
 from wands.variants import VARIANTS
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
+from collections import deque
 from collections.abc import Generator, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 from wands.data.collate import RankSlice
 from wands.data.packing import Bin, assign_bins
@@ -24,43 +22,45 @@ def rank_shards(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
     because under ZeRO-3 every rank must run the same number of forwards.
     """
     micro_steps = assign_bins(plan.bins, run.dp_size, run.sampler.bin_cost)
-    ranks = list(zip(*micro_steps, strict=True))  # dp rank -> its bins, in order
-    packs = list(ranks[grid.dp_rank])
-    _check_step(run, plan, ranks)
+    bins_of_ranks = list(zip(*micro_steps, strict=True))
+    _check_step(run, plan, bins_of_ranks)
+    bins = list(bins_of_ranks[grid.dp_rank])
     if not run.recipe.packing.enabled:
-        most = max(sum(len(one) for one in bins) for bins in ranks)
-        packs = [(i,) for one in packs for i in one]
-        packs += [()] * (most - len(packs))
-    return [read_shard(run, pack, plan, grid) for pack in packs]
+        num_forwards = max(sum(map(len, rank_bins)) for rank_bins in bins_of_ranks)
+        bins = [(i,) for bin in bins for i in bin]
+        bins += [()] * (num_forwards - len(bins))
+    return [read_shard(run, bin, plan, grid) for bin in bins]
 
 
-def read_shard(run: TrainingRun, pack: Bin, plan: StepPlan, grid: ParallelDims) -> RankSlice:
-    """Return one rank's slice of one pack; only the frames of the rank's tokens are read."""
-    lens = [int(run.seq_lens[i]) for i in pack] or [1]  # the collator pads an empty pack with one token
+def read_shard(run: TrainingRun, bin: Bin, plan: StepPlan, grid: ParallelDims) -> RankSlice:
+    """Return the rank slice of one bin. Only the latent frames that contain the rank's tokens are read."""
+    lens = [int(run.seq_lens[i]) for i in bin] or [1]  # the collator pads an empty bin with one token
     layout = ContextLayout.build(
         lens, ulysses_degree=grid.ulysses_degree, ring_degree=grid.ring_degree, cp_rank=grid.cp_rank
     )
     patch = run.shape.patch_size
     samples = []
-    for i, length, tokens in zip(pack, lens, layout.token_ranges, strict=False):
+    for i, length, tokens in zip(bin, lens, layout.token_ranges, strict=False):
         frames = frames_of_tokens(tokens, grid_size(run.data.latent_shape(i), patch), patch)
         samples.append(run.data.read(i, None if tokens == (0, length) else frames))
-    names = [(sample.sample_id, run.data.keys[i]) for sample, i in zip(samples, pack, strict=True)]
-    assert all(found == wanted for found, wanted in names), f"read {names}, not what was planned"
-    return run.collator(samples, plan.repeat_indices(pack), plan.epoch).rank_slice(layout)
+    names, planned = [sample.sample_id for sample in samples], [run.data.keys[i] for i in bin]
+    assert names == planned, f"read the samples {names}, but the plan has {planned}"
+    return run.collator(samples, plan.repeat_indices(bin), plan.epoch).rank_slice(layout)
 
 
-def _check_step(run: TrainingRun, plan: StepPlan, ranks: Sequence[Sequence[Bin]]) -> None:
+def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequence[Bin]]) -> None:
     """Assert that the ranks together forward the bins of the plan, and no repeat of a sample twice."""
-    dealt = sorted(one for bins in ranks for one in bins)
-    assert dealt == sorted(plan.bins), f"step {plan.step} has bins {sorted(plan.bins)} but {dealt} were dealt"
-    visits = [
+    bins = sorted(bin for rank_bins in bins_of_ranks for bin in rank_bins)
+    assert bins == sorted(plan.bins), (
+        f"step {plan.step} has bins {sorted(plan.bins)}, but the ranks have {bins}"
+    )
+    samples = [
         (run.data.keys[i], repeat_index)
-        for one in dealt
-        for i, repeat_index in zip(one, plan.repeat_indices(one), strict=True)
+        for bin in bins
+        for i, repeat_index in zip(bin, plan.repeat_indices(bin), strict=True)
     ]
-    assert len(set(visits)) == len(visits) == plan.num_samples, (
-        f"step {plan.step} visits a sample twice: {visits}"
+    assert len(set(samples)) == len(samples) == plan.num_samples, (
+        f"step {plan.step} contains a (sample, repeat) twice: {samples}"
     )
 
 
@@ -69,36 +69,19 @@ def prefetched(
 ) -> Generator[tuple[StepPlan, list[RankSlice]], None, None]:
     """Yield the plan and the rank slices of each step, read ahead in a thread so that the device does not wait for the disk."""
     plans = run.sampler.iterate(start_step)
+
+    def read_next() -> tuple[StepPlan, list[RankSlice]] | None:
+        plan = next(plans, None)
+        return None if plan is None else (plan, rank_shards(run, plan, grid))
+
     if run.recipe.data.prefetch == 0:
-        for plan in plans:
-            yield plan, rank_shards(run, plan, grid)
+        yield from iter(read_next, None)
         return
-    ready: queue.Queue[Any] = queue.Queue(maxsize=run.recipe.data.prefetch)
-    stop = threading.Event()
-
-    def put(item: Any) -> None:
-        while not stop.is_set():
-            with contextlib.suppress(queue.Full):
-                ready.put(item, timeout=0.1)
-                return
-
-    def read_ahead() -> None:
+    with ThreadPoolExecutor(1, thread_name_prefix="wands-prefetch") as thread:
+        pending = deque(thread.submit(read_next) for _ in range(run.recipe.data.prefetch))
         try:
-            for plan in plans:
-                put((plan, rank_shards(run, plan, grid)))
-                if stop.is_set():
-                    return
-            put(None)
-        except BaseException as error:  # raised again in the loop
-            put(error)
-
-    thread = threading.Thread(target=read_ahead, name="wands-prefetch", daemon=True)
-    thread.start()
-    try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stop.set()
-        thread.join()
+            while (batch := pending.popleft().result()) is not None:
+                pending.append(thread.submit(read_next))
+                yield batch
+        finally:
+            thread.shutdown(cancel_futures=True)

@@ -27,12 +27,8 @@ from wands.train.ema import WeightAverage
 from wands.train.metrics import thin
 from wands.train.run import TrainingRun
 
-_SETTINGS = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
-
-
-def with_absolute_paths(merge_loras: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `model.merge_loras` of a recipe with absolute paths."""
-    return [{**merge, "path": str(Path(merge["path"]).resolve())} for merge in merge_loras]
+# Texts of torch's RuntimeErrors for a full or unwritable disk.
+_WRITE_ERRORS = ("PytorchStreamWriter", "unexpected pos", "No space", "File too large")
 
 
 def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
@@ -45,7 +41,8 @@ def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int
         history: (step, loss) of the run so far.
     """
     base, recipe = run.recipe.model.path, run.recipe.model_dump(mode="json")
-    recipe["model"]["merge_loras"] = with_absolute_paths(recipe["model"]["merge_loras"])
+    for merge in recipe["model"]["merge_loras"]:
+        merge["path"] = str(Path(merge["path"]).resolve())
     is_folder = Path(base).is_dir()
     # A clip counts once, however often an epoch repeats it.
     lengths = dict(zip(run.data.keys, run.seq_lens.tolist(), strict=True))
@@ -99,20 +96,22 @@ def save_checkpoint(
     dist.barrier()
     _check_space(engines, folder, state, more=sum(average.num_bytes for average in averages.values()))
     try:
-        # save_latest=False: DeepSpeed's own `latest` is neither atomic nor last.
+        options = {
+            "save_latest": False,  # DeepSpeed's own `latest` is neither atomic nor last
+            "exclude_frozen_parameters": state.recipe["lora"] is not None,
+        }
         for part, engine in engines.items():
-            adapters_only = state.recipe["lora"] is not None
-            engine.save_checkpoint(
-                str(partial), tag=part, save_latest=False, exclude_frozen_parameters=adapters_only
-            )
+            engine.save_checkpoint(str(partial), tag=part, **options)
             if part in averages:
                 averages[part].save(partial / part)
         dist.barrier()
         if rank == 0:
             _finish(partial, target, state)
-            _prune(target, keep)
+            older = [path for path in list_steps(folder) if path.name <= target.name]
+            for path in older[:-keep]:
+                shutil.rmtree(path)
     except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _is_write_error(error):
+        if isinstance(error, RuntimeError) and not any(text in str(error) for text in _WRITE_ERRORS):
             raise
         raise CheckpointError(
             f"checkpoint {target} could not be written ({error}); free disk space and resume."
@@ -121,26 +120,21 @@ def save_checkpoint(
     return target
 
 
-def _is_write_error(error: RuntimeError) -> bool:
-    return any(
-        word in str(error) for word in ("PytorchStreamWriter", "unexpected pos", "No space", "File too large")
-    )
-
-
 def checkpoint_bytes(
-    held: int, trained: Sequence[tuple[str, Sequence[int]]], optimizer: str, zero_stage: int
+    num_saved: int, trained: Sequence[tuple[str, Sequence[int]]], optimizer: str, zero_stage: int
 ) -> tuple[int, int]:
     """Return the bytes of one DiT in a checkpoint over all ranks: of the weights, and of the optimizer's masters and states.
 
     Args:
-        held: number of saved parameters.
+        num_saved: number of saved parameters.
         trained: names and shapes of the trained parameters.
         optimizer: `optim.name`.
         zero_stage: at stage 0 the weights are the masters; at stage 3 the masters replace the trained weights.
     """
     num_trained = sum(math.prod(shape) for _, shape in trained)
     states = state_bytes_per_param(optimizer, trained, zero_stage) + (4 if zero_stage else 0)
-    return 4 * (held - num_trained if zero_stage == 3 else held), round(states * num_trained)
+    in_weights = num_saved - num_trained if zero_stage == 3 else num_saved
+    return 4 * in_weights, round(states * num_trained)
 
 
 def _check_space(engines: Mapping[str, Any], folder: Path, state: TrainState, more: int) -> None:
@@ -155,23 +149,23 @@ def _check_space(engines: Mapping[str, Any], folder: Path, state: TrainState, mo
     world_size, stage = dist.get_world_size(), state.zero_stage
     sizes = []
     for engine in engines.values():
-        shapes = [
-            (name, tuple(getattr(p, "ds_shape", p.shape)), p.requires_grad)
+        shapes = {
+            name: (tuple(getattr(p, "ds_shape", p.shape)), p.requires_grad)
             for name, p in engine.module.named_parameters()
-        ]
-        trained = [(name, shape) for name, shape, is_trained in shapes if is_trained]
+        }
+        trained = [(name, shape) for name, (shape, is_trained) in shapes.items() if is_trained]
         # A LoRA run does not save the base.
-        saved = [shape for shape in shapes if shape[2] or state.recipe["lora"] is None]
-        held = sum(math.prod(shape) for _, shape, _ in saved)
-        sizes.append(checkpoint_bytes(held, trained, state.recipe["optim"]["name"], stage))
+        saved = [shape for shape, is_trained in shapes.values() if is_trained or state.recipe["lora"] is None]
+        num_saved = sum(map(math.prod, saved))
+        sizes.append(checkpoint_bytes(num_saved, trained, state.recipe["optim"]["name"], stage))
     needed = sum(map(sum, sizes)) + more * world_size
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    module, states = max(sizes)
+    weights, states = max(sizes)
     # Each rank writes a file with its masters and states. One more file has the weights; ZeRO-3 partitions the frozen ones.
-    largest = max(states // world_size, module // world_size if stage == 3 else module)
-    largest = module + states if stage == 0 else largest
+    largest = max(states // world_size, weights // world_size if stage == 3 else weights)
+    if stage == 0:
+        largest = weights + states
     problem = None
     if needed > free:
         problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free; free space or set another output_dir."
@@ -179,9 +173,9 @@ def _check_space(engines: Mapping[str, Any], folder: Path, state: TrainState, mo
         problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit}; raise the limit."
     problems: list[str | None] = [None] * world_size
     dist.all_gather_object(problems, problem)
-    first = next((text for text in problems if text), None)
-    if first:
-        raise CheckpointError(f"output_dir: a checkpoint in {folder} {first}", agreed=True)
+    if any(problems):
+        first_problem = next(filter(None, problems))
+        raise CheckpointError(f"output_dir: a checkpoint in {folder} {first_problem}", agreed=True)
 
 
 def _finish(partial: Path, target: Path, state: TrainState) -> None:
@@ -194,12 +188,6 @@ def _finish(partial: Path, target: Path, state: TrainState) -> None:
         shutil.rmtree(target)
     publish(partial, target)
     write_text(target.parent / "latest", target.name)
-
-
-def _prune(newest: Path, keep: int) -> None:
-    older = [path for path in list_steps(newest.parent) if path.name <= newest.name]
-    for path in older[:-keep]:
-        shutil.rmtree(path)
 
 
 def load_checkpoint(engines: Mapping[str, Any], checkpoint: Path) -> None:
@@ -220,25 +208,22 @@ def load_checkpoint(engines: Mapping[str, Any], checkpoint: Path) -> None:
 
 
 def _load_engine(engine: Any, checkpoint: Path, part: str) -> None:
-    settings = [
-        {key: group[key] for key in _SETTINGS if key in group} for group in engine.optimizer.param_groups
-    ]
+    keys = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
+    settings = [{key: group[key] for key in keys if key in group} for group in engine.optimizer.param_groups]
     scheduler = engine.lr_scheduler
     # A scheduler of the JSON is not a LambdaLR and keeps control of the learning rate.
     is_ours = isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
     base_lrs = list(scheduler.base_lrs) if is_ours else []
     # A LoRA checkpoint does not contain the base, which was loaded from the model's own files.
     strict = all(parameter.requires_grad for parameter in engine.module.parameters())
+    reason = "no partitions for this world size"
     try:
         path, _ = engine.load_checkpoint(str(checkpoint), tag=part, load_module_strict=strict)
     except ValueError as error:  # from torch, if another sub_group_size cuts the groups differently
-        raise CheckpointError(
-            f"checkpoint={checkpoint}: DeepSpeed cannot use its partitions ({error}); use the DeepSpeed JSON of the run.",
-            agreed=True,
-        ) from error
+        path, reason = None, str(error)
     if path is None:
         raise CheckpointError(
-            f"checkpoint={checkpoint}: DeepSpeed found no partitions for this world size; use the DeepSpeed JSON of the run.",
+            f"checkpoint={checkpoint}: DeepSpeed cannot use its partitions ({reason}); use the DeepSpeed JSON of the run.",
             agreed=True,
         )
     for i, (group, current) in enumerate(zip(engine.optimizer.param_groups, settings, strict=True)):

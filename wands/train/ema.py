@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,18 +37,18 @@ def decay_after(section: EmaConfig, num_steps: int) -> float:
     return min(section.decay, (1 + num_steps) / (10 + num_steps)) if section.warmup else section.decay
 
 
-@dataclass(frozen=True)
-class _Fragment:
-    """A rank's range of a flattened parameter, from `start` on; `master()` returns the fp32 values."""
+class _Fragment(NamedTuple):
+    """Range of a flattened parameter that this rank owns.
+
+    Attributes:
+        name: name of the parameter.
+        place: [start of the range, shape of the parameter], as in the header of an average file.
+        master: function that returns the current fp32 values.
+    """
 
     name: str
-    start: int
-    shape: tuple[int, ...]
+    place: list[Any]
     master: Callable[[], Tensor]
-
-    def place(self) -> list[Any]:
-        """Return [start, shape] for a file's header."""
-        return [self.start, list(self.shape)]
 
 
 class WeightAverage:
@@ -67,9 +66,8 @@ class WeightAverage:
         self._first = self._last = step
         self._fragments = _fragments_of(engine)
         masters = [fragment.master() for fragment in self._fragments]
-        on_host = section.device == "cpu"
-        device = torch.device("cpu") if on_host else engine.device
-        self._crosses = on_host and any(master.is_cuda for master in masters)
+        device = torch.device("cpu") if section.device == "cpu" else engine.device
+        self._crosses = device.type == "cpu" and any(master.is_cuda for master in masters)
         self._averages = _allocate([master.numel() for master in masters], device, pinned=self._crosses)
         with torch.no_grad():
             for average, master in zip(self._averages, masters, strict=True):
@@ -116,10 +114,9 @@ class WeightAverage:
             LazyTensor(fragment.name, tuple(average.shape), torch.float32, average.cpu)
             for fragment, average in zip(self._fragments, self._averages, strict=True)
         ]
-        header = {"first_step": self._first, "last_step": self._last, "fragments": self._places()}
-        write_safetensors(
-            folder / average_file(dist.get_rank()), entries, {AVERAGE_METADATA: json.dumps(header)}
-        )
+        header = {"first_step": self._first, "last_step": self._last, "fragments": self._places}
+        metadata = {AVERAGE_METADATA: json.dumps(header)}
+        write_safetensors(folder / average_file(dist.get_rank()), entries, metadata)
 
     def load(self, folder: Path) -> None:
         """Restore the fragments of this rank from the DiT's folder of a checkpoint.
@@ -130,7 +127,7 @@ class WeightAverage:
         path = folder / average_file(dist.get_rank())
         with TensorFiles([path], f"checkpoint={folder.parent}") as files:
             header = read_average_header(files, path)
-            if header["fragments"] != self._places():
+            if header["fragments"] != self._places:
                 raise CheckpointError(
                     f"checkpoint={folder.parent}: the average in {path.name} is cut differently from this run's weights; use the "
                     "DeepSpeed JSON of the run."
@@ -139,8 +136,9 @@ class WeightAverage:
                 average.copy_(files.read(fragment.name))
         self._first, self._last = header["first_step"], header["last_step"]
 
+    @property
     def _places(self) -> dict[str, list[Any]]:
-        return {fragment.name: fragment.place() for fragment in self._fragments}
+        return {fragment.name: fragment.place for fragment in self._fragments}
 
 
 def build_averages(
@@ -177,38 +175,35 @@ def build_averages(
 
 def _fragments_of(engine: Any) -> list[_Fragment]:
     """Return this rank's ranges of the fp32 masters of all trained parameters, as views that follow each update."""
-    trained = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
-    fragments = [_fragment(engine, name, parameter) for name, parameter in trained]
+    fragments = [
+        _fragment(engine, name, parameter)
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+    ]
     return [fragment for fragment in fragments if fragment is not None and fragment.master().numel()]
 
 
 def _fragment(engine: Any, name: str, parameter: Any) -> _Fragment | None:
     if hasattr(parameter, "ds_id"):  # ZeRO-3
-        return _zero3_fragment(engine.optimizer, name, parameter)
-    shape = tuple(parameter.shape)
+        # safe_get_local_fp32_param would copy an offloaded master to the GPU and include the last rank's padding.
+        optimizer = engine.optimizer
+        group, offset, partition = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = partition * dist.get_rank(parameter.ds_process_group)
+        own = max(min(partition, parameter.ds_numel - start), 0)
+        masters = optimizer.fp32_partitioned_groups_flat
+        return _Fragment(
+            name, [start, list(parameter.ds_shape)], lambda: masters[group].narrow(0, offset, own)
+        )
+    shape = list(parameter.shape)
     if hasattr(parameter, "_hp_mapping"):  # ZeRO-1 and 2
         mapping = parameter._hp_mapping
         if mapping is None:  # other ranks own the whole parameter
             return None
-        return _Fragment(
-            name, mapping.lp_fragment_address.start, shape, lambda: parameter._hp_mapping.hp_fragment
-        )
+        start = mapping.lp_fragment_address.start
+        return _Fragment(name, [start, shape], lambda: parameter._hp_mapping.hp_fragment)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     start, end = (parameter.numel() * r // world_size for r in (rank, rank + 1))
-    return _Fragment(name, start, shape, lambda: parameter.detach().flatten()[start:end])
-
-
-def _zero3_fragment(optimizer: Any, name: str, parameter: Any) -> _Fragment:
-    # Like safe_get_local_fp32_param, which however copies an offloaded master to the GPU and includes the last rank's padding.
-    group, offset, partition = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    start = partition * dist.get_rank(parameter.ds_process_group)
-    own = max(min(partition, parameter.ds_numel - start), 0)
-    return _Fragment(
-        name,
-        start,
-        tuple(parameter.ds_shape),
-        lambda: optimizer.fp32_partitioned_groups_flat[group].narrow(0, offset, own),
-    )
+    return _Fragment(name, [start, shape], lambda: parameter.detach().flatten()[start:end])
 
 
 def _allocate(numels: Sequence[int], device: torch.device, pinned: bool) -> list[Tensor]:
@@ -218,10 +213,9 @@ def _allocate(numels: Sequence[int], device: torch.device, pinned: bool) -> list
         if not blocks or sum(blocks[-1]) + numel > _BLOCK:
             blocks.append([])
         blocks[-1].append(numel)
+    options = {"dtype": torch.float32, "device": device, "pin_memory": pinned}
     try:
-        whole = [
-            torch.empty(sum(block), dtype=torch.float32, device=device, pin_memory=pinned) for block in blocks
-        ]
+        tensors = [torch.empty(sum(block), **options) for block in blocks]
     except RuntimeError as error:
         if not pinned:
             raise
@@ -229,4 +223,4 @@ def _allocate(numels: Sequence[int], device: torch.device, pinned: bool) -> list
             f"ema.device=cpu cannot pin {4 * sum(numels) / 2**30:.1f} GiB of host memory on this rank "
             f"({str(error).splitlines()[0]}); set ema.device=gpu, or use more ranks, which share the average."
         ) from error
-    return [vector for tensor, block in zip(whole, blocks, strict=True) for vector in tensor.split(block)]
+    return [vector for tensor, block in zip(tensors, blocks, strict=True) for vector in tensor.split(block)]

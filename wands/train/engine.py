@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from wands.attention.ulysses import OPERATORS, context_attention
-from wands.attention.varlen import choose_backend
+from wands.attention.varlen import Backend, choose_backend
 from wands.config.deepspeed import REDUCE_BUCKET_SIZE, learning_rate, offloads_optimizer, uses_adam
 from wands.config.recipe import OptimConfig, Recipe
 from wands.distributed.bootstrap import accelerator_type
@@ -58,9 +59,8 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: if DeepSpeedCPUAdam cannot be compiled or loaded here.
     """
-    if not (uses_adam(ds_config) and offloads_optimizer(ds_config)):
-        return
-    if ds_config["optimizer"]["params"].get("torch_adam"):
+    torch_adam = ds_config["optimizer"]["params"].get("torch_adam")
+    if torch_adam or not (uses_adam(ds_config) and offloads_optimizer(ds_config)):
         return
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
@@ -72,6 +72,12 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
             f"({one_line(error, 300)}); install ninja, g++ and the CUDA toolkit of this torch, or set "
             "optimizer.params.torch_adam to true (slower)."
         ) from error
+
+
+def attention_backend(run: TrainingRun, device: torch.device) -> Backend:
+    """Return the attention kernel that a run uses on a device."""
+    dtype = torch.bfloat16 if run.recipe.precision.compute == "bf16" else torch.float32
+    return choose_backend(run.recipe.attention.backend, device, dtype, run.shape.head_dim)
 
 
 def build_model(
@@ -94,8 +100,7 @@ def build_model(
     from deepspeed.utils import groups as ds_groups
 
     recipe, expert = run.recipe, expert or run.experts[0]
-    dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
-    backend = choose_backend(recipe.attention.backend, device, dtype, run.shape.head_dim)
+    backend = attention_backend(run, device)
     # With zero_hpz_partition_size DeepSpeed makes groups for each model, and fails if another expert's groups are recorded.
     ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     sharded = deepspeed.zero.Init(config_dict_or_path=run.ds_config) if run.zero_stage == 3 else None
@@ -108,9 +113,8 @@ def build_model(
         merge=MergedLoras.load(recipe.model.merge_loras, expert),
         storage=weight_dtype_policy(recipe),
     )
-    attention = context_attention(
-        backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all
-    )
+    fused = recipe.parallel.fused_all_to_all
+    attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
     model.set_attention(attention, backend)
     if recipe.lora is None:
         freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
@@ -139,27 +143,26 @@ def build_engine(
     import deepspeed
 
     config = copy.deepcopy(dict(ds_config))
+    zero = config["zero_optimization"]
     config["optimizer"]["params"]["lr"] = learning_rate(ds_config, recipe)
     schedule = None
     if "scheduler" not in config:
-        multiplier = build_schedule(recipe.optim, total_steps)
-
-        def schedule(optimizer: Any) -> Any:
-            return torch.optim.lr_scheduler.LambdaLR(optimizer, multiplier)
-
+        schedule = partial(
+            torch.optim.lr_scheduler.LambdaLR, lr_lambda=build_schedule(recipe.optim, total_steps)
+        )
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    optimizer = build_optimizer(trained, config["optimizer"], fused=accelerator_type() == "cuda")
-    if optimizer is not None:
-        del config["optimizer"]
-        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    groups = [{"params": [parameter for _, parameter in trained]}]
-    zero = config["zero_optimization"]
     # DeepSpeed allocates the whole bucket, 2 GB by default, but it never holds more than all gradients.
     num_trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in trained)
     zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)), num_trained)
+    optimizer = build_optimizer(trained, config["optimizer"], fused=accelerator_type() == "cuda")
+    groups = [{"params": [parameter for _, parameter in trained]}]
+    if optimizer is not None:
+        del config["optimizer"]
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     if recipe.precision.weights == "bf16" and recipe.lora is None:
-        groups = groups if optimizer is None else optimizer.param_groups
-        groups = split_by_dtype(groups, config["zero_optimization"], recipe.precision.reduce)
+        groups = split_by_dtype(
+            optimizer.param_groups if optimizer else groups, zero, recipe.precision.reduce
+        )
         if optimizer is not None:
             optimizer.param_groups = groups
     # Autocast's cache would keep a bf16 copy of every weight until the forward ends: the whole model on every ZeRO-3 rank.

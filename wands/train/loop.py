@@ -6,9 +6,9 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,14 @@ from wands.train.checkpoint import build_state, save_checkpoint
 from wands.train.control import ControlRequest, ControlRequests
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
-from wands.train.metrics import MetricsWriter, StepReport, peak_tflops, read_rows
+from wands.train.metrics import MetricsWriter, StepReport, continue_rows, peak_tflops
 from wands.train.rank_checks import FIXES, check_step, run_digests
 from wands.train.resume import restore
 from wands.train.run import Log, TrainingRun
 from wands.train.step import SampleLoss, StepResult, train_step
 from wands.variants import Expert
+
+T = TypeVar("T")
 
 
 def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path | None:
@@ -43,43 +45,33 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path |
     Returns:
         The last checkpoint.
     """
-    recipe, sampler, checkpoint = run.recipe, run.sampler, run.checkpoint
-    saved, step = (checkpoint.folder, checkpoint.state.step) if checkpoint else (None, 0)
-    start_step = step
+    recipe, total_steps, checkpoint = run.recipe, run.sampler.total_steps, run.checkpoint
+    saved, start_step = (checkpoint.folder, checkpoint.state.step) if checkpoint else (None, 0)
     # Ranks that differ would wait for each other forever.
-    check_agreement(run_digests(run, step), device, FIXES)
+    check_agreement(run_digests(run, start_step), device, FIXES)
     groups = ProcessGroups.build(run.grid(rank), device)
     engines = _build_engines(run, groups, device)
     restore(engines, checkpoint, run.output_dir, rank, log)
     averages = build_averages(engines, recipe.ema, checkpoint, log)
-    past = checkpoint.state.loss if checkpoint else ()
-    writer = MetricsWriter(run.output_dir, step, past) if rank == 0 else None
+    past_losses = checkpoint.state.loss if checkpoint else ()
+    writer = MetricsWriter(run.output_dir, start_step, past_losses) if rank == 0 else None
 
     with (
         ControlRequests(run.output_dir) as requests,
-        _SampleLog(run, groups.dims, step) as sample_log,
-        contextlib.closing(prefetched(run, groups.dims, step)) as batches,
+        contextlib.closing(_SampleLog(run, groups.dims, start_step)) as sample_log,
+        contextlib.closing(prefetched(run, groups.dims, start_step)) as batches,
     ):
-        clock = _StepClock()
-        for plan, shards in batches:
-            clock.data_arrived()
+        timer = _StepTimer()
+        for plan, slices in timer.timed(batches):
             lr = float(engines[run.experts[0].subfolder].optimizer.param_groups[0]["lr"])  # of this step
             results = [
-                train_step(
-                    engines[expert.subfolder],
-                    shards,
-                    run,
-                    groups,
-                    device,
-                    run.denominator(plan),
-                    expert.sigma_range,
-                )
-                for expert in run.experts
+                train_step(engine, slices, run, groups, device, run.denominator(plan), expert.sigma_range)
+                for expert, engine in zip(run.experts, engines.values(), strict=True)
             ]
             step = plan.step + 1
             losses, data_wait, request = _reduce(
                 torch.stack([result.loss for result in results]) / run.count(plan),
-                clock.data_wait,
+                timer.data_wait,
                 requests.poll(rank),
                 device,
             )
@@ -88,69 +80,58 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path |
                 sample_log.write(step, expert, result.samples)
             for average in averages.values():
                 average.update(step)
-            seconds = clock.step_done()
+            seconds = timer.end_step()
             if writer is not None:
-                report = _report(
-                    run,
-                    plan,
-                    device,
-                    losses=losses,
-                    lr=lr,
-                    grad_norms=[result.grad_norm for result in results],
-                    ema_decay=next((average.decay for average in averages.values()), None),
-                    seconds=seconds,
-                    data_wait=data_wait,
-                )
+                norms = [result.grad_norm for result in results]
+                ema_decay = next((average.decay for average in averages.values()), None)
+                report = _report(run, plan, device, losses, norms, lr, ema_decay, seconds, data_wait)
                 writer.write(report)
-                if step % recipe.train.log_every == 0 or step == sampler.total_steps:
-                    log(report.line(sampler.total_steps))
+                if step % recipe.train.log_every == 0 or step == total_steps:
+                    log(report.line(total_steps))
             if request.check or plan.step == start_step:
-                with clock.paused():
-                    num_equal = sum(check_step(engine, plan, device) for engine in engines.values())
+                num_equal = sum(check_step(engine, plan, device) for engine in engines.values())
                 log(f"step {step}: {num_equal} parameters and the plan are equal on all ranks")
+                timer.start_step()
             is_due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
-            if is_due or request.save or step == sampler.total_steps:
-                with clock.paused():
-                    state = build_state(run, step, plan.epoch, writer.history if writer else [])
-                    folder = run.output_dir / "checkpoints"
-                    saved = save_checkpoint(engines, folder, state, recipe.checkpoint.keep, averages)
+            if is_due or request.save or step == total_steps:
+                state = build_state(run, step, plan.epoch, writer.history if writer else [])
+                folder = run.output_dir / "checkpoints"
+                saved = save_checkpoint(engines, folder, state, recipe.checkpoint.keep, averages)
                 log(f"saved {saved}")
+                timer.start_step()
             if request.quit:
-                if step < sampler.total_steps:  # otherwise the run is complete
+                if step < total_steps:  # otherwise the run is complete
                     log(f"stopped after step {step} as requested; continue with --resume")
                 break
-            clock.request_data()
     if writer is not None:
         writer.close()
     return saved
 
 
-class _StepClock:
-    """Wall time of a step and of its wait for data, without checks and checkpoints."""
+class _StepTimer:
+    """Wall time of each step and of its wait for data, without checks and checkpoints."""
 
     def __init__(self) -> None:
-        self._start = self._requested = time.perf_counter()
         self.data_wait = 0.0
+        self.start_step()
 
-    def request_data(self) -> None:
-        """Start to wait for the next batch."""
-        self._requested = time.perf_counter()
-
-    def data_arrived(self) -> None:
-        """End the wait for data."""
-        self.data_wait = time.perf_counter() - self._requested
-
-    def step_done(self) -> float:
-        """Return the seconds since the last step's end, and start the next step."""
-        now = time.perf_counter()
-        seconds, self._start = now - self._start, now
-        return seconds
-
-    @contextlib.contextmanager
-    def paused(self) -> Any:
-        """Exclude a block from the next step's time."""
-        yield
+    def start_step(self) -> None:
+        """Start the next step now, so that the time since the last step does not count."""
         self._start = time.perf_counter()
+
+    def end_step(self) -> float:
+        """Return the seconds of this step, and start the next step."""
+        start = self._start
+        self.start_step()
+        return self._start - start
+
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches, and measure the wait for each batch in `data_wait`."""
+        requested = time.perf_counter()
+        for batch in batches:
+            self.data_wait = time.perf_counter() - requested
+            yield batch
+            requested = time.perf_counter()
 
 
 def _build_engines(run: TrainingRun, groups: ProcessGroups, device: torch.device) -> dict[str, Any]:
@@ -178,14 +159,13 @@ def _reduce(
 def _check_finite(expert: Expert, loss: float, result: StepResult, step: int) -> None:
     if math.isfinite(loss) and math.isfinite(result.grad_norm):
         return
-    names = [
-        f"{item.sample_id} (sigma {item.sigma:.4f})"
-        for item in result.samples
-        if not math.isfinite(item.loss)
-    ]
+    samples = [item for item in result.samples if not math.isfinite(item.loss)]
+    names = [f"{item.sample_id} (sigma {item.sigma:.4f})" for item in samples]
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, names)
-    clips = ", ".join(dict.fromkeys(name for part in gathered for name in part)) or "no single clip"
+    clips = (
+        ", ".join(dict.fromkeys(name for rank_names in gathered for name in rank_names)) or "no single clip"
+    )
     of_expert = f" of the {expert.name}-noise expert" if expert.name else ""
     raise DataError(
         f"step {step}: the loss{of_expert} is {loss} and the gradient's norm {result.grad_norm}, from {clips}; check these "
@@ -198,18 +178,17 @@ def _report(
     run: TrainingRun,
     plan: StepPlan,
     device: torch.device,
-    *,
     losses: Sequence[float],
-    lr: float,
     grad_norms: Sequence[float],
+    lr: float,
     ema_decay: float | None,
     seconds: float,
     data_wait: float,
 ) -> StepReport:
     tflops = run.step_flops(plan.bins) / seconds / run.world_size / 1e12
     peak = peak_tflops(device)
-    num_bins = sum(1 for bin in plan.bins if bin)
-    names = [expert.name for expert in run.experts]
+    num_bins = sum(map(bool, plan.bins))
+    names = [expert.name for expert in run.experts if expert.name]
     return StepReport(
         step=plan.step + 1,
         epoch=plan.epoch,
@@ -224,8 +203,8 @@ def _report(
         mfu=tflops / peak if peak else None,
         fill=plan.num_tokens / (num_bins * run.recipe.packing.max_tokens),
         imbalance=run.imbalance(plan.bins),
-        expert_losses=dict(zip(names, losses, strict=True)) if all(names) else {},
-        expert_norms=dict(zip(names, grad_norms, strict=True)) if all(names) else {},
+        expert_losses=dict(zip(names, losses, strict=False)),
+        expert_norms=dict(zip(names, grad_norms, strict=False)),
         ema_decay=ema_decay,
     )
 
@@ -234,25 +213,16 @@ class _SampleLog:
     """Log of `train.log_samples`: the first rank of each group writes the loss of each clip to samples-rank*.jsonl."""
 
     def __init__(self, run: TrainingRun, grid: ParallelDims, start_step: int) -> None:
-        writes = run.recipe.train.log_samples and grid.cp_rank == 0
-        self._path = run.output_dir / f"samples-rank{grid.rank}.jsonl" if writes else None
-        self._start_step = start_step
-        self._file: Any = None
-
-    def __enter__(self) -> _SampleLog:
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            rows = [row for row in read_rows(self._path) if row["step"] <= self._start_step]
-            self._path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            self._file = self._path.open("a", encoding="utf-8")
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file: TextIO | None = None
+        if run.recipe.train.log_samples and grid.cp_rank == 0:
+            _, self._file = continue_rows(run.output_dir / f"samples-rank{grid.rank}.jsonl", start_step)
 
     def write(self, step: int, expert: Expert, losses: list[SampleLoss]) -> None:
         if self._file is not None:
             prefix = {"step": step} | ({"expert": expert.name} if expert.name else {})
             self._file.writelines(json.dumps({**prefix, **vars(item)}) + "\n" for item in losses)
             self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

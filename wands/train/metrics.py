@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -91,16 +91,13 @@ class MetricsWriter:
     def __init__(self, output_dir: Path, start_step: int, past: Sequence[tuple[int, float]] = ()) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        output_dir.mkdir(parents=True, exist_ok=True)
-        path = output_dir / "metrics.jsonl"
-        kept = [row for row in read_metrics(output_dir) if row["step"] <= start_step]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        self._rows = path.open("a", encoding="utf-8")
+        kept, self._rows = continue_rows(output_dir / "metrics.jsonl", start_step)
         self._board = SummaryWriter(
             str(output_dir / "tensorboard"), purge_step=start_step + 1 if start_step else None
         )
-        self.history: list[tuple[int, float]] = [(int(row["step"]), float(row["loss"])) for row in kept]
-        self.history = self.history or [(int(step), float(loss)) for step, loss in past]
+        self.history = [(int(step), float(loss)) for step, loss in past]
+        if kept:
+            self.history = [(row["step"], row["loss"]) for row in kept]
 
     def write(self, report: StepReport) -> None:
         """Add one step to the file, to TensorBoard and to `history`."""
@@ -110,11 +107,11 @@ class MetricsWriter:
         experts |= {f"grad_norm_{name}": norm for name, norm in row.pop("expert_norms").items()}
         self._rows.write(json.dumps(row | experts) + "\n")
         self._rows.flush()
-        groups = {"loss": "train", "lr": "train", "grad_norm": "train", "epoch": "train"}
-        groups |= dict.fromkeys([*experts, "ema_decay"], "train")
+        of_training = {"loss", "lr", "grad_norm", "epoch", "ema_decay", *experts}
         for name, value in (row | experts).items():
             if name != "step" and value is not None:
-                self._board.add_scalar(f"{groups.get(name, 'speed')}/{name}", value, report.step)
+                group = "train" if name in of_training else "speed"
+                self._board.add_scalar(f"{group}/{name}", value, report.step)
 
     def close(self) -> None:
         """Flush and close both."""
@@ -137,6 +134,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             except ValueError:
                 break
     return rows
+
+
+def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], TextIO]:
+    """Open a jsonl file to append to, without the rows after `start_step`, which a resumed run writes again.
+
+    Returns:
+        The remaining rows and the open file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [row for row in read_rows(path) if row["step"] <= start_step]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return rows, path.open("a", encoding="utf-8")
 
 
 def thin(history: Sequence[tuple[int, float]], most: int = 2000) -> list[tuple[int, float]]:

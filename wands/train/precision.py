@@ -9,8 +9,6 @@ from wands.config.recipe import Recipe
 from wands.errors import ConfigError
 from wands.model.weight_dtypes import WeightDtypePolicy
 
-FP32_PARTS = "time embedding, modulation, norms, head"
-
 
 def weight_dtype_policy(recipe: Recipe) -> WeightDtypePolicy:
     """Return the weight dtypes that a recipe asks for."""
@@ -61,25 +59,3 @@ def split_by_dtype(
     for parameter in (parameter for group in narrow if reduce == "fp32" for parameter in group["params"]):
         setattr(parameter, PARAM_COMM_DTYPE_ATTR_NAME, torch.float32)
     return wide + narrow if stage == 2 else narrow + wide
-
-
-def describe_storage(recipe: Recipe) -> list[str]:
-    """Return the lines of the start block about dtypes of weights, masters and gradients."""
-    storage = weight_dtype_policy(recipe)
-    lines = [
-        f"weights fp32 ({recipe.precision.compute} copies for matmuls)"
-        if storage.weights == "fp32" and recipe.precision.compute == "bf16"
-        else f"weights {storage.weights}"
-    ]
-    if storage.weights == "bf16":
-        lines[0] = f"weights bf16 (linear layers, patches), fp32 ({FP32_PARTS})"
-        if not recipe.lora:
-            lines.append(
-                f"masters fp32, initialised from the rounded weights; gradients computed in bf16, reduced in "
-                f"{recipe.precision.reduce}"
-            )
-    if storage.quantize != "none":
-        lines.append(
-            f"base in {storage.quantize}: linear layers of the blocks; not embeddings, modulation, norms and head"
-        )
-    return lines

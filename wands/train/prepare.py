@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.deepspeed_rules import check_json
-from wands.config.recipe import FlowConfig, Recipe, SourceConfig, read_recipe
+from wands.config.recipe import FlowConfig, Recipe, SourceConfig
+from wands.config.recipe_loading import read_recipe
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import PackingCollator
 from wands.data.datasets import CombinedDataset, Dataset, open_data
@@ -18,11 +20,13 @@ from wands.errors import ConfigError, Problems
 from wands.model.files.checkpoint_files import Checkpoint
 from wands.model.files.loading import check_weights
 from wands.model.quantize import load_library
-from wands.train.precision import weight_dtype_policy
+from wands.train.checkpoint import build_state
 from wands.train.resume import check_resumable, find_resume
 from wands.train.run import TrainingRun
 from wands.train.weights import list_weights, read_model
-from wands.variants import DiTShape, Variant
+from wands.variants import Variant
+
+_NO_MODEL: Any = (None, None, ())  # config, variant and experts if the model cannot be read
 
 
 def load_run(
@@ -54,46 +58,26 @@ def load_run(
         WandsError: with every problem that was found; a check that needs the result of a failed check is skipped.
     """
     problems = Problems()
-    names = (str(deepspeed or "the built-in DeepSpeed config"), str(recipe_path or "the recipe"))
-    recipe: Recipe | None = None
-    ds_user: dict[str, Any] = {}
-    checkpoint = None
-    with problems.check("recipe"):
-        recipe, messages, sections = read_recipe(recipe_path, overrides)
-        problems.failed |= sections
-        if messages:
-            raise ConfigError(messages)
-    with problems.check("DeepSpeed JSON"):
-        ds_user = load_ds_config(deepspeed)
+    recipe = problems.run("recipe", lambda: read_recipe(recipe_path, overrides, problems))
+    ds_user = problems.run("DeepSpeed JSON", lambda: load_ds_config(deepspeed)) or {}
     if recipe is None:
         problems.raise_all()
-    assert recipe is not None
-    world_size = world_size or recipe.parallel.group_size
-    if not ignore_output_dir and problems.passed("output_dir"):
-        with problems.check("checkpoint"):
-            checkpoint = find_resume(recipe.output_dir, resume)
+    checkpoint = None
+    if not ignore_output_dir:
+        checkpoint = problems.run("checkpoint", lambda: find_resume(recipe.output_dir, resume), "output_dir")
     run = prepare_run(
         recipe,
         ds_user,
-        world_size=world_size,
+        world_size=world_size or recipe.parallel.group_size,
         device_type=device_type,
-        names=names,
+        names=(str(deepspeed or "the built-in DeepSpeed config"), str(recipe_path or "the recipe")),
         encoders=encoders,
         ranks_per_node=ranks_per_node,
         checkpoint=checkpoint,
         problems=problems,
     )
     if checkpoint:
-        check_resumable(
-            checkpoint.state,
-            where=str(checkpoint.folder),
-            world_size=world_size,
-            zero_stage=run.zero_stage,
-            recipe=recipe.model_dump(mode="json"),
-            parts=[expert.subfolder for expert in run.experts],
-            transformer_config=run.transformer_config,
-            data_fingerprint=run.data_fingerprint(),
-        )
+        check_resumable(checkpoint.state, build_state(run, 0, 0, []), f"--resume {checkpoint.folder}")
         if checkpoint.state.step >= run.sampler.total_steps:
             raise ConfigError(
                 f"--resume {checkpoint.folder}: the checkpoint's step {checkpoint.state.step} is already the end of this run "
@@ -131,90 +115,76 @@ def prepare_run(
         WandsError: with every problem that was found.
     """
     problems = problems or Problems()
-    dp_size, path = 1, recipe.model.path
-    if problems.passed("parallel"):
-        with problems.check("world size"):
-            check_world(recipe.parallel, world_size)
-            dp_size = world_size // recipe.parallel.group_size
-    if problems.passed("world size", "parallel", "train") and recipe.train.bins_per_step % dp_size:
-        with problems.check("bins_per_step"):
-            raise ConfigError(
-                f"train.bins_per_step={recipe.train.bins_per_step} must be a multiple of dp_size={dp_size} ({world_size} "
-                f"processes); use {dp_size} or a multiple of it."
-            )
-    with problems.check("merged config"):
-        if problems.passed("recipe", "DeepSpeed JSON", "world size", "bins_per_step"):
-            ds_config = build_ds_config(
-                ds_user, recipe, world_size=world_size, device_type=device_type, names=names
-            )
-        elif messages := check_json(dict(ds_user), names[0]):  # the JSON alone
-            raise ConfigError(messages)
-    if problems.passed("lora") and weight_dtype_policy(recipe).quantize != "none":
-        with problems.check("quantize"):
-            load_library()
-    if problems.passed("model"):
-        with problems.check("model files"):
-            config, variant, experts = read_model(recipe)
-    if problems.passed("model", "model files"):
-        if problems.passed("lora", "precision", "quantize"):
-            with problems.check("weights"):
-                weights = list_weights(recipe, config, experts, is_new=checkpoint is None)
-        if recipe.model.init == "pretrained":
-            for expert in experts:
-                with problems.check("weight files"):
-                    check_weights(path, expert.subfolder)
-        if problems.passed("parallel", "world size"):
-            with problems.check("degrees"):
-                degrees = choose_degrees(
-                    recipe.parallel,
-                    num_heads=variant.dit.num_heads,
-                    ranks_per_node=ranks_per_node or world_size,
-                    model=variant.name,
-                )
-        if problems.passed("flow"):
-            with problems.check("i2v_ratio"):
-                _check_i2v_ratio(recipe, variant)
-    if problems.passed("data", "model", "model files"):
-        with problems.check("data files"):
-            data = open_data(
-                recipe.data,
-                shape=variant.dit,
-                variant=variant,
-                seed=recipe.train.seed,
-                fingerprint=lambda: encoders(path),
-            )
-            least = data.schedule.min_samples if isinstance(data, CombinedDataset) else len(data.keys)
-            check_enough_samples(least, dp_size)
-    elif problems.passed("data"):  # without a model, only whether the caches can be opened
-        for source in recipe.data.sources or (
-            [SourceConfig(path=recipe.data.cache)] if recipe.data.cache else []
-        ):
-            with problems.check("data files"):
-                LatentCache(source.path)
-    problems.raise_all()
-    collator = PackingCollator(
-        variant.dit,
-        recipe.flow,
-        recipe.train.seed,
-        data.null_text_embeds,
-        variant.conditions,
-        recipe.uses_dropout,
+    check, path, dp_size = problems.run, recipe.model.path, world_size // recipe.parallel.group_size
+    # Arguments: name of the check, the check, and the recipe sections and checks that must have passed.
+    check("world size", lambda: check_world(recipe.parallel, world_size), "parallel")
+    check("bins_per_step", lambda: _check_bins(recipe, dp_size, world_size), "world size", "train")
+    if problems.passed("recipe", "DeepSpeed JSON", "world size", "bins_per_step"):
+        ds_config = check(
+            "merged config",
+            partial(
+                build_ds_config, ds_user, recipe, world_size=world_size, device_type=device_type, names=names
+            ),
+        )
+    else:
+        check("merged config", lambda: _check_json(ds_user, names[0]))
+    if recipe.lora and recipe.lora.quantize != "none":
+        check("quantize", load_library, "lora")
+    config, variant, experts = check("model files", lambda: read_model(recipe), "model") or _NO_MODEL
+    weights = check(
+        "weights",
+        lambda: list_weights(recipe, config, experts, is_new=checkpoint is None),
+        *("model files", "lora", "precision", "quantize"),
     )
+    for expert in experts if recipe.model.init == "pretrained" else ():
+        check("weight files", partial(check_weights, path, expert.subfolder))
+    degrees = check(
+        "degrees",
+        lambda: choose_degrees(
+            recipe.parallel,
+            num_heads=variant.dit.num_heads,
+            ranks_per_node=ranks_per_node or world_size,
+            model=variant.name,
+        ),
+        *("model files", "world size"),
+    )
+    check("i2v_ratio", lambda: _check_i2v_ratio(recipe, variant), "model files", "flow")
+    data = check("data files", lambda: _open_data(recipe, variant, encoders), "data", "model files")
+    if problems.passed("data") and variant is None:
+        sources = recipe.data.sources or ([SourceConfig(path=recipe.data.cache)] if recipe.data.cache else [])
+        for source in sources:  # without a model, check only that the caches can be opened
+            check("data files", partial(LatentCache, source.path))
+    check("samples", lambda: _check_samples(data, dp_size), "data files", "world size")
+    problems.raise_all()
+    sampler, collator = _plan(recipe, data, variant)
     return TrainingRun(
         recipe,
         ds_config,
         config,
-        variant.dit,
         variant,
         experts,
         weights,
         data,
-        _build_sampler(recipe, data, variant.dit),
+        sampler,
         collator,
         world_size,
         degrees,
         checkpoint,
     )
+
+
+def _check_bins(recipe: Recipe, dp_size: int, world_size: int) -> None:
+    if recipe.train.bins_per_step % dp_size:
+        raise ConfigError(
+            f"train.bins_per_step={recipe.train.bins_per_step} must be a multiple of dp_size={dp_size} ({world_size} "
+            f"processes); use {dp_size} or a multiple of it."
+        )
+
+
+def _check_json(ds_user: Mapping[str, Any], name: str) -> None:
+    problems = check_json(dict(ds_user), name)
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_i2v_ratio(recipe: Recipe, variant: Variant) -> None:
@@ -225,8 +195,26 @@ def _check_i2v_ratio(recipe: Recipe, variant: Variant) -> None:
         )
 
 
-def _build_sampler(recipe: Recipe, data: Dataset, shape: DiTShape) -> PlanSampler:
-    return PlanSampler(
+def _open_data(recipe: Recipe, variant: Variant, encoders: Callable[[str], Mapping[str, Any]]) -> Dataset:
+    return open_data(
+        recipe.data,
+        shape=variant.dit,
+        variant=variant,
+        seed=recipe.train.seed,
+        fingerprint=lambda: encoders(recipe.model.path),
+    )
+
+
+def _check_samples(data: Dataset, dp_size: int) -> None:
+    """Check that an epoch has a sample for each data-parallel rank."""
+    fewest = data.schedule.min_samples if isinstance(data, CombinedDataset) else len(data.keys)
+    check_enough_samples(fewest, dp_size)
+
+
+def _plan(recipe: Recipe, data: Dataset, variant: Variant) -> tuple[PlanSampler, PackingCollator]:
+    """Return the plan of all steps, and the collator that packs the samples of a step."""
+    shape = variant.dit
+    sampler = PlanSampler(
         data.num_tokens(shape.patch_size),
         data.keys,
         max_tokens=recipe.packing.max_tokens,
@@ -239,4 +227,8 @@ def _build_sampler(recipe: Recipe, data: Dataset, shape: DiTShape) -> PlanSample
         schedule=data.schedule if isinstance(data, CombinedDataset) else None,
         buffer_size=recipe.packing.buffer_size,
         places=data.places,
+    )
+    seed, null_text = recipe.train.seed, data.null_text_embeds
+    return sampler, PackingCollator(
+        shape, recipe.flow, seed, null_text, variant.conditions, recipe.uses_dropout
     )

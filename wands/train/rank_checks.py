@@ -28,7 +28,7 @@ FIXES: Fixes = {
     "model config": (ConfigError, "give every node the same model folder (model.path)"),
     "context parallelism": (
         ConfigError,
-        "set parallel.ulysses_degree and parallel.ring_degree, or start as many processes on every node",
+        "start as many processes on every node, or set parallel.ulysses_degree",
     ),
     "data": (DataError, "give every node the same cache (data.cache): one shared folder, or complete copies"),
     "plan": (ConfigError, "start every node from the same checkpoint, with the same data and recipe"),
@@ -96,8 +96,8 @@ def _versions() -> dict[str, str]:
     import deepspeed
     import diffusers
 
-    modules = {"torch": torch, "deepspeed": deepspeed, "diffusers": diffusers, "numpy": np}
-    return {"wands": __version__} | {name: str(module.__version__) for name, module in modules.items()}
+    modules = (torch, deepspeed, diffusers, np)
+    return {"wands": __version__} | {module.__name__: str(module.__version__) for module in modules}
 
 
 def _digest(*arrays: np.ndarray) -> str:
@@ -121,26 +121,18 @@ def weights_checksums(module: torch.nn.Module, device: torch.device) -> tuple[li
     Returns:
         Names, and checksums int64 [P].
     """
-    names, sums = [], []
+    from deepspeed import zero
+
+    sums = {}
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            names.append(name)
-            if _is_partitioned(parameter):
-                from deepspeed import zero
-
-                with zero.GatheredParameters([parameter]):
-                    sums.append(tensor_checksum(parameter.detach()).to(device))
-            else:
-                sums.append(tensor_checksum(parameter.detach()).to(device))
-    return names, torch.stack(sums)
+            with zero.GatheredParameters([parameter], enabled=_is_partitioned(parameter)):
+                sums[name] = tensor_checksum(parameter.detach()).to(device)
+    return list(sums), torch.stack(list(sums.values()))
 
 
 def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
-    if not hasattr(parameter, "ds_id"):
-        return False
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    return parameter.ds_status is not ZeroParamStatus.AVAILABLE
+    return hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE"
 
 
 def check_weights_agree(engine: Any, device: torch.device) -> int:

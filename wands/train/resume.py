@@ -7,23 +7,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from wands.errors import CheckpointError, ConfigError
+from wands.errors import CheckpointError, ConfigError, failed_rules
 from wands.files import write_text
 from wands.model.files.checkpoint_files import Checkpoint, TrainState, find_checkpoint, list_steps
-from wands.train.checkpoint import load_checkpoint, with_absolute_paths
+from wands.train.checkpoint import load_checkpoint
 
-# Recipe keys that decide which samples form step n.
-_POSITION_KEYS = (
-    "train.seed",
-    "train.bins_per_step",
-    "packing.max_tokens",
-    "packing.level_bins",
-    "packing.buffer_size",
-)
-_WEIGHT_KEYS = (
-    *("lora.rank", "lora.alpha", "lora.targets", "lora.quantize"),
-    *("model.trainable", "model.freeze", "precision.weights"),
-)
+# Recipe keys that a resumed run may not change, by the reason. The first keys decide which samples form step n.
+_FIXED_KEYS = {
+    "or the position in the data is lost": (
+        *("train.seed", "train.bins_per_step"),
+        *("packing.max_tokens", "packing.level_bins", "packing.buffer_size"),
+    ),
+    "because the checkpoint contains its states": ("optim.name",),
+    "or the checkpoint's weights would be wrong for this model": (
+        *("lora.rank", "lora.alpha", "lora.targets", "lora.quantize"),
+        *("model.trainable", "model.freeze", "precision.weights"),
+    ),
+}
 # A LoRA checkpoint does not contain its base.
 _BASE_KEYS = ("model.path", "model.init", "model.merge_loras")
 # Values for recipes that are older than the key.
@@ -73,85 +73,55 @@ def find_resume(output_dir: str, resume: str | None) -> Checkpoint | None:
     return checkpoint
 
 
-def check_resumable(
-    state: TrainState,
-    *,
-    where: str,
-    world_size: int,
-    zero_stage: int,
-    recipe: dict[str, Any],
-    parts: list[str],
-    transformer_config: dict[str, Any],
-    data_fingerprint: str,
-) -> None:
+def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
     """Check that a run can continue exactly where a checkpoint stopped.
 
     Args:
-        state: of the checkpoint.
-        where: the checkpoint's path, for the messages.
-        world_size: number of ranks of the run.
-        zero_stage: ZeRO stage of the run.
-        recipe: the run's recipe as JSON.
-        parts: subfolders of the run's trained DiTs.
-        transformer_config: diffusers config of the run's DiT.
-        data_fingerprint: fingerprint of the run's data.
+        saved: state of the checkpoint.
+        current: state of the new run at any step, from `build_state`.
+        label: start of each message, such as "--resume runs/default".
 
     Raises:
         CheckpointError: for every difference that would change the run, in one report.
     """
     new_run = "export the checkpoint and start a new run from it"
-    problems = []
-    if world_size != state.world_size:
-        problems.append(
-            f"world_size={world_size} must equal the {state.world_size} that wrote the checkpoint; start {state.world_size} "
-            f"processes, or {new_run}."
-        )
-    if zero_stage != state.zero_stage:
-        problems.append(
-            f"zero_optimization.stage={zero_stage} must equal the {state.zero_stage} that wrote the checkpoint; use the same "
-            f"DeepSpeed JSON, or {new_run}."
-        )
-    if parts != state.parts:
-        problems.append(
-            f"model.experts={recipe['model']['experts']} must equal the checkpoint's {state.recipe['model'].get('experts')}; "
-            f"set it back, or {new_run}."
-        )
-    names = (*_WEIGHT_KEYS, *(_BASE_KEYS if state.recipe.get("lora") else ()))
-    for keys, reason in (
-        (_POSITION_KEYS, "or the position in the data is lost"),
-        (("optim.name",), "because the checkpoint contains its states"),
-        (names, "or the checkpoint's weights would be wrong for this model"),
-    ):
-        for name in keys:
-            value, saved = _recipe_value(recipe, name), _recipe_value(state.recipe, name)
-            if value != saved:
-                problems.append(
-                    f"{name}={value} must equal the checkpoint's {saved}, {reason}; set it back, or {new_run} (a LoRA "
-                    "continues with lora.init_from)."
-                )
     changed = [
         key
-        for key, value in state.transformer_config.items()
-        if key[0] != "_" and transformer_config.get(key) != value
+        for key, value in saved.transformer_config.items()
+        if key[0] != "_" and current.transformer_config.get(key) != value
     ]
-    if changed:
-        problems.append(
-            f"model.path is another model than the checkpoint's ({', '.join(changed)} differ); set it back to {state.base}."
-        )
-    if data_fingerprint != state.data_fingerprint:
-        problems.append(
-            f"the data has changed (fingerprint {data_fingerprint}, checkpoint {state.data_fingerprint}); use the same cache, "
-            f"or {new_run}."
-        )
+    experts, saved_experts = (state.recipe["model"].get("experts") for state in (current, saved))
+    problems = failed_rules(
+        {
+            f"world_size={current.world_size} must equal the {saved.world_size} that wrote the checkpoint; start "
+            f"{saved.world_size} processes, or {new_run}.": current.world_size != saved.world_size,
+            f"zero_optimization.stage={current.zero_stage} must equal the {saved.zero_stage} that wrote the checkpoint; use "
+            f"the same DeepSpeed JSON, or {new_run}.": current.zero_stage != saved.zero_stage,
+            f"model.experts={experts} must equal the checkpoint's {saved_experts}; set it back, or "
+            f"{new_run}.": current.parts != saved.parts,
+            f"model.path is another model than the checkpoint's ({', '.join(changed)} differ); set it back to "
+            f"{saved.base}.": changed,
+            f"the data has changed (fingerprint {current.data_fingerprint}, checkpoint {saved.data_fingerprint}); use the "
+            f"same cache, or {new_run}.": current.data_fingerprint != saved.data_fingerprint,
+        }
+    )
+    fixed_keys = [(name, reason) for reason, names in _FIXED_KEYS.items() for name in names]
+    if saved.recipe.get("lora"):
+        fixed_keys += [(name, "because a LoRA checkpoint does not contain its base") for name in _BASE_KEYS]
+    for name, reason in fixed_keys:
+        value, saved_value = _recipe_value(current.recipe, name), _recipe_value(saved.recipe, name)
+        if value != saved_value:
+            problems.append(
+                f"{name}={value} must equal the checkpoint's {saved_value}, {reason}; set it back, or {new_run} (a LoRA "
+                "continues with lora.init_from)."
+            )
     if problems:
-        raise CheckpointError([f"--resume {where}: {problem}" for problem in problems])
+        raise CheckpointError([f"{label}: {problem}" for problem in problems])
 
 
 def _recipe_value(recipe: Mapping[str, Any], name: str) -> Any:
     section, key = name.split(".")
     value = (recipe.get(section) or {}).get(key, _OLD_DEFAULTS.get(name))
-    if name == "model.merge_loras":
-        value = with_absolute_paths(value or [])
     if name == "model.path" and value:
         return PurePath(value).name  # the folder may have moved
     return value if section in ("train", "packing") else value or None
@@ -164,19 +134,16 @@ def restore(
     rank: int,
     log: Callable[[str], None],
 ) -> None:
-    """Load a checkpoint into new engines and set later steps of the same run folder aside; a collective call."""
+    """Load a checkpoint into new engines and rename later steps of the same run folder; a collective call."""
     if checkpoint is None:
         return
     load_checkpoint(engines, checkpoint.folder)
     log(f"resumed from {checkpoint.folder} at step {checkpoint.state.step}")
-    if rank == 0 and checkpoint.folder.parent.resolve() == (output_dir / "checkpoints").resolve():
-        _abandon_newer(checkpoint.folder)
-
-
-def _abandon_newer(checkpoint: Path) -> None:
-    """Rename later steps: the resumed run will make these steps again."""
-    for path in list_steps(checkpoint.parent):
-        if path.name > checkpoint.name:
+    steps = checkpoint.folder.parent
+    if rank != 0 or steps.resolve() != (output_dir / "checkpoints").resolve():
+        return
+    for path in list_steps(steps):
+        if path.name > checkpoint.folder.name:  # the resumed run will make this step again
             names = (path.with_name(f"{path.name}.abandoned{number or ''}") for number in itertools.count())
             path.rename(next(name for name in names if not name.exists()))
-    write_text(checkpoint.parent / "latest", checkpoint.name)
+    write_text(steps / "latest", checkpoint.folder.name)

@@ -33,7 +33,6 @@ class TrainingRun:
         recipe: the resolved recipe.
         ds_config: complete config for `deepspeed.initialize`; the learning rate is not scaled yet.
         transformer_config: diffusers config of the DiT.
-        shape: sizes of the DiT.
         variant: variant of the model.
         experts: the trained DiTs; each step updates one after the other.
         weights: parameters of each trained DiT.
@@ -48,7 +47,6 @@ class TrainingRun:
     recipe: Recipe
     ds_config: dict[str, Any]
     transformer_config: dict[str, Any]
-    shape: DiTShape
     variant: Variant
     experts: tuple[Expert, ...]
     weights: tuple[Weight, ...]
@@ -58,6 +56,11 @@ class TrainingRun:
     world_size: int
     degrees: ContextDegrees
     checkpoint: Checkpoint | None = None
+
+    @property
+    def shape(self) -> DiTShape:
+        """Sizes of the DiT."""
+        return self.variant.dit
 
     @property
     def zero_stage(self) -> int:
@@ -94,9 +97,7 @@ class TrainingRun:
         text = "".join([f"{key}\0{length}\n" for key, length in rows])
         if isinstance(self.data, CombinedDataset):
             text += repr([str(repeat) for repeat in self.data.schedule.repeats])
-        if (
-            self.recipe.packing.buffer_size is not None
-        ):  # the look-ahead windows follow the samples' places in the cache shards
+        if self.recipe.packing.buffer_size is not None:  # bins then depend on the places in the cache shards
             text += hashlib.sha256(np.ascontiguousarray(self.data.places).tobytes()).hexdigest()
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
@@ -142,10 +143,9 @@ class TrainingRun:
         Args:
             device_type: "cuda" or "cpu".
         """
-        packs = self.recipe.packing.enabled
+        packs, text_len = self.recipe.packing.enabled, TEXT_LEN
         bins = [bin for step in self.sampler.epoch_plan(0).steps for bin in step if bin]
         forwards = bins if packs else [(i,) for bin in bins for i in bin]
-        text_len = TEXT_LEN
         if self.recipe.data.mock is not None:
             text_len = max(self.recipe.data.mock.text_lens)
         elif isinstance(self.data, LatentCache):

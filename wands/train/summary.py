@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from wands.config.deepspeed import learning_rate
-from wands.config.recipe import ModelConfig
+from wands.config.recipe import ModelConfig, Recipe
 from wands.data.datasets import describe_data
 from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.planning.memory import estimate_memory, to_gib
-from wands.train.precision import describe_storage
+from wands.train.engine import attention_backend
 from wands.train.run import TrainingRun
 
 
@@ -19,80 +20,66 @@ def start_block(run: TrainingRun) -> str:
     Args:
         run: the checked run.
     """
-    recipe, sampler, lens = run.recipe, run.sampler, run.seq_lens
+    recipe, shape, lens, flow = run.recipe, run.shape, run.seq_lens, run.recipe.flow
     start_step = run.checkpoint.state.step if run.checkpoint else 0
-    plan = sampler.epoch_plan(0)
-    accumulation = recipe.train.bins_per_step // run.dp_size
-    imbalance = float(np.mean([run.imbalance(bins) for bins in plan.steps[:64]]))
-    flow = recipe.flow
-    first, *further = describe_data(recipe.data, run.data)
-    visited = np.array([i for bins in plan.steps for one in bins for i in one])
-    tokens = f"{int(lens[visited].sum()):,} tokens"
-    rows = [
-        (
-            "model",
-            f"{run.variant.name}  {recipe.model.path} ({recipe.model.init}), {run.shape.num_params / 1e6:,.1f} M parameters",
-        ),
-        (
-            "",
-            f"{run.shape.num_layers} layers, {run.shape.num_heads} heads x {run.shape.head_dim}, ffn {run.shape.ffn_dim}",
-        ),
-        *(("", line) for line in _trained(run)),
-        (
-            "grid",
+    backend = attention_backend(run, torch.device(accelerator_type()))
+    plan = run.sampler.epoch_plan(0)
+    bins = [bin for step in plan.steps for bin in step if bin]
+    samples = [i for bin in bins for i in bin]
+    tokens = f"{int(lens[samples].sum()):,} tokens"
+    imbalance = float(np.mean([run.imbalance(step) for step in plan.steps[:64]]))
+    first_source, *other_sources = describe_data(recipe.data, run.data)
+    epoch = [*other_sources, f"epoch 0: {len(samples):,} samples, {tokens}"] if other_sources else []
+    rows = {
+        "model": [
+            f"{run.variant.name}  {recipe.model.path} ({recipe.model.init}), {shape.num_params / 1e6:,.1f} M parameters",
+            f"{shape.num_layers} layers, {shape.num_heads} heads x {shape.head_dim}, ffn {shape.ffn_dim}",
+            *_trained(run),
+        ],
+        "grid": [
             f"{run.world_size} ranks = dp {run.dp_size} x ring {run.degrees.ring} x ulysses {run.degrees.ulysses}"
             + (f" (parallel.cp_size={recipe.parallel.cp_size})" if recipe.parallel.cp_size else "")
-            + (", all-to-alls cross nodes" if ranks_per_node() % run.degrees.ulysses else ""),
-        ),
-        (
-            "engine",
+            + (", all-to-alls cross nodes" if ranks_per_node() % run.degrees.ulysses else "")
+        ],
+        "engine": [
             f"ZeRO-{run.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, {_optimizer(run)}",
-        ),
-        *(("", line) for line in describe_storage(recipe)),
-        ("attention", f"{_attention(run)}, checkpointing {_checkpointing(recipe.model)}"),
-        ("data", f"{first}, {tokens}" if not further else first),
-        *(("", line) for line in further),
-        *([("", f"epoch 0: {len(visited):,} samples, {tokens}")] if further else []),
-        ("", f"tokens per clip: min {lens.min():,}, median {int(np.median(lens)):,}, max {lens.max():,}"),
-        (
-            "packing",
+            *_storage(recipe),
+        ],
+        "attention": [f"{backend.name} kernels, checkpointing {_checkpointing(recipe.model)}"],
+        "data": [
+            first_source if other_sources else f"{first_source}, {tokens}",
+            *epoch,
+            f"tokens per clip: min {lens.min():,}, median {int(np.median(lens)):,}, max {lens.max():,}",
+        ],
+        "packing": [
             f"{'on' if recipe.packing.enabled else 'off (one clip per forward)'}, bins of {recipe.packing.max_tokens:,} tokens",
-        ),
-        (
-            "",
-            f"epoch 0: {sum(1 for s in plan.steps for b in s if b)} bins, fill {plan.fill:.1%}, imbalance {imbalance:.2f}",
-        ),
-        (
-            "step",
-            f"{recipe.train.bins_per_step} bins = dp {run.dp_size} x accumulation {accumulation}, "
-            f"loss per {recipe.loss.reduction}",
-        ),
-        (
-            "steps",
-            f"{sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {start_step:,}",
-        ),
-        (
-            "flow",
+            f"epoch 0: {len(bins)} bins, fill {plan.fill:.1%}, imbalance {imbalance:.2f}",
+        ],
+        "step": [
+            f"{recipe.train.bins_per_step} bins = dp {run.dp_size} x accumulation "
+            f"{recipe.train.bins_per_step // run.dp_size}, loss per {recipe.loss.reduction}"
+        ],
+        "steps": [
+            f"{run.sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {start_step:,}"
+        ],
+        "flow": [
             f"{flow.preset}: {flow.timestep_sampling}, shift {flow.flow_shift}, uniform share {flow.mix_uniform}, "
             f"weighting {flow.weighting}, caption dropout {flow.cfg_dropout}"
-            + (
-                f", first frame given {flow.i2v_ratio:.0%}" if "first_frame" in run.variant.conditions else ""
-            ),
-        ),
-        ("memory", _memory_line(run)),
-        ("output", str(run.output_dir)),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+            + (f", first frame given {flow.i2v_ratio:.0%}" if "first_frame" in run.variant.conditions else "")
+        ],
+        "memory": [_memory_line(run)],
+        "output": [str(run.output_dir)],
+    }
+    names = [(name if i == 0 else "", line) for name, lines in rows.items() for i, line in enumerate(lines)]
+    return "\n".join(f"  {name:<{max(map(len, rows))}}  {line}" for name, line in names)
 
 
 def _trained(run: TrainingRun) -> list[str]:
     """Describe LoRA, frozen parameters, dropout, experts and moving average."""
     recipe, lines = run.recipe, []
     if recipe.model.merge_loras:
-        lines.append(
-            "merged: " + ", ".join(f"{one.path} x {one.scale:g}" for one in recipe.model.merge_loras)
-        )
+        merged = ", ".join(f"{merge.path} x {merge.scale:g}" for merge in recipe.model.merge_loras)
+        lines.append(f"merged: {merged}")
     if recipe.lora:
         start = f", initialised from {recipe.lora.init_from}" if recipe.lora.init_from else ""
         lines.append(
@@ -104,51 +91,49 @@ def _trained(run: TrainingRun) -> list[str]:
     if recipe.uses_dropout:
         inputs = f", {recipe.lora.dropout:g} of the LoRA's inputs" if recipe.lora else ""
         lines.append(f"dropout: {recipe.model.dropout:g} of activations{inputs}")
-    return lines + _experts(run) + _ema(run)
+    for expert in run.experts if len(run.variant.experts) > 1 else ():
+        low, high = (1000 * sigma for sigma in expert.sigma_range)
+        lines.append(
+            f"trains the {expert.name}-noise expert ({expert.subfolder}), t from {low:g} to {high:g}"
+        )
+    if len(run.experts) == 2:
+        lines.append(
+            "both experts train on the clips of each step, one after the other: two updates per step, and all states twice"
+        )
+    if recipe.ema:
+        interval = f", every {recipe.ema.every} steps" if recipe.ema.every > 1 else ""
+        warmup = ", warm-up" if recipe.ema.warmup else ""
+        lines.append(f"ema decay {recipe.ema.decay:g}{warmup}{interval}, on {recipe.ema.device}")
+    return lines
 
 
-def _ema(run: TrainingRun) -> list[str]:
-    section = run.recipe.ema
-    if section is None:
-        return []
-    rest = f"{', warm-up' * section.warmup}{f', every {section.every} steps' if section.every > 1 else ''}, on {section.device}"
-    return [f"ema decay {section.decay:g}{rest}"]
-
-
-def _experts(run: TrainingRun) -> list[str]:
-    """Describe the trained experts of a model with two experts."""
-    if len(run.variant.experts) == 1:
-        return []
-    ranges = {
-        expert.name: f"{expert.name}-noise expert ({expert.subfolder}), t from {1000 * expert.sigma_range[0]:g} to "
-        f"{1000 * expert.sigma_range[1]:g}"
-        for expert in run.experts
-    }
-    both = [
-        "both experts train on the clips of each step, one after the other: two updates per step, and all states twice"
-    ]
-    return [f"trains the {text}" for text in ranges.values()] + (both if len(ranges) == 2 else [])
+def _storage(recipe: Recipe) -> list[str]:
+    """Describe the dtypes of weights, masters and gradients."""
+    weights, compute = recipe.precision.weights, recipe.precision.compute
+    lines = [f"weights {weights}"]
+    if weights == "bf16":
+        lines = ["weights bf16 (linear layers, patches), fp32 (time embedding, modulation, norms, head)"]
+        if not recipe.lora:
+            lines.append(
+                "masters fp32, initialised from the rounded weights; gradients computed in bf16, reduced in "
+                f"{recipe.precision.reduce}"
+            )
+    elif compute == "bf16":
+        lines = ["weights fp32 (bf16 copies for matmuls)"]
+    if recipe.lora and recipe.lora.quantize != "none":
+        lines.append(
+            f"base in {recipe.lora.quantize}: linear layers of the blocks; not embeddings, modulation, norms and head"
+        )
+    return lines
 
 
 def _optimizer(run: TrainingRun) -> str:
     section, optim = run.ds_config["optimizer"], run.recipe.optim
-    schedule = (
-        run.ds_config["scheduler"]["type"]
-        if "scheduler" in run.ds_config
-        else f"{optim.schedule}, warm-up {optim.warmup:g}"
-    )
+    schedule = f"{optim.schedule}, warm-up {optim.warmup:g}"
+    if "scheduler" in run.ds_config:
+        schedule = run.ds_config["scheduler"]["type"]
     lr, clip = learning_rate(run.ds_config, run.recipe), run.ds_config["gradient_clipping"]
     return f"{section['type']} lr {lr:.2e} ({schedule}), clip {clip}"
-
-
-def _attention(run: TrainingRun) -> str:
-    import torch
-
-    from wands.attention.varlen import choose_backend
-
-    recipe, device = run.recipe, torch.device(accelerator_type())
-    dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
-    return f"{choose_backend(recipe.attention.backend, device, dtype, run.shape.head_dim).name} kernels"
 
 
 def _checkpointing(model: ModelConfig) -> str:

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from peak_memory import PeakMemory
 
 from tests.support.runs import groups_of, make_run, release
 from wands.config.deepspeed import load_ds_config
-from wands.config.recipe import load_recipe
+from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.planning.hardware import Machine
 from wands.planning.memory import Memory, estimate_memory
 from wands.planning.search import SHIPPED, Task, search
 from wands.train.batches import prefetched
 from wands.train.engine import build_engine, build_model
-from wands.train.peak_memory import PeakMemory
 from wands.train.step import train_step
 from wands.train.weights import list_weights
 from wands.variants import DiTShape

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,12 +98,7 @@ def test_an_incomplete_checkpoint_is_passed_over(finished: Path, tmp_path: Path)
 def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeline: Path):
     _, state = find_checkpoint(finished)
     recipe = state.recipe
-    good: dict[str, Any] = {
-        "where": "x", "world_size": 2, "zero_stage": 2, "recipe": recipe, "data_fingerprint": state.data_fingerprint,
-        "parts": state.parts,
-        "transformer_config": state.transformer_config,
-    }  # fmt: skip
-    check_resumable(state, **good)
+    check_resumable(state, state, "x")
     for change, said in (
         ({"world_size": 4}, "world_size=4 must equal the 2 that wrote the checkpoint"),
         ({"zero_stage": 3}, "zero_optimization.stage=3 must equal the 2"),
@@ -122,7 +118,7 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
         ({"transformer_config": {**state.transformer_config, "num_layers": 7}}, "num_layers differ"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            check_resumable(state, **{**good, **change})
+            check_resumable(state, replace(state, **change), "x")
 
 
 def test_going_on_from_an_older_step_sets_the_newer_aside(

@@ -16,7 +16,7 @@ from tests.support.steps import zero
 from tests.support.world import WorldPool
 from wands.config.deepspeed import build_ds_config, learning_rate, load_ds_config
 from wands.config.deepspeed_rules import KNOWN_KEYS, UNUSED_KEYS
-from wands.config.recipe import load_recipe
+from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.errors import ConfigError
 from wands.train import engine

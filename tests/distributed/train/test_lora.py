@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +161,7 @@ def test_a_resume_that_would_train_something_else_is_refused(tiny_pipeline: Path
             name: value and {**(recipe[name] or {}), **value} if value else None
             for name, value in sections.items()
         }
-        check_resumable(
-            state,
-            where="there",
-            world_size=1,
-            zero_stage=state.zero_stage,
-            recipe={**recipe, **changed},
-            parts=state.parts,
-            transformer_config=state.transformer_config,
-            data_fingerprint=state.data_fingerprint,
-        )
+        check_resumable(state, replace(state, recipe={**recipe, **changed}), "there")
 
     resume()
     resume(model={"path": f"/moved/{tiny_pipeline.name}"})

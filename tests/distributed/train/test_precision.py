@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.runs import groups_of, losses, make_run, run_training
 from tests.support.steps import Grid, Step, optimizer_step, save_random_lora, worst, zero
 from tests.support.world import WorldPool
-from wands.config.recipe import load_recipe
+from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.checkpoint_files import load_exported_state, load_full_weights, load_lora_of
@@ -347,17 +348,7 @@ def test_a_resume_on_other_weights_is_refused(tiny_pipeline: Path, tmp_path: Pat
 
     def resume(theirs: dict[str, Any], **sections: dict[str, Any]) -> None:
         ours = {name: {**state.recipe[name], **section} for name, section in sections.items()}
-        object.__setattr__(state, "recipe", theirs)
-        check_resumable(
-            state,
-            where="there",
-            world_size=1,
-            zero_stage=state.zero_stage,
-            recipe={**recipe, **ours},
-            parts=state.parts,
-            transformer_config=state.transformer_config,
-            data_fingerprint=state.data_fingerprint,
-        )
+        check_resumable(replace(state, recipe=theirs), replace(state, recipe={**recipe, **ours}), "there")
 
     recipe = state.recipe
     older = {

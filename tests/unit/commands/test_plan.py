@@ -18,7 +18,7 @@ from wands.commands.plan import what_fits
 from wands.commands.train import run_train
 from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.options import TrainOptions
-from wands.config.recipe import load_recipe
+from wands.config.recipe_loading import load_recipe
 from wands.errors import ConfigError
 from wands.planning.hardware import MACHINES, Machine
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from wands.config.recipe import Recipe, list_recipes, load_recipe
+from wands.config.recipe import Recipe
+from wands.config.recipe_loading import list_recipes, load_recipe
 from wands.errors import ConfigError
 from wands.variants import VARIANTS, Variant
 
@@ -96,7 +97,7 @@ def test_presets_fill_only_what_is_not_set():
 def test_contradictions_inside_the_recipe():
     both = problems("data.cache=x", "data.mock={num_samples: 2, shapes: [[1, 2, 2]]}")
     assert "data.cache=x and data.mock are both set" in both
-    assert "data.mock.text_lens=[600] must be between 1 and 512" in problems(
+    assert "data.mock.text_lens.1=600 is refused: input should be less than or equal to 512; " in problems(
         "data.mock={num_samples: 2, shapes: [[1, 2, 2]], text_lens: [5, 600]}"
     )
 

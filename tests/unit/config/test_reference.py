@@ -10,7 +10,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from wands.cli import main
-from wands.config.recipe import Recipe, list_recipes
+from wands.config.recipe import Recipe
+from wands.config.recipe_loading import list_recipes
 from wands.config.reference import Key, list_sections
 
 ROOT = Path(__file__).resolve().parents[3]

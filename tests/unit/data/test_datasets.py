@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from wands.config.recipe import DataConfig, load_recipe
+from wands.config.recipe import DataConfig
+from wands.config.recipe_loading import load_recipe
 from wands.data import datasets as sources_module
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.datasets import CombinedDataset, Dataset, describe_data, list_sources, open_data

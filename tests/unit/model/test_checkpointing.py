@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from peak_memory import PeakMemory
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,7 +23,6 @@ from wands.model.checkpointing import PROJECTIONS, SelectiveCheckpoint
 from wands.model.lora import add_lora
 from wands.model.offload import ActivationOffloader
 from wands.model.transformer import PackedWanTransformer
-from wands.train.peak_memory import PeakMemory
 
 
 class Mode(NamedTuple):

@@ -1,8 +1,7 @@
 """The peak that is measured is the one that the code has."""
 
 import torch
-
-from wands.train.peak_memory import PeakMemory
+from peak_memory import PeakMemory
 
 MB = 2**20
 

@@ -17,11 +17,11 @@ class PeakMemory:
     `peaks` has the peak of each interval from a mark to the next mark or the end. `bytes` is then the lowest peak, so that
     measuring the same work twice removes a disturbance.
 
-    On a CPU the profiler records every operator, which slows the block down; use it in tests and benchmarks. It does not see the
-    release of memory that was allocated before the block, or that gloo's threads release last.
+    On a CPU the profiler records every operator, which slows the block down. The profiler does not see the release of memory that
+    was allocated before the block, or that gloo's threads release last.
 
     Args:
-        device: whose memory.
+        device: device whose memory is measured.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -29,7 +29,7 @@ class PeakMemory:
         self.bytes = self.kept = 0
         self.peaks: list[int] = []
         self._before = 0
-        self._marks: list[tuple[int, int]] = []  # when, and what was held then
+        self._marks: list[tuple[int, int]] = []  # time, and bytes that were allocated then
         self._profiler: Any = None
 
     def __enter__(self) -> PeakMemory:
@@ -48,12 +48,12 @@ class PeakMemory:
     def mark(self) -> None:
         """Start an interval; memory before the first mark does not count.
 
-        On a CPU, call it only while no graph waits for its backward, because the held tensors are counted again.
+        On a CPU, call this method only while no graph waits for its backward, because all live tensors are counted again.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             if self._marks:
-                self._end_stretch()
+                self._end_interval()
             torch.cuda.reset_peak_memory_stats(self.device)
             self._marks.append((0, 0))
         else:
@@ -62,14 +62,14 @@ class PeakMemory:
     def __exit__(self, *exc: object) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            self._end_stretch()
+            self._end_interval()
             self.kept = torch.cuda.memory_allocated(self.device) - self._before
         else:
             self._profiler.__exit__(*exc)
             self._read_events()
         self.bytes = min(self.peaks)
 
-    def _end_stretch(self) -> None:
+    def _end_interval(self) -> None:
         self.peaks.append(torch.cuda.max_memory_allocated(self.device) - self._before)
 
     def _read_events(self) -> None:

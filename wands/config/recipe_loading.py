@@ -1,0 +1,250 @@
+"""Read recipes and check them before anything is loaded.
+
+Precedence: defaults, then the YAML file, then ``--set section.key=value``. A recipe is used as it is written, or refused
+with all its problems in one report. No value is corrected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from wands.config.recipe import DataConfig, ParallelConfig, Recipe, inner_section
+from wands.errors import ConfigError, Problems, failed_rules, one_line, suggest
+
+
+def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply ``section.key=value`` overrides to it.
+
+    Args:
+        path: YAML file, name of a shipped recipe (such as ``wan2.1-t2v-1.3b-finetune``), or None for the defaults.
+        overrides: ``section.key=value`` strings; a value is YAML.
+
+    Raises:
+        ConfigError: if a key is unknown, a value is invalid or keys contradict each other; one line per problem.
+    """
+    problems = Problems()
+    recipe = read_recipe(path, overrides, problems)
+    problems.raise_all()
+    return recipe
+
+
+def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Problems) -> Recipe:
+    """Read a recipe like `load_recipe`, but collect its problems, so that other checks can continue.
+
+    Args:
+        path: as for `load_recipe`.
+        overrides: as for `load_recipe`.
+        problems: gets the problems; its `failed` gets "recipe" and the names of the sections that have a problem.
+
+    Returns:
+        The recipe, with the defaults in the sections that have a problem.
+
+    Raises:
+        ConfigError: if the file is missing or is not a YAML mapping.
+    """
+    values = _read_yaml(_find_recipe(path)) if path is not None else {}
+    messages = [message for item in overrides if (message := _apply_override(values, item))]
+    messages += _unknown_keys(Recipe, values, "")
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        reported = {message.split("=")[0].split(" ")[0] for message in messages}
+        messages += [message for name, message in _validation_problems(error) if name not in reported]
+    else:
+        messages += _cross_checks(recipe)
+    if not messages:
+        return recipe
+    with problems.check("recipe"):
+        raise ConfigError(messages)
+    sections = Recipe.model_fields.keys()
+    problems.failed |= {name for name in sections if any(re.search(rf"\b{name}[.=]", m) for m in messages)}
+    return Recipe.model_validate({name: values[name] for name in sections & values.keys() - problems.failed})
+
+
+def list_recipes() -> list[str]:
+    """Return the names of the shipped recipes."""
+    names = (file.name for file in resources.files("wands.recipes").iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+def shipped_recipe(name: str) -> str:
+    """Return the YAML text of a shipped recipe.
+
+    Raises:
+        ConfigError: if there is no shipped recipe of that name.
+    """
+    name, names = name.removesuffix(".yaml"), list_recipes()
+    if name not in names:
+        raise ConfigError(f"{name} is not a shipped recipe; {suggest(name, names)}")
+    return (resources.files("wands.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _find_recipe(path: str | Path) -> Path:
+    if Path(path).is_file():
+        return Path(path)
+    shipped = resources.files("wands.recipes") / f"{str(path).removesuffix('.yaml')}.yaml"
+    if shipped.is_file():
+        return Path(str(shipped))
+    raise ConfigError(
+        f"recipe={path} is neither a file nor a shipped recipe; use a path, or one of {', '.join(list_recipes())}."
+    )
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe={path} is not valid YAML ({one_line(error)}); fix the file.") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"recipe={path} must be a mapping of sections, not {type(values).__name__}; fix the file."
+        )
+    return values
+
+
+def _apply_override(values: dict[str, Any], item: str) -> str | None:
+    name, equals, text = item.partition("=")
+    if not equals or not name.strip():
+        return f"--set {item} is not section.key=value; write for example --set train.max_steps=100."
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return f"--set {item}: the value is not valid YAML; quote it."
+    if isinstance(value, str):
+        if text.strip()[:1] not in ("'", '"'):  # YAML would end a path at " #"
+            value = text.strip()
+        with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-4 as text
+            value = float(value)
+    *sections, key = name.strip().split(".")
+    for section in sections:
+        inner = values.get(section)
+        values[section] = dict(inner) if isinstance(inner, dict) else {}
+        values = values[section]
+    values[key] = value
+    return None
+
+
+def _unknown_keys(section: type[BaseModel], values: dict[str, Any], prefix: str) -> list[str]:
+    problems = []
+    for key, value in values.items():
+        field = section.model_fields.get(str(key))
+        if field is None:
+            fix = suggest(str(key), section.model_fields, prefix)
+            problems.append(f"{prefix}{key} is not a key of the recipe; {fix}")
+        elif (inner := inner_section(field.annotation)) is not None:
+            items = {f"{key}.{i}.": item for i, item in enumerate(value)} if isinstance(value, list) else {}
+            for name, item in (items or {f"{key}.": value}).items():
+                if isinstance(item, dict):
+                    problems += _unknown_keys(inner, item, f"{prefix}{name}")
+    return problems
+
+
+def _validation_problems(error: ValidationError) -> Iterator[tuple[str, str]]:
+    """Yield (key, problem); the messages of a key with several types are joined."""
+    reasons: dict[tuple[str, ...], list[str]] = {}
+    values = {}
+    for item in error.errors():
+        if item["type"] != "extra_forbidden":  # _unknown_keys reports these with a suggestion
+            path = tuple(str(part) for part in item["loc"] if "[" not in str(part))  # without "list[str]"
+            reasons.setdefault(path, []).append(item["msg"][0].lower() + item["msg"][1:])
+            values[path] = "" if item["type"] == "missing" else f"={item['input']!r}"
+    for path, messages in reasons.items():
+        name, key = ".".join(path), ".".join(part for part in path if not part.isdigit())
+        reason = ", or ".join(messages)
+        yield name, f"{name}{values[path]} is refused: {reason}; `wands config {key}` describes the key."
+
+
+def _cross_checks(recipe: Recipe) -> list[str]:
+    """Return the problems of keys that are valid alone but contradict each other."""
+    level_bins, bins_per_step = recipe.packing.level_bins, recipe.train.bins_per_step
+    problems = failed_rules(
+        {
+            f"model.{name} is for full finetunes, but a lora section freezes all weights; remove it or use "
+            "lora.targets.": recipe.lora and getattr(recipe.model, name)
+            for name in ("trainable", "freeze")
+        }
+    )
+    problems += _check_checkpointing(recipe) + _check_data(recipe.data) + _check_parallel(recipe.parallel)
+    if level_bins and bins_per_step % level_bins:
+        problems.append(
+            f"packing.level_bins={level_bins} does not divide train.bins_per_step={bins_per_step}; set it to dp_size, or "
+            "remove it."
+        )
+    return problems
+
+
+def _check_parallel(parallel: ParallelConfig) -> list[str]:
+    names = ("ulysses_degree", "ring_degree")
+    degrees = {name: value for name in names if (value := getattr(parallel, name))}
+    product, both = math.prod(degrees.values()), len(degrees) == 2
+    if not parallel.cp_size or not (parallel.cp_size != product if both else parallel.cp_size % product):
+        return []
+    factors = " x ".join(f"parallel.{name}={value}" for name, value in degrees.items())
+    rule = "be" if both else "be a multiple of"
+    return [f"parallel.cp_size={parallel.cp_size} must {rule} {factors}; remove one of them."]
+
+
+def _check_checkpointing(recipe: Recipe) -> list[str]:
+    model, mode = recipe.model, recipe.model.checkpointing
+    problems = []
+    for key, modes in (("saved_tensors", ("selective", "offload")), ("offloaded_tensors", ("offload",))):
+        names = getattr(model, key)
+        if names is None:
+            continue
+        setting = f"model.{key}=[{', '.join(names)}]"
+        other_modes = "full" if mode == "selective" else "selective or full"
+        problems += failed_rules(
+            {
+                f"{setting} has no effect with model.checkpointing={mode}; remove it, or set model.checkpointing to "
+                f"{' or '.join(modes)}.": mode not in modes,
+                f"{setting} leaves nothing to do for model.checkpointing={mode}; add a tensor, or set model.checkpointing "
+                f"to {other_modes}.": not names and mode == modes[0],
+                f"{setting} contains a name twice; remove one.": len(set(names)) < len(names),
+            }
+        )
+    both = sorted(set(model.saved_tensors or ()) & set(model.offloaded_tensors or ()))
+    kept = {*model.kept_on_device, *model.kept_on_host}
+    return problems + failed_rules(
+        {
+            f"model.saved_tensors and model.offloaded_tensors both contain {', '.join(both)}, but a tensor is kept in one "
+            "place; remove it from one list.": both,
+            "parallel.fused_all_to_all=false cannot keep attn_input; remove attn_input from model.saved_tensors and "
+            "model.offloaded_tensors, or set "
+            "parallel.fused_all_to_all=true.": "attn_input" in kept and not recipe.parallel.fused_all_to_all,
+        }
+    )
+
+
+def _check_data(data: DataConfig) -> list[str]:
+    sources = data.sources or []
+    weighted = [bool(source.weight) for source in sources]
+    other = f"data.cache={data.cache}" if data.cache else "data.mock"
+    missing = f"data.sources.{weighted.index(False)}" if False in weighted else ""
+    return failed_rules(
+        {
+            f"data.cache={data.cache} and data.mock are both set; keep one of them.": data.cache
+            and data.mock,
+            f"data.sources and {other} are both set; keep one of them.": sources
+            and (data.cache or data.mock),
+            "data.split=holdout needs held-out clips, but data.holdout=0; set for example "
+            "data.holdout=0.02.": data.split == "holdout" and not data.holdout,
+            f"{missing} has no weight, but {sum(weighted)} of {len(weighted)} sources have one; give every source a weight, "
+            "or none.": missing and any(weighted),
+            **{
+                f"data.sources.{number} has weight={source.weight} and repeat={source.repeat}, which exclude each other; "
+                "remove one of them.": source.weight and source.repeat
+                for number, source in enumerate(sources)
+            },
+        }
+    )
