@@ -89,21 +89,18 @@ def _walk(model: type[BaseModel], name: str, description: str) -> Iterator[Secti
     )
     yield Section(name, description, tuple(keys))
     for key, section in inner.items():
-        is_list = any(
-            get_origin(kind) is list for kind in (fields[key].annotation, *get_args(fields[key].annotation))
+        annotation, text = (
+            fields[key].annotation,
+            f"{inspect.getdoc(section)} {fields[key].description or ''}",
         )
-        texts = " ".join(filter(None, (inspect.getdoc(section), fields[key].description)))
-        yield from _walk(section, key + "[]" * is_list, " ".join(texts.split()))
+        is_list = list in map(get_origin, (annotation, *get_args(annotation)))
+        yield from _walk(section, key + "[]" * is_list, " ".join(text.split()))
 
 
 def _type_text(field: FieldInfo) -> str:
-    limits = (
-        f"{sign} {getattr(m, name)}"
-        for m in field.metadata
-        for name, sign in _LIMITS.items()
-        if hasattr(m, name)
-    )
-    return " ".join([_type_name(field.annotation), " and ".join(limits)]).strip()
+    signs = [(rule, name) for rule in field.metadata for name in _LIMITS if hasattr(rule, name)]
+    limits = " and ".join(f"{_LIMITS[name]} {getattr(rule, name)}" for rule, name in signs)
+    return f"{_type_name(field.annotation)} {limits}".strip()
 
 
 def _type_name(annotation: Any) -> str:
@@ -143,22 +140,21 @@ def describe_config(query: str | None) -> str:
     if query is None:
         return _list_keys(sections)
     name = re.sub(r"\[\]|\.\d+", "", query)
-    keys = [key for section in sections for key in section.keys]
-    by_name: dict[str, tuple[Key, ...]] = {}
-    for key in keys:  # a name without its section means all keys of this name
-        last_part = key.name.rpartition(".")[2]
-        by_name[last_part] = (*by_name.get(last_part, ()), key)
-    by_name |= {section.name.replace("[]", ""): section.keys for section in sections if section.name}
-    by_name |= {key.name.replace("[]", ""): (key,) for key in keys}
-    if name not in by_name:
-        near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.5)
+    by_section = {section.name.replace("[]", ""): section.keys for section in sections if section.name}
+    by_name = {key.name.replace("[]", ""): key for section in sections for key in section.keys}
+    keys = by_section.get(name) or ((by_name[name],) if name in by_name else ())
+    # A name without a section means all keys of this name.
+    keys = keys or tuple(key for full_name, key in by_name.items() if full_name.endswith(f".{name}"))
+    if not keys:
+        last_parts = (full_name.rpartition(".")[2] for full_name in by_name)
+        near = difflib.get_close_matches(name, [*last_parts, *by_section, *by_name], n=1, cutoff=0.5)
         fix = f"did you mean {near[0]}?" if near else "`wands config` lists all keys."
         raise ConfigError(f"{query} is not a key of the recipe; {fix}")
     formatter = click.HelpFormatter(max_width=WIDTH)
     for section in sections:
         if section.name.replace("[]", "") == name:
             formatter.write_text(f"{section.name}: {section.description}")
-    for key in by_name[name]:
+    for key in keys:
         formatter.write_paragraph()
         formatter.write_text(f"{key.name}  {key.limits}")
         with formatter.indentation():
@@ -217,25 +213,19 @@ def cli_page(commands: Mapping[str, click.Command]) -> str:
         commands: the subcommands by name, in order.
     """
     lines = ["# Command-line reference", _NOTE, _CLI_INTRO]
-    rows = (
-        f"| [{name}](#wands-{name}) | {command.get_short_help_str(WIDTH)} |"
-        for name, command in commands.items()
-    )
-    lines.append("\n".join(["| command | purpose |", "|---|---|", *rows]))
+    table = ["| command | purpose |", "|---|---|"]
+    for name, command in commands.items():
+        table.append(f"| [{name}](#wands-{name}) | {command.get_short_help_str(WIDTH)} |")
+    lines.append("\n".join(table))
     for name, command in commands.items():
         context = click.Context(command, info_name=f"wands {name}")
         text, _, examples = str(command.help).partition("\b\nExamples:\n")
-        records = (
-            param.get_help_record(context) for param in command.params if isinstance(param, click.Option)
-        )
-        options = "\n".join(
-            f"- `{option}`: {' '.join(help.split())}" for option, help in filter(None, records)
-        )
+        records = filter(None, (param.get_help_record(context) for param in command.params))
         lines += [
             f"## wands {name}",
             f"```\n{context.get_usage().removeprefix('Usage: ')}\n```",
             text.strip(),
-            options,
+            "\n".join(f"- `{option}`: {' '.join(help.split())}" for option, help in records),
+            f"```bash\n{textwrap.dedent(examples).strip()}\n```",
         ]
-        lines.append(f"```bash\n{textwrap.dedent(examples).strip()}\n```")
     return "\n\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """Activation memory: tensors that a block keeps for its backward, and their bytes at each moment of the backward.
 
-Letters: D width of the residual stream, F hidden width of the feed-forward.
+D is the width of the residual stream, F the hidden width of the feed-forward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SavedRows:
 
 
 class Activations:
-    """Bytes of activations on one rank during the backward.
+    """Bytes of the activations of one rank during the backward.
 
     Args:
         shape: the DiT.
@@ -40,7 +40,7 @@ class Activations:
         zero_stage: ZeRO stage.
         tokens: tokens of the rank.
         text_rows: text and image tokens of all samples in the bin.
-        exchanged: whether Ulysses exchanges heads.
+        exchanged: whether Ulysses exchanges attention heads.
     """
 
     def __init__(
@@ -81,13 +81,17 @@ class Activations:
         return {"activations": sizes * self.shape.num_layers} if sizes else {}
 
     def _held_on_device(self, left: int) -> float:
-        """Return the device bytes of the blocks before the recomputed block, and of that block's input."""
+        """Return the device bytes of all blocks while a block is recomputed, without the recomputed activations.
+
+        Args:
+            left: number of blocks whose backward remains.
+        """
         model = self.recipe.model
         on_host = [self._named(name) for name in model.kept_on_host]
         kept = [self._named(name) for name in model.kept_on_device]
         if "block_input" not in model.kept_on_host:
             kept.append(self._named("block_input"))
-        # The last two offloaded groups stay on the device; the next one is fetched while a block is recomputed.
+        # The offloaded tensors of two blocks are on the device: the recomputed block, and the next block, which is fetched.
         return (left - 1) * sum(kept) + min(left, 2) * sum(on_host)
 
     def _named(self, name: str) -> float:
@@ -102,13 +106,13 @@ class Activations:
         return self.tokens * rows.get(name, self.narrow * shape.dim)
 
     def _block(self) -> float:
-        """Return the bytes that one block keeps of a whole forward, with autocast's copies of its weights."""
+        """Return the bytes that the forward of one block keeps, with autocast's copies of the weights."""
         shape, kept, narrow = self.shape, self._rows(), self.narrow
         rank = self.recipe.lora.rank if self.recipe.lora else 0
         row = (FP32 * kept.wide + narrow * kept.narrow) * shape.dim
         row += narrow * (kept.hidden * shape.ffn_dim + kept.low * rank)
         row += FP32 * (2 * shape.num_heads + 15)  # log-sum-exps of both attentions, statistics of the norms
-        # Keys and values of text and images; every rank has them for all samples of the bin.
+        # Every rank has the keys and values of text and images of all samples in the bin.
         context = self.text_rows * (2 * FP32 + 2 * narrow) * shape.dim
         return row * self.tokens + context + self._copies()
 
@@ -139,18 +143,17 @@ class Activations:
         return self.recipe.lora is None or self.recipe.lora.targets == "all-linear"
 
     def _copies(self) -> float:
-        """Return the bytes of autocast's bf16 copies of fp32 weights, which backward needs; ZeRO-3's layer keeps the weight."""
-        recipe = self.recipe
-        if recipe.precision.compute != "bf16" or recipe.precision.weights == "bf16":
+        """Return the bytes of autocast's bf16 copies of a block's fp32 weights.
+
+        Backward needs these copies. ZeRO-3's linear layer keeps the weight instead.
+        """
+        shape, precision = self.shape, self.recipe.precision
+        casts = precision.compute == "bf16" and precision.weights == "fp32"
+        if not casts or self._quantized or self.stage == 3:
             return 0.0
-        return 0.0 if self._quantized or self.stage == 3 else float(BF16 * self._linear_params())
+        linear_params = (8 + 2 * bool(shape.image_len)) * shape.dim**2 + 2 * shape.dim * shape.ffn_dim
+        return float(BF16 * linear_params)
 
     def _decoded(self) -> float:
         """Return the bytes of the largest decoded weight of a quantised base, and of the decoder's buffer."""
-        shape = self.shape
-        return 2.0 * FP32 * shape.dim * shape.ffn_dim if self._quantized else 0.0
-
-    def _linear_params(self) -> int:
-        """Return the number of parameters in the linear layers of one block."""
-        shape = self.shape
-        return (8 + 2 * bool(shape.image_len)) * shape.dim**2 + 2 * shape.dim * shape.ffn_dim
+        return 2.0 * FP32 * self.shape.dim * self.shape.ffn_dim if self._quantized else 0.0

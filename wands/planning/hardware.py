@@ -1,19 +1,20 @@
 """Machines as data: GPU memory and peak, links between GPUs and nodes, and sustained efficiencies.
 
-Peaks and memory are from the vendors' data sheets. Links are one direction of one GPU as collectives sustain them, and the
-efficiencies are common for large matmuls and attention kernels. These are assumptions, to be replaced by measurements.
+Peaks and memory are from the vendors' data sheets. The bandwidth of a link is for one GPU and one direction, as collectives
+sustain it. The efficiencies are common for large matmuls and attention kernels. Replace these assumptions by measurements.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from wands.errors import ConfigError
 
 GB, TERA = 1e9, 1e12
 
 
-# Dense bf16 peak of one device in TFLOP/s; the first name found in the device's own is taken.
+# Dense bf16 peak of one device in TFLOP/s. The first key that the name of a device contains applies.
 PEAK_TFLOPS = {
     "GB300": 2500.0,
     "B300": 2500.0,
@@ -39,14 +40,14 @@ class Machine:
     """One GPU, its node and its links.
 
     Attributes:
-        name: for people.
-        memory: bytes of one GPU.
-        peak: FLOP/s of one GPU, dense bf16.
+        name: name for reports.
+        memory: memory of one GPU in bytes.
+        peak: dense bf16 FLOP/s of one GPU.
         node_bandwidth: bytes/s of one GPU inside a node.
         network_bandwidth: bytes/s of one GPU's network card.
-        ranks_per_node: GPUs.
-        host_memory: bytes of a node.
-        host_bandwidth: bytes/s between one GPU and the host, also when all GPUs of a node copy.
+        ranks_per_node: GPUs of a node.
+        host_memory: memory of a node's host in bytes.
+        host_bandwidth: bytes/s between one GPU and the host while all GPUs of a node copy.
         linear_efficiency: share of the peak that linear layers reach.
         attention_efficiency: share of the peak that attention reaches.
     """
@@ -73,6 +74,7 @@ class Machine:
 
 
 _NVLINK = Machine()
+_A100 = replace(_NVLINK, peak=PEAK_TFLOPS["A100"] * TERA, node_bandwidth=200 * GB, network_bandwidth=22 * GB)
 _PCIE = replace(
     _NVLINK, node_bandwidth=20 * GB, network_bandwidth=10 * GB, host_memory=256 * GB, host_bandwidth=12 * GB
 )
@@ -83,21 +85,8 @@ MACHINES: dict[str, Machine] = {
     "b200": replace(
         _NVLINK, name="B200 180 GB", memory=180 * GB, peak=PEAK_TFLOPS["B200"] * TERA, node_bandwidth=600 * GB
     ),
-    "a100-80gb": replace(
-        _NVLINK,
-        name="A100 80 GB",
-        peak=PEAK_TFLOPS["A100"] * TERA,
-        node_bandwidth=200 * GB,
-        network_bandwidth=22 * GB,
-    ),
-    "a100-40gb": replace(
-        _NVLINK,
-        name="A100 40 GB",
-        memory=40 * GB,
-        peak=PEAK_TFLOPS["A100"] * TERA,
-        node_bandwidth=200 * GB,
-        network_bandwidth=22 * GB,
-    ),
+    "a100-80gb": replace(_A100, name="A100 80 GB"),
+    "a100-40gb": replace(_A100, name="A100 40 GB", memory=40 * GB),
     "l40s": replace(_PCIE, name="L40S 48 GB", memory=48 * GB, peak=PEAK_TFLOPS["L40S"] * TERA),
     "a6000": replace(_PCIE, name="RTX A6000 48 GB", memory=48 * GB, peak=PEAK_TFLOPS["A6000"] * TERA),
     "rtx5090": replace(_PCIE, name="RTX 5090 32 GB", memory=32 * GB, peak=PEAK_TFLOPS["RTX 5090"] * TERA),
@@ -108,15 +97,15 @@ MACHINES: dict[str, Machine] = {
 
 
 def machine_named(name: str, **own: float | None) -> Machine:
-    """Return a row of `MACHINES` with some numbers replaced.
+    """Return a machine of `MACHINES` with the numbers that the user gives.
 
     Args:
-        name: name of the row.
-        own: gpu_memory and host_memory in GB, node_bandwidth and network_bandwidth in GB/s, gpus_per_node; None keeps the
-            row's number.
+        name: name of the machine.
+        own: gpu_memory and host_memory in GB, node_bandwidth and network_bandwidth in GB/s, gpus_per_node. None keeps the number
+            of the known machine.
 
     Raises:
-        ConfigError: if there is no row of that name.
+        ConfigError: if there is no machine of this name.
     """
     machine = MACHINES.get(name.lower())
     if machine is None:
@@ -125,14 +114,11 @@ def machine_named(name: str, **own: float | None) -> Machine:
             "size."
         )
     given = {key: value for key, value in own.items() if value is not None}
+    scaled = ("host_memory", "node_bandwidth", "network_bandwidth")
+    changes: dict[str, Any] = {key: given[key] * GB for key in scaled if key in given}
     if "gpu_memory" in given:
         kind = machine.name.rsplit(" ", 2)[0]  # "H100 80 GB"
-        machine = replace(machine, name=f"{kind} {given['gpu_memory']:g} GB", memory=given["gpu_memory"] * GB)
+        changes |= {"name": f"{kind} {given['gpu_memory']:g} GB", "memory": given["gpu_memory"] * GB}
     if "gpus_per_node" in given:
-        machine = replace(machine, ranks_per_node=int(given["gpus_per_node"]))
-    return replace(
-        machine,
-        host_memory=given.get("host_memory", machine.host_memory / GB) * GB,
-        node_bandwidth=given.get("node_bandwidth", machine.node_bandwidth / GB) * GB,
-        network_bandwidth=given.get("network_bandwidth", machine.network_bandwidth / GB) * GB,
-    )
+        changes["ranks_per_node"] = int(given["gpus_per_node"])
+    return replace(machine, **changes)

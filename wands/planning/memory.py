@@ -7,18 +7,21 @@ is the larger sum. tests/distributed/planning/test_memory.py compares the estima
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from wands.config.deepspeed_rules import offload_device
 from wands.config.optimizer_kinds import kind_of, state_bytes_per_param
 from wands.config.recipe import Recipe
 from wands.planning.activations import FP32, Activations
 from wands.variants import TEXT_LEN, DiTShape
 
 MARGIN = 1.06
-"""Factor for the allocator's rounding and fragmentation."""
+"""Factor on the predicted bytes for rounding and fragmentation in the allocator."""
 CUDA_CONTEXT = 1.5 * 2**30
 """Bytes of a GPU that CUDA, its libraries and NCCL's buffers use before the first tensor."""
 # DeepSpeed's defaults.
@@ -73,23 +76,20 @@ class Weight:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class RankWorkload:
-    """Sizes that determine a rank's memory, besides recipe and DeepSpeed config.
+    """Sizes that determine the memory of a rank, in addition to recipe and DeepSpeed config.
 
     Attributes:
         shape: sizes of the DiT.
         weights: parameters of the DiT, including a LoRA's.
-        num_models: number of DiTs trained one after the other; memory has the states of all and the activations of one.
-        world_size: number of ranks, which share the states.
-        ulysses_degree: ranks that share heads.
-        ring_degree: ranks that share each sample's tokens.
+        num_models: number of DiTs trained one after the other: memory has the states of all DiTs and the activations of one DiT.
+        world_size: number of ranks, which share the optimizer states.
+        ulysses_degree: number of ranks that share attention heads.
+        ring_degree: number of ranks that share the tokens of each sample.
         micro_steps: forwards per rank and optimizer step.
         max_tokens: tokens of the fullest bin.
         max_samples: largest number of clips in a bin.
@@ -163,45 +163,37 @@ class _States:
         self.zero = {**_ZERO_DEFAULTS, **ds_config["zero_optimization"]}
         self.stage = int(self.zero.get("stage", 0))
         self._optimizer = str(ds_config["optimizer"]["type"])
-        offload = [
-            (self.zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")
-        ]
-        self._optimizer_away = offload[0] != "none" or bool(self.zero.get("cpu_offload"))
-        self._weights_away = offload[1] != "none"
+        self._optimizer_away = offload_device(self.zero) != "none"
+        self._weights_away = offload_device(self.zero, "offload_param") != "none"
         self._share = [workload.world_size if self.stage >= stage else 1 for stage in range(4)]
 
     def during_backward(self, blocks_left: int) -> dict[str, float]:
-        """Return the bytes next to the activations while the backward of `blocks_left` blocks remains."""
-        workload, held = self.workload, dict(self._held)
-        done = (
-            1.0
-            if workload.micro_steps > 1 or self.stage == 3
-            else 1 - blocks_left / workload.shape.num_layers
-        )
-        if self.stage == 2 and done:
-            done = 1.0  # DeepSpeed allocates the rank's partition with the first bucket
-        held["gradients"] = held.get("gradients", 0.0) + done * self._gradients
-        held["buffers"] = held.get("buffers", 0.0) + (self._bucket() if self.stage in (1, 2) else 0.0)
+        """Return the bytes without activations while the backward of `blocks_left` blocks remains."""
+        workload, held = self.workload, defaultdict(float, self._held)
+        done = 1 - blocks_left / workload.shape.num_layers
+        # At stage 2 DeepSpeed allocates the rank's partition of the gradients with the first bucket.
+        if workload.micro_steps > 1 or self.stage == 3 or (self.stage == 2 and done):
+            done = 1.0
+        held["gradients"] += done * self._gradients
+        held["buffers"] += self._bucket() if self.stage in (1, 2) else 0.0
         if self.stage == 3:
             held["gathered weights"] = self._gathered
-            held["buffers"] += (
-                self._bucket() if workload.world_size > 1 else 0.0
-            )  # a second buffer while gradients are partitioned
+            if workload.world_size > 1:
+                held["buffers"] += self._bucket()  # a second buffer while gradients are partitioned
         return held
 
     def during_update(self) -> dict[str, float]:
         """Return the bytes during the optimizer's update, without activations."""
-        workload, held = self.workload, dict(self._held)
+        workload, held = self.workload, defaultdict(float, self._held)
         share = FP32 * workload.trained / workload.world_size
-        held["gradients"] = held.get("gradients", 0.0) + self._gradients
+        held["gradients"] += self._gradients
         if self.stage and not self._optimizer_away:
-            held["gradients"] += share  # flattened once more
+            held["gradients"] += share  # DeepSpeed's flattened copy
         if self.stage == 3:
             held["gathered weights"] = self._persistent
         if workload.device_type == "cpu" and self.stage and kind_of(self._optimizer) == "adamw":
-            held["update"] = (
-                2 * share
-            )  # temporaries of torch's AdamW on one flat tensor: a root and a quotient
+            # Temporaries of torch's AdamW on one flat tensor: a root and a quotient.
+            held["update"] = 2 * share
         return held
 
     def on_host(self) -> dict[str, float]:
@@ -227,13 +219,19 @@ class _States:
         if self.recipe.ema and self.recipe.ema.device == "gpu":
             held["ema"] = self._average()
         if self.stage == 3:
-            # These belong to every DiT; the other buffers exist for one DiT at a time.
+            # Each DiT has its own partition of gradients and its own bucket.
             held["gradients"] = (models - 1) * self._gradients
             held["buffers"] = models * self._bucket()
         return held
 
     def _masters(self, apart: bool = False) -> float:
-        """Return the bytes of the masters. Stage 0 updates the weights themselves, and stage 3 its fp32 partition of them."""
+        """Return the bytes of the fp32 master weights on this rank.
+
+        Stage 0 updates the weights directly, and stage 3 updates the fp32 partition of the weights.
+
+        Args:
+            apart: count the masters of all trained weights, as for masters in host memory.
+        """
         trained = self.workload.trained
         if self.stage == 3 and not apart:
             trained = sum(w.numel for w in self.workload.weights if w.trained and w.element_size != FP32)
@@ -251,10 +249,12 @@ class _States:
             return 0.0
         if self.stage >= 2:
             return FP32 * self.workload.trained / self.workload.world_size
-        made = [w for w in self.workload.weights if w.trained]
-        # Gradients computed in bf16 are summed over micro batches in a separate fp32 buffer.
-        sums = self.stage == 1 and self.workload.micro_steps > 1
-        return float(sum(w.numel * (w.element_size + FP32 * (sums and w.element_size < FP32)) for w in made))
+        trained = [weight for weight in self.workload.weights if weight.trained]
+        size = sum(weight.numel * weight.element_size for weight in trained)
+        if self.stage == 1 and self.workload.micro_steps > 1:
+            # Gradients computed in bf16 are summed over micro batches in a separate fp32 buffer.
+            size += sum(weight.numel * FP32 for weight in trained if weight.element_size < FP32)
+        return float(size)
 
     def _bucket(self) -> float:
         # build_engine limits the bucket to the size of all gradients.

@@ -7,14 +7,16 @@ Every combination is checked with the functions that a run uses (`build_ds_confi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from wands.config.deepspeed import build_ds_config, offloads_optimizer
+from wands.config.deepspeed_rules import offload_device
 from wands.config.recipe import ParallelConfig, Recipe
 from wands.distributed.dims import choose_degrees
 from wands.errors import ConfigError
@@ -42,7 +44,7 @@ class Task:
         seq_lens: int64 [N], tokens of the data's clips.
         machine: GPUs and links.
         gpus: number of ranks.
-        ds_configs: name -> DeepSpeed JSON to try.
+        ds_configs: name -> DeepSpeed JSON that the search tries.
         device_type: "cuda" or "cpu".
         text_len: tokens of the longest caption.
     """
@@ -79,7 +81,7 @@ class Task:
         return int(self.by_length[-1])
 
     def full_bin(self, max_tokens: int) -> list[int]:
-        """Return lengths of clips that fill a bin like the data: the longest one, and others from the whole range."""
+        """Return lengths of clips that fill a bin like the data: the longest clip, and others from the whole range."""
         spread = np.linspace(len(self.by_length) - 1, 0, 64).astype(np.int64)
         lens: list[int] = []
         for length in self.by_length[spread].tolist() * (max_tokens // max(int(self.by_length[0]), 1) + 1):
@@ -90,7 +92,7 @@ class Task:
         return lens
 
     def most_samples(self, max_tokens: int) -> int:
-        """Return the number of clips in a bin of the shorter half of the data, which a balanced plan rarely exceeds."""
+        """Return the number of clips in a bin that only has clips of the shorter half; a balanced plan rarely exceeds it."""
         shorter = self.by_length[: max(len(self.by_length) // 2, 1)]
         return max(min(int(max_tokens // max(shorter.mean(), 1)), len(self.by_length)), 1)
 
@@ -128,7 +130,7 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """Whether the memory of GPU and host suffices."""
-        if self.task.device_type == "cpu":  # there both are one
+        if self.task.device_type == "cpu":  # device and host share the memory
             return self.memory.needed + sum(self.memory.host.values()) <= self.task.usable
         return (
             self.memory.needed <= self.task.usable and self.host <= HOST_SHARE * self.task.machine.host_memory
@@ -146,7 +148,7 @@ class Candidate:
             zero_stage=int(zero.get("stage", 0)),
             num_trained=self.workload.trained,
             offload_optimizer=offloads_optimizer(self.ds_config),
-            offload_weights=(zero.get("offload_param") or {}).get("device", "none") != "none",
+            offload_weights=offload_device(zero, "offload_param") != "none",
         )
         lens = task.full_bin(self.recipe.packing.max_tokens)
         return predict(task.shape, lens, task.gpus, self.cp, setting)
@@ -174,7 +176,7 @@ class Candidate:
 
 
 def machine_here(device_type: str, ranks_per_node: int) -> Machine:
-    """Return the machine of this process, with default links and peak, on which the memory does not depend.
+    """Return the machine of this process. Links and peak are defaults, because the memory does not depend on them.
 
     Args:
         device_type: "cuda" or "cpu".
@@ -187,8 +189,8 @@ def machine_here(device_type: str, ranks_per_node: int) -> Machine:
     if device_type == "cuda":
         import torch
 
-        found = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
-        memory, name = float(found.total_memory), found.name
+        gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
+        memory, name = float(gpu.total_memory), gpu.name
     return Machine(name=name, memory=memory, host_memory=host, ranks_per_node=ranks_per_node)
 
 
@@ -198,64 +200,54 @@ def check_memory(
     """Check whether a run fits a machine.
 
     Args:
-        task: its recipe is the run's, its `ds_configs` the run's JSON under `ds_name` and others that could help.
+        task: recipe and machine of the run. `ds_configs` has the run's JSON under `ds_name`, and others to suggest.
         workload: sizes of a rank of the run.
-        ds_name: what the run starts with.
-        ds_config: completed.
+        ds_name: name of the run's DeepSpeed JSON.
+        ds_config: completed DeepSpeed config of the run.
 
     Returns:
         None if the run fits; otherwise a text with the missing memory and the smallest change that fits.
     """
-    run = Candidate(
-        task,
-        ds_name,
-        dict(ds_config),
-        task.recipe,
-        workload,
-        estimate_memory(workload, task.recipe, ds_config),
-    )
+    memory = estimate_memory(workload, task.recipe, ds_config)
+    run = Candidate(task, ds_name, dict(ds_config), task.recipe, workload, memory)
     if run.fits:
         return None
-    where = f"of the {to_gib(task.usable)} that {task.machine.name} has for tensors of a rank"
-    host = (
-        f" and {to_gib(run.host)} of the {to_gib(task.machine.host_memory)} that are free on the host"
-        if run.host
-        else ""
+    host = ""
+    if run.host:
+        available = to_gib(task.machine.host_memory)
+        host = f" and {to_gib(run.host)} of the {available} that are free on the host"
+    return (
+        f"this run needs about {to_gib(memory.needed)} of the {to_gib(task.usable)} that {task.machine.name} has for tensors "
+        f"of a rank{host}; {find_cure(task, ds_name)}"
     )
-    return f"this run needs about {to_gib(run.memory.needed)} {where}{host}; {find_cure(task, ds_name)}"
 
 
 def search(task: Task) -> list[Candidate]:
-    """Return all combinations that fit, the fastest first; equally fast ones from simple to complex.
+    """Return all combinations that fit, the fastest first; equally fast combinations from simple to complex.
 
-    The bin size is the recipe's, or the largest that fits and still holds the longest clip.
+    The bin size is the recipe's size, or the largest smaller size that fits and still has room for the longest clip.
 
     Raises:
         ConfigError: if no combination is valid; the message has the first reason.
     """
-    found, refused, legal = [], None, False
-    for name in task.ds_configs:
-        for cp in _cp_sizes(task):
-            for checkpointing in CHECKPOINTING:
-                try:
-                    best = _largest_bin(task, name, cp, checkpointing)
-                except ConfigError as error:
-                    refused = refused or error
-                    continue
-                legal = True
-                if best is not None:
-                    found.append(best)
-    if not legal and refused is not None:
-        raise refused
-    return sorted(found, key=_rank)
+    candidates: list[Candidate | None] = []
+    errors = []
+    for combination in product(task.ds_configs, _cp_sizes(task), CHECKPOINTING):
+        try:
+            candidates.append(_largest_bin(task, *combination))
+        except ConfigError as error:
+            errors.append(error)
+    if errors and not candidates:
+        raise errors[0]
+    return sorted(filter(None, candidates), key=_sort_key)
 
 
-def _rank(one: Candidate) -> int:
-    """Return the sort key. Within two percent the search order decides, from simple to complex settings.
+def _sort_key(candidate: Candidate) -> int:
+    """Return the sort key. Within two percent of speed, the search order decides, from simple to complex settings.
 
     Offloading must gain 15 %, because the speed of a busy host is the least certain part of the prediction.
     """
-    speed = one.tokens_per_second * (0.85 if one.memory.host else 1.0)
+    speed = candidate.tokens_per_second * (0.85 if candidate.memory.host else 1.0)
     return -round(float(np.log(speed)) * 50)
 
 
@@ -265,70 +257,61 @@ def build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_toke
     Raises:
         ConfigError: if the combination is not valid.
     """
-    recipe, user = task.recipe, task.ds_configs[name]
-    model = recipe.model
+    recipe, model, parallel = task.recipe, task.recipe.model, task.recipe.parallel
     if checkpointing != model.checkpointing:
         kept = {"saved_tensors": None, "offloaded_tensors": None}
         model = model.model_copy(update={"checkpointing": checkpointing, **kept})
     dp_size = task.gpus // cp
     bins = -(-recipe.train.bins_per_step // dp_size) * dp_size
-    parallel = recipe.parallel
     if cp != parallel.group_size:
         parallel = ParallelConfig(cp_size=cp, fused_all_to_all=parallel.fused_all_to_all)
+    packing = recipe.packing.model_copy(update={"max_tokens": max_tokens})
+    train = recipe.train.model_copy(update={"bins_per_step": bins})
     recipe = recipe.model_copy(
-        update={
-            "model": model,
-            "parallel": parallel,
-            "packing": recipe.packing.model_copy(update={"max_tokens": max_tokens}),
-            "train": recipe.train.model_copy(update={"bins_per_step": bins}),
-        }
+        update={"model": model, "parallel": parallel, "packing": packing, "train": train}
     )
-    ds_config = build_ds_config(
-        user, recipe, world_size=task.gpus, device_type=task.device_type, names=(name, "the recipe")
-    )
+    world = {"world_size": task.gpus, "device_type": task.device_type}
+    ds_config = build_ds_config(task.ds_configs[name], recipe, **world, names=(name, "the recipe"))
     degrees = choose_degrees(
-        recipe.parallel, num_heads=task.shape.num_heads, ranks_per_node=task.ranks_per_node, model="the model"
+        parallel, num_heads=task.shape.num_heads, ranks_per_node=task.ranks_per_node, model="the model"
     )
     workload = RankWorkload(
         task.shape,
         task.weights,
         num_models=task.num_models,
-        world_size=task.gpus,
+        **world,
         ulysses_degree=degrees.ulysses,
         ring_degree=degrees.ring,
-        micro_steps=bins // dp_size if recipe.packing.enabled else 2,
-        max_tokens=max_tokens if recipe.packing.enabled else task.longest,
-        max_samples=task.most_samples(max_tokens) if recipe.packing.enabled else 1,
-        device_type=task.device_type,
+        micro_steps=bins // dp_size if packing.enabled else 2,
+        max_tokens=max_tokens if packing.enabled else task.longest,
+        max_samples=task.most_samples(max_tokens) if packing.enabled else 1,
         text_len=task.text_len,
     )
     return Candidate(task, name, ds_config, recipe, workload, estimate_memory(workload, recipe, ds_config))
 
 
 def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidate | None:
-    longest = task.longest
-    high = max(task.recipe.packing.max_tokens, longest)
+    """Return the candidate with the recipe's bin size, or with the largest smaller size that fits; None if none fits."""
+    low, high = task.longest, max(task.recipe.packing.max_tokens, task.longest)
     best = build_candidate(task, name, cp, checkpointing, high)
     if best.fits:
         return best
-    smallest = build_candidate(task, name, cp, checkpointing, longest)
-    if high == longest or not smallest.fits:
+    best = build_candidate(task, name, cp, checkpointing, low)
+    if not best.fits:
         return None
-    low, found = longest, smallest
-    while high - low > max(longest // 8, 1):
+    while high - low > max(task.longest // 8, 1):
         middle = (low + high) // 2
-        one = build_candidate(task, name, cp, checkpointing, middle)
-        low, high, found = (middle, high, one) if one.fits else (low, middle, found)
-    return found
+        candidate = build_candidate(task, name, cp, checkpointing, middle)
+        low, high, best = (middle, high, candidate) if candidate.fits else (low, middle, best)
+    return best
 
 
-def _cp_sizes(task: Task) -> Iterator[int]:
-    """Yield the recipe's size if it sets one; otherwise the powers of two that divide the number of GPUs."""
+def _cp_sizes(task: Task) -> list[int]:
+    """Return the recipe's size if the recipe sets the size; otherwise the powers of two that divide the number of GPUs."""
     parallel = task.recipe.parallel
     if parallel != ParallelConfig(fused_all_to_all=parallel.fused_all_to_all):
-        yield parallel.group_size
-        return
-    yield from (cp for cp in (1 << i for i in range(task.gpus.bit_length())) if task.gpus % cp == 0)
+        return [parallel.group_size]
+    return [1 << i for i in range(task.gpus.bit_length()) if task.gpus % (1 << i) == 0]
 
 
 def find_cure(task: Task, ds_name: str) -> str:
@@ -338,30 +321,24 @@ def find_cure(task: Task, ds_name: str) -> str:
         task: `ds_configs` contains the run's JSON under `ds_name`, and other JSONs to try.
         ds_name: name of the run's JSON.
     """
-    recipe, own = task.recipe, task.recipe.model.checkpointing
-    longest, cp = task.longest, recipe.parallel.group_size
+    recipe, longest, cp = task.recipe, task.longest, task.recipe.parallel.group_size
     sizes = [cp]
     # Another cp_size would contradict explicit degrees.
     if not (recipe.parallel.ulysses_degree or recipe.parallel.ring_degree):
-        anywhere = replace(task, recipe=recipe.model_copy(update={"parallel": ParallelConfig()}))
-        sizes += [size for size in _cp_sizes(anywhere) if size > cp]
-    bins = dict.fromkeys((max(recipe.packing.max_tokens, longest), longest))
-    names = [ds_name, *(name for name in task.ds_configs if name != ds_name)]
-    for name in names:
-        for max_tokens in bins:
-            for size in sizes:
-                for checkpointing in dict.fromkeys((own, *CHECKPOINTING[1:])):
-                    try:
-                        one = build_candidate(task, name, size, checkpointing, max_tokens)
-                    except ConfigError:
-                        continue
-                    if one.fits:
-                        return _in_words(one, ds_name)
+        any_size = replace(task, recipe=recipe.model_copy(update={"parallel": ParallelConfig()}))
+        sizes += [size for size in _cp_sizes(any_size) if size > cp]
+    names = dict.fromkeys((ds_name, *task.ds_configs))
+    max_tokens = dict.fromkeys((max(recipe.packing.max_tokens, longest), longest))
+    checkpointing = dict.fromkeys((recipe.model.checkpointing, *CHECKPOINTING[1:]))
+    for name, tokens, size, mode in product(names, max_tokens, sizes, checkpointing):
+        try:
+            candidate = build_candidate(task, name, size, mode, tokens)
+        except ConfigError:
+            continue
+        if candidate.fits:
+            changes = candidate.changes()
+            words = [f"set {' and '.join(changes)}"] if changes else []
+            if name != ds_name:
+                words.append(f"{'with' if changes else 'use'} --deepspeed {name}")
+            return " ".join(words)
     return "no setting fits; use more or larger GPUs, shorter or smaller clips, or a LoRA with lora.quantize"
-
-
-def _in_words(one: Candidate, ds_name: str) -> str:
-    words = f"set {' and '.join(one.changes())}" if one.changes() else ""
-    if one.ds_name != ds_name:
-        words += f"{' with' if words else 'use'} --deepspeed {one.ds_name}"
-    return words

@@ -1,18 +1,18 @@
 """Predict the time of an optimizer step from FLOPs, bytes and links; nothing is measured.
 
-The prediction uses the same functions as the planner and the logger: DiTShape for FLOPs, ContextPlan for the layout of a bin,
-its balance and its bytes, choose_degrees for the degrees, and the packer's LEVEL for the wait for the slowest rank.
+The prediction uses the functions of the planner and the logger: DiTShape for FLOPs, ContextPlan for the layout, balance and
+traffic of a bin, choose_degrees for the degrees, and the packer's LEVEL for the wait for the slowest rank.
 
-work      Kernels reach the machine's shares of its peak. Backward is 2 forwards of the linear layers (1 where their weights are
-          frozen) and 2.5 of attention, whose scores are computed again. Recomputation adds a forward, without attention where
-          its output is kept.
-ulysses   All-to-alls inside the node, hidden by nothing; recomputation runs those of the forward again that are not kept.
-ring      The message of a ring step overlaps with the kernel of that step, except the last hop, which returns the gradients.
-ZeRO      Stage 3 gathers the weights twice and reduces the gradients once in every micro step; stages 1 and 2 reduce, and
-          gather once in a step. Hidden in compute that the ring has left over.
-offload   Weights, gradients and block inputs go over the link to the host; the host's update reads and writes 28 bytes a
-          parameter at that link's speed.
-left out  Latency, congestion, stragglers, the optimizer's own time on the device, input, padding, losses of small kernels.
+compute   Kernels reach the machine's shares of its peak. A backward costs 2 forwards of the linear layers (1 if their weights
+          are frozen) and 2.5 forwards of attention. Recomputation adds a forward, without attention if its output is kept.
+ulysses   All-to-alls inside a node. Nothing overlaps with them. Recomputation repeats the all-to-alls whose results are not
+          kept.
+ring      The message of a ring step overlaps with the kernel of the step, except the last message, which returns gradients.
+ZeRO      Stage 3 gathers the weights twice and reduces the gradients once in each micro step. Stages 1 and 2 reduce the
+          gradients, and gather the weights once per step. This traffic overlaps with compute that the ring leaves free.
+offload   Weights, gradients and block inputs use the link to the host. The update on the host reads and writes 28 bytes per
+          parameter at the speed of this link.
+ignored   Latency, congestion, stragglers, the optimizer's time on the device, input, padding, losses of small kernels.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from wands.config.recipe import ParallelConfig
 from wands.data.packing import LEVEL
 from wands.distributed.dims import choose_degrees
 from wands.distributed.layout import ContextPlan
+from wands.planning.activations import BF16, FP32
 from wands.planning.hardware import MACHINES, Machine
 from wands.variants import DiTShape
 
-BF16, FP32 = 2, 4
 LINEAR_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # in forwards
-_ADAM_ON_HOST = 28  # bytes a parameter: gradient, weight and two moments, three of them written too
+# Bytes per parameter: the update reads gradient, weight and two moments, and writes the last three.
+_ADAM_ON_HOST = 28
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that determine a step's time, besides the model and its bins.
+    """Settings that determine the time of a step, in addition to the model and the bins.
 
     Attributes:
         machine: GPUs and links.
-        checkpointing: `model.checkpointing`, with its default tensors.
+        checkpointing: `model.checkpointing`, with the default tensors of this mode.
         reduce: `precision.reduce`.
         bins: bins per optimizer step.
         zero_stage: ZeRO stage.
@@ -59,7 +60,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds of transfer, in total and not hidden behind compute."""
+    """Seconds of transfer: in total, and the part that does not overlap with compute (exposed)."""
 
     total: float = 0.0
     exposed: float = 0.0
@@ -72,7 +73,7 @@ class Traffic:
 
     @property
     def hidden(self) -> float:
-        """Share of the transfer that is hidden behind compute."""
+        """Share of the transfer that overlaps with compute."""
         return 1 - self.exposed / self.total if self.total else 1.0
 
 
@@ -86,9 +87,9 @@ class Prediction:
         plan: layout of a bin.
         flops: FLOPs of one micro step on one rank, without recomputation.
         compute: seconds of a micro step on one rank.
-        all_to_all: Ulysses' traffic of a micro step.
-        ring_traffic: the ring's traffic of a micro step.
-        zero: DeepSpeed's traffic of a micro step.
+        all_to_all: traffic of Ulysses in a micro step.
+        ring_traffic: traffic of the ring in a micro step.
+        zero: traffic of DeepSpeed in a micro step.
         once: seconds of a step outside the micro steps.
     """
 
@@ -131,13 +132,13 @@ class Prediction:
 
     @property
     def l_eff(self) -> float:
-        """Effective length sum(L^2) / sum(L), at which clips of equal length need as much attention work."""
+        """Effective length sum(L^2) / sum(L): clips of this length need as much attention work per token as the bin."""
         lens = self.plan.seq_lens
         return sum(length * length for length in lens) / sum(lens)
 
     @property
     def l_needed(self) -> float:
-        """Smallest `l_eff` at which the ring's forward is hidden."""
+        """Smallest `l_eff` at which the messages of the ring's forward overlap with compute completely."""
         machine = self.setting.machine
         flops = machine.peak * machine.attention_efficiency
         return self.plan.ring_degree * flops / machine.ring_bandwidth(self.cp)
@@ -178,18 +179,16 @@ def predict(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: S
     backward = (linear_backward + again) * linear + (ATTENTION_BACKWARD + attend_again) * attention
 
     comm = plan.comm_bytes(shape.dim, BF16)
-    # `selective` keeps what the last quarter of a forward's exchange brings.
+    # `selective` keeps the result of the last of the forward's four exchanged tensors.
     exchanges = 1.0 + (1.0 if attend_again else 0.75 * again)
     exchanged = layers * (exchanges * comm.ulysses_forward + comm.ulysses_backward) / machine.node_bandwidth
     one_way, back = ring_traffic(plan, shape.dim, attention / layers, machine.ring_bandwidth(cp))
     ring_forward, ring_backward = one_way * layers, (back + one_way * attend_again) * layers
 
-    zero, once = _zero_traffic(
-        shape, gpus, trained, setting, (forward, backward), (ring_forward, ring_backward)
-    )
-    if (
-        setting.checkpointing == "offload"
-    ):  # every block's input out and back, overlapping with the computation
+    compute, rings = (forward, backward), (ring_forward, ring_backward)
+    zero, once = _zero_traffic(shape, gpus, trained, setting, compute, rings)
+    if setting.checkpointing == "offload":
+        # Each block's input moves to the host and back, overlapping with the computation.
         moved = 2 * FP32 * shape.dim * layers * sum(lens) / cp / machine.host_bandwidth
         zero += Traffic(moved, max(0.0, moved - forward - backward))
     flops = (2 + share) * (shape.forward_flops(lens) - pairs) / cp + 3 * pairs / cp
@@ -214,7 +213,10 @@ def _zero_traffic(
     compute: tuple[float, float],
     rings: tuple[Traffic, Traffic],
 ) -> tuple[Traffic, float]:
-    """Return the traffic of a micro step, hidden behind compute that the ring leaves free, and the seconds once per step."""
+    """Return ZeRO's traffic of a micro step, and the seconds once per step.
+
+    The traffic overlaps with compute that the ring leaves free.
+    """
     machine, size = setting.machine, FP32 if setting.reduce == "fp32" else BF16
     wire = (gpus - 1) / gpus / machine.world_bandwidth(gpus)
     weights, gradients = shape.num_params * size * wire, trained * size * wire
@@ -224,7 +226,8 @@ def _zero_traffic(
         messages = (weights + fetched, weights + gradients + fetched)
     else:
         messages = (0.0, gradients if setting.zero_stage == 2 else 0.0)
-        # The others reduce once in a step, which is two of stage 0's all-reduces; updated shards are gathered.
+        # Stages 0 and 1 reduce the gradients once per step. Stages 1 and 2 gather the updated weights. At stage 0 the second term
+        # is the second half of the all-reduce.
         once = (gradients if setting.zero_stage < 2 else 0.0) + trained * FP32 * wire
     if setting.offload_optimizer:
         once += (2 * FP32 + _ADAM_ON_HOST) * trained / gpus / machine.host_bandwidth
@@ -235,9 +238,13 @@ def _zero_traffic(
 
 
 def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float) -> list[Traffic]:
-    """Return the traffic of one layer's forward and backward, ring step by ring step, as wands/attention/ring.py communicates.
+    """Return the traffic of the ring in one layer's forward and backward, as wands/attention/ring.py communicates.
 
-    `attention` is the seconds of the layer's forward on one rank, `bandwidth` the bandwidth of the slowest link.
+    Args:
+        plan: layout of a bin.
+        dim: width of the residual stream.
+        attention: seconds of the layer's attention forward on one rank.
+        bandwidth: bytes/s of the slowest link.
     """
     degree, comm = plan.ring_degree, plan.comm_bytes(dim, BF16)
     if degree == 1:
