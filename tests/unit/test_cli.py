@@ -385,7 +385,7 @@ def test_an_output_dir_with_checkpoints_is_not_overwritten(tiny_pipeline: Path, 
         "--set",
         f"output_dir={tmp_path / 'run'}",
     )
-    assert "holds checkpoints of an earlier run; add --resume" in refused("train", *common)
+    assert "contains checkpoints of an earlier run; add --resume" in refused("train", *common)
     assert "holds no complete checkpoint" in refused("train", *common, "--resume")
 
 

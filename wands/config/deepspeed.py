@@ -1,8 +1,8 @@
 """Merge the DeepSpeed JSON with the recipe.
 
-The JSON keeps what the user wrote: ZeRO stage, offload, optimizer, scheduler, buckets, profiler. wands adds the batch
-arithmetic, the precision, and the parts of optimizer, scheduler and clipping that the JSON leaves out. A key that contradicts
-the recipe, that DeepSpeed does not know, or that would do nothing here is an error that names both files.
+The JSON sets ZeRO stage, offload, optimizer, scheduler, buckets and profiler. wands adds the batch sizes, the precision, and
+the settings of optimizer, scheduler and clipping that the JSON does not contain. It is an error if a key contradicts the
+recipe, is unknown to DeepSpeed, or has no effect in wands; the message names both files.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def build_ds_config(
 ) -> dict[str, Any]:
     """Complete the user's JSON with the settings of the recipe.
 
-    A recipe key counts as set if its value is not the default. A run's own recipe.yaml spells every default out, so
-    "written down" cannot be the test. The price is that the JSON silently wins over a default written down on purpose.
+    A recipe key counts as set if its value differs from the default, because the recipe.yaml of a run contains all defaults.
+    If the user writes a default value in the recipe, the JSON overrides this value without an error.
 
     Args:
         user: the JSON as read. A key with the value "auto" counts as missing.
@@ -73,8 +73,8 @@ def build_ds_config(
         names: names of the two files in an error.
 
     Returns:
-        A config for `deepspeed.initialize`, optimizer and clipping included, scheduler as the user wrote it. The config is a
-        valid `user` for the same recipe and world.
+        A config for `deepspeed.initialize`, with optimizer and clipping, and with the scheduler as the user wrote it. A later
+        call accepts this config as `user`, for the same recipe and world size.
 
     Raises:
         ConfigError: for every contradiction, every wrong type and every key without effect, in one report.
@@ -199,7 +199,7 @@ def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) ->
 
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer's states, and so its step, are on the host."""
+    """Return whether the optimizer's states are on the host, so that the host makes the optimizer's step."""
     return offload_device(config["zero_optimization"]) != "none"
 
 

@@ -166,7 +166,7 @@ def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
             "partitions; use zero_optimization.stage=0 (Adafactor's states are small), or "
             "optim.name=adamw8bit.": name == "adafactor" and stage > 0,
             "optim.name=adamw8bit has states that DeepSpeed cannot swap to NVMe; use "
-            "offload_optimizer.device=cpu.": name == "adamw8bit" and offload == "nvme",
+            "zero_optimization.offload_optimizer.device=cpu.": name == "adamw8bit" and offload == "nvme",
         }
     )
     if name != "muon":
@@ -176,7 +176,7 @@ def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
         {
             "optim.name=muon updates the matrices of a full finetune, but a LoRA trains their factors; use optim.name=adamw "
             "or adamw8bit.": recipe.lora,
-            "optim.name=muon multiplies whole matrices in its step, which belongs on the device; remove "
+            "optim.name=muon multiplies whole matrices in each step, which is too slow on the host; remove "
             "zero_optimization.offload_optimizer, or use optim.name=adamw.": offload != "none",
             f"optim.grad_clip={clip} would clip Muon's update at ZeRO-{stage}, where DeepSpeed computes the norm after "
             "orthogonalisation; set optim.grad_clip=0 (the size of Muon's update does not depend on the gradient's), or use "
@@ -201,7 +201,7 @@ def check_weight_dtypes(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
     full = bf16 and recipe.lora is None  # the trained weights of a LoRA run are fp32
     return failed_rules(
         {
-            f"lora.quantize={quantize} keeps codes, which ZeRO++ would quantise again; remove "
+            f"lora.quantize={quantize} stores quantised weights, which ZeRO++ would quantise again; remove "
             "zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights, or set "
             "lora.quantize=none.": quantize != "none" and requantizes,
             f"{narrow} cannot be swapped to NVMe, because DeepSpeed's buffers have a single dtype; use "
@@ -217,8 +217,8 @@ def check_weight_dtypes(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
             f"{key} would sum the gradients of micro batches in bf16 on the host at ZeRO-2; use zero_optimization.stage=1, "
             "remove zero_optimization.offload_optimizer, or use "
             "precision.weights=fp32.": full and stage == 2 and offload_device(zero) != "none",
-            f"{key} is not for optim.name=muon, which DeepSpeed steps in a single dtype; use precision.weights=fp32 or "
-            "optim.name=adamw.": full and recipe.optim.name == "muon",
+            f"{key} cannot be used with optim.name=muon, which DeepSpeed updates in a single dtype; use "
+            "precision.weights=fp32 or optim.name=adamw.": full and recipe.optim.name == "muon",
         }
     )
 
@@ -228,7 +228,7 @@ def check_ema(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
     return failed_rules(
         {
             "ema cannot be used with zero_optimization.offload_optimizer.device=nvme, because reading the weights back from "
-            "disk would cost as much as the step; use device=cpu, or remove "
+            "disk would take as long as the step; use device=cpu, or remove "
             "ema.": recipe.ema and offload_device(zero) == "nvme"
         }
     )

@@ -20,6 +20,8 @@ from pydantic import BaseModel, ValidationError
 from wands.config.recipe import DataConfig, ParallelConfig, Recipe, inner_section
 from wands.errors import ConfigError, Problems, failed_rules, one_line, suggest
 
+_SHIPPED = Path(str(resources.files("wands.recipes")))
+
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file and apply ``section.key=value`` overrides to it.
@@ -72,8 +74,7 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
 
 def list_recipes() -> list[str]:
     """Return the names of the shipped recipes."""
-    names = (file.name for file in resources.files("wands.recipes").iterdir())
-    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+    return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
 
 
 def shipped_recipe(name: str) -> str:
@@ -85,17 +86,15 @@ def shipped_recipe(name: str) -> str:
     name, names = name.removesuffix(".yaml"), list_recipes()
     if name not in names:
         raise ConfigError(f"{name} is not a shipped recipe; {suggest(name, names)}")
-    return (resources.files("wands.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+    return (_SHIPPED / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def _find_recipe(path: str | Path) -> Path:
-    if Path(path).is_file():
-        return Path(path)
-    shipped = resources.files("wands.recipes") / f"{str(path).removesuffix('.yaml')}.yaml"
-    if shipped.is_file():
-        return Path(str(shipped))
+def _find_recipe(name: str | Path) -> Path:
+    for path in (Path(name), _SHIPPED / f"{str(name).removesuffix('.yaml')}.yaml"):
+        if path.is_file():
+            return path
     raise ConfigError(
-        f"recipe={path} is neither a file nor a shipped recipe; use a path, or one of {', '.join(list_recipes())}."
+        f"recipe={name} is neither a file nor a shipped recipe; use a path, or one of {', '.join(list_recipes())}."
     )
 
 

@@ -270,7 +270,7 @@ def build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_toke
     recipe = recipe.model_copy(
         update={"model": model, "parallel": parallel, "packing": packing, "train": train}
     )
-    world = {"world_size": task.gpus, "device_type": task.device_type}
+    world: dict[str, Any] = {"world_size": task.gpus, "device_type": task.device_type}
     ds_config = build_ds_config(task.ds_configs[name], recipe, **world, names=(name, "the recipe"))
     degrees = choose_degrees(
         parallel, num_heads=task.shape.num_heads, ranks_per_node=task.ranks_per_node, model="the model"

@@ -49,7 +49,7 @@ def read_shard(run: TrainingRun, bin: Bin, plan: StepPlan, grid: ParallelDims) -
 
 
 def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequence[Bin]]) -> None:
-    """Assert that the ranks together forward the bins of the plan, and no repeat of a sample twice."""
+    """Assert that the ranks together forward the bins of the plan, and each repeat of a sample only once."""
     bins = sorted(bin for rank_bins in bins_of_ranks for bin in rank_bins)
     assert bins == sorted(plan.bins), (
         f"step {plan.step} has bins {sorted(plan.bins)}, but the ranks have {bins}"

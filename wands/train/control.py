@@ -22,13 +22,6 @@ class ControlRequest(NamedTuple):
     check: bool = False
 
 
-_FILES = {
-    "save": ControlRequest(save=True),
-    "save_quit": ControlRequest(save=True, quit=True),
-    "check": ControlRequest(check=True),
-}
-
-
 class ControlRequests:
     """Listener for SIGTERM, and for a file `save`, `save_quit` or `check` in the run folder."""
 
@@ -51,10 +44,9 @@ class ControlRequests:
 
     def poll(self, rank: int) -> ControlRequest:
         """Return the requests to this rank. Only rank 0 reads and removes the files."""
-        requests = [ControlRequest(save=True, quit=True)] if self._terminated else []
-        if rank == 0:
-            for name, request in _FILES.items():
-                if (self._dir / name).exists():
-                    (self._dir / name).unlink(missing_ok=True)
-                    requests.append(request)
-        return ControlRequest(*(any(values) for values in zip(*requests, strict=True)))
+        names = {"save_quit"} if self._terminated else set()
+        for name in ("save", "save_quit", "check") if rank == 0 else ():
+            if (self._dir / name).exists():
+                (self._dir / name).unlink(missing_ok=True)
+                names.add(name)
+        return ControlRequest(bool(names & {"save", "save_quit"}), "save_quit" in names, "check" in names)

@@ -1,7 +1,7 @@
 """Exponential moving average of the trained weights, partitioned like the optimizer's fp32 masters.
 
-A fragment is the range of a parameter's values that a rank owns, fp32 [N]. Without ZeRO partitions, the ranks still share the
-average among themselves.
+A fragment is the range of a parameter's values that a rank averages, fp32 [N]. Without ZeRO partitions, the ranks still divide
+each parameter among themselves.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class WeightAverage:
 
     Args:
         engine: DeepSpeed engine of any ZeRO stage.
-        section: decay, warm-up, interval and device.
-        step: optimizer steps made.
+        section: `ema` of the recipe.
+        step: number of optimizer steps made.
     """
 
     def __init__(self, engine: Any, section: EmaConfig, step: int) -> None:
@@ -88,7 +88,7 @@ class WeightAverage:
         """Update the average after an optimizer step: average += (1 - decay ** steps) * (weights - average).
 
         Args:
-            step: optimizer steps made; `steps` in the formula is their number since the last update.
+            step: number of optimizer steps made. In the formula, `steps` is the number of steps since the last update.
         """
         if step % self.section.every:
             return
@@ -129,8 +129,8 @@ class WeightAverage:
             header = read_average_header(files, path)
             if header["fragments"] != self._places:
                 raise CheckpointError(
-                    f"checkpoint={folder.parent}: the average in {path.name} is cut differently from this run's weights; use the "
-                    "DeepSpeed JSON of the run."
+                    f"checkpoint={folder.parent}: the average in {path.name} is partitioned differently from this run's "
+                    "weights; use the DeepSpeed JSON of the run."
                 )
             for average, fragment in zip(self._averages, self._fragments, strict=True):
                 average.copy_(files.read(fragment.name))

@@ -168,8 +168,8 @@ def _check_finite(expert: Expert, loss: float, result: StepResult, step: int) ->
     )
     of_expert = f" of the {expert.name}-noise expert" if expert.name else ""
     raise DataError(
-        f"step {step}: the loss{of_expert} is {loss} and the gradient's norm {result.grad_norm}, from {clips}; check these "
-        "clips or lower optim.lr, and --resume from the last checkpoint.",
+        f"step {step}: the loss{of_expert} is {loss} and the gradient norm is {result.grad_norm}, because of {clips}; check "
+        "these clips or lower optim.lr, and --resume from the last checkpoint.",
         agreed=True,
     )
 

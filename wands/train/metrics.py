@@ -84,7 +84,7 @@ class MetricsWriter:
 
     Args:
         output_dir: the run folder.
-        start_step: steps made; later rows, written after the checkpoint by a run that died, are removed.
+        start_step: number of optimizer steps made. Rows of later steps, which the resumed run writes again, are removed.
         past: loss series of the checkpoint, for a run that resumes in another folder.
     """
 

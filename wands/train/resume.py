@@ -48,7 +48,7 @@ def find_resume(output_dir: str, resume: str | None) -> Checkpoint | None:
     has_checkpoints = bool(list_steps(folder))
     if resume is None and has_checkpoints:
         raise ConfigError(
-            f"output_dir={output_dir} holds checkpoints of an earlier run; add --resume to continue it, or choose another "
+            f"output_dir={output_dir} contains checkpoints of an earlier run; add --resume to continue it, or choose another "
             "output_dir."
         )
     if resume is None or (resume == "auto" and not has_checkpoints):
@@ -62,12 +62,12 @@ def find_resume(output_dir: str, resume: str | None) -> Checkpoint | None:
     name = checkpoint.folder.name
     if ".abandoned" in name:
         raise ConfigError(
-            f"--resume {resume} was set aside when its run resumed from an older step; rename the folder to "
-            f"{name.partition('.')[0]} to resume from it, after moving that step and all later ones away."
+            f"--resume {resume} was renamed when the run resumed from an older step; rename the folder to "
+            f"{name.partition('.')[0]} to resume from it, after moving the step of this name and all later steps away."
         )
     if has_checkpoints and checkpoint.folder.parent.resolve() != folder.resolve():
         raise ConfigError(
-            f"output_dir={output_dir} holds checkpoints of another run than --resume {checkpoint.folder}; choose another "
+            f"output_dir={output_dir} contains checkpoints of another run than --resume {checkpoint.folder}; choose another "
             "output_dir."
         )
     return checkpoint

@@ -339,7 +339,7 @@ def test_an_average_that_is_cut_otherwise_is_refused(
     state["files"] |= {f"transformer/{path.name}": path.stat().st_size for path in (first, second)}
     (step / STATE_FILE).write_text(json.dumps(state))
     for said in worlds[2].run(refused_run, tiny_pipeline, run, (*PLAIN, "train.max_steps=5"), zero(2), True):
-        assert "is cut differently from this run's weights; use the DeepSpeed JSON of the run" in said
+        assert "is partitioned differently from this run's weights; use the DeepSpeed JSON of the run" in said
 
 
 def test_an_average_that_is_not_whole_is_refused(finished: Finished, tmp_path: Path):

@@ -292,7 +292,7 @@ def test_the_losses_stay_in_their_band(steps: int, tiny_pipeline: Path, tmp_path
         ((), {"stage": 0}, "has no fp32 masters at ZeRO-0"),
         ((), {"stage": 3}, "would cost memory in a full finetune at ZeRO-3"),
         ((), {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "in bf16 on the host at ZeRO-2"),
-        (("optim.name=muon", "optim.grad_clip=0"), {"stage": 2}, "is not for optim.name=muon"),
+        (("optim.name=muon", "optim.grad_clip=0"), {"stage": 2}, "cannot be used with optim.name=muon"),
     ],
 )
 def test_what_cannot_be_right_is_refused(
@@ -310,7 +310,7 @@ def test_what_cannot_be_right_is_refused(
 
 @pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
 def test_codes_are_not_quantised_again(key: str, tiny_pipeline: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"lora\.quantize=int8 keeps codes, which ZeRO\+\+"):
+    with pytest.raises(ConfigError, match=r"lora\.quantize=int8 stores quantised weights, which ZeRO\+\+"):
         make_run(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.quantize=int8"), zero(3, **{key: True}), 1)
 
 
