@@ -93,7 +93,7 @@ def _walk(model: type[BaseModel], name: str, description: str) -> Iterator[Secti
             fields[key].annotation,
             f"{inspect.getdoc(section)} {fields[key].description or ''}",
         )
-        is_list = list in map(get_origin, (annotation, *get_args(annotation)))
+        is_list = any(get_origin(kind) is list for kind in (annotation, *get_args(annotation)))
         yield from _walk(section, key + "[]" * is_list, " ".join(text.split()))
 
 
@@ -220,7 +220,8 @@ def cli_page(commands: Mapping[str, click.Command]) -> str:
     for name, command in commands.items():
         context = click.Context(command, info_name=f"wands {name}")
         text, _, examples = str(command.help).partition("\b\nExamples:\n")
-        records = filter(None, (param.get_help_record(context) for param in command.params))
+        options = (param for param in command.params if isinstance(param, click.Option))
+        records = filter(None, (option.get_help_record(context) for option in options))
         lines += [
             f"## wands {name}",
             f"```\n{context.get_usage().removeprefix('Usage: ')}\n```",
