@@ -55,12 +55,10 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
     """
     values = _read_yaml(_find_recipe(path)) if path is not None else {}
     messages = [message for item in overrides if (message := _apply_override(values, item))]
-    messages += _unknown_keys(Recipe, values, "")
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        reported = {message.split("=")[0].split(" ")[0] for message in messages}
-        messages += [message for name, message in _validation_problems(error) if name not in reported]
+        messages += _validation_problems(error)
     else:
         messages += _cross_checks(recipe)
     if not messages:
@@ -134,34 +132,31 @@ def _apply_override(values: dict[str, Any], item: str) -> str | None:
     return None
 
 
-def _unknown_keys(section: type[BaseModel], values: dict[str, Any], prefix: str) -> list[str]:
-    problems = []
-    for key, value in values.items():
-        field = section.model_fields.get(str(key))
-        if field is None:
-            fix = suggest(str(key), section.model_fields, prefix)
-            problems.append(f"{prefix}{key} is not a key of the recipe; {fix}")
-        elif (inner := inner_section(field.annotation)) is not None:
-            items = {f"{key}.{i}.": item for i, item in enumerate(value)} if isinstance(value, list) else {}
-            for name, item in (items or {f"{key}.": value}).items():
-                if isinstance(item, dict):
-                    problems += _unknown_keys(inner, item, f"{prefix}{name}")
-    return problems
-
-
-def _validation_problems(error: ValidationError) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem); the messages of a key with several types are joined."""
+def _validation_problems(error: ValidationError) -> Iterator[str]:
+    """Yield one message per key; the messages of a key with several types are joined."""
     reasons: dict[tuple[str, ...], list[str]] = {}
     values = {}
     for item in error.errors():
-        if item["type"] != "extra_forbidden":  # _unknown_keys reports these with a suggestion
-            path = tuple(str(part) for part in item["loc"] if "[" not in str(part))  # without "list[str]"
+        path = tuple(str(part) for part in item["loc"] if "[" not in str(part))  # without "list[str]"
+        if item["type"] in ("extra_forbidden", "invalid_key"):
+            prefix = "".join(f"{part}." for part in path[:-1])
+            fix = suggest(path[-1], _section_at(path[:-1]).model_fields, prefix)
+            yield f"{prefix}{path[-1]} is not a key of the recipe; {fix}"
+        else:
             reasons.setdefault(path, []).append(item["msg"][0].lower() + item["msg"][1:])
             values[path] = "" if item["type"] == "missing" else f"={item['input']!r}"
     for path, messages in reasons.items():
         name, key = ".".join(path), ".".join(part for part in path if not part.isdigit())
         reason = ", or ".join(messages)
-        yield name, f"{name}{values[path]} is refused: {reason}; `wands config {key}` describes the key."
+        yield f"{name}{values[path]} is refused: {reason}; `wands config {key}` describes the key."
+
+
+def _section_at(path: Sequence[str]) -> type[BaseModel]:
+    section: Any = Recipe
+    for part in path:
+        if not part.isdigit():  # a number is a position in a list of sections
+            section = inner_section(section.model_fields[part].annotation)
+    return section
 
 
 def _cross_checks(recipe: Recipe) -> list[str]:
