@@ -28,6 +28,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -180,6 +180,7 @@ def test_a_run_that_was_stopped_has_the_same_bits(
     assert not same(again[0], parts_in(run / "checkpoints" / "step_00000002")[0])
 
 
+@pytest.mark.slow
 def test_warm_up_and_rare_updates_of_the_loras_of_two_experts(
     tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
 ):
@@ -302,6 +303,7 @@ def test_host_memory_that_runs_out_has_a_cure(monkeypatch: pytest.MonkeyPatch):
 # ---- going on with one, without one, and what is refused
 
 
+@pytest.mark.slow
 def test_turned_off_and_on_again(finished: Finished, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
     run = shutil.copytree(finished("zero2")[0], tmp_path / "run")
 

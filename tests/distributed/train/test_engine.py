@@ -297,6 +297,7 @@ def shards_of_two_experts(*args: Any) -> list[int]:
 _LINEAR = torch.nn.functional.linear
 
 
+@pytest.mark.slow
 def test_two_experts_have_shards_inside_a_node(
     tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
 ):

@@ -101,7 +101,14 @@ def test_every_shipped_json_gives_the_stock_gradient(
 
 
 @pytest.mark.parametrize(
-    "change", ["loss.reduction=token", "packing.enabled=false", "model.checkpointing=full"]
+    "change",
+    [
+        "loss.reduction=token",
+        *(
+            pytest.param(change, marks=pytest.mark.slow)
+            for change in ("packing.enabled=false", "model.checkpointing=full")
+        ),
+    ],
 )
 def test_other_ways_through_the_same_step(
     change: str, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool, stock: Stock

@@ -29,7 +29,7 @@ def reference(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_loss_series_is_the_same_at_every_stage_and_world(
     stage: int, world_size: int, reference: list[float], tiny_pipeline: Path, tmp_path: Path, run_world
 ):

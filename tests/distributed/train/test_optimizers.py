@@ -270,9 +270,11 @@ def run_eagerly(*args: Any) -> list[dict[str, Any]]:
     ("name", "stage", "more"),
     [
         ("adamw8bit", 3, ()),
-        ("adamw8bit", 2, ("precision.weights=bf16", "precision.compute=bf16")),
-        ("adafactor", 0, ()),
-        ("muon", 1, ("optim.grad_clip=0",)),
+        pytest.param(
+            "adamw8bit", 2, ("precision.weights=bf16", "precision.compute=bf16"), marks=pytest.mark.slow
+        ),
+        pytest.param("adafactor", 0, (), marks=pytest.mark.slow),
+        pytest.param("muon", 1, ("optim.grad_clip=0",), marks=pytest.mark.slow),
         pytest.param("muon", 3, ("optim.grad_clip=0",), marks=pytest.mark.slow),
     ],
 )

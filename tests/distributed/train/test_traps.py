@@ -53,7 +53,9 @@ def run_with_a_resume_bug(
     return run_training(model, out, overrides, ZERO2, resume=True)
 
 
-@pytest.mark.parametrize("bug", ["none", "data", "optimizer", "schedule"])
+@pytest.mark.parametrize(
+    "bug", ["none", "optimizer", *(pytest.param(bug, marks=pytest.mark.slow) for bug in ("data", "schedule"))]
+)
 def test_resume_restarts_nothing(bug: str, tiny_pipeline: Path, tmp_path: Path, run_world):
     settings = (
         "train.max_steps=6",

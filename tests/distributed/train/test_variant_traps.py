@@ -218,7 +218,9 @@ def _truth(model: Path, out: Path, settings: tuple[str, ...]) -> dict[str, torch
     return stock_gradients(model, make_run(model, out, settings, world_size=1))
 
 
-@pytest.mark.parametrize(("name", "bug"), BUGS)
+@pytest.mark.parametrize(
+    ("name", "bug"), [*BUGS[:3], *(pytest.param(*row, marks=pytest.mark.slow) for row in BUGS[3:])]
+)
 def test_a_given_frame_gone_wrong_is_noticed(
     name: str,
     bug: Callable[[], Any],

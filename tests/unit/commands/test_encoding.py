@@ -82,6 +82,7 @@ def test_a_failure_in_a_thread_ends_the_run(
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_an_error_of_one_worker_leaves_its_share_to_the_others(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

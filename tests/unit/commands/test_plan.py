@@ -73,6 +73,7 @@ def seconds_of(report: str) -> float:
     return float(re.search(r"time +([\d.]+) s per step", report)[1])
 
 
+@pytest.mark.slow
 def test_a_machines_own_numbers_count():
     assert seconds_of(run(gpus=64, network_bandwidth=0.5)) > 1.2 * seconds_of(run(gpus=64))
     assert seconds_of(run(node_bandwidth=1.0)) > 1.2 * seconds_of(run())
@@ -168,6 +169,7 @@ def test_the_command():
     assert "nothing fits" in refused.output
 
 
+@pytest.mark.slow
 def test_table_says_more_of_larger_machines():
     lines = what_fits(("rtx4090", "h100"), (8,)).splitlines()
     assert lines[0] == "| 8 GPUs of | 24 GB | 80 GB |"

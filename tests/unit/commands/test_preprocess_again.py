@@ -44,7 +44,9 @@ def forbid_video(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "decode_clip", None)
 
 
-@pytest.mark.parametrize("options", [SMALL, WINDOWS], ids=["head", "slide"])
+@pytest.mark.parametrize(
+    "options", [SMALL, pytest.param(WINDOWS, marks=pytest.mark.slow)], ids=["head", "slide"]
+)
 def test_another_caption_encodes_the_caption_alone(
     source: Path,
     tiny_pipeline: Path,
@@ -69,7 +71,9 @@ def test_another_caption_encodes_the_caption_alone(
     assert metas[0] == metas[1]
 
 
-@pytest.mark.parametrize("options", [SMALL, WINDOWS], ids=["head", "slide"])
+@pytest.mark.parametrize(
+    "options", [SMALL, pytest.param(WINDOWS, marks=pytest.mark.slow)], ids=["head", "slide"]
+)
 def test_another_name_encodes_nothing(
     source: Path,
     tiny_pipeline: Path,

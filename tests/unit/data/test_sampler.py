@@ -174,8 +174,10 @@ def build_shares(repeat: float, **changes) -> PlanSampler:
     return build(lens, keys, schedule=visits, places=places, **changes)
 
 
-@pytest.mark.parametrize("buffer_size", [None, 1, 5, 100])
-@pytest.mark.parametrize("repeat", [0.3, 1, 1.5, 2])
+@pytest.mark.parametrize(
+    "buffer_size", [None, 5, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 100))]
+)
+@pytest.mark.parametrize("repeat", [0.3, 1.5, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2))])
 def test_an_epoch_is_what_is_to_be_visited(repeat: float, buffer_size: int | None):
     sampler = build_shares(repeat, buffer_size=buffer_size, epochs=7)
     steps = list(sampler.iterate())

@@ -150,7 +150,7 @@ def bytes_after_forward(mode: Mode, pack: Pack, *, autocast: bool) -> tuple[int,
     return peak.kept, host
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_name_costs_what_it_says(autocast: bool):
     """Bytes per token and block: of what is saved on the device, of what is offloaded on the host, and two blocks' there."""
     pack, narrow = make_pack(7), 2 if autocast else 4

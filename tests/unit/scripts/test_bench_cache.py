@@ -51,6 +51,7 @@ def test_all_layouts_give_the_same_samples(
             bench.empty_page_cache(layout.folder)
 
 
+@pytest.mark.slow
 def test_the_table(tmp_path: Path) -> None:
     command = [
         sys.executable,
