@@ -41,14 +41,7 @@ from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_she
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.loras import find_loras
 from wands.sampling.pipeline import DiTSource, PipelineSource, find_pipeline, load_pipeline
-from wands.sampling.requests import (
-    SampleRequest,
-    SizeRule,
-    build_requests,
-    check_conditions,
-    raise_problems,
-    read_prompts,
-)
+from wands.sampling.requests import SampleRequest, SizeRule, build_requests, check_conditions, read_prompts
 from wands.sampling.sample import decode_latents, pipeline_for, sample_latents, shift_key
 from wands.sampling.sharing import plan_ranks, public_config, share_pipeline
 
@@ -165,9 +158,9 @@ def _plan(options: InferOptions, more_requests: Sequence[SampleRequest]) -> _Pla
         if dims.world_size > 1:
             device = "cpu" if accelerator_type() == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         images, image_problems = read_images([] if problems else requests)
-        raise_problems(
-            [*problems, *degree_problems, *_option_problems(options, device, dims), *image_problems]
-        )
+        problems += [*degree_problems, *_option_problems(options, device, dims), *image_problems]
+        if problems:
+            raise ConfigError(problems)
     is_bf16 = options.dtype == "bf16" or (options.dtype == "auto" and device != "cpu")
     origin = _describe_weights(source, options, "bf16" if is_bf16 else "fp32")
     if dims.world_size > 1:

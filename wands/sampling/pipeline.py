@@ -1,4 +1,4 @@
-"""Diffusers pipelines ready to sample: configs are read and checked first, weights only when all parts fit each other."""
+"""Find and load diffusers pipelines for sampling. All configs are checked before any weight is read."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ CLASSES = ("WanPipeline", "WanImageToVideoPipeline")
 
 @dataclass(frozen=True)
 class DiTSource:
-    """Source of one DiT's config and weights: a diffusers folder, or trained weights.
+    """Source of a DiT: a diffusers folder, or a checkpoint.
 
     Attributes:
-        folder: folder or Hub id; of trained weights, the step folder.
-        subfolder: subfolder of `folder` that contains the DiT, "" for `folder` itself.
-        label: the flag and value that the user typed, for errors.
-        config: config of trained weights; None reads `folder`.
-        load: returns trained weights by diffusers parameter name, fp32 on the CPU; None reads `folder`.
+        folder: folder or Hub id; for a checkpoint, the step folder.
+        subfolder: subfolder of `folder` with the DiT; "" if `folder` is the DiT.
+        label: flag and value that the user typed, for errors.
+        config: diffusers config of the DiT in a checkpoint; None reads the config from `folder`.
+        load: function that returns the weights in a checkpoint by diffusers parameter name, fp32 on the CPU; None reads the
+            weights from `folder`.
     """
 
     folder: str
@@ -52,10 +53,10 @@ class PipelineSource:
     Attributes:
         model: diffusers pipeline folder or Hub id.
         class_name: class of the pipeline, one of `CLASSES`.
-        dits: "transformer", and "transformer_2" of a model with two experts.
-        config: config of the DiTs, equal for both experts.
+        dits: source of "transformer" and, for a model with two experts, of "transformer_2".
+        config: config of the DiTs, the same for both experts.
         vae_stride: pixels per latent in (frames, height, width).
-        variant: variant that the configs describe.
+        variant: variant of the model, from its configs.
         loras: LoRAs to add to the DiTs, in this order.
     """
 
@@ -71,11 +72,11 @@ class PipelineSource:
 def find_pipeline(
     model: str | Path, dits: Mapping[str, DiTSource] | None = None, loras: Sequence[Lora] = ()
 ) -> PipelineSource:
-    """Read the configs of a pipeline and check that its parts fit each other; no weight is read.
+    """Read the configs of a pipeline and check that the parts fit each other. No weight is read.
 
     Args:
         model: diffusers pipeline folder or Hub id.
-        dits: "transformer" or "transformer_2" -> source that replaces the pipeline's DiT.
+        dits: "transformer" or "transformer_2" -> source that replaces this DiT of the pipeline.
         loras: from `find_loras`.
 
     Raises:
@@ -89,19 +90,19 @@ def find_pipeline(
     present = [part for part in EXPERTS if (index.get(part) or [None])[0]]
     if present != list(parts):
         raise ConfigError(
-            f"{label} has the experts {', '.join(present) or 'none'} and boundary_ratio={boundary}, which do not fit; "
-            "a pipeline of two experts has both and a boundary_ratio, any other only transformer."
+            f"{label} has the experts {', '.join(present) or 'none'} and boundary_ratio={boundary}, which do not fit. A pipeline "
+            "with a boundary_ratio needs transformer and transformer_2, other pipelines only transformer."
         )
     for part, dit in replaced.items():
         if part not in parts:
             raise ConfigError(
-                f"{dit.label} is a {part}, and {label} has one expert; use --transformer, or the model that was trained."
+                f"{dit.label} is a {part}, but {label} has only one expert. Use --transformer, or the --model of the training."
             )
     for lora in loras:
         if lora.subfolder not in parts:
-            fix = "use --lora" if lora.flag == "--lora-2" else "give a LoRA of this model"
+            fix = "Use --lora" if lora.flag == "--lora-2" else "Give a LoRA of this model"
             raise ConfigError(
-                f"{lora.label} is for the low-noise expert of two, and {label} has one expert; {fix}."
+                f"{lora.label} is for the low-noise expert, but {label} has only one expert. {fix}."
             )
     sources = {part: replaced.get(part) or DiTSource(name, part, label) for part in parts}
     configs = [
@@ -112,16 +113,16 @@ def find_pipeline(
     try:
         variant = variant_of(config, index)
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"{origin}: {error}; give a transformer of Wan 2.1 or 2.2.") from None
+        raise ConfigError(f"{origin}: {error}. Give a transformer of Wan 2.1 or 2.2.") from None
     if keys := [key for key in config if key[0] != "_" and key in other and other[key] != config[key]]:
         raise ConfigError(
-            f"{label}: its two experts differ in {', '.join(keys)}; give two experts of one model."
+            f"{label}: the configs of the two experts differ in {', '.join(keys)}. Give two experts of one model."
         )
     fitting = ["WanImageToVideoPipeline" if variant.num_images else "WanPipeline"]
     if index["_class_name"] not in (CLASSES if "first_frame" in variant.conditions else fitting):
         raise ConfigError(
-            f"{label} is a {index['_class_name']}, and the transformer of {origin} is of {variant.name}, which needs a "
-            f"{fitting[0]}; use the pipeline that the transformer was trained from."
+            f"{label} is a {index['_class_name']}, but the transformer of {origin} is a {variant.name}, which needs a "
+            f"{fitting[0]}. Use the pipeline that the transformer was trained from."
         )
     stride = _check_encoders(name, variant, origin)
     return PipelineSource(name, index["_class_name"], sources, config, stride, variant, tuple(loras))
@@ -131,18 +132,18 @@ def _read_index(name: str) -> Mapping[str, Any]:
     if Path(name).is_dir():
         if not (Path(name) / "model_index.json").is_file():
             raise ConfigError(
-                f"--model={name} is not a diffusers pipeline (no model_index.json); give a folder that wands export wrote, or a "
+                f"--model={name} is not a diffusers pipeline (no model_index.json). Give a folder that wands export wrote, or a "
                 "Hub id."
             )
     elif not is_hub_id(name):
         raise ConfigError(
-            f"--model={name} does not exist; give a diffusers pipeline folder, or a Hub id such as "
+            f"--model={name} does not exist. Give a diffusers pipeline folder, or a Hub id such as "
             "Wan-AI/Wan2.1-T2V-1.3B-Diffusers."
         )
     index: Mapping[str, Any] = _read_config(WanPipeline.load_config, f"--model={name}", name)
     if index.get("_class_name") not in CLASSES:
         raise ConfigError(
-            f"--model={name} is a {index.get('_class_name')}, not a {' or '.join(CLASSES)}; give a pipeline of Wan 2.1 or 2.2."
+            f"--model={name} is a {index.get('_class_name')}, not a {' or '.join(CLASSES)}. Give a pipeline of Wan 2.1 or 2.2."
         )
     return index
 
@@ -154,13 +155,13 @@ def _read_config(reader: Any, label: str, folder: str, subfolder: str = "") -> A
         part = f": {subfolder}" if subfolder else ""
         known = "" if Path(folder).is_dir() else " is neither a folder nor a Hub id that can be read:"
         raise ConfigError(
-            f"{label}{part}{known} its config cannot be read ({_first_line(error)}); check the name, "
-            "and network and login for a Hub id."
+            f"{label}{part}{known} its config cannot be read ({one_line(error)}). Check the name, and for a Hub id the network "
+            "and your login."
         ) from None
 
 
 def _check_encoders(name: str, variant: Variant, origin: str) -> tuple[int, int, int]:
-    """Check that VAE and encoders fit the DiT; return the VAE's pixels per latent."""
+    """Check that the VAE and the encoders fit the DiT; return the VAE's pixels per latent."""
     from transformers import CLIPVisionConfig, UMT5Config
 
     label, shape = f"--model={name}", variant.dit
@@ -177,10 +178,10 @@ def _check_encoders(name: str, variant: Variant, origin: str) -> tuple[int, int,
     for key, expected, part, value in rules:
         if value != expected:
             raise ConfigError(
-                f"{label}: {part}={value} must equal {key}={expected} of the transformer "
-                f"of {origin}; use the pipeline that the transformer was trained from."
+                f"{label}: {part}={value} must equal {key}={expected} of the transformer of {origin}. Use the pipeline that the "
+                "transformer was trained from."
             )
-    # Wan 2.1's VAE configs on the Hub are older than these two keys.
+    # The published VAE configs of Wan 2.1 lack these two keys.
     spatial = vae.get("scale_factor_spatial", 8)
     return (vae.get("scale_factor_temporal", 4), spatial, spatial)
 
@@ -192,9 +193,10 @@ def load_pipeline(
 
     Args:
         source: from `find_pipeline`.
-        dtype: dtype of DiTs and text encoder. Modules that diffusers keeps in fp32, VAE and image encoder stay fp32.
-        device: device of sampling.
-        offload: "none", or accelerate's "model" or "sequential", which move weights to `device` when needed.
+        dtype: dtype of the DiTs and the text encoder. The VAE, the image encoder and a few layers of the DiTs stay fp32.
+        device: device to sample on.
+        offload: "none"; "model" or "sequential": keep the weights on the CPU, and move one model or one layer to `device`
+            when it is needed.
 
     Raises:
         ConfigError: if files are missing or damaged, tensors do not fit the configs, or a LoRA fits no module.
@@ -202,7 +204,7 @@ def load_pipeline(
     """
     with quiet_loading():
         dits = {part: load_dit(dit, dtype) for part, dit in source.dits.items()}
-        pipeline = build_pipeline(source, dits, dtype)
+        pipeline = _load_around(source, dits, dtype)
     add_loras(pipeline, source.loras)
     if offload == "model":
         pipeline.enable_model_cpu_offload(device=device)
@@ -214,7 +216,7 @@ def load_pipeline(
 
 
 def load_dit(source: DiTSource, dtype: torch.dtype) -> WanTransformer3DModel:
-    """Load one stock DiT on the CPU, with the modules that diffusers keeps in fp32 in fp32.
+    """Load one stock DiT on the CPU. Layers that diffusers keeps in fp32 stay fp32.
 
     Raises:
         ConfigError: if the folder's weights are missing, damaged, or do not fit its config.
@@ -228,14 +230,14 @@ def load_dit(source: DiTSource, dtype: torch.dtype) -> WanTransformer3DModel:
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{source.label}: its transformer cannot be loaded ({_first_line(error)})."
+            f"{source.label}: its transformer cannot be loaded ({one_line(error)}). Restore the files."
         ) from error
-    # diffusers fills missing tensors with random numbers and only logs a warning.
+    # diffusers fills missing tensors with random values and only logs a warning.
     wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
     if wrong:
         raise ConfigError(
             f"{source.label}: the weights of its transformer do not fit its config ({len(wrong)} tensors missing "
-            f"or unexpected, first {wrong[0]}); export it again."
+            f"or unexpected, first {wrong[0]}). Export the transformer again."
         )
     return transformer
 
@@ -245,7 +247,7 @@ def _load_trained(
 ) -> WanTransformer3DModel:
     from accelerate import init_empty_weights
 
-    # The weights are assigned below, so the parameters need neither memory nor random numbers. RoPE's buffers are computed.
+    # The weights are assigned below, so the parameters need no memory yet. The buffers of RoPE are computed here.
     with init_empty_weights(include_buffers=False):
         transformer = WanTransformer3DModel.from_config(config)
     for name in state:
@@ -254,27 +256,15 @@ def _load_trained(
         transformer.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{label}: tensors do not fit its config ({one_line(error)}); use another step."
+            f"{label}: its tensors do not fit its config ({one_line(error)}). Use another step."
         ) from None
     return transformer.eval()
 
 
-def build_pipeline(
-    source: PipelineSource,
-    dits: Mapping[str, torch.nn.Module],
-    dtype: torch.dtype = torch.float32,
+def _load_around(
+    source: PipelineSource, dits: Mapping[str, torch.nn.Module], dtype: torch.dtype
 ) -> AnyPipeline:
-    """Load the frozen parts of a pipeline around given DiTs, on the CPU.
-
-    Args:
-        source: from `find_pipeline`.
-        dits: "transformer", and "transformer_2" of a model with two experts.
-        dtype: dtype of the text encoder; VAE and image encoder are fp32.
-
-    Raises:
-        ConfigError: if a part is missing or damaged, transformers loads the text encoder wrongly, or the scheduler does not do
-            flow matching.
-    """
+    """Load the frozen parts of a pipeline on the CPU, and build the pipeline with the given DiTs."""
     dtypes = {"default": dtype, "vae": torch.float32}
     if "clip" in source.variant.conditions:
         dtypes["image_encoder"] = torch.float32
@@ -282,22 +272,18 @@ def build_pipeline(
     try:
         pipeline = getattr(diffusers, source.class_name).from_pretrained(source.model, **dits, dtype=dtypes)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{label} cannot be loaded ({_first_line(error)}).") from error
+        raise ConfigError(f"{label} cannot be loaded ({one_line(error)}). Restore the files.") from error
     encoder = pipeline.text_encoder
     if not torch.equal(encoder.encoder.embed_tokens.weight, encoder.shared.weight):
-        # transformers releases of late 2025 left the embedding random: sharp videos that ignore the prompt.
+        # With transformers releases of late 2025 the embedding is random, and sharp videos ignore the prompt.
         raise ConfigError(
-            f"{label}: the text encoder's token embedding is not its shared weight; upgrade transformers, which loads UMT5 "
-            "wrongly."
+            f"{label}: this release of transformers loads UMT5 wrongly (embed_tokens is not the shared embedding). Upgrade "
+            "transformers."
         )
     scheduler = pipeline.scheduler.config
     if not (scheduler.get("use_flow_sigmas") or "shift" in scheduler):
         raise ConfigError(
-            f"{label}: its scheduler {type(pipeline.scheduler).__name__} does not do flow matching; give it one that does, such "
-            "as UniPCMultistepScheduler with use_flow_sigmas."
+            f"{label}: its scheduler {type(pipeline.scheduler).__name__} does not support flow matching. Use another scheduler, "
+            "such as UniPCMultistepScheduler with use_flow_sigmas."
         )
     return pipeline
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

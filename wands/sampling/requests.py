@@ -21,7 +21,7 @@ FilePath = Annotated[str | None, BeforeValidator(lambda path: None if path is No
 
 
 class SampleRequest(BaseModel):
-    """One video to sample. A field that is set explicitly wins over the same option of the command."""
+    """One video to sample. An explicitly set field overrides the option of the command with the same name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,7 +59,7 @@ class SizeRule:
     patch_size: tuple[int, int, int] = (1, 2, 2)
 
     def problem(self, key: str, value: int) -> str | None:
-        """Return the rule that a size breaks with the nearest valid sizes, or None for a valid size.
+        """Return None for a valid size, else the rule that the size breaks and the nearest valid sizes.
 
         Args:
             key: "height", "width" or "num_frames".
@@ -73,8 +73,8 @@ class SizeRule:
             return None
         sizes = " or ".join(str(size) for size in (below, below + step) if size > 0)
         if axis == 0:
-            return f"must be {stride}k+1 (one frame, then groups of {stride}); use {sizes}."
-        return f"must be a multiple of {step} (VAE stride {stride} x patch {patch}); use {sizes}."
+            return f"must be {stride}k+1 (one frame, then groups of {stride}). Use {sizes}."
+        return f"must be a multiple of {step} (VAE stride {stride} x patch {patch}). Use {sizes}."
 
 
 def flag_of(field: str) -> str:
@@ -89,24 +89,27 @@ def read_prompts(path: Path) -> list[SampleRequest]:
 
     Args:
         path: `.txt` with one prompt per line; or `.jsonl` with one object per line, whose keys are `prompt` (or `caption`)
-            and any other field of `SampleRequest`. Empty lines are skipped, columns that name a clip are ignored. Relative
-            image names are relative to the file's folder.
+            and any other field of `SampleRequest`. Empty lines are skipped. Columns with the name of a clip are ignored.
+            Relative image paths start at the folder of the file.
 
     Returns:
-        One request per line, in the file's order; only the fields in the line are set explicitly.
+        One request per line, in the order of the file. Only the fields in the line are set explicitly.
 
     Raises:
-        ConfigError: if the file is missing, empty or of another kind, or lines are invalid; lists every line with its number.
+        ConfigError: if the file is missing, empty or not a prompt file, or lines are invalid. The error lists all invalid
+            lines.
     """
     label = f"--prompts-file={path}"
     if path.suffix not in (".txt", ".jsonl"):
-        raise ConfigError(f"{label} must end in .txt (one prompt a line) or .jsonl; rename or convert it.")
+        raise ConfigError(
+            f"{label} must end in .txt (one prompt per line) or .jsonl. Rename or convert the file."
+        )
     try:
-        # Editors on Windows start a file with a BOM. splitlines would also split at U+2028, which JSON strings may contain.
+        # Editors on Windows write a BOM first. splitlines would also split at U+2028, which JSON strings may contain.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = one_line(error) if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{label} cannot be read ({reason}); give a .txt or .jsonl file.") from None
+        raise ConfigError(f"{label} cannot be read ({reason}). Give a .txt or .jsonl file.") from None
     requests, problems = [], []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -120,8 +123,9 @@ def read_prompts(path: Path) -> list[SampleRequest]:
         except ValueError as error:
             problems.append(f"{path}:{number}: {error}")
     if not requests and not problems:
-        problems.append(f"{label} contains no prompt; write one per line.")
-    raise_problems(problems)
+        problems.append(f"{label} contains no prompt. Write one prompt per line.")
+    if problems:
+        raise ConfigError(problems)
     return requests
 
 
@@ -129,15 +133,15 @@ def _parse_row(line: str, folder: Path) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error.msg}, column {error.colno}); fix the line.") from None
+        raise ValueError(f"is not JSON ({error.msg}, column {error.colno}). Fix the line.") from None
     if not isinstance(row, dict):
         raise ValueError(
-            f'must be an object such as {{"prompt": "a cat"}}, not {type(row).__name__}; fix the line.'
+            f'must be an object such as {{"prompt": "a cat"}}, not {type(row).__name__}. Fix the line.'
         )
     names = [name for name in CAPTION_NAMES if name in row]
     if len(names) != 1:
         raise ValueError(
-            f"has {' and '.join(names) or 'no prompt'}; give the text once, as prompt or caption."
+            f"has {' and '.join(names) or 'no prompt'}. Give the text once, as prompt or caption."
         )
     values = {"prompt": row.pop(names[0])}
     for key, value in row.items():
@@ -152,16 +156,16 @@ def build_requests(
     """Combine every prompt with its options and check the result.
 
     Args:
-        prompts: texts, or requests whose explicitly set fields win over `options`.
-        options: field of `SampleRequest` -> None or () (not given), one value for all prompts, or one value
-            per prompt. A single `seed` is incremented: prompt i gets seed + i, so that equal prompts give different videos.
+        prompts: texts, or requests whose explicitly set fields override `options`.
+        options: field of `SampleRequest` -> None or () if not given, one value for all prompts, or one value per prompt.
+            Prompt i gets seed + i from a single `seed`, so that equal prompts give different videos.
         rule: sizes that the model can sample.
 
     Returns:
-        The requests, and all problems of all prompts; the requests are complete if there is no problem.
+        The requests, and the problems of all prompts. A prompt with a problem may have no request.
     """
     if not prompts:
-        return [], ["--prompt is missing; give --prompt TEXT at least once, or --prompts-file."]
+        return [], ["--prompt is missing. Give --prompt TEXT at least once, or --prompts-file."]
     columns, problems = {}, []
     for key, given in options.items():
         values = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
@@ -169,7 +173,7 @@ def build_requests(
             columns[key] = values
         elif len(values) > 1:
             problems.append(
-                f"{flag_of(key)} is given {len(values)} times for {len(prompts)} prompts; give it once or {len(prompts)} times."
+                f"{flag_of(key)} is given {len(values)} times for {len(prompts)} prompts. Give it once or {len(prompts)} times."
             )
         elif key == "seed":
             columns[key] = [(values or [0])[0] + i for i in range(len(prompts))]
@@ -192,14 +196,13 @@ def build_requests(
 
 
 def check_conditions(requests: Sequence[SampleRequest], variant: Variant) -> list[str]:
-    """Return the images and guidance options that a model lacks or cannot use.
+    """Return the problems with images and guidance: required but not given, or given but useless for the model.
+
+    Prompts with the same problem share one sentence.
 
     Args:
         requests: from `build_requests`.
         variant: variant of the model.
-
-    Returns:
-        Problems, one sentence for all prompts that share it.
     """
     problems = [
         (i, option, rule)
@@ -214,18 +217,18 @@ def _condition_problems(request: SampleRequest, variant: Variant) -> Iterator[tu
     can_start, must_end = {"image", "first_frame"} & set(conditions), "last_image" in conditions
     image, last_image = f"--image={request.image}", f"--last-image={request.last_image}"
     if request.image is None and "image" in conditions:
-        yield "--image", f"is missing, and {name} starts from an image; give --image PATH."
+        yield "--image", f"is missing, and {name} starts from an image. Give --image PATH."
     if request.image is not None and not can_start:
-        yield image, f"is for models that start from an image, not for {name}; leave it out."
+        yield image, f"is for models that start from an image, not for {name}. Leave it out."
     if request.last_image is None and must_end:
-        yield "--last-image", f"is missing, and {name} ends at an image; give --last-image PATH."
+        yield "--last-image", f"is missing, and {name} ends at an image. Give --last-image PATH."
     if request.last_image is not None and not must_end:
-        fix = "leave it out, or use FLF2V" if can_start else "leave it out"
-        yield last_image, f"is for models that end at an image, not for {name}; {fix}."
+        fix = "Leave it out, or use FLF2V" if can_start else "Leave it out"
+        yield last_image, f"is for models that end at an image, not for {name}. {fix}."
     if must_end and request.num_frames == 1:
-        yield "--frames=1", "leaves no frame between the first image and the last; use 5 or more."
-    # diffusers decides by the first scale alone whether there is any guidance.
-    no_effect = f"has no effect with --guidance={request.guidance_scale:g}, which turns guidance off; raise --guidance above 1"
+        yield "--frames=1", "has no room for two images. Use 5 or more."
+    # In diffusers, guidance_scale alone decides whether there is any guidance.
+    no_effect = f"has no effect with --guidance={request.guidance_scale:g}, which turns guidance off. Raise --guidance above 1"
     if request.guidance_scale <= 1 and (text := request.negative_prompt):
         shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
         yield f"--negative-prompt={shown}", f"{no_effect}, or leave --negative-prompt out."
@@ -233,13 +236,13 @@ def _condition_problems(request: SampleRequest, variant: Variant) -> Iterator[tu
         return
     second = f"--guidance-2={request.guidance_scale_2:g}"
     if len(variant.experts) == 1:
-        yield second, f"is for models of two experts, and {name} has one; leave it out."
+        yield second, f"is for models of two experts, and {name} has one expert. Leave it out."
     elif request.guidance_scale <= 1 < request.guidance_scale_2:
         yield second, f"{no_effect}."
 
 
 def _join_prompts(problems: Iterable[tuple[int, str, str]], num_prompts: int) -> list[str]:
-    """Turn (index of the prompt, option, rule) into one sentence for all prompts that share option and rule."""
+    """Turn (index of a prompt, option, rule) into sentences, one for all prompts with the same option and rule."""
     prompts: dict[tuple[str, str], list[int]] = {}
     for i, option, rule in problems:
         prompts.setdefault((option, rule), []).append(i + 1)
@@ -252,24 +255,10 @@ def _join_prompts(problems: Iterable[tuple[int, str, str]], num_prompts: int) ->
 
 
 def _rules(error: ValidationError) -> Iterator[tuple[str, str, str]]:
-    """(key, value, broken rule) of every error of a request."""
+    """Yield (key, value, broken rule) for every error in a request."""
     for item in error.errors():
         key = ".".join(map(str, item["loc"]))
-        rule = f"is refused: {item['msg'][0].lower()}{item['msg'][1:]}."
+        rule = f"is invalid: {item['msg'][0].lower()}{item['msg'][1:]}."
         if item["type"] == "extra_forbidden":
             rule = f"is not an option of a prompt; {suggest(key, SampleRequest.model_fields)}"
         yield key, repr(item["input"]), rule
-
-
-def raise_problems(problems: Sequence[str]) -> None:
-    """Raise all problems as one error.
-
-    Raises:
-        ConfigError: if there are problems; one line for one problem, a list for more.
-    """
-    if len(problems) == 1:
-        raise ConfigError(problems[0])
-    if problems:
-        raise ConfigError(
-            "\n".join([f"{len(problems)} problems:", *(f"  - {problem}" for problem in problems)])
-        )

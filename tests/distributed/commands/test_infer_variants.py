@@ -439,11 +439,11 @@ IMAGE, LAST, BOTH = (
     [
         ("wan2.1-t2v-1.3b", IMAGE, "--image=first.png is for models that start from an image, not for wan2.1-t2v"),
         ("wan2.1-t2v-1.3b", {"image": ("my dog.png", None)}, "--image=my dog.png of prompt 1 is for models"),
-        ("wan2.1-i2v-14b", {}, "--image is missing, and wan2.1-i2v-tiny starts from an image; give"),
+        ("wan2.1-i2v-14b", {}, "--image is missing, and wan2.1-i2v-tiny starts from an image. Give"),
         ("wan2.1-i2v-14b", BOTH, "--last-image=last.png is for models that end at an image, not for wan2.1"),
         ("wan2.1-flf2v-14b", IMAGE, "--last-image is missing, and wan2.1-flf2v-tiny ends at an"),
-        ("wan2.1-flf2v-14b", BOTH | {"num_frames": 1}, "--frames=1 leaves no frame between the first image"),
-        ("wan2.2-ti2v-5b", {"height": 48}, "--height=48 must be a multiple of 32 (VAE stride 16 x patch 2); use 32 or 64."),
+        ("wan2.1-flf2v-14b", BOTH | {"num_frames": 1}, "--frames=1 has no room for two images. Use"),
+        ("wan2.2-ti2v-5b", {"height": 48}, "--height=48 must be a multiple of 32 (VAE stride 16 x patch 2). Use 32 or 64."),
         ("wan2.2-ti2v-5b", IMAGE, "--image=first.png cannot be used: video=first.png is not a regular file; check the path"),
         ("wan2.2-ti2v-5b", {"guidance_scale_2": 3.0}, "--guidance-2=3 is for models of two experts, and wan2.2"),
         ("wan2.2-t2v-a14b", {"guidance_scale": 1.0, "guidance_scale_2": 3.0}, "--guidance-2=3 has no effect"),
@@ -452,7 +452,7 @@ IMAGE, LAST, BOTH = (
         ("wan2.2-t2v-a14b", {"image": ("first.png", None)}, "--image=first.png of prompt 1 is for models"),
         ("wan2.2-t2v-a14b", {"lora": ["no/such/lora"]}, "--lora=no/such/lora does not exist. Give the file"),
         ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "--lora-2=a/b=much must end in a number after the '='. Write"),
-        ("wan2.2-ti2v-5b", {"lora_2": ["low.safetensors"]}, "--lora-2=low.safetensors is for the low-noise expert of two"),
+        ("wan2.2-ti2v-5b", {"lora_2": ["low.safetensors"]}, "--lora-2=low.safetensors is for the low-noise expert, but"),
     ],
 )  # fmt: skip
 def test_one_sentence_before_weights_are_read(
@@ -505,7 +505,7 @@ def test_parts_that_do_not_belong_together(tiny_variant: Callable[[str], Path], 
         ("wan2.1-i2v-14b", "model_index.json", {"_class_name": "WanPipeline"}, "needs a WanImageToVideoPipeline"),
         ("wan2.1-i2v-14b", "image_encoder/config.json", {"hidden_size": 48}, "hidden_size=48 must equal image_dim=32"),
         ("wan2.2-t2v-a14b", "model_index.json", {"boundary_ratio": None}, "transformer, transformer_2 and boundary_ratio=None"),
-        ("wan2.2-t2v-a14b", "transformer_2/config.json", {"ffn_dim": 97}, "its two experts differ in ffn_dim"),
+        ("wan2.2-t2v-a14b", "transformer_2/config.json", {"ffn_dim": 97}, "the configs of the two experts differ in ffn_dim"),
     )  # fmt: skip
     for variant, name, entries, message in cases:
         folder = changed(variant, name, **entries)

@@ -42,7 +42,6 @@ from wands.model.files.loading import build_empty, load_config, load_transformer
 from wands.model.files.name_maps import DIT, rename_all
 from wands.model.transformer import PackedWanTransformer
 from wands.sampling.pipeline import DiTSource, load_dit
-from wands.sampling.requests import raise_problems
 from wands.sampling.sharing import plan_ranks
 from wands.variants import Expert
 
@@ -341,7 +340,8 @@ def _meet(setup: Setup) -> ProcessGroups:
             agreed=True,
         )
     dims, problems = plan_ranks(setup.variant)
-    raise_problems(problems)
+    if problems:
+        raise ConfigError(problems)
     return ProcessGroups.build(dims, device)
 
 
