@@ -1,4 +1,4 @@
-"""Find the frozen parts of a pipeline folder, read their configs and the variant."""
+"""Find the frozen parts of a pipeline, read their configs, and recognise the model variant."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wands.errors import ConfigError
-from wands.files import read_json
+from wands.errors import ConfigError, one_line
+from wands.files import read_json_object
 from wands.model.files.hub import fetch_model
 from wands.model.files.loading import load_index
 from wands.variants import Variant, variant_of
@@ -22,11 +22,11 @@ ALL_FILES = (*CONFIG_FILES, "*.safetensors")
 
 
 def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES) -> Path:
-    """Return the folder of a pipeline's part, downloading it if `model` is a Hub id.
+    """Return the folder of a pipeline's part, and download the part if `model` is a Hub id.
 
     Args:
         model: diffusers pipeline folder or Hub id.
-        part: sub-folder, such as "vae".
+        part: subfolder of the pipeline, such as "vae".
         patterns: patterns of the files to download.
 
     Raises:
@@ -35,8 +35,8 @@ def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES)
     root = fetch_model(model, key="model", allow=[f"{part}/{pattern}" for pattern in patterns])
     if not (root / part).is_dir():
         raise ConfigError(
-            f"model={model} has no {part} folder; give a complete Wan pipeline in diffusers layout, which wands convert makes "
-            "from an official one."
+            f"model={model} has no {part} folder. Give a complete Wan pipeline in diffusers layout. wands convert makes one from "
+            "an official repository."
         )
     return root / part
 
@@ -48,14 +48,11 @@ def read_config(path: Path) -> dict[str, Any]:
         ConfigError: if the file is missing or not a JSON object.
     """
     label = f"model={path.parent.parent}: {path.parent.name}/{path.name}"
-    value = read_json(path, label=label, fix="restore the file.")
-    if not isinstance(value, dict):
-        raise ConfigError(f"{label} is not a JSON object; restore the file.")
-    return value
+    return read_json_object(path, label=label, fix="restore the file.")
 
 
 def read_variant(model: str | Path) -> Variant:
-    """Return the variant that the configs of a pipeline name.
+    """Return the variant of a pipeline from its configs.
 
     Args:
         model: diffusers pipeline folder or Hub id.
@@ -67,15 +64,35 @@ def read_variant(model: str | Path) -> Variant:
     try:
         return variant_of(config, load_index(model))
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"model={model}: {error}; give a pipeline of Wan 2.1 or 2.2.") from None
+        raise ConfigError(f"model={model}: {error}. Give a pipeline of Wan 2.1 or 2.2.") from None
+
+
+@contextmanager
+def loading_part(model: str | Path, part: str) -> Iterator[None]:
+    """Hide notices while the block loads a part of a pipeline, and explain its errors.
+
+    Args:
+        model: diffusers pipeline folder or Hub id.
+        part: name of the part, for errors.
+
+    Raises:
+        ConfigError: if the block fails to read the part.
+    """
+    try:
+        with quiet_loading():
+            yield
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"model={model}: its {part} cannot be loaded ({one_line(error)}). Restore its files."
+        ) from None
 
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Hide notices of diffusers and transformers while the block loads parts, and their progress bars without a terminal.
+    """Hide notices of diffusers and transformers while the block loads parts. Without a terminal, hide progress bars too.
 
-    The notices name unused config keys, unused tensors and fallbacks of image processors. Reports of missing tensors stay, and
-    `wands --verbose` shows all notices. A progress bar would write one line per step into a log file.
+    The hidden notices are about unused config keys, unused tensors and fallbacks of image processors. Reports of missing tensors
+    are shown, and `wands --verbose` shows all notices. In a log file, a progress bar would write one line per step.
     """
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
@@ -84,7 +101,7 @@ def quiet_loading() -> Iterator[None]:
     notices = [logging.getLogger(name) for name in ("diffusers", "transformers.models.auto")]
     levels = [notice.level for notice in notices]
     reports = logging.getLogger("transformers.modeling_utils")
-    filters = list(reports.filters)  # blocks may be nested
+    filters = list(reports.filters)  # `quiet_loading` may be nested
     for part in bars if not sys.stderr.isatty() else []:
         part.disable_progress_bar()
     if not logger.isEnabledFor(logging.DEBUG):

@@ -1,4 +1,4 @@
-"""Fingerprint of the frozen encoders of a pipeline: equal fingerprints make equal caches."""
+"""Fingerprint of the frozen encoders of a pipeline. Encoders with equal fingerprints make equal caches."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from wands.encoders.components import CONFIG_FILES, find_part, read_config
+from wands.encoders.components import CONFIG_FILES, find_part, loading_part, read_config
 from wands.errors import ConfigError, one_line
 from wands.model.files.loading import load_index
 
-# Config keys that change numbers without changing a tensor's name or shape. The lists name relevant keys and not irrelevant
-# ones, because every release of diffusers and transformers adds keys.
+# Config keys that change numbers without changing the name or shape of a tensor. The lists contain the keys to use and not the
+# keys to ignore, because every release of diffusers and transformers adds keys.
 # fmt: off
 VAE_KEYS = (
     "z_dim", "latents_mean", "latents_std", "is_residual", "patch_size", "temperal_downsample", "scale_factor_temporal",
@@ -44,8 +45,8 @@ PROBE = "A cat, 2 dogs &amp; «trois» oiseaux – 一只猫 🐈 swim\n\tslowly
 def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
     """Identify the frozen encoders of a pipeline by their content.
 
-    Weights are identified by the SHA-256 of their files, configs by the keys that change numbers, the tokenizer by its
-    vocabulary and the tokens of one sentence. Weights on the Hub are not downloaded: the Hub stores their hashes.
+    The fingerprint contains the SHA-256 of weight files, of the config keys that change numbers, and of the tokenizer's
+    vocabulary and its tokens of one sentence. Weights on the Hub are not downloaded, because the Hub stores their SHA-256.
 
     Args:
         model: diffusers pipeline folder or Hub id.
@@ -59,21 +60,18 @@ def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
     """
     readers: dict[str, Callable[[str, Path], dict[str, str]]] = {
         "vae": _fingerprint_vae,
-        "text_encoder": _fingerprint_text_encoder,
+        "text_encoder": partial(_fingerprint_encoder, "UMT5Config", TEXT_KEYS),
         "tokenizer": _fingerprint_tokenizer,
-        "image_encoder": _fingerprint_image_encoder,
+        "image_encoder": partial(_fingerprint_encoder, "CLIPVisionConfig", CLIP_KEYS),
         "image_processor": _fingerprint_image_processor,
     }
     fingerprint = {}
     for part, read in readers.items():
-        if Path(model).is_dir() and not (Path(model) / part).is_dir():
-            continue
-        # A missing part on the Hub is an error for find_part, and most models have no CLIP.
-        if (
-            part in IMAGE_PARTS
-            and not Path(model).is_dir()
-            and load_index(model).get(part, [None])[0] is None
-        ):
+        if Path(model).is_dir():
+            is_missing = not (Path(model) / part).is_dir()
+        else:  # most models have no CLIP; find_part would fail for a missing part on the Hub
+            is_missing = part in IMAGE_PARTS and load_index(model).get(part, [None])[0] is None
+        if is_missing:
             continue
         fingerprint[part] = read(str(model), find_part(model, part, CONFIG_FILES))
     return fingerprint
@@ -89,37 +87,21 @@ def _fingerprint_vae(model: str, folder: Path) -> dict[str, str]:
     return {"config_sha256": _sha256(kept), "weights_sha256": weights}
 
 
-def _fingerprint_text_encoder(model: str, folder: Path) -> dict[str, str]:
-    from transformers import UMT5Config
+def _fingerprint_encoder(class_name: str, keys: Sequence[str], model: str, folder: Path) -> dict[str, str]:
+    """Fingerprint an encoder of transformers. The config class sets the defaults of missing keys."""
+    import transformers
 
-    return _fingerprint_encoder(model, folder, UMT5Config, TEXT_KEYS)
-
-
-def _fingerprint_image_encoder(model: str, folder: Path) -> dict[str, str]:
-    from transformers import CLIPVisionConfig
-
-    return _fingerprint_encoder(model, folder, CLIPVisionConfig, CLIP_KEYS)
-
-
-def _fingerprint_encoder(model: str, folder: Path, kind: Any, keys: Sequence[str]) -> dict[str, str]:
-    """Fingerprint an encoder of transformers; the config class `kind` adds defaults of missing keys."""
-    config = kind.from_dict(read_config(folder / "config.json"))
+    config = getattr(transformers, class_name).from_dict(read_config(folder / "config.json"))
     kept = {key: getattr(config, key) for key in keys}
-    return {
-        "config_sha256": _sha256(kept),
-        "weights_sha256": _weights_sha256(model, folder, "model.safetensors"),
-    }
+    weights = _weights_sha256(model, folder, "model.safetensors")
+    return {"config_sha256": _sha256(kept), "weights_sha256": weights}
 
 
 def _fingerprint_tokenizer(model: str, folder: Path) -> dict[str, str]:
     from transformers import AutoTokenizer
 
-    try:
+    with loading_part(model, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"model={model} has a tokenizer that cannot be loaded ({one_line(error)}); restore the folder tokenizer."
-        ) from None
     return {"vocabulary_sha256": _sha256([sorted(tokenizer.get_vocab().items()), tokenizer(PROBE).input_ids])}
 
 
@@ -132,7 +114,7 @@ def _fingerprint_image_processor(model: str, folder: Path) -> dict[str, str]:
 def _weights_sha256(model: str, folder: Path, single: str) -> str:
     index = folder / f"{single}.index.json"
     names = sorted(set(read_config(index)["weight_map"].values())) if index.is_file() else [single]
-    with ThreadPoolExecutor(4) as pool:  # hashlib releases the GIL: weight files of UMT5-XXL in parallel
+    with ThreadPoolExecutor(4) as pool:  # hashlib releases the GIL, so threads hash files in parallel
         hashes = list(pool.map(lambda name: _file_sha256(model, folder, name), names))
     return hashes[0] if len(hashes) == 1 else _sha256(hashes)
 
@@ -146,12 +128,13 @@ def _file_sha256(model: str, folder: Path, name: str) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     if Path(model).is_dir():
-        raise ConfigError(f"model={model} has no {folder.name}/{name}; restore it from the Hub.")
+        raise ConfigError(f"model={model} has no {folder.name}/{name}. Restore the file from the Hub.")
     try:
         etag = get_hf_file_metadata(hf_hub_url(model, f"{folder.name}/{name}")).etag
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigError(
-            f"model={model}: the Hub has no hash of {folder.name}/{name} ({one_line(error)}); check network and access."
+            f"model={model}: the Hub gives no SHA-256 of {folder.name}/{name} ({one_line(error)}). Check the network and your "
+            "access."
         ) from None
     return str(etag)
 

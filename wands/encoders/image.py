@@ -17,18 +17,17 @@ from torch import Tensor
 from transformers import CLIPVisionModel
 
 from wands.data.clips.video import to_frames
-from wands.encoders.components import find_part, quiet_loading
+from wands.encoders.components import find_part, loading_part
 from wands.encoders.vae import WanVideoEncoder
-from wands.errors import ConfigError, one_line
 from wands.model.files.loading import load_index
 
 
 def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
-    """Return the video that is encoded for the given frames of a clip: mid-grey, 0 in [-1, 1], in all other frames.
+    """Return a clip with its first frame, optionally its last frame, and mid-grey (value 0) in all other frames.
 
     Args:
         pixels: [3, F, H, W] in [-1, 1], F > 1.
-        last_image: whether the last frame is given, too.
+        last_image: keep the last frame too.
 
     Returns:
         Tensor of the shape of `pixels`.
@@ -54,30 +53,24 @@ class ImageEncoder:
     def load(cls, model: str | Path, device: torch.device | str = "cpu") -> ImageEncoder:
         """Load from a pipeline folder or Hub id, in float32 as published.
 
-        The processor has the class that the pipeline names: other classes resize to slightly different pixels.
+        The class of the processor is the class in model_index.json, because other classes resize to slightly different pixels.
 
         Raises:
             ConfigError: if the model does not exist or its files are damaged.
         """
-        named = (load_index(model).get("image_processor") or [None, None])[1] or "CLIPImageProcessor"
-        try:
-            kind = getattr(transformers, named)
-            processor = kind.from_pretrained(find_part(model, "image_processor"))
+        class_name = (load_index(model).get("image_processor") or [None, None])[1] or "CLIPImageProcessor"
+        with loading_part(model, "image encoder"):
+            processor = getattr(transformers, class_name).from_pretrained(find_part(model, "image_processor"))
             folder = find_part(model, "image_encoder")
-            with quiet_loading():
-                encoder = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32)
-        except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
-            raise ConfigError(
-                f"model={model}: its image encoder cannot be loaded ({one_line(error)}); restore its files."
-            ) from None
+            encoder = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32)
         return cls(processor, encoder.to(device))
 
     @torch.no_grad()
     def encode(self, images: Sequence[np.ndarray]) -> Tensor:
-        """Return the hidden states before the last layer, of all images one after the other.
+        """Return the hidden states before the last layer for all images, one image after the other.
 
         Args:
-            images: uint8 [H, W, 3] each.
+            images: images, each uint8 [H, W, 3].
 
         Returns:
             float32 [I, E] on the CPU.
@@ -94,10 +87,10 @@ class ImageEncoder:
 
 
 class WindowEncoder:
-    """Encodes everything but the text that the cache stores of a window, while its pixels are in memory.
+    """Encodes the pixels of a window to everything that the cache stores for it, except the text.
 
-    CLIP stays loaded next to the VAE. Its 1.3 to 2.5 GB are small compared with the VAE's activations, and a separate pass
-    would decode every clip twice.
+    CLIP stays loaded next to the VAE. CLIP's 1.3 to 2.5 GB are small compared with the activations of the VAE, and a separate
+    pass would decode every clip twice.
     """
 
     def __init__(
@@ -139,7 +132,7 @@ class WindowEncoder:
         return cls(vae, ImageEncoder.load(model, device) if "clip" in conditions else None, conditions)
 
     def encode(self, pixels: Tensor) -> dict[str, Tensor]:
-        """Encode a window and its given frames.
+        """Encode a window and its conditioning frames.
 
         Args:
             pixels: float32 [3, F, H, W] in [-1, 1], see `WanVideoEncoder.encode`.
@@ -151,7 +144,7 @@ class WindowEncoder:
         encoded = {"latents": self.vae.encode(pixels)}
         last_image = "last_image" in self.conditions
         if "image" in self.conditions:
-            assert pixels.shape[1] > 1, "a still has only the given frame"
+            assert pixels.shape[1] > 1, "a still image has no frames after the first frame"
             encoded["image_latents"] = self.vae.encode(given_frames(pixels, last_image))
         if self.clip is not None:
             frames = to_frames(pixels[:, [0, -1] if last_image else [0]])

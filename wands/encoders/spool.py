@@ -13,7 +13,7 @@ from wands.data.cache.write_ahead_log import LogRecord, WriteAheadLog, read_reco
 
 
 def caption_name(caption: str) -> str:
-    """Return the digest that names a caption's record: 32 hex digits."""
+    """Return the name of a caption's record in the log: 32 hex digits, a digest of the caption."""
     return hashlib.blake2b(caption.encode(), digest_size=16).hexdigest()
 
 
@@ -27,10 +27,10 @@ def store_text(log: WriteAheadLog, caption: str, embeds: Tensor) -> None:
 
 
 class TextSpool:
-    """Embeddings in write-ahead logs, found by caption; in memory the embeddings of a million captions would take 800 GB."""
+    """Embeddings in write-ahead logs, by caption. Only the index is in memory: a million embeddings would need 800 GB."""
 
     def __init__(self, logs: Iterable[Path]) -> None:
-        """Index the records of the logs; records that are appended later are not found."""
+        """Index the records that the logs contain now."""
         self._records: dict[str, LogRecord] = {}
         for log in logs:
             self._records.update((record.name, record) for record in read_records(log))

@@ -1,4 +1,7 @@
-"""Encode captions as official Wan does. Letters: L text tokens, D width of the encoder."""
+"""Encode captions as official Wan does.
+
+Letters: L text tokens, D width of the encoder.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 
 from wands.data.clips.captions import CLEANING_VERSION as CLEANING_VERSION
 from wands.data.clips.captions import clean_caption
-from wands.encoders.components import find_part, quiet_loading
-from wands.errors import ConfigError, one_line
+from wands.encoders.components import find_part, loading_part
+from wands.errors import ConfigError
 from wands.variants import TEXT_LEN
 
 
 class TextEncoder:
-    """UMT5 and its tokenizer. One caption at a time, without padding.
+    """UMT5 encoder and its tokenizer, which encode one caption at a time without padding.
 
-    UMT5 masks padding, so padding changes only cost and rounding. Without padding, an embedding depends bit for bit on its
-    caption alone. The DiT of Wan attends to padding of zeros, which training appends.
+    UMT5 masks padding, so padding would change only the cost and the rounding. Without padding, an embedding depends only on its
+    caption, bit for bit. The DiT of Wan attends to zero padding, which training appends.
     """
 
     def __init__(self, tokenizer: Any, model: UMT5EncoderModel) -> None:
@@ -30,10 +33,10 @@ class TextEncoder:
             ConfigError: if a faulty transformers release left the token embedding random.
         """
         if model.encoder.embed_tokens.weight.data_ptr() != model.shared.weight.data_ptr():
-            # Releases of late 2025 have this fault: every caption becomes noise without an error.
+            # Releases of late 2025 have this bug: every caption becomes noise, without an error.
             raise ConfigError(
-                "text_encoder: UMT5's encoder.embed_tokens is not its shared embedding; upgrade "
-                "transformers, because this release loads the encoder wrongly."
+                "text_encoder: this release of transformers loads UMT5 wrongly (embed_tokens is not the shared embedding). "
+                "Upgrade transformers."
             )
         self.tokenizer = tokenizer
         self.model = model.eval().requires_grad_(False)
@@ -47,15 +50,9 @@ class TextEncoder:
         Raises:
             ConfigError: if the model does not exist or its files are damaged.
         """
-        try:
+        with loading_part(model, "text encoder"):
             tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer"))
-            folder = find_part(model, "text_encoder")
-            with quiet_loading():
-                encoder = UMT5EncoderModel.from_pretrained(folder, dtype=dtype)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"model={model}: its text encoder cannot be loaded ({one_line(error)}); restore its files."
-            ) from None
+            encoder = UMT5EncoderModel.from_pretrained(find_part(model, "text_encoder"), dtype=dtype)
         return cls(tokenizer, encoder.to(device))
 
     @torch.no_grad()
@@ -63,10 +60,10 @@ class TextEncoder:
         """Clean, tokenise (at most 512 tokens, end token included) and encode one caption.
 
         Args:
-            caption: any text; "" returns the unconditional embedding.
+            caption: any text; "" gives the unconditional embedding.
 
         Returns:
-            bf16 [L, D] on the CPU; L is the caption's length, at least 1.
+            bf16 [L, D] on the CPU; L is at least 1.
         """
         tokens = self.tokenizer(
             clean_caption(caption),

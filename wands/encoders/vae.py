@@ -12,23 +12,23 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from wands.encoders.components import find_part
-from wands.errors import ConfigError, one_line
+from wands.encoders.components import find_part, loading_part
 
 TILE, TILE_STRIDE = 256, 192
-"""Side of a tile and distance between tiles in pixels. These are diffusers' defaults, which fingerprints of caches contain."""
+"""Side of a tile, and distance between the starts of neighbouring tiles, in pixels: diffusers' defaults. Fingerprints of caches
+contain both numbers."""
 
 
 class WanVideoEncoder:
-    """Frozen VAE. A clip is encoded in one piece, because the causal VAE restarts at every cut."""
+    """Frozen VAE, which encodes a whole clip at once because a causal VAE would start anew at every cut."""
 
     def __init__(self, vae: AutoencoderKLWan, *, tiling: bool = False) -> None:
         """Store a loaded VAE.
 
         Args:
             vae: VAE in float32, or in bfloat16 for less memory and time.
-            tiling: encode large frames in overlapping, blended tiles. This needs less memory, but latents near the seams
-                do not depend on the whole frame.
+            tiling: encode large frames in overlapping tiles and blend their latents. This needs less memory, but latents near
+                the seams do not depend on the whole frame.
         """
         self.vae = vae.eval().requires_grad_(False)
         if tiling:
@@ -59,12 +59,8 @@ class WanVideoEncoder:
             ConfigError: if the model does not exist or its files are damaged.
         """
         torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-        try:
+        with loading_part(model, "VAE"):
             vae = AutoencoderKLWan.from_pretrained(find_part(model, "vae"), torch_dtype=torch_dtype)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"model={model}: its VAE cannot be loaded ({one_line(error)}); restore its files."
-            ) from None
         return cls(vae.to(device), tiling=tiling)
 
     @torch.no_grad()
@@ -81,7 +77,7 @@ class WanVideoEncoder:
         assert pixels.dtype == torch.float32, f"pixels are {pixels.dtype}; the range is checked in float32"
         assert pixels.ndim == 4, f"pixels have shape {tuple(pixels.shape)}, not [3, F, H, W]"
         (time, rows, columns), (_, frames, height, width) = self.stride, pixels.shape
-        assert frames % time == 1, f"{frames} frames are not 1 + {time}k: the VAE would drop the tail"
+        assert frames % time == 1, f"{frames} frames are not 1 + {time}k: the VAE would drop the last frames"
         assert height % rows == 0, f"height {height} is not a multiple of {rows}: the VAE would crop it"
         assert width % columns == 0, f"width {width} is not a multiple of {columns}: the VAE would crop it"
         low, high = pixels.aminmax()

@@ -1,6 +1,6 @@
-"""Model card of an exported pipeline or LoRA: base, training data, settings, results and how to load it.
+"""Model card of an exported pipeline or LoRA: base model, training data, recipe, samples and how to load the model.
 
-A card may become public: `without_paths` removes every path of the machine that trained the model.
+A card may become public, so `without_paths` removes every path of the machine that trained the model.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class LoraFile:
     """One LoRA file of a pushed folder.
 
     Attributes:
-        name: path of the file in the repository; its keys are diffusers' keys.
-        targets: (first word of the keys, DiT of the pipeline that the LoRA is for), for each DiT.
+        name: path of the file in the repository; the file has diffusers' keys.
+        targets: one (first word of the keys, DiT to load the LoRA into) for each DiT.
     """
 
     name: str
@@ -49,7 +49,7 @@ class LoraFile:
 
     @property
     def location(self) -> str:
-        """Arguments of `load_lora_weights` that name the file."""
+        """Arguments of `load_lora_weights` for the name of the file."""
         folder, _, name = self.name.rpartition("/")
         return (f'subfolder="{folder}", ' if folder else "") + f'weight_name="{name}"'
 
@@ -59,8 +59,8 @@ class FolderContents:
     """Contents of a pushed folder.
 
     Attributes:
-        class_name: diffusers class of the pipeline; "" for a folder of LoRAs, where the class follows from the variant.
-        loras: LoRA files; () for a pipeline folder.
+        class_name: diffusers class of the pipeline; "" for a folder of LoRAs.
+        loras: LoRA files; () for the folder of a pipeline.
     """
 
     class_name: str = ""
@@ -70,7 +70,7 @@ class FolderContents:
 def without_paths(value: Any) -> Any:
     """Return a copy of a JSON value in which every path of this machine is replaced by its last component.
 
-    Hub ids, URLs and relative paths (``runs/default``) stay, because they contain nothing about a machine.
+    Hub ids, URLs and relative paths (``runs/default``) stay, because they say nothing about a machine.
     """
     if isinstance(value, Mapping):
         return {key: without_paths(item) for key, item in value.items()}
@@ -82,7 +82,7 @@ def without_paths(value: Any) -> Any:
 
 
 def is_local(text: str) -> bool:
-    """Return whether a string has the form of a path of a machine: absolute, under home, or starting with a dot."""
+    """Return whether a string looks like a path of a machine: absolute, under home, or starting with a dot."""
     return bool(_LOCAL.match(text))
 
 
@@ -100,12 +100,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         WandsError: if the file is damaged.
     """
     try:
-        # Not splitlines: JSON does not escape U+2028 and similar characters of a prompt, which end no line of the file.
+        # splitlines would also split at characters such as U+2028, which JSON does not escape in a prompt.
         return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise WandsError(f"{path} cannot be read ({error}); fix or remove the file.") from error
+        raise WandsError(f"{path} cannot be read ({error}). Fix or remove the file.") from error
 
 
 def build_card(
@@ -114,14 +114,14 @@ def build_card(
     """Return the text of the model card.
 
     Args:
-        directory: pushed folder, whose samples are shown.
+        directory: pushed folder with the samples to show.
         repo_id: ``owner/name``, for the title and the loading example.
-        record: record that `wands export` wrote; the card leaves out what the record does not contain.
+        record: record that `wands export` wrote. Rows for missing keys are left out of the card.
         contents: contents of the folder.
-        license_id: name of a licence on the Hub.
+        license_id: identifier of a licence on the Hub.
 
     Returns:
-        Markdown with a YAML head; ``![loss curve]`` refers to `LOSS_FILE` if the record has a loss curve.
+        Markdown with a YAML head. If the record has a loss curve, the text shows the image `LOSS_FILE`.
     """
     variant = _variant_of(record)
     conditions = variant.conditions if variant else ()
@@ -134,7 +134,7 @@ def build_card(
         images["last_image"] = "last_frame.png"
     tasks = ["image-to-video", "text-to-video"] if images else ["text-to-video", "image-to-video"]
     tasks = tasks if "first_frame" in conditions else tasks[:1]
-    samples = _samples(directory)
+    samples, lora_tag = _samples(directory), ["lora"] if loras else []
     head = ModelCardData(
         license=license_id,
         base_model=base_id or None,
@@ -145,11 +145,11 @@ def build_card(
             "wan",
             "video",
             "diffusers",
-            *["lora"] * bool(loras),
+            *lora_tag,
             "deepspeed",
             "wands",
             *tasks,
-            *filter(None, [name]),
+            *([name] if name else []),
         ],
         widget=[{"text": sample["caption"], "output": {"url": sample["link"]}} for sample in samples] or None,
     )
@@ -184,14 +184,14 @@ def build_card(
 
 
 def _variant_of(record: Mapping[str, Any]) -> Variant | None:
-    """Return the variant of a record; for a shape that was never published, the first variant of its family."""
+    """Return the variant in a record. For an unpublished shape, return the first variant of the family."""
     name = str(record.get("variant", ""))
     family = (row for row in VARIANTS.values() if row.name.rpartition("-")[0] == name.rpartition("-")[0])
     return VARIANTS.get(name) or next(family, None)
 
 
 def _samples(directory: Path) -> list[dict[str, Any]]:
-    """Return caption and link of the videos and images of ``DIR/samples``, by name."""
+    """Return caption and link of each video and image in the folder ``samples``, sorted by file name."""
     folder = directory / "samples"
     prompts = {row.get("file"): row.get("prompt") for row in read_rows(folder / SAMPLES_FILE)}
     samples = []

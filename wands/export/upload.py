@@ -1,4 +1,4 @@
-"""Requests to the Hugging Face Hub, with retries, errors in one sentence, and a token that no message shows."""
+"""Send requests to the Hugging Face Hub: retry, explain errors, and keep the token out of all messages."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds before each new attempt; the Hub client does not repeat a commit that the server rejected."""
+"""Seconds to wait before each new attempt. The Hub client does not repeat a commit that the server rejected."""
 FIRST_CONTACT_WAITS = RETRY_WAITS[:2]
-"""Waits for the first requests: nothing is lost yet, and the user should soon learn of a wrong address."""
+"""Seconds to wait before each new attempt of the first requests, so that a wrong address is reported soon."""
 
 _LOGIN = "make a token with write access, then run `hf auth login` or set HF_TOKEN"
-_AGAIN = "run the same command again: files that have arrived are not sent twice"
+_AGAIN = "run the same command again: files that were uploaded are not sent twice"
 _XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
 
 
 @dataclass(frozen=True)
 class Hub:
-    """One repository of one server, and the token that no message may show."""
+    """A repository on a Hub server, with the token, which no message shows."""
 
     api: HfApi
     token: str = field(repr=False)
     repo_id: str
 
     def call(self, action: str, request: Callable[[], T], waits: tuple[float, ...]) -> T:
-        """Return the result of `request`; wait and repeat it if the server or the network failed.
+        """Return the result of `request`. If the server or the network fails, wait and send the request again.
 
         Args:
             action: name of the request in messages.
             request: function that sends the request.
-            waits: seconds before each new attempt.
+            waits: seconds to wait before each new attempt.
 
         Raises:
             WandsError: if the request was refused, or every attempt failed.
@@ -63,7 +63,7 @@ class Hub:
                 is_network = isinstance(cause, network_errors)
                 transient = status in (408, 429) or status >= 500 if status else is_network
                 if wait is None or not transient:
-                    # Without the chain: a traceback would print a token that the server repeats.
+                    # Without the cause, because a traceback would print a token in the server's answer.
                     raise WandsError(self._explain(action, text, status, is_network)) from None
                 log.warning("%s failed (%s); trying again in %g s", action, text, wait)
                 time.sleep(wait)
@@ -80,31 +80,29 @@ class Hub:
         name, endpoint = f"REPO_ID {self.repo_id}", f"--endpoint {self.api.endpoint}"
         if status == 404 and "/xet-write-token/" in text:
             return f"{endpoint} has no Xet storage ({text}); set HF_HUB_DISABLE_XET=1 and push again."
-        if status == 401:
-            return f"{name}: {self.api.endpoint} refuses the token ({text}); {_LOGIN}."
-        if status in (403, 404):
-            return (
-                f"{name} cannot be written with this token ({text}); push to your own account, or {_LOGIN}."
-            )
-        if status == 409:
-            return f"{name} was changed by another commit in the meantime ({text}); {_AGAIN}."
-        if status:
-            return f"{name}: {action} was refused ({text}); {_AGAIN}."
-        if is_network:
-            return f"{endpoint} cannot be reached ({text}); check address and network, then {_AGAIN}."
-        return f"{name}: {action} failed ({text}); fix the cause, then {_AGAIN}."
+        not_writable = f"{name} cannot be written with this token"
+        problem, fix = {
+            401: (f"{name}: {self.api.endpoint} rejects the token", _LOGIN),
+            403: (not_writable, f"push to your own account, or {_LOGIN}"),
+            404: (not_writable, f"push to your own account, or {_LOGIN}"),
+            409: (f"{name} was changed by another commit in the meantime", _AGAIN),
+            None: (f"{name}: {action} failed", f"fix the cause, then {_AGAIN}"),
+        }.get(status, (f"{name}: {action} was rejected", _AGAIN))
+        if status is None and is_network:
+            problem, fix = f"{endpoint} cannot be reached", f"check address and network, then {_AGAIN}"
+        return f"{problem} ({text}); {fix}."
 
 
 def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
-    """Check everything that can be checked without the network.
+    """Check name, address and token without the network, and return the repository.
 
     Args:
         repo_id: ``owner/name`` or ``name``.
-        token: None takes HF_TOKEN or the token that ``hf auth login`` stored.
-        endpoint: None takes HF_ENDPOINT or the public Hub.
+        token: Hub token; None uses HF_TOKEN or the token that ``hf auth login`` stored.
+        endpoint: address of the Hub; None uses HF_ENDPOINT or the public Hub.
 
     Raises:
-        WandsError: if name, address or token cannot be used, or offline mode is set.
+        WandsError: if name, address or token is invalid, or offline mode is set.
     """
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -113,8 +111,8 @@ def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
         validate_repo_id(repo_id)
     except HFValidationError:
         raise WandsError(
-            f"REPO_ID {repo_id} is not a name for a repository; use owner/name, at most 96 letters, digits, "
-            "'-', '_' and '.', with no '-' or '.' doubled or at an end."
+            f"REPO_ID {repo_id} is not a valid name of a repository; use owner/name, with at most 96 letters, digits, '-', '_' "
+            "and '.', without '--' and '..', and without '-' or '.' at the start or end."
         ) from None
     endpoint = endpoint or constants.ENDPOINT
     if not re.match(r"https?://\w", endpoint):
@@ -125,7 +123,7 @@ def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
         )
     try:
         secret = (token or get_token() or "").strip()
-    except Exception as error:  # a login without keys has its own errors, which differ by version
+    except Exception as error:  # the class of an error in the stored login depends on the version
         raise WandsError(
             f"The Hub token cannot be read ({type(error).__name__}: {error}); {_LOGIN}."
         ) from error
@@ -142,7 +140,7 @@ def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
 
     Args:
         hub: result of `connect`.
-        public: visibility of a new repository; an existing repository keeps its visibility, a difference is logged.
+        public: visibility of a new repository. An existing repository keeps its visibility, and a difference is logged.
         revision: branch to commit to; None is ``main``.
 
     Returns:
@@ -181,6 +179,6 @@ def _status(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     if response is not None:
         return response.status_code
-    # The Xet transfer raises plain errors, which contain the status only as text.
+    # The errors of a Xet transfer contain the status only in their text.
     match = _XET_STATUS.search(str(error))
     return int(match[1]) if match else None

@@ -404,7 +404,7 @@ def test_a_commit_whose_answer_is_lost_is_not_made_twice(small: Path, hub: FakeH
 def test_a_second_push_goes_on_where_the_first_gave_up(small: Path, hub: FakeHub) -> None:
     hub.fail("commit", 503, times=3)
     with pytest.raises(
-        WandsError, match=r"REPO_ID alice/wan-tiny: the upload was refused \(HTTP 503.*sent twice"
+        WandsError, match=r"REPO_ID alice/wan-tiny: the upload was rejected \(HTTP 503.*sent twice"
     ):
         send(small, hub)
     assert hub.files(NAME) == {}
@@ -448,13 +448,13 @@ def test_the_way_of_the_library_with_xet(small: Path, hub: FakeHub, monkeypatch:
     [
         ({"token": None}, "No Hub token was found for REPO_ID alice/wan-tiny; make a token"),
         ({"token": "  "}, "No Hub token was found"),
-        ({"token": "hf_wrong"}, r"refuses the token \(HTTP 401: .*\); make a token with write access"),
+        ({"token": "hf_wrong"}, r"rejects the token \(HTTP 401: .*\); make a token with write access"),
         ({"token": "hf_two\nlines"}, "The Hub token contains characters that no token has"),
         ({"repo_id": "bob/free"}, r"REPO_ID bob/free cannot be written with this token \(HTTP 403"),
         ({"repo_id": "bob/hidden"}, r"REPO_ID bob/hidden cannot be written with this token \(HTTP 403"),
         ({"repo_id": "bob/open"}, r"REPO_ID bob/open cannot be written with this token \(HTTP 403"),
-        ({"repo_id": "a/b/c"}, "REPO_ID a/b/c is not a name for a repository; use owner/name"),
-        ({"repo_id": "alice/a--b"}, "is not a name for a repository"),
+        ({"repo_id": "a/b/c"}, "REPO_ID a/b/c is not a valid name of a repository; use owner/name"),
+        ({"repo_id": "alice/a--b"}, "is not a valid name of a repository"),
         ({"endpoint": "hub.example"}, "--endpoint hub.example is not a web address; write https://host"),
         (
             {"endpoint": "http://127.0.0.1:9"},
