@@ -386,11 +386,11 @@ def test_an_output_dir_with_checkpoints_is_not_overwritten(tiny_pipeline: Path, 
         f"output_dir={tmp_path / 'run'}",
     )
     assert "contains checkpoints of an earlier run; add --resume" in refused("train", *common)
-    assert "holds no complete checkpoint" in refused("train", *common, "--resume")
+    assert "contains no complete checkpoint" in refused("train", *common, "--resume")
 
 
 def test_export_and_infer_mistakes(tmp_path: Path, tiny_pipeline: Path):
-    assert "holds no complete checkpoint" in refused("export", tmp_path, "--out", tmp_path / "out")
+    assert "contains no complete checkpoint" in refused("export", tmp_path, "--out", tmp_path / "out")
     assert "--model=/no/model does not exist" in refused(
         "infer", "--model", "/no/model", "--prompt", "x", "--out", tmp_path / "o"
     )

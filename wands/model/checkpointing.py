@@ -4,7 +4,7 @@ Under `torch.utils.checkpoint` a block runs twice, the second time in backward. 
 again in the second run. They stay on the device (saved) or in host memory (offloaded). The names belong to self-attention and the
 feed-forward:
 
-block_input       residual stream before the block; every mode except "none" keeps it, so it can only be offloaded
+block_input       residual stream before the block; always kept on the device, unless it is offloaded
 query_proj        result of attn1.to_q, before norm and rotation
 key_proj          result of attn1.to_k, before norm and rotation
 value_proj        result of attn1.to_v
@@ -54,11 +54,11 @@ class SelectiveCheckpoint:
         saved: names of tensors that stay on the device.
         offloaded: names of tensors that are offloaded to host memory.
         operators: name -> operators whose results have this name, in addition to `PROJECTIONS`.
-        offloader: host memory for offloaded tensors; by default a new one at the first forward. Models that run one after the
-            other can share an offloader, if none of them runs between the forward and the backward of another.
+        offloader: host memory for offloaded tensors; None makes a new offloader at the first forward. Two models can share an
+            offloader if no model runs between the forward and the backward of the other model.
 
     Attributes:
-        offloader: None if nothing was offloaded yet, unless it was an argument.
+        offloader: host memory for offloaded tensors; None before the first forward, if no offloader was given.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SelectiveCheckpoint:
         ]
 
     def __call__(self, block: nn.Module, hidden: Tensor, *shared: Any) -> Tensor:
-        """Run a block.
+        """Run a block under activation checkpointing.
 
         Args:
             block: callable (hidden, *shared) -> hidden.
@@ -119,7 +119,7 @@ class SelectiveCheckpoint:
         yield linear.register_forward_hook(leave, always_call=True)  # an exception ends the second run early
 
     def _offload_input(self, hidden: Tensor) -> AbstractContextManager[Any]:
-        """Return a context that offloads saved tensors equal to the block's input; other saved tensors stay on the device."""
+        """Return a context that offloads the block's input. Other tensors that autograd saves stay on the device."""
         assert self.offloader is not None
         # The hooks exist as long as the graph, so they must not hold a reference to the tensor.
         put, address, shape = self.offloader.put, hidden.data_ptr(), hidden.shape
@@ -160,7 +160,7 @@ class SelectiveCheckpoint:
         return tree_map_only((_SavedTensor, OffloadedTensor), lambda tensor: tensor.take(), result.value)
 
     def _kept_name(self, op: OpOverload) -> str | None:
-        """Return the name under which the result of an operator is kept, None if it is computed again."""
+        """Return the tensor name of an operator's result, or None if the result is computed again."""
         return self._current_projection if op in _MATMULS else self._name_of.get(op)
 
     def _keep(self, name: str, tensor: Tensor) -> _SavedTensor | OffloadedTensor:
@@ -171,7 +171,7 @@ class SelectiveCheckpoint:
 
 
 class _SavedTensor:
-    """A tensor of the first run on the device, without its graph."""
+    """A tensor of the first run that stays on the device, without its graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = detached(tensor)

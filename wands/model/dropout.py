@@ -22,17 +22,20 @@ _SIDES = {"tokens": 1, "text": 2, "image": 3, "time": 4}
 
 
 class RowKeys:
-    """Hash keys of the rows of one forward, shared by all dropout layers of a model."""
+    """Hash keys of the rows of one forward, shared by all dropout layers of a model.
+
+    A side is a kind of rows: "tokens" (video tokens), "text", "image" (CLIP tokens) or "time" (timesteps).
+    """
 
     def __init__(self) -> None:
         self._keys: Mapping[str, Tensor] = {}
 
     def __getitem__(self, side: str) -> Tensor:
-        """Return the keys of the rows of one side ("tokens", "text", "image" or "time"), int64 [N]."""
+        """Return the keys of all rows of one side, int64 [N]."""
         return self._keys[side]
 
     def set(self, meta: PackedMeta, image_len: int) -> None:
-        """Compute the keys of a pack, which stay valid until the next forward.
+        """Compute the keys of a pack. They are valid until the next call.
 
         Args:
             meta: metadata of the pack, with `dropout_keys`.
@@ -64,7 +67,7 @@ class KeyedDropout(nn.Module):
 
     Args:
         p: dropout probability.
-        name: name of the layer; masks of layers with different names are independent.
+        name: name of the layer. Masks of layers with different names are independent.
         keys: keys of the rows.
     """
 
@@ -77,9 +80,9 @@ class KeyedDropout(nn.Module):
         self._keys = keys
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop values: [..., C] -> [..., C]; all dimensions except the last are rows, in the order of the keys.
+        """Drop values: [..., C] -> [..., C]. All dimensions except the last are rows, in the order of the keys.
 
-        The last text row, which is the padding of all samples, belongs to no sample and is not dropped.
+        The last text row is the padding of all samples. No value of this row is dropped.
         """
         if not self.training or self.p == 0:
             return x
@@ -114,7 +117,7 @@ def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
 
 
 def side_of(name: str) -> str:
-    """Return the side whose rows a layer computes, from the name of the layer."""
+    """Return the side of the rows that a layer computes, from the name of the layer."""
     if "image_embedder" in name or ".add_k_proj" in name or ".add_v_proj" in name:
         return "image"
     if "text_embedder" in name or ".attn2.to_k" in name or ".attn2.to_v" in name:
@@ -123,7 +126,7 @@ def side_of(name: str) -> str:
 
 
 class _Drop(torch.autograd.Function):
-    """Masks and scales the input, and the gradient in backward."""
+    """Masks and scales the input in forward and the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trainable and frozen parameters of a full finetune, selected by patterns of their names."""
+"""Select the trainable parameters of a full finetune by patterns of names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def freeze_parameters(model: nn.Module, trainable: Sequence[str], frozen: Sequen
     Args:
         model: model, which may be on the meta device.
         trainable: shell patterns of trainable parameters, such as `blocks.*.attn1.*`. No pattern means all parameters.
-        frozen: shell patterns of frozen parameters; they override `trainable`.
+        frozen: shell patterns of frozen parameters, which override `trainable`.
 
     Returns:
         Number of trainable parameter tensors.

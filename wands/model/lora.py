@@ -1,4 +1,4 @@
-"""LoRA with PEFT on a packed DiT: target layers, initial values, reading of LoRA files, and merging into the base weights.
+"""Add a LoRA to a packed DiT with PEFT, read LoRA files, and merge LoRAs into base weights.
 
 Letters: R rank, I in features, O out features.
 """
@@ -33,8 +33,8 @@ def find_targets(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn
 
     Args:
         model: model without a LoRA.
-        targets: "attention": projections of self- and cross-attention; "attention+ffn": these and the feed-forward;
-            "all-linear": every linear layer; or patterns of module names.
+        targets: "attention": projections of self- and cross-attention; "attention+ffn": also the feed-forward; "all-linear":
+            every linear layer; or a list of patterns of module names.
 
     Raises:
         ConfigError: if a pattern matches no linear layer.
@@ -68,7 +68,7 @@ def add_lora(
     world size.
 
     Args:
-        model: packed DiT. Under ZeRO-3 its parameters may be partitioned already; the LoRA is not partitioned yet.
+        model: packed DiT, whose parameters ZeRO-3 may have partitioned already. The LoRA is not partitioned yet.
         lora: rank, alpha and targets.
         seed: `train.seed`.
         start: initial LoRA by module, instead of the values above.
@@ -84,12 +84,12 @@ def add_lora(
     peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for name, base in targets.items():
         layer = model.get_submodule(name)
-        # Otherwise PEFT casts the input to fp32, one copy per layer, before autocast casts it to bf16.
+        # Otherwise PEFT copies the input of every layer to fp32, and autocast then casts the copy to bf16.
         layer.cast_input_dtype_enabled = False
         lora_A, lora_B = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-        for linear in (lora_A, lora_B):  # PEFT uses the dtype of the base; trained weights are fp32
+        for linear in (lora_A, lora_B):  # PEFT uses the dtype of the base, but trained weights are fp32
             linear.to(torch.promote_types(linear.weight.dtype, torch.float32))
-        if isinstance(base, Fp32Linear):  # its result is added to fp32 values
+        if isinstance(base, Fp32Linear):  # the result of the LoRA is added to fp32 values
             lora_A.__class__ = lora_B.__class__ = Fp32Linear
         with torch.no_grad():
             lora_A.weight.copy_(_initial_lora_A(name, lora_A.weight.shape, seed))
@@ -119,7 +119,7 @@ def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair]
 
 
 def lora_pairs(state: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, LoraPair]:
-    """Return the LoRA among a checkpoint's weights, by module."""
+    """Return the LoRA in the weights of a checkpoint, by module."""
     weights = {name: tensor for name, tensor in state.items() if ".lora_" in name}
     alphas = {"transformer": lora.scaled_alpha}
     return parse_lora(weights, alphas=alphas, where="the checkpoint")["transformer"]
@@ -150,7 +150,7 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]
 
 
 def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:
-    """Read `lora.init_from` for one expert with `load_lora`; None if the key is not set."""
+    """Read the LoRA that `lora.init_from` names for one expert; return None if the key is not set."""
     return None if lora.init_from is None else load_lora(lora.init_from, expert, "lora.init_from")
 
 
@@ -173,7 +173,7 @@ class MergedLoras:
         """Check the LoRAs against a model.
 
         Raises:
-            ConfigError: if a module of a LoRA is no linear layer of the model, or has another shape.
+            ConfigError: if a module of a LoRA is not a linear layer of the model, or has another shape.
         """
         linears = find_targets(model, "all-linear")
         for _, pairs in self._loras:

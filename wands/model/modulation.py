@@ -1,8 +1,8 @@
-"""Scale, shift and gate of packed tokens, with one table row per timestep that is never expanded to one row per token.
+"""Scale, shift and gate packed tokens with a table that has one row per timestep, not one row per token.
 
-The tokens of a timestep are contiguous, so each table row applies to a slice of tokens. The backward sums every slice in a fixed
-order. It is therefore deterministic, and the gradient of a sample does not depend on other samples in the pack. Tokens are saved
-for backward only if the table needs a gradient, which it does not under LoRA.
+The tokens of a timestep are contiguous, so each table row applies to a slice of tokens. The backward sums each slice in a fixed
+order, so it is deterministic, and the gradient of a sample does not depend on other samples in the pack. Tokens are saved
+for backward only if the table needs a gradient. With LoRA the table needs no gradient.
 
 Letters: L tokens, M timesteps, D width.
 """
@@ -99,7 +99,7 @@ class _GatedAdd(torch.autograd.Function):
 
 
 def _slices(lens: tuple[int, ...], x: Tensor) -> Iterator[tuple[int, slice]]:
-    assert sum(lens) == x.shape[0], f"timesteps of {sum(lens)} tokens, a tensor of {x.shape[0]}"
+    assert sum(lens) == x.shape[0], f"the timesteps have {sum(lens)} tokens, but the tensor has {x.shape[0]}"
     start = 0
     for i, length in enumerate(lens):
         yield i, slice(start, start + length)

@@ -1,8 +1,8 @@
-"""Activation offloading to host memory: copies to the host and back run in parallel with the computation.
+"""Activation offloading to host memory, with copies that run in parallel with the computation.
 
-A group is the set of tensors that one block offloads. Backward uses the groups in reverse order, so the first use of a group's
-tensor starts the copies of the group before it. The last two groups also stay on the device: backward starts with them, and their
-copies would not be done in time.
+A group is the set of tensors that one block offloads. Backward uses the groups in reverse order, so the first use of a tensor
+starts the copies of the previous group. The last two groups also stay on the device, because backward starts with these groups
+and their copies would not be done in time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from wands.errors import ConfigError
 
 PAGE_BYTES = 1 << 24
-"""Size of a page of host memory. Packs of any length reuse the same pages, because pinning memory takes longer than copying to
-it, and torch rounds a pinned buffer up to a power of two."""
+"""Size of a page of host memory. Packs of any length reuse the same pages, because pinning memory takes longer than a copy, and
+torch rounds the size of a pinned buffer up to a power of two."""
 _GROUPS_ON_DEVICE = 2
 
 
@@ -65,7 +65,7 @@ class _BlockingCopyStream:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Detach a tensor from its graph and keep the version counter: in-place changes of either tensor count for both."""
+    """Detach a tensor from its graph, but share the version counter, which counts in-place changes of both tensors."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -81,8 +81,8 @@ class ActivationOffloader:
     Attributes:
         host_bytes: size of the tensors that are offloaded now.
         peak_host_bytes: maximum of `host_bytes` so far.
-        reserved_bytes: size of all pages, pinned for a CUDA device. Free pages are reused and never returned. For a CPU device,
-            numpy allocates the pages, so that torch's memory counters contain only "device" memory.
+        reserved_bytes: size of all pages, which are pinned for a CUDA device. Free pages are reused and never released. For a
+            CPU device, numpy allocates the pages, so that torch's memory counters contain only "device" memory.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ActivationOffloader:
         self._groups: deque[_Group] = deque()
 
     def open_group(self) -> None:
-        """Start a new group: tensors of the new group are fetched together, before the previous group."""
+        """Start a new group. The tensors of a group are fetched together, and before the tensors of earlier groups."""
         previous = weakref.ref(self._groups[-1]) if self._groups else None
         if len(self._groups) == _GROUPS_ON_DEVICE:
             self._groups.popleft().leave_device()
@@ -141,7 +141,7 @@ class ActivationOffloader:
 
     def _return_pages(self, pages: list[Tensor], num_bytes: int) -> None:
         self.host_bytes -= num_bytes
-        # A copy that still reads these pages runs before the next copy that writes them.
+        # The stream finishes any copy that still reads these pages before a new copy overwrites the pages.
         self._free_pages += pages
 
 
@@ -176,9 +176,11 @@ class OffloadedTensor:
         self._on_device: Tensor | None = None
         self._pages: list[Tensor] = []
         self._pages = offloader._take_pages(tensor.nbytes)
-        # A reference until the copy is done, so that the tensor's memory is not reused.
+        # Keep a reference until the copy is done, so that the tensor's memory is not reused.
         self._on_device = tensor
-        self._version: int | None = tensor._version  # of the original tensor, while it is on the device
+        self._version: int | None = (
+            tensor._version
+        )  # version of the original tensor, while it is on the device
         self._copied = offloader.copy_stream.run(partial(_copy_to_host, tensor, self._pages))
 
     def take(self) -> Tensor:

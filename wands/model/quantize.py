@@ -1,4 +1,4 @@
-"""Frozen linear layers with weights of 8 or 4 bits, which are decoded only during the matmul.
+"""Frozen linear layers with 8-bit or 4-bit weights, which are decoded only for the matmul.
 
 Codes and scales are ordinary parameters, so ZeRO-3 partitions and gathers them. bitsandbytes encodes and decodes.
 
@@ -36,7 +36,7 @@ def load_library() -> Any:
 
 
 class Int8:
-    """Integers from -127 to 127 with one fp32 scale per row; the error is at most 1/254 of the row's largest value."""
+    """Integers from -127 to 127 with one fp32 scale per row. The error is at most 1/254 of the row's largest value."""
 
     @staticmethod
     def empty(out_features: int, in_features: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class NormalFloat4:
     def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
         """Decode codes and scales to fp32 [O, I]."""
         library = load_library()
-        # As one row: the CPU kernel starts a new block at every row, also where I is no multiple of BLOCK_SIZE.
+        # As one row, because the CPU kernel starts a new block at every row, even if I is not a multiple of BLOCK_SIZE.
         shape = torch.Size((1, len(codes) * in_features))
         state = library.QuantState(
             scales, shape=shape, dtype=torch.float32, blocksize=BLOCK_SIZE, quant_type="nf4"
@@ -88,9 +88,9 @@ CODECS: dict[str, Codec] = {"int8": Int8, "nf4": NormalFloat4}
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer with codes and scales; its result equals a linear layer with the decoded weight, bit for bit.
+    """A frozen linear layer with codes and scales. Its result equals a linear layer with the decoded weight, bit for bit.
 
-    Forward and backward each decode the weight. Only the codes are stored between them, and ZeRO-3 releases the codes too.
+    Forward and backward each decode the weight. In between, only the codes are stored, and ZeRO-3 releases the codes too.
     """
 
     codec: Codec
@@ -112,7 +112,7 @@ class QuantizedLinear(nn.Linear):
         return {"weight": codes, "scale": scale}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O] in autocast's dtype; without autocast in the dtype of x."""
+        """Apply the layer: [..., I] -> [..., O], in autocast's dtype, or without autocast in the dtype of x."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def rotations_of(rope: WanRotaryPosEmbed, positions: Tensor) -> Tensor:
-    """Return the rotation of each pair of channels for each token, as complex numbers of modulus 1.
+    """Return the rotation of each pair of channels for each token, as complex numbers with absolute value 1.
 
     Args:
-        rope: the model's table of angles; its channels belong to frame, row and column in this order.
+        rope: the model's table of angles. The first channels are for the frame, then the row, then the column.
         positions: int64 [L, 3], (frame, row, column).
 
     Returns:
@@ -31,6 +31,6 @@ def rotations_of(rope: WanRotaryPosEmbed, positions: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate each pair of adjacent channels of x [L, H, D] (fp32 or fp64) by the angles of its token."""
+    """Rotate each pair of adjacent channels of x [L, H, D] (fp32 or fp64) by the angles of the token."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotation).flatten(-2)

@@ -1,10 +1,10 @@
-"""Wan's DiT on packed tokens: the modules and parameter names of diffusers, with a forward for packed tokens.
+"""Wan's DiT for packed tokens. Modules and parameter names are the modules and parameter names of diffusers.
 
 Letters: L local tokens, S samples, M timesteps, P channels of a token, D width of the residual stream, T text tokens, I CLIP
 tokens of a sample's images, H heads.
 
-The forward calls modules and never uses their weights directly, because ZeRO-3 gathers parameters in module hooks. For the same
-reason, a module that needs another forward gets another class and keeps its parameters.
+The forward calls modules and never uses their weights directly, because ZeRO-3 gathers parameters in module hooks. A module that
+needs another forward therefore gets another class and keeps its parameters.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class PackedWanTransformer(WanTransformer3DModel):
         """Set the activation checkpointing of the blocks; `wands.model.checkpointing` lists the tensor names.
 
         Args:
-            mode: "none": backward computes nothing again; "full": it runs every block again; "selective": it runs every block
-                again, except `saved` tensors; "offload": as "selective", with `offloaded` tensors in host memory.
+            mode: "none": keep all activations; "full": run every block again in backward; "selective": as "full", but keep the
+                tensors in `saved`; "offload": as "selective", and keep the tensors in `offloaded` in host memory.
             saved: names of tensors that stay on the device.
             offloaded: names of tensors that are offloaded to host memory.
             operators: tensor name -> operators, such as `wands.attention.ulysses.OPERATORS`.
-            offloader: host memory for offloaded tensors, see `SelectiveCheckpoint`; by default a new one.
+            offloader: host memory for offloaded tensors, see `SelectiveCheckpoint`; None makes a new offloader.
         """
         assert saved or mode != "selective", "selective checkpointing needs names"
         assert not saved or mode in ("selective", "offload"), f"{mode} checkpointing cannot save {saved}"
@@ -124,7 +124,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         Args:
             tokens: [L, P], the noisy channels in the order (C, pt, ph, pw), then the conditioning channels.
             meta: positions, samples and lengths of the tokens.
-            timesteps: fp32 [M], 1000 * sigma of each entry of `meta.timestep_lens`, or of each sample if that is empty.
+            timesteps: fp32 [M], 1000 * sigma for each entry of `meta.timestep_lens`, or for each sample if it is empty.
             text_embeds: [sum of text_lens, text_dim], without padding.
             image_embeds: [S, I, image_dim], CLIP hidden states, for models with CLIP.
 
@@ -196,8 +196,8 @@ class CrossSegments:
     """Segments of the cross-attention, the same in every block.
 
     Attributes:
-        text: tokens of each sample, and its text tokens with padding.
-        image: tokens of each sample, and the CLIP tokens of its images; None for a model without CLIP.
+        text: for each sample, its video tokens as queries and its padded text tokens as keys.
+        image: for each sample, its video tokens as queries and the CLIP tokens of its images as keys; None without CLIP.
     """
 
     text: PaddedSegments
@@ -264,7 +264,7 @@ class SelfAttentionProcessor:
         rotation: Tensor,
         meta: PackedMeta,
     ) -> Tensor:
-        """[L, D] -> [L, D]."""
+        """Run self-attention: [L, D] -> [L, D]."""
         q = rotate(_heads(attn, _normed(attn.to_q, attn.norm_q, hidden_states)), rotation)
         k = rotate(_heads(attn, _normed(attn.to_k, attn.norm_k, hidden_states)), rotation)
         v = _heads(attn, attn.to_v(hidden_states))
@@ -275,8 +275,8 @@ class SelfAttentionProcessor:
 class CrossAttentionProcessor:
     """Attention processor for cross-attention to the text, zero-padded to 512 tokens, and to images.
 
-    The padding is attended to, as in official Wan, and merged as one key. Image tokens have separate keys and values, and the
-    results of the text and image attention are added.
+    Tokens attend to the padding, as in official Wan. All padding is one key with a larger weight. Images have separate keys and
+    values, and the results of text attention and image attention are added.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -292,7 +292,7 @@ class CrossAttentionProcessor:
         image: Tensor | None,
         cross_segments: CrossSegments,
     ) -> Tensor:
-        """[L, D], [T + 1, D], [S * I, D] -> [L, D]."""
+        """Run cross-attention: tokens [L, D], text [T + 1, D], images [S * I, D] -> [L, D]."""
         q = _heads(attn, _normed(attn.to_q, attn.norm_q, hidden_states))
         k = _heads(attn, _normed(attn.to_k, attn.norm_k, encoder_hidden_states))
         v = _heads(attn, attn.to_v(encoder_hidden_states))
@@ -309,36 +309,36 @@ class CrossAttentionProcessor:
 class Fp32Linear(nn.Linear):
     """A linear layer that stays in fp32 under autocast.
 
-    It is a separate class, because DeepSpeed's torch_autocast reduces and gathers the class `nn.Linear` in bf16.
+    DeepSpeed's torch_autocast reduces gradients and gathers weights of the class `nn.Linear` in bf16, but not of this class.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], in the dtype of the weights."""
+        """Apply the layer in the dtype of its weights: [..., in] -> [..., out]."""
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 class PatchLinear(nn.Conv3d):
-    """The patch convolution on tokens from `patchify`: with kernel = stride it is one matmul."""
+    """The patch embedding for tokens from `patchify`. A convolution with kernel = stride is a linear layer."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[L, P] -> [L, D]."""
+        """Embed tokens: [L, P] -> [L, D]."""
         return F.linear(tokens.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
 def _stock_float(x: Tensor) -> Tensor:
-    """Round fp64 to fp32 where the stock model does, so that float64 models agree; other dtypes do not change."""
+    """Cast float64 to float32 where the stock model does, so that float64 models agree. Other dtypes do not change."""
     return x.float() if x.dtype == torch.float64 else x
 
 
 def _normed(linear: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
-    """Project, then normalise over all heads in fp32 or wider."""
+    """Project, then normalise over all heads in at least fp32."""
     projected = linear(x)
     return norm(projected.to(torch.promote_types(projected.dtype, torch.float32)))
 
 
 def _heads(attn: WanAttention, x: Tensor) -> Tensor:
-    """[T, D] -> [T, H, head dim]."""
+    """Split the heads: [T, D] -> [T, H, head dim]."""
     return x.unflatten(-1, (attn.heads, -1))
 
 

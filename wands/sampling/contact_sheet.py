@@ -1,4 +1,4 @@
-"""Contact sheets: a few frames of each video on one PNG, optionally a clip next to its sample."""
+"""Draw contact sheets: a PNG with a few frames of each video, optionally with each clip next to its sample."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from wands.files import atomic_path
 
 CELL = (256, 144)
-"""Pixels: each frame is scaled to the largest size inside this (width, height)."""
+"""Largest (width, height) of a frame in pixels."""
 MARGIN, FRAME_GAP, SIDE_GAP, ROW_GAP, LABEL_GAP = 20, 4, 28, 18, 6
 MIN_WIDTH = 480
-"""Pixels of a row, so that the caption of a single narrow video has room."""
+"""Smallest width of a row in pixels, so that the caption of a narrow video has enough room."""
 LABEL_LINES = 2
 TEXT, FAINT, PAPER, LINE = (28, 28, 30), (110, 110, 118), (255, 255, 255), (222, 222, 226)
 
@@ -27,7 +27,7 @@ class SheetRow:
     Attributes:
         label: caption, drawn above the frames.
         left: uint8 [F, H, W, 3].
-        right: uint8 [F, H, W, 3] of any size, drawn to the right of `left`; None leaves that side empty.
+        right: uint8 [F, H, W, 3] of any size, drawn to the right of `left`; None leaves the right side empty.
     """
 
     label: str
@@ -36,7 +36,7 @@ class SheetRow:
 
 
 def pick_frames(frames: np.ndarray, count: int) -> np.ndarray:
-    """Choose `count` evenly spaced frames of a video, including the first and the last; all frames of a shorter video.
+    """Choose `count` evenly spaced frames of a video, including the first and the last. Choose all frames of a short video.
 
     Args:
         frames: uint8 [F, H, W, 3].
@@ -56,13 +56,13 @@ def save_contact_sheet(
     frames_per_row: int = 4,
     titles: tuple[str, str] = ("clip", "sample"),
 ) -> None:
-    """Draw the rows below each other and write one PNG atomically.
+    """Draw all rows, one below the other, and write a PNG.
 
     Args:
         path: PNG to create or replace.
         rows: at least one row.
-        frames_per_row: frames of each video, evenly spaced.
-        titles: headings of the two sides, drawn if any row has a right side.
+        frames_per_row: number of evenly spaced frames of each video.
+        titles: headings of the two sides, which are drawn if any row has a right side.
 
     Raises:
         WandsError: if the file cannot be written.
@@ -116,7 +116,7 @@ def _strip(frames: np.ndarray, count: int) -> Image.Image:
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    # Pillow's own font has few glyphs beyond Latin; matplotlib, which wands requires, ships DejaVu Sans.
+    # The font of Pillow has few glyphs that are not Latin. matplotlib contains DejaVu Sans.
     import matplotlib
 
     file = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
@@ -128,7 +128,7 @@ def _line_height(font: ImageFont.FreeTypeFont) -> int:
 
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Break at blanks into at most LABEL_LINES lines; a text that is too long ends in an ellipsis."""
+    """Break a text at spaces into at most LABEL_LINES lines. A text that is too long ends in an ellipsis."""
     lines: list[str] = []
     rest = " ".join(text.split())
     while rest and len(lines) < LABEL_LINES:

@@ -1,4 +1,4 @@
-"""Images that a sample starts from or ends at, scaled and cropped as training clips are."""
+"""Read the first and last images of samples, scaled and cropped like training clips."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages
     """Read the images of all requests.
 
     Args:
-        requests: requests of valid sizes.
+        requests: requests with valid sizes.
 
     Returns:
         The images of each request, and one sentence per file that cannot be used.
@@ -51,13 +51,13 @@ def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages
 
 
 def read_image(path: Path, height: int, width: int, *, last: bool = False) -> Image.Image:
-    """Read an image, or one frame of a video, scaled to cover the size and cropped centrally by the decoder of training clips.
+    """Read an image or a frame of a video. The decoder of training clips scales it to cover the size and crops the centre.
 
     Args:
         path: a video, or an image in any format that FFmpeg or Pillow reads.
         height: pixels.
         width: pixels.
-        last: use a video's last frame instead of its first.
+        last: use the last frame of a video instead of the first frame.
 
     Raises:
         DataError: if the file cannot be read.
@@ -87,7 +87,7 @@ def _decode(path: Path, height: int, width: int, last: bool) -> np.ndarray:
     if not last:
         return next(decode_clip(path, ClipSpec(fps=1, max_frames=1, **size))).frames[0]
     info = probe(path)
-    # Sample the end of the video at four times its frame rate: the last sample is the last frame, however timestamps are rounded.
+    # At four times the frame rate of the video, the last sample is always the last frame, whatever the rounding of timestamps.
     start = max(0.0, info.duration - max(0.25, 2 / info.fps))
     clip = next(decode_clip(path, ClipSpec(fps=4 * info.fps, **size), start=start or None))
     return clip.frames[-1]

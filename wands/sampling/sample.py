@@ -20,24 +20,24 @@ NO_IMAGES = ConditionImages()
 
 
 def takes_images(pipeline: AnyPipeline) -> bool:
-    """Return whether a pipeline is of the class that samples from images."""
+    """Return whether a pipeline belongs to the class that samples from images."""
     return not isinstance(pipeline, WanPipeline)
 
 
 def pipeline_for(
     pipeline: AnyPipeline, request: SampleRequest, images: ConditionImages = NO_IMAGES
 ) -> AnyPipeline:
-    """Return a pipeline of the same modules for one request, with a new scheduler.
+    """Return a pipeline with the same modules and a new scheduler for one request.
 
-    TI2V samples with and without an image, in two classes of diffusers. A solver keeps state of the previous sample, so every
-    request gets a new scheduler.
+    For TI2V, diffusers has one class for requests with an image and one for requests without. A scheduler keeps state of the
+    previous sample, so every request needs a new scheduler.
 
     Args:
-        pipeline: any pipeline of the model.
-        request: request, whose `flow_shift` the scheduler gets.
+        pipeline: pipeline of the model, of either class.
+        request: request with the `flow_shift` of the scheduler.
         images: images of the request.
     """
-    # Imported when used: the class for images requires torchvision.
+    # Imported only if used, because the class for images requires torchvision.
     name = "WanPipeline" if images.image is None else "WanImageToVideoPipeline"
     pipeline_class: Any = getattr(diffusers, name)
     parameters = inspect.signature(pipeline_class.__init__).parameters
@@ -56,8 +56,8 @@ def sample_latents(
     """Run the pipeline's denoising loop for one request.
 
     Args:
-        pipeline: from `pipeline_for`.
-        request: request with every option set.
+        pipeline: result of `pipeline_for`.
+        request: request to sample.
         images: images of the request.
 
     Returns:
@@ -78,15 +78,15 @@ def sample_latents(
         num_inference_steps=request.num_inference_steps,
         guidance_scale=request.guidance_scale,
         max_sequence_length=TEXT_LEN,
-        # Drawn on the CPU: CUDA's random numbers differ from the CPU's, and between devices.
+        # On the CPU, because the random numbers of CUDA differ between devices and from the CPU.
         generator=torch.Generator("cpu").manual_seed(request.seed),
         output_type="latent",
         **options,
     ).frames[0]
     if not torch.isfinite(latents).all():
         raise WandsError(
-            f"--prompt={request.prompt!r}: the sample has values that are not finite; use --dtype=fp32, or other weights if "
-            "that does not help.",
+            f"--prompt={request.prompt!r}: the sample has values that are not finite. Use --dtype=fp32. If that does not help, "
+            "use other weights.",
             agreed=True,
         )
     return latents.float().cpu()
@@ -97,7 +97,7 @@ def decode_latents(pipeline: AnyPipeline, latents: torch.Tensor) -> np.ndarray:
     """Decode latents exactly as diffusers' Wan pipelines do.
 
     Args:
-        pipeline: pipeline whose VAE is used, wherever an offload keeps the VAE's weights.
+        pipeline: pipeline whose VAE decodes the latents.
         latents: fp32 [C, f, h, w], normalised.
 
     Returns:
@@ -121,7 +121,7 @@ def with_shift(scheduler: Any, flow_shift: float | None) -> Any:
 
     Args:
         scheduler: a flow-matching scheduler of diffusers.
-        flow_shift: shift to set; None keeps the scheduler's.
+        flow_shift: shift to set; None keeps the shift of the scheduler.
     """
     change = {} if flow_shift is None else {shift_key(scheduler): flow_shift}
     return type(scheduler).from_config(scheduler.config, **change)
@@ -129,5 +129,5 @@ def with_shift(scheduler: Any, flow_shift: float | None) -> Any:
 
 def shift_key(scheduler: Any) -> str:
     """Return the key of the shift in a scheduler's config."""
-    # Solvers such as UniPC use flow_shift, with flow sigmas only; FlowMatchEuler calls it shift.
+    # Solvers with flow sigmas, such as UniPC, call the shift flow_shift. FlowMatchEuler calls it shift.
     return "flow_shift" if "use_flow_sigmas" in scheduler.config else "shift"

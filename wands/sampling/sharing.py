@@ -1,11 +1,11 @@
-"""Share one video over ranks: all processes of a launcher sample it together with stock transformers.
+"""Sample one video on all ranks of a launcher together, with the tokens of stock transformers divided among the ranks.
 
-Between the first block and the head, everything but self-attention works token by token. The stock modules therefore stay
-unchanged, in the dtypes of the stock pipeline. Tokens and rotary angles are cut before the blocks, self-attention is replaced,
-and every rank joins the head's output. A sample differs from that of one process by no more than another attention kernel would
-change it, in bf16 too. `PackedWanTransformer`, whose residual stream is fp32 as in training, would give another sample in bf16.
+Between the first block and the head, all modules except self-attention work token by token, so stock modules stay unchanged.
+Hooks select this rank's tokens and rotary angles before the blocks, another processor computes self-attention over all ranks,
+and a hook joins the output of the head. The video differs from the video of one process by no more than with another attention
+kernel, in bf16 too. `PackedWanTransformer` keeps the residual stream in fp32, so it would give another video in bf16.
 
-Letters: B samples of one size, N tokens of a sample, L tokens of this rank with its tail padding, H heads, D head dim.
+Letters: B samples of one size, N tokens of a sample, L tokens of this rank including padding, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ log = logging.getLogger(__name__)
 def plan_ranks(
     variant: Variant, ulysses_degree: int | None = None, ring_degree: int | None = None
 ) -> tuple[ParallelDims, list[str]]:
-    """Choose the degrees of one context-parallel group of all ranks; without a launcher, of one rank.
+    """Choose the degrees of one context-parallel group of all ranks. Without a launcher there is one rank.
 
     Args:
-        variant: variant whose heads are shared.
-        ulysses_degree: ranks that share heads; None chooses the largest valid degree.
-        ring_degree: ranks that share tokens; None uses the remaining ranks.
+        variant: variant whose heads are divided.
+        ulysses_degree: number of ranks that share the attention heads; None chooses the largest valid degree.
+        ring_degree: number of ranks that share the tokens; None uses the remaining ranks.
 
     Returns:
-        This rank's place, and the problems of the degrees: none, or one sentence.
+        The dimensions with this rank's place, and a list of problems with the degrees, which is empty or has one sentence.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     dims = ParallelDims(world_size, rank)
@@ -62,8 +62,8 @@ def plan_ranks(
     if world_size % product or (len(given) == 2 and product != world_size):
         text = ", ".join(f"{flag}={value}" for flag, value in given.items())
         return dims, [
-            f"{text} must make up world_size={world_size}, because all processes share each video; start {product} "
-            "with a launcher, or leave the options out."
+            f"{text}: the product of the degrees must be world_size={world_size}, because all processes share each video. Start "
+            f"{product} processes with a launcher, or leave the options out."
         ]
     parallel = ParallelConfig(cp_size=world_size, ulysses_degree=ulysses_degree, ring_degree=ring_degree)
     try:
@@ -79,9 +79,9 @@ def plan_ranks(
 
 
 def share_pipeline(pipeline: AnyPipeline, dims: ParallelDims) -> None:
-    """Meet the other ranks and make the pipelines of all ranks sample each video together.
+    """Join the process group, and make the pipelines of all ranks sample each video together.
 
-    Afterwards every rank must make the same calls; every rank gets the same latents.
+    Afterwards every rank must make the same calls, and every rank gets the same latents.
 
     Args:
         pipeline: from `load_pipeline`.
@@ -93,7 +93,7 @@ def share_pipeline(pipeline: AnyPipeline, dims: ParallelDims) -> None:
     # Imported here because the module imports DeepSpeed, which one process does not need.
     from wands.attention.ulysses import context_attention
 
-    assert dims.dp_size == 1, f"{dims.dp_size} groups would sample the same video"
+    assert dims.dp_size == 1, f"{dims.dp_size} groups would each sample the same video"
     _, _, device = init_process_group()
     _check_pipelines(pipeline, device)
     groups = ProcessGroups.build(dims, device)
@@ -108,9 +108,9 @@ def share_pipeline(pipeline: AnyPipeline, dims: ParallelDims) -> None:
 
 
 def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
-    """Compare scheduler and weights over all ranks: folders of one name may have other contents on another node.
+    """Compare the scheduler and the weights of all ranks, because folders of one name can differ between nodes.
 
-    The VAE counts only where every rank encodes images: one rank decodes.
+    The VAE is compared only if all ranks encode images with it. Only one rank decodes.
     """
     config = pipeline.config
     parts: dict[str, Any] = {
@@ -131,7 +131,7 @@ def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
 
 @torch.no_grad()
 def _checksums(module: torch.nn.Module, device: torch.device) -> dict[str, str]:
-    """Return name of each parameter -> 16 hex digits of its bits, wherever an offload keeps the parameter."""
+    """Return a checksum (16 hex digits) of each parameter by name, also of offloaded parameters."""
     sums = {}
     for path, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
@@ -139,14 +139,14 @@ def _checksums(module: torch.nn.Module, device: torch.device) -> dict[str, str]:
             if parameter.is_meta:  # between two calls, accelerate's hooks hold the values
                 hooks = getattr(owner._hf_hook, "hooks", [owner._hf_hook])
                 weights = (getattr(hook, "weights_map", None) for hook in hooks)
-                values = next(found for found in weights if found is not None)[name]
+                values = next(values for values in weights if values is not None)[name]
             sums[f"{path}.{name}".lstrip(".")] = tensor_checksum(values.to(device))
     numbers = torch.stack(list(sums.values())).tolist()  # one synchronisation with the device
     return {name: f"{number % (1 << 64):016x}" for name, number in zip(sums, numbers, strict=True)}
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config of diffusers without private entries, such as diffusers' version."""
+    """Return a diffusers config without its private entries, such as the version of diffusers."""
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
@@ -156,16 +156,16 @@ def shard_transformer(
     dims: ParallelDims,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Make a stock transformer, in place, share the tokens of each call with the transformers of the other ranks.
+    """Change a stock transformer in place, so that the ranks of a group divide the tokens of each call.
 
-    Arguments and results of a call stay the same. Every rank of the group must call with the same latents, timesteps and text,
-    and every rank gets the whole velocity, bit for bit the same.
+    Arguments and results of a call do not change. All ranks of the group must call the model with the same latents, timesteps
+    and text. All ranks get the same whole velocity, bit for bit.
 
     Args:
-        transformer: stock model of any variant, whose weights stay whole on every rank. Timesteps may be per token.
-        self_attention: attends inside a sample that is spread over the group.
-        dims: place of this rank; its degrees are those of `self_attention`.
-        group: all ranks that share a sample, in the order of `dims.cp_rank`; None for one rank.
+        transformer: stock model of any variant, with all weights on every rank. Timesteps may be per token.
+        self_attention: attention inside a sample whose tokens are divided among the group.
+        dims: place of this rank, with the degrees that `self_attention` uses.
+        group: ranks that share a sample, in the order of `dims.cp_rank`; None for one rank.
     """
     cut = _Cut(transformer.config.patch_size, dims, group)
     transformer.rope.register_forward_hook(cut.angles)
@@ -177,7 +177,7 @@ def shard_transformer(
 
 
 class ShardedAttentionProcessor:
-    """Stock self-attention around another kernel, with the stock projections, norms, rotation and casts."""
+    """Self-attention with another kernel, and with the projections, norms, rotation and casts of the stock processor."""
 
     def __init__(self, self_attention: SelfAttention, cut: _Cut) -> None:
         self.self_attention, self.cut = self_attention, cut
@@ -190,7 +190,7 @@ class ShardedAttentionProcessor:
         _attention_mask: None,
         rotary_emb: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Attend over the tokens of all ranks; [B, L, H * D] -> [B, L, H * D]."""
+        """Run self-attention over the tokens of all ranks: [B, L, H * D] -> [B, L, H * D]."""
         q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, attn.to_v(hidden_states)))
         q, k = _rotate(q, *rotary_emb), _rotate(k, *rotary_emb)
@@ -202,7 +202,7 @@ class ShardedAttentionProcessor:
 
 
 class _Cut:
-    """Hooks of one model that select this rank's tokens before the blocks and join all ranks' tokens behind the head."""
+    """Hooks of one model that select this rank's tokens before the blocks and join the tokens of all ranks after the head."""
 
     def __init__(self, patch_size: tuple[int, int, int], dims: ParallelDims, group: dist.ProcessGroup | None):
         self.patch_size, self.dims, self.group = patch_size, dims, group
@@ -211,7 +211,7 @@ class _Cut:
         self._order: Tensor
 
     def angles(self, _: Any, args: tuple[Tensor], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Keep this rank's rows of [1, N, 1, D]; the angles are computed first and show the size of the call's sample."""
+        """Select this rank's rows of the rotary angles [1, N, 1, D]. This hook runs first and stores the token index."""
         grid = grid_size(args[0].shape[2:], self.patch_size)
         self.meta, self._mine, self._order = _token_index(grid, self.dims, args[0].device)
         return tuple(table[:, self._mine] for table in output)
@@ -219,7 +219,7 @@ class _Cut:
     def timesteps(
         self, _: Any, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Keep this rank's timesteps of [B * N] if `timestep_seq_len` is N; leave timesteps of samples unchanged."""
+        """Select this rank's timesteps if there is one per token, [B * N]. One timestep per sample does not change."""
         num_tokens = options.get("timestep_seq_len")
         if num_tokens is None:
             return args, options
@@ -228,12 +228,12 @@ class _Cut:
         return (mine.flatten(), *others), options | {"timestep_seq_len": mine.shape[1]}
 
     def tokens(self, _: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Keep this rank's tokens before the first block: [B, N, H * D] -> [B, L, H * D]."""
+        """Select this rank's tokens before the first block: [B, N, H * D] -> [B, L, H * D]."""
         hidden, *others = args
         return hidden[:, self._mine], *others
 
     def join(self, _: Any, _args: Any, output: Tensor) -> Tensor:
-        """Join the tokens of all ranks behind the head: [B, L, P] of every rank -> [B, N, P]."""
+        """Join the tokens of all ranks after the head: [B, L, P] on each rank -> [B, N, P]."""
         pieces = [output]
         if self.group is not None:
             pieces = [torch.empty_like(output) for _ in range(self.group.size())]
@@ -245,14 +245,14 @@ class _Cut:
 def _token_index(
     grid: tuple[int, int, int], dims: ParallelDims, device: torch.device
 ) -> tuple[PackedMeta, Tensor, Tensor]:
-    """Return this rank's tokens of one sample, described and as an index [L], and the order [N] of all ranks' tokens.
+    """Return the metadata of this rank's tokens, their index in the sample [L], and the order of all ranks' tokens [N].
 
-    A pad is a copy of token 0: no token attends to the pad, and the order omits it.
+    A pad is a copy of token 0. No token attends to a pad, and the order omits pads.
 
     Args:
-        grid: tokens in (frames, rows, columns).
+        grid: number of tokens in (frames, rows, columns).
         dims: place of this rank.
-        device: device of the indices.
+        device: device of the results.
     """
     num_tokens = grid[0] * grid[1] * grid[2]
     layouts = [
@@ -271,7 +271,7 @@ def _token_index(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [B, L, H, D] as the stock model does, a local function there, with the stock roundings."""
+    """Rotate [B, L, H, D] with the roundings of the stock model, where this is a local function."""
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return (

@@ -442,9 +442,9 @@ def as_one_of(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("world_size", "asked", "message"),
     [
-        (1, {"ring_degree": 2}, "--ring-degree=2 must make up world_size=1, because all processes share each video; start 2"),
-        (4, {"ring_degree": 3}, "--ring-degree=3 must make up world_size=4, because"),
-        (8, {"ring_degree": 2, "ulysses_degree": 2}, "--ulysses-degree=2, --ring-degree=2 must make up world_size=8"),
+        (1, {"ring_degree": 2}, "--ring-degree=2: the product of the degrees must be world_size=1, because all processes share each video. Start 2"),
+        (4, {"ring_degree": 3}, "--ring-degree=3: the product of the degrees must be world_size=4, because"),
+        (8, {"ring_degree": 2, "ulysses_degree": 2}, "--ulysses-degree=2, --ring-degree=2: the product of the degrees must be world_size=8"),
         (8, {"ulysses_degree": 8}, "--ulysses-degree=8 must divide num_heads=4 of wan2.1-t2v-"),
         (6, {"ring_degree": 2}, "world_size=6, --ring-degree=2 leads to --ulysses-degree=3, which must divide num_heads=4"),
         (2, {"device": "cpu"}, "--device=cpu is one device for several processes; leave it out, so"),
@@ -509,7 +509,7 @@ MISTAKES: dict[str, tuple[list[dict], str]] = {
         "[rank 1] --transformer=nowhere is not a diffusers transformer folder",
     ),
     "a prompt file": ([{}, {"prompts_file": Path("no.txt")}], "[rank 1] --prompts-file=no.txt cannot be"),
-    "an option": ([{"seed": -1}, {}], "--seed=-1 is refused"),
+    "an option": ([{"seed": -1}, {}], "--seed=-1 is invalid"),
     "weights": (
         [{"model": Path("damaged")}] * 2,
         "[rank 1] --model=damaged: its transformer cannot be loaded",
@@ -652,7 +652,7 @@ def test_torchrun_samples_one_video_and_tells_once(tiny_pipeline: Path, tmp_path
 def test_torchrun_tells_once_what_all_ranks_find(tiny_pipeline: Path, tmp_path: Path) -> None:
     refused = launch("--model", tiny_pipeline, "--out", tmp_path / "out", "--ring-degree", 3)
     assert refused.returncode != 0
-    assert refused.stderr.count("wands: --ring-degree=3 must make up world_size=2") == 1
+    assert refused.stderr.count("wands: --ring-degree=3: the product of the degrees must be world_size=2") == 1
     assert refused.stderr.count("--ring-degree") == 1
 
 
@@ -822,7 +822,7 @@ def test_pipeline_whose_parts_do_not_fit(
 def test_transformer_and_checkpoint_mistakes(tiny_pipeline: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not a diffusers transformer folder \(no config.json\)"):
         source_of(tiny_pipeline, transformer=tmp_path)
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no complete checkpoint"):
         source_of(tiny_pipeline, checkpoint=tmp_path / "run")
     with pytest.raises(
         ConfigError, match=r"^--transformer-2=.* is a transformer_2, but --model=.* has only one expert\. Use"

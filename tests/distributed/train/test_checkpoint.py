@@ -91,7 +91,7 @@ def test_an_incomplete_checkpoint_is_passed_over(finished: Path, tmp_path: Path)
         load_state(run / "checkpoints" / "step_00000006")
     for step in (run / "checkpoints").glob("step_*"):
         (step / STATE_FILE).unlink()
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no complete checkpoint"):
         find_checkpoint(run)
 
 

@@ -314,10 +314,10 @@ def test_turned_off_and_on_again(finished: Finished, tiny_pipeline: Path, tmp_pa
 
     assert "ema is not in the recipe: the checkpoint's average is ignored" in go_on(5)[1]
     with pytest.raises(
-        CheckpointError, match=r"step_00000005 holds no average .* leave --ema out, or train with"
+        CheckpointError, match=r"step_00000005 contains no moving average .* leave --ema out, or train with"
     ):
         load_exported_state(run, ema=True)
-    with pytest.raises(CheckpointError, match="holds no average"):
+    with pytest.raises(CheckpointError, match="contains no moving average"):
         export(run, tmp_path / "out", ema=True)
     assert not (tmp_path / "out").exists()
     series, said = go_on(6, *PLAIN)

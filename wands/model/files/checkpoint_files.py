@@ -1,6 +1,6 @@
-"""Read the checkpoints that `wands train` saves: the state file, the trained weights, their moving average.
+"""Read the checkpoints that `wands train` saves: the state file, the trained weights, and their moving average.
 
-Everything here works in one process, without the ranks that wrote the checkpoint.
+One process reads a checkpoint, whatever the number of ranks that wrote it.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ log = logging.getLogger(__name__)
 
 STATE_FILE = "wands_state.json"
 AVERAGE_METADATA = "wands_ema"
-_PUBLISHER = "Wan-AI/"  # a base with this prefix is an official model, whether folder or Hub id
+_PUBLISHER = "Wan-AI/"  # a base with this prefix is a published model, as a folder or as a Hub id
 
 
 @dataclass(frozen=True)
 class TrainState:
     """Training state saved with a checkpoint: the contents of `wands_state.json`.
 
-    There is no random state, because everything random is a function of the step.
+    The state of random number generators is not saved, because all random numbers are functions of the step.
 
     Attributes:
         step: optimizer steps made.
-        epoch: epoch of the next step, for people; it follows from `step`.
+        epoch: epoch of the next step, for information only.
         world_size: number of ranks that wrote the ZeRO partitions.
         zero_stage: ZeRO stage of the partitions.
         variant: name of the model's variant.
         parts: subfolders of the trained DiTs in the pipeline; the checkpoint has a folder of each name.
         transformer_config: diffusers config of each DiT, enough to rebuild it.
-        data_fingerprint: digest of keys and lengths of all samples, in order.
+        data_fingerprint: digest of the keys and lengths of all samples, in order.
         data_summary: counts for the model card.
         recipe: the resolved recipe.
         base: `model.path` of the run; a folder is stored as an absolute path.
         loss: (step, loss) of the run so far, thinned to at most 2,000 points.
-        files: name -> bytes of every other file in the folder. A checkpoint is complete if all sizes agree.
+        files: size in bytes of every other file in the folder, by name. A checkpoint is complete if all sizes agree.
         base_on_hub: whether `base` is a Hub id. None in checkpoints of older versions, which stored a folder as the user typed
-            it. An ambiguous old `base` gets a "./" in front, so that it is never looked up on the Hub.
+            it. If an old `base` may be a folder, "./" is put in front, so that wands never searches for it on the Hub.
     """
 
     step: int
@@ -133,15 +133,15 @@ def load_state(checkpoint: Path) -> TrainState:
         if actual != size:
             problem = "is missing" if actual is None else f"has {actual}"
             raise CheckpointError(
-                f"checkpoint={checkpoint}: {name} should have {size} bytes and {problem}; use an older step."
+                f"checkpoint={checkpoint}: {name} should have {size} bytes but {problem}; use an older step."
             )
     return state
 
 
 def find_checkpoint(where: Path) -> Checkpoint:
-    """Resolve a step folder, a checkpoints folder or a run folder to its newest complete checkpoint.
+    """Return the newest complete checkpoint of a step folder, a checkpoints folder or a run folder.
 
-    If `latest` is missing, empty or names a damaged folder, the newest complete checkpoint is used, and the log says so.
+    If `latest` is missing, empty or names a damaged folder, the newest complete checkpoint is used, with a warning.
 
     Raises:
         CheckpointError: if there is no complete checkpoint.
@@ -164,7 +164,7 @@ def find_checkpoint(where: Path) -> Checkpoint:
         except CheckpointError as error:
             log.warning("%s", error)
     raise CheckpointError(
-        f"checkpoint={where} holds no complete checkpoint; give the output_dir of a run, or a step_* folder in it."
+        f"checkpoint={where} contains no complete checkpoint; give the output_dir of a run, or a step_* folder in it."
     )
 
 
@@ -250,12 +250,12 @@ def load_lora_of(where: Path, part: str = "transformer", ema: bool = False) -> d
 def load_full_weights(
     where: Path, part: str = "transformer", base: str | Path | None = None, ema: bool = False
 ) -> dict[str, Tensor]:
-    """Read all weights of a DiT: those of a full finetune, or the base's with the checkpoint's LoRA merged in.
+    """Read all weights of a DiT: the weights of a full finetune, or the weights of the base with the LoRA merged in.
 
     Args:
         where: a step folder, or a run folder (its newest complete checkpoint).
         part: subfolder of the DiT, one of the state's `parts`.
-        base: model into whose weights a LoRA is merged; default: the run's own `model.path`.
+        base: model into whose weights a LoRA is merged; None uses the `model.path` of the run.
         ema: read the moving average of the trained weights.
 
     Returns:
@@ -289,7 +289,7 @@ def load_full_weights(
 
 
 def average_file(rank: int) -> str:
-    """Return the name of a rank's file with its share of the average, in the DiT's folder of a checkpoint."""
+    """Return the name of the file with the average of a rank's partition, in the DiT's folder of a checkpoint."""
     return f"ema_rank_{rank:05d}.safetensors"
 
 
@@ -307,8 +307,8 @@ def check_average(checkpoint: Path, state: TrainState) -> None:
     missing = [part for part in state.parts if not has_average(state, part)]
     if missing:
         raise CheckpointError(
-            f"checkpoint={checkpoint} holds no average of its weights ({missing[0]}/{average_file(0)}), because its run had no "
-            "ema; leave --ema out, or train with --set ema.decay=0.9999."
+            f"checkpoint={checkpoint} contains no moving average ({missing[0]}/{average_file(0)}), because its recipe has no ema "
+            "section; leave --ema out, or train with --set ema.decay=0.9999."
         )
 
 
@@ -325,10 +325,10 @@ def read_average_header(files: TensorFiles, path: Path) -> dict[str, Any]:
 
 
 def load_average(folder: Path) -> dict[str, Tensor]:
-    """Join the fragments of all ranks; one file is open at a time.
+    """Join the fragments of all ranks' averages. One file is open at a time.
 
     Args:
-        folder: of a DiT in a checkpoint with averages.
+        folder: folder of a DiT in a checkpoint with averages.
 
     Returns:
         Name of each trained parameter -> fp32 CPU tensor.

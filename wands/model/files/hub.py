@@ -39,7 +39,9 @@ def fetch_model(
     if name and Path(name).is_dir():  # for pathlib "" is the current folder
         return Path(name)
     if not is_hub_id(name):
-        raise ConfigError(f"{key}={name} is neither a folder nor a Hub id; give one of them.")
+        raise ConfigError(
+            f"{key}={name} is neither a folder nor a Hub id; give a folder or a Hub id (owner/name)."
+        )
     try:
         return Path(snapshot_download(name, allow_patterns=allow, ignore_patterns=ignore))
     except (HfHubHTTPError, HFValidationError, OSError) as error:

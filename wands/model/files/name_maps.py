@@ -1,8 +1,10 @@
-"""Tensor names of official Wan files and of diffusers and transformers: one table per model (DiT, VAE, UMT5, CLIP).
+"""Translate tensor names between official Wan files and diffusers or transformers, with a table for each model.
+
+The models are DiT, VAE, UMT5 and CLIP. Official norm3 of the DiT, the norm in front of the cross-attention, is norm2 in
+diffusers. The other norms of a block have no parameters.
 
 Sources: `model.py`, `vae.py`, `vae2_2.py`, `t5.py` and `clip.py` of the official Wan 2.1 and 2.2 repositories, and
-diffusers' conversions of the published files. The norms of the DiT are the trap: official norm3, the norm in front of
-cross-attention, is diffusers' norm2. The other norms of a block have no parameters.
+diffusers' conversions of the published files.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ COMFYUI_LORA = "diffusion_model."
 class NameMap:
     """One-to-one map between the module names of one model in official files and in diffusers or transformers.
 
-    The rest of a tensor name, such as ".weight", stays as it is.
+    The rest of a tensor name, such as ".weight", does not change.
 
     Attributes:
         outside: official module or parameter -> diffusers module or parameter, outside the numbered blocks.
-        block: the same map inside a numbered block, without the block's prefix.
-        prefixes: text in front of a block's number, in official names and in diffusers names.
+        block: official name -> diffusers name inside a numbered block, without the prefix of the block.
+        prefixes: text in front of the number of a block: in official names, in diffusers names.
     """
 
     outside: Mapping[str, str]
@@ -131,7 +133,7 @@ CLIP = NameMap(
     },
     prefixes=("visual.transformer.", "vision_model.encoder.layers."),
 )
-"""Image half of CLIP; official files store attn.q, attn.k and attn.v as thirds of one tensor, attn.to_qkv."""
+"""Vision encoder of CLIP. Official files store attn.q, attn.k and attn.v as thirds of one tensor, attn.to_qkv."""
 CLIP_RESHAPED = ("visual.cls_embedding", "visual.pos_embedding")
 """Tensors with leading dimensions of 1 in the official CLIP file."""
 CLIP_UNUSED = ("textual.", "visual.head", "log_scale")
@@ -145,7 +147,7 @@ _VAE_RESIDUAL = {
 
 
 def vae_structure(names: Iterable[str], where: str) -> tuple[int, bool]:
-    """Return num_res_blocks of a VAE, and whether the blocks are nested as in Wan 2.2.
+    """Return num_res_blocks of a VAE, and whether each level has its own list of layers, as in Wan 2.2.
 
     Args:
         names: tensor names in the official or the diffusers layout.
@@ -174,8 +176,8 @@ def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
     The official Wan 2.1 VAE has one flat list of layers in each half. diffusers groups the decoder's list into blocks.
 
     Args:
-        num_res_blocks: residual blocks in a level of the encoder; the decoder has one more.
-        nested: whether the official file has one list of layers for each level, as in Wan 2.2.
+        num_res_blocks: residual blocks in a level of the encoder; a level of the decoder has one more block.
+        nested: whether each level has its own list of layers in the official file, as in Wan 2.2.
     """
     table = {"conv1": "quant_conv", "conv2": "post_quant_conv"}
 
@@ -206,7 +208,7 @@ def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
 
 
 def strip_prefix(names: Iterable[str]) -> dict[str, str]:
-    """Return {name without ComfyUI's prefix: name}; the prefix is removed only if every name has it."""
+    """Return {name without ComfyUI's prefix: name}. The prefix is removed only if every name starts with it."""
     names = list(names)
     for prefix in (COMFYUI_DIT, COMFYUI_LORA):
         if names and all(name.startswith(prefix) for name in names):
@@ -223,7 +225,7 @@ def rename_all(names: Iterable[str], rename: Callable[[str], str], where: str) -
         where: name of the files in errors.
 
     Raises:
-        CheckpointError: if `rename` does not know a name, or gives two names the same translation.
+        CheckpointError: if `rename` does not know a name, or two names have the same translation.
     """
     renamed: dict[str, str] = {}
     unknown = []
@@ -285,6 +287,6 @@ def check_fit(
 
 
 def shorten(names: Iterable[str], limit: int = 8) -> str:
-    """Return the first names on one line, and the number of the others."""
+    """Return the first names on one line, and the number of the remaining names."""
     names = sorted(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,8 +1,8 @@
-"""Folders and configs of the official Wan repositories, translated to diffusers and transformers.
+"""Find the models in official Wan repositories, and translate their configs to diffusers and transformers.
 
-An official `config.json` leaves out numbers that the official code fixes (text width, patch size, norms). The shapes
-of the weights contain these numbers, so shapes are read first. Sources: `wan/configs/`, `WanModel`, `vae.py`,
-`vae2_2.py`, `t5.py` and `clip.py` of Wan 2.1 and 2.2.
+An official `config.json` lacks numbers that are constants in the official code (text width, patch size, norms). The shapes
+of the weights contain these numbers. Sources: `wan/configs/`, `WanModel`, `vae.py`, `vae2_2.py`, `t5.py` and `clip.py` of
+Wan 2.1 and 2.2.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ DIFFUSERS_CLASS = "WanTransformer3DModel"
 EXPERT_FOLDERS = dict(zip(EXPERTS, ("high_noise_model", "low_noise_model"), strict=True))
 DIT_STEM = "diffusion_pytorch_model"
 HEAD_DIM = 128
-"""Channels of an attention head in every published model; a single file of weights does not contain this number."""
+"""Channels of an attention head in every published model. A file of weights does not contain this number."""
 _BOUNDARY = {"t2v": 0.875, "i2v": 0.9}
-# official key -> diffusers' key of the same number
+# official config key -> diffusers config key
 _SAME = {
     "num_heads": "num_attention_heads",
     "num_layers": "num_layers",
@@ -68,7 +68,7 @@ def find_expert(root: Path, expert: str) -> Path | None:
 
 
 def boundary_of(official_config: Mapping[str, Any]) -> float:
-    """Return boundary_ratio of a model of two experts, a constant in the official code.
+    """Return boundary_ratio of a model of two experts, which is a constant in the official code.
 
     Args:
         official_config: the official config.json of either expert.
@@ -83,8 +83,8 @@ def dit_config(
 
     Args:
         shapes: shapes of the weights by official name.
-        official_config: the official config.json, the only source of num_heads and eps; None takes the published
-            values.
+        official_config: the official config.json, which alone contains num_heads and eps; None uses the values of the
+            published models.
         where: name of the files in errors.
 
     Raises:
@@ -104,8 +104,8 @@ def dit_config(
     num_heads = known.get("num_heads") or dim // HEAD_DIM
     if not num_heads or dim % num_heads:
         raise CheckpointError(
-            f"{where}: its width {dim} is not a multiple of {num_heads or HEAD_DIM}, so the number of heads is unknown. Put "
-            "the model's config.json next to the weights."
+            f"{where}: the model's width {dim} is not a multiple of {num_heads or HEAD_DIM}, so the number of heads is unknown. "
+            "Put the model's config.json next to the weights."
         )
     image = shapes.get("img_emb.proj.0.weight")
     positions = shapes.get("img_emb.emb_pos")
@@ -147,7 +147,7 @@ def to_official_config(config: Mapping[str, Any], variant: Variant) -> dict[str,
 
     Args:
         config: the diffusers config.
-        variant: the model, which official Wan names by its task.
+        variant: variant of the model, whose name contains the official model_type.
     """
     return {
         "_class_name": OFFICIAL_CLASS,
@@ -160,10 +160,7 @@ def to_official_config(config: Mapping[str, Any], variant: Variant) -> dict[str,
 
 
 def vae_config(shapes: Shapes) -> dict[str, Any]:
-    """Return the `AutoencoderKLWan` config of an official VAE.
-
-    The latent statistics are the statistics of the published VAE with the same number of channels.
-    """
+    """Return the `AutoencoderKLWan` config of an official VAE, with the published latent statistics."""
     base_dim, num_pixel_channels = shapes["encoder.conv1.weight"][:2]
     z_dim = shapes["conv2.weight"][0]
     num_res_blocks, nested = vae_structure(shapes, "the VAE")
@@ -194,7 +191,7 @@ def umt5_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def clip_config(shapes: Shapes) -> dict[str, Any]:
-    """Return the `CLIPVisionConfig` arguments of an official file; heads are the heads of the published ViT-H/14."""
+    """Return the `CLIPVisionConfig` arguments of an official file, with the number of heads of the published ViT-H/14."""
     width, _, patch, _ = shapes["visual.patch_embedding.weight"]
     side = round((shapes["visual.pos_embedding"][1] - 1) ** 0.5)
     return {
