@@ -62,7 +62,7 @@ def plan_ranks(
     if world_size % product or (len(given) == 2 and product != world_size):
         text = ", ".join(f"{flag}={value}" for flag, value in given.items())
         return dims, [
-            f"{text}: the product of the degrees must be world_size={world_size}, because all processes share each video. Start "
+            f"{text}: the product must be world_size={world_size}, because all processes share each video. Start "
             f"{product} processes with a launcher, or leave the options out."
         ]
     parallel = ParallelConfig(cp_size=world_size, ulysses_degree=ulysses_degree, ring_degree=ring_degree)
