@@ -134,23 +134,15 @@ def build_card(
         images["last_image"] = "last_frame.png"
     tasks = ["image-to-video", "text-to-video"] if images else ["text-to-video", "image-to-video"]
     tasks = tasks if "first_frame" in conditions else tasks[:1]
-    samples, lora_tag = _samples(directory), ["lora"] if loras else []
+    samples = _samples(directory)
+    tags = ("wan", "video", "diffusers", "lora" if loras else "", "deepspeed", "wands", *tasks, name)
     head = ModelCardData(
         license=license_id,
         base_model=base_id or None,
         base_model_relation=("adapter" if loras else "finetune") if base_id else None,
         library_name="diffusers",
         pipeline_tag=tasks[0],
-        tags=[
-            "wan",
-            "video",
-            "diffusers",
-            *lora_tag,
-            "deepspeed",
-            "wands",
-            *tasks,
-            *([name] if name else []),
-        ],
+        tags=list(filter(None, tags)),
         widget=[{"text": sample["caption"], "output": {"url": sample["link"]}} for sample in samples] or None,
     )
     recipe = record.get("recipe")

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -77,17 +76,11 @@ def read_image(path: Path, height: int, width: int, *, last: bool = False) -> Im
 
 
 def _decode(path: Path, height: int, width: int, last: bool) -> np.ndarray:
-    size: dict[str, Any] = {
-        "height": height,
-        "width": width,
-        "center_crop": True,
-        "size_multiple": 2,
-        "frame_stride": 1,
-    }
+    spec = functools.partial(ClipSpec, height=height, width=width, center_crop=True, size_multiple=2)
     if not last:
-        return next(decode_clip(path, ClipSpec(fps=1, max_frames=1, **size))).frames[0]
+        return next(decode_clip(path, spec(fps=1, max_frames=1, frame_stride=1))).frames[0]
     info = probe(path)
     # At four times the frame rate of the video, the last sample is always the last frame, whatever the rounding of timestamps.
     start = max(0.0, info.duration - max(0.25, 2 / info.fps))
-    clip = next(decode_clip(path, ClipSpec(fps=4 * info.fps, **size), start=start or None))
+    clip = next(decode_clip(path, spec(fps=4 * info.fps, frame_stride=1), start=start or None))
     return clip.frames[-1]

@@ -169,10 +169,9 @@ class ModelConversion:
             check_written(tensors, paths, "convert")
             forward = compare_forwards(mapping, files, tensors, paths) if is_dit and self.forward else ""
             renamed = sum(source.name != name for name, source in mapping.sources.items())
-            more = {"unused": mapping.unused, "forward": forward}
-            self.summaries.append(
-                ComponentSummary.of(component.name, len(files.shapes), tensors, renamed, **more)
-            )
+            num_bytes = sum(tensor.num_bytes for tensor in tensors)
+            counts = (len(files.shapes), len(tensors), renamed, num_bytes)
+            self.summaries.append(ComponentSummary(component.name, *counts, mapping.unused, forward))
 
     def _find_variant(self, config: Mapping[str, Any]) -> Variant:
         index: dict[str, Any] = {}

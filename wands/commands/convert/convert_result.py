@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from wands.model.files.name_maps import shorten
-from wands.model.files.tensor_files import LazyTensor
 
 
 @dataclass(frozen=True)
@@ -32,13 +29,6 @@ class ComponentSummary:
     num_bytes: int
     unused: tuple[str, ...] = ()
     forward: str = ""
-
-    @classmethod
-    def of(
-        cls, name: str, read: int, tensors: Sequence[LazyTensor], renamed: int, **more: Any
-    ) -> ComponentSummary:
-        """Count the written tensors."""
-        return cls(name, read, len(tensors), renamed, sum(tensor.num_bytes for tensor in tensors), **more)
 
     def __str__(self) -> str:
         text = (

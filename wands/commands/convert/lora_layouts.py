@@ -93,9 +93,9 @@ def convert_lora(
         if several and name == EXPERTS[1] and to == "diffusers":
             notes.append(f"load {path.name} with load_lora_weights(..., load_into_transformer_2=True).")
         num_read = sum(len(loras) == 1 or key.startswith(f"{name}.") for key in old_names)
-        summaries.append(
-            ComponentSummary.of(path.name, num_read, tensors, renamed=len(new_tensors.keys() - old_names))
-        )
+        num_renamed = len(new_tensors.keys() - old_names)
+        num_bytes = sum(tensor.num_bytes for tensor in tensors)
+        summaries.append(ComponentSummary(path.name, num_read, len(tensors), num_renamed, num_bytes))
     return summaries, notes
 
 
