@@ -1,4 +1,4 @@
-"""Encode the given frames for image-to-video models: their latents and CLIP's hidden states.
+"""Encode the conditioning frames of image-to-video models: VAE latents and CLIP hidden states.
 
 Letters: C latent channels; F H W pixel frames, rows, columns; f h w latent frames, rows, columns; I tokens of CLIP; E
 width of CLIP.

@@ -202,5 +202,5 @@ class _OperatorMode(TorchDispatchMode):
 
 
 def _base_layer(layer: nn.Module) -> nn.Module:
-    """Return the base layer of a layer with a LoRA, else the layer itself."""
+    """Return the base layer of a layer with a LoRA, or the layer if it has no LoRA."""
     return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer

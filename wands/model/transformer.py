@@ -1,4 +1,4 @@
-"""Wan's DiT for packed tokens. Modules and parameter names are the modules and parameter names of diffusers.
+"""Wan's DiT for packed tokens, with the modules and parameter names of diffusers.
 
 Letters: L local tokens, S samples, M timesteps, P channels of a token, D width of the residual stream, T text tokens, I CLIP
 tokens of a sample's images, H heads.

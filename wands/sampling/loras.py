@@ -61,7 +61,7 @@ class Lora:
 
 
 def find_loras(lora: Sequence[str | Path], lora_2: Sequence[str | Path] = ()) -> list[Lora]:
-    """Find the files of LoRAs and download missing ones from the Hub; no tensor is read.
+    """Find the files of LoRAs, and download LoRAs with a Hub id. No tensor is read.
 
     Args:
         lora: values of --lora, each "PATH" or "PATH=SCALE".
@@ -162,9 +162,8 @@ def _read(pipeline: Any, lora: Lora) -> dict[str, tuple[dict[str, Any], dict[str
     except Exception as error:  # a file that is not a LoRA can raise any error in diffusers' conversion
         raise _unusable(lora, "cannot be read as a LoRA", error) from None
     config = file.with_name(PEFT_CONFIG)
-    if (
-        file.name == PEFT_FILE and config.is_file()
-    ):  # diffusers reads neither PEFT's prefix nor PEFT's settings
+    if file.name == PEFT_FILE and config.is_file():
+        # diffusers reads neither PEFT's prefix nor PEFT's settings.
         settings = read_json(config, label=f"{lora.label}: {PEFT_CONFIG}")
         state = {
             f"transformer.{key.removeprefix('base_model.model.')}": value for key, value in state.items()

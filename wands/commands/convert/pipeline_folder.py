@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from wands.errors import ConfigError
 from wands.export.base_pipeline import differing_keys
@@ -17,40 +16,32 @@ from wands.files import read_json_object
 from wands.variants import Variant
 
 
-def _stock_classes(component: str) -> tuple[Any, Any]:
-    """Return the model class of a component, and the config class if the model belongs to transformers."""
-    import diffusers
-    import transformers
-
-    return {
-        "vae": (diffusers.AutoencoderKLWan, None),
-        "text_encoder": (transformers.UMT5EncoderModel, transformers.UMT5Config),
-        "image_encoder": (transformers.CLIPVisionModel, transformers.CLIPVisionConfig),
-    }.get(component, (diffusers.WanTransformer3DModel, None))
-
-
-def build_stock(component: str, config: Mapping[str, Any]) -> nn.Module:
+def build_stock(component: str, config: Mapping[str, Any]) -> Any:
     """Build the model of diffusers or transformers on the meta device.
 
     Args:
         component: name in a diffusers pipeline, such as "transformer" or "vae".
         config: config of diffusers or transformers.
     """
-    model_class, config_class = _stock_classes(component)
+    import diffusers
+    import transformers
+
     with torch.device("meta"):
-        model: nn.Module = (
-            model_class(config_class(**config)) if config_class else model_class.from_config(config)
-        )
-    return model
+        if component == "text_encoder":
+            return transformers.UMT5EncoderModel(transformers.UMT5Config(**config))
+        if component == "image_encoder":
+            return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**config))
+        stock = diffusers.AutoencoderKLWan if component == "vae" else diffusers.WanTransformer3DModel
+        return stock.from_config(config)
 
 
 def write_stock_config(component: str, config: Mapping[str, Any], folder: Path) -> None:
-    """Write config.json as diffusers or transformers does; arguments as for `build_stock`."""
-    _, config_class = _stock_classes(component)
-    if config_class:
-        config_class(**config).save_pretrained(folder)
+    """Write config.json as diffusers or transformers does. Arguments are explained at `build_stock`."""
+    model = build_stock(component, config)
+    if component in ("text_encoder", "image_encoder"):
+        type(model.config)(**config).save_pretrained(folder)  # the model adds keys to its config
     else:
-        build_stock(component, config).save_config(folder)  # type: ignore[operator]
+        model.save_config(folder)
 
 
 def check_rest(rest: Path, config: Mapping[str, Any], two_experts: bool) -> None:

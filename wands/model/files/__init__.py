@@ -1,1 +1,1 @@
-"""files."""
+"""Files of weights: reading, writing, names, configs, LoRAs and checkpoints."""

@@ -99,12 +99,12 @@ class Checkpoint(NamedTuple):
 
 
 def step_name(step: int) -> str:
-    """Return the folder name of a step; the names sort as text."""
+    """Return the folder name of a step. Sorted names are in the order of the steps."""
     return f"step_{step:08d}"
 
 
 def list_steps(folder: Path) -> list[Path]:
-    """Return the step folders in a checkpoints folder, oldest first, without unfinished and abandoned ones."""
+    """Return the folders of finished steps in a checkpoints folder, oldest first."""
     return sorted(
         path for path in folder.glob("step_*") if path.is_dir() and re.fullmatch(r"step_\d{8}", path.name)
     )
@@ -157,7 +157,7 @@ def find_checkpoint(where: Path) -> Checkpoint:
     if named is not None and named in steps:
         steps = [named, *(step for step in steps if step != named)]
     elif steps:
-        log.warning("%s does not name a checkpoint; using the newest complete one", latest)
+        log.warning("%s does not name a checkpoint; using the newest complete checkpoint", latest)
     for step in steps:
         try:
             return Checkpoint(step, load_state(step))
@@ -321,7 +321,9 @@ def read_average_header(files: TensorFiles, path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(files.metadata[AVERAGE_METADATA]))
     except (KeyError, ValueError):
-        raise CheckpointError(f"{path} has no {AVERAGE_METADATA} metadata; use an older step.") from None
+        raise CheckpointError(
+            f"{path} is not a file of wands train (no {AVERAGE_METADATA} metadata); use an older step."
+        ) from None
 
 
 def load_average(folder: Path) -> dict[str, Tensor]:

@@ -232,7 +232,7 @@ def _fill_stored(
     storage: WeightDtypePolicy,
     zero_init_context: Any,
 ) -> None:
-    """Fill each parameter in its storage dtype; under ZeRO-3 each parameter is partitioned right after it is filled."""
+    """Fill each parameter in its storage dtype. Under ZeRO-3, partition each parameter right after it is filled."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     storage.apply(model)
     if zero_init_context is not None:

@@ -64,7 +64,7 @@ class LoraPair:
 
 
 def experts_in(folder: Path) -> list[str]:
-    """Return the DiTs for which a folder contains a LoRA under the expert's name; [] if no name contains an expert."""
+    """Return the DiTs whose name in `EXPERT_NAMES` is part of the name of a file or subfolder; [] if there is none."""
     return [expert for expert, name in EXPERT_NAMES.items() if _with_name(folder, name)]
 
 
