@@ -22,10 +22,9 @@ from tests.support.official import T5Encoder, WanModel, WanVae, XlmRobertaClip, 
 from tests.support.packs import randomize
 from tests.support.runs import losses, make_run, run_training
 from wands.cli import main
-from wands.commands.convert import source_components
 from wands.commands.convert.convert import convert
 from wands.errors import CheckpointError, ConfigError, WandsError
-from wands.model.files import hub
+from wands.model.files import hub, name_maps
 from wands.model.files.lora_files import EXPERT_NAMES, LORA_FILE, parse_lora
 from wands.model.files.name_maps import DIT, EXPERTS
 from wands.model.files.tensor_files import TensorFiles, as_bytes
@@ -235,7 +234,7 @@ def test_a_wrong_table_is_found_by_the_forward(
     wrong = SimpleNamespace(
         to_diffusers=DIT.to_diffusers, to_official=lambda name: swapped.get(name) or DIT.to_official(name)
     )
-    monkeypatch.setattr(source_components, "DIT", wrong)
+    monkeypatch.setattr(name_maps, "DIT", wrong)
     with pytest.raises(CheckpointError, match="a forward of the result differs from a forward of the source"):
         convert(str(pipelines["wan2.1-t2v-1.3b"]), tmp_path / "out", to="official")
     assert list(tmp_path.iterdir()) == []

@@ -25,17 +25,10 @@ from wands.commands.convert.source_components import (
 )
 from wands.errors import ConfigError
 from wands.files import atomic_folder
+from wands.model.files import official
 from wands.model.files.hub import fetch_model
 from wands.model.files.lora_files import EXPERT_NAMES
 from wands.model.files.name_maps import EXPERTS
-from wands.model.files.official import (
-    DIT_STEM,
-    EXPERT_FOLDERS,
-    LATENTS_22,
-    OFFICIAL_CLASS,
-    boundary_of,
-    to_official_config,
-)
 from wands.model.files.tensor_files import LazyTensor, check_written, write_safetensors, write_sharded
 from wands.model.weight_dtypes import stock_dtype
 from wands.variants import Variant, variant_of
@@ -45,7 +38,7 @@ _TOKENIZER = "google/umt5-xxl"
 _SOURCE_FILES = ["*.json", "*.safetensors", "*.pth", "*.txt", "*.model"]
 # Files of an official repository that are copied if they are not converted.
 _OFFICIAL_REST = ("models_clip_*", "models_t5_*", "Wan2.*_VAE.*", "google", "xlm-roberta-large")
-_DIT_FILES = ["transformer/*.safetensors", "transformer_2/*.safetensors", f"{DIT_STEM}*", "*_noise_model/*"]
+_DIT_FILES = [*(f"{expert}/*.safetensors" for expert in EXPERTS), f"{official.DIT_STEM}*", "*_noise_model/*"]
 _NOT_CONVERTED = {
     (
         "image_encoder",
@@ -149,8 +142,8 @@ class ModelConversion:
 
     def _reason_to_skip(self, component: SourceComponent) -> str | None:
         """Return why a component has no place in the new layout, or None."""
-        config = component.config or {"_class_name": OFFICIAL_CLASS}
-        is_official = config.get("_class_name") == OFFICIAL_CLASS
+        config = component.config or {"_class_name": official.OFFICIAL_CLASS}
+        is_official = config.get("_class_name") == official.OFFICIAL_CLASS
         if self.to == "official" and is_official:
             return None
         if component.name == "vae" and self.to != "diffusers" and not (is_official or _is_wans_own(config)):
@@ -178,7 +171,7 @@ class ModelConversion:
         if self.two_experts:
             low_noise = self.components[EXPERTS[1]].config or {}
             model_type = "t2v" if config["in_channels"] == config["out_channels"] else "i2v"
-            index["boundary_ratio"] = boundary_of({"model_type": model_type} | low_noise)
+            index["boundary_ratio"] = official.boundary_of({"model_type": model_type} | low_noise)
         return variant_of(config, index)
 
     def _new_dtypes(self, mapping: ComponentMapping) -> dict[str, torch.dtype]:
@@ -193,12 +186,12 @@ class ModelConversion:
         if self.to == "diffusers":
             return self.out / name
         if name in EXPERTS and self.to == "official":
-            return self.out / EXPERT_FOLDERS[name] if self.two_experts else self.out
+            return self.out / official.EXPERT_FOLDERS[name] if self.two_experts else self.out
         if name in EXPERTS:
             assert self.variant is not None
             suffix = f"_{EXPERT_NAMES[name]}" if self.two_experts else ""
             return self.out / f"diffusion_models/{self.variant.name.replace('-', '_')}{suffix}.safetensors"
-        has_vae_22 = config.get("z_dim") == len(LATENTS_22["latents_mean"])
+        has_vae_22 = config.get("z_dim") == len(official.LATENTS_22["latents_mean"])
         files = {
             ("vae", "comfyui"): f"vae/{'wan2.2_vae' if has_vae_22 else 'wan_2.1_vae'}.safetensors",
             ("vae", "official"): f"Wan2.{2 if has_vae_22 else 1}_VAE.pth",
@@ -223,7 +216,7 @@ class ModelConversion:
             write_stock_config(name, config, target)
         else:
             assert self.variant is not None
-            text = json.dumps(to_official_config(config, self.variant), indent=2)
+            text = json.dumps(official.to_official_config(config, self.variant), indent=2)
             (target / "config.json").write_text(text + "\n", encoding="utf-8")
         return write_sharded(target, KINDS[name].stem, tensors)
 
@@ -282,6 +275,6 @@ def _is_wans_own(config: Mapping[str, Any]) -> bool:
     from diffusers import AutoencoderKLWan
 
     defaults = inspect.signature(AutoencoderKLWan.__init__).parameters
-    wan_21 = {key: list(defaults[key].default) for key in LATENTS_22}
-    published = LATENTS_22 if config.get("z_dim") == 48 else wan_21
+    wan_21 = {key: list(defaults[key].default) for key in official.LATENTS_22}
+    published = official.LATENTS_22 if config.get("z_dim") == 48 else wan_21
     return all(list(config.get(key, wan_21[key])) == published[key] for key in published)

@@ -13,33 +13,8 @@ from torch import Tensor
 from wands.commands.convert.pipeline_folder import build_stock
 from wands.errors import CheckpointError, ConfigError
 from wands.files import read_json_object
-from wands.model.files.name_maps import (
-    CLIP,
-    CLIP_RESHAPED,
-    CLIP_UNUSED,
-    COMFYUI_DIT,
-    DIT,
-    EXPERTS,
-    UMT5,
-    UMT5_TIED,
-    NameMap,
-    check_fit,
-    rename_all,
-    shorten,
-    strip_prefix,
-    vae_names,
-    vae_structure,
-)
-from wands.model.files.official import (
-    DIFFUSERS_CLASS,
-    DIT_STEM,
-    OFFICIAL_CLASS,
-    clip_config,
-    dit_config,
-    find_expert,
-    umt5_config,
-    vae_config,
-)
+from wands.model.files import name_maps, official
+from wands.model.files.name_maps import EXPERTS, NameMap, shorten
 from wands.model.files.tensor_files import PICKLES, LazyTensor, TensorFiles, find_weights
 
 _Config = dict[str, Any]
@@ -88,35 +63,35 @@ class ComponentKind:
 
 
 _DIT_KIND = ComponentKind(
-    stem=DIT_STEM,
+    stem=official.DIT_STEM,
     signs=("head.head.weight", "proj_out.weight"),
-    names=lambda names, where: DIT,
-    config=lambda shapes, config, where: dit_config(shapes, config, where=where),
+    names=lambda names, where: name_maps.DIT,
+    config=lambda shapes, config, where: official.dit_config(shapes, config, where=where),
     unused=("norm_added_q",),  # in published files, but not in the model; diffusers ignores this tensor too
 )
 KINDS: dict[str, ComponentKind] = {
     **dict.fromkeys(EXPERTS, _DIT_KIND),
     "vae": ComponentKind(
-        stem=DIT_STEM,
+        stem=official.DIT_STEM,
         signs=("decoder.middle.0.residual.0.gamma", "decoder.mid_block.resnets.0.norm1.gamma"),
-        names=lambda names, where: vae_names(*vae_structure(names, where)),
-        config=lambda shapes, config, where: vae_config(shapes),
+        names=lambda names, where: name_maps.vae_names(*name_maps.vae_structure(names, where)),
+        config=lambda shapes, config, where: official.vae_config(shapes),
         official_files="Wan2.*_VAE",
     ),
     "text_encoder": ComponentKind(
         stem="model",
         signs=("token_embedding.weight", "shared.weight"),
-        names=lambda names, where: UMT5,
-        config=lambda shapes, config, where: umt5_config(shapes),
+        names=lambda names, where: name_maps.UMT5,
+        config=lambda shapes, config, where: official.umt5_config(shapes),
         official_files="models_t5_*",
     ),
     "image_encoder": ComponentKind(
         stem="model",
         signs=("visual.patch_embedding.weight", "vision_model.embeddings.patch_embedding.weight"),
-        names=lambda names, where: CLIP,
-        config=lambda shapes, config, where: clip_config(shapes),
+        names=lambda names, where: name_maps.CLIP,
+        config=lambda shapes, config, where: official.clip_config(shapes),
         official_files="models_clip_*",
-        unused=CLIP_UNUSED,
+        unused=name_maps.CLIP_UNUSED,
     ),
 }
 """Name of a component in a diffusers pipeline -> kind of the component."""
@@ -192,23 +167,23 @@ def _find_dits(source: Path) -> list[SourceComponent]:
     """Return the DiT of a diffusers folder, or the DiTs of an official repository."""
     components = []
     for expert in EXPERTS:
-        folder = find_expert(source, expert)
+        folder = official.find_expert(source, expert)
         if folder is None:
             continue
         config = _read_config(folder)
-        class_name = config.get("_class_name", OFFICIAL_CLASS)
-        if class_name not in (OFFICIAL_CLASS, DIFFUSERS_CLASS):
+        class_name = config.get("_class_name", official.OFFICIAL_CLASS)
+        if class_name not in (official.OFFICIAL_CLASS, official.DIFFUSERS_CLASS):
             raise ConfigError(
                 f"SRC {source} contains a {class_name}. Give a Wan 2.1 or 2.2 model in diffusers or official layout."
             )
-        components.append(SourceComponent(expert, tuple(find_weights(folder, DIT_STEM)), config))
+        components.append(SourceComponent(expert, tuple(find_weights(folder, official.DIT_STEM)), config))
     return components
 
 
 def _component_of_file(path: Path) -> SourceComponent:
     config = _read_config(path.parent) if (path.parent / "config.json").is_file() else None
     with TensorFiles([path], f"SRC {path}") as files:
-        names = set(strip_prefix(files.shapes))
+        names = set(name_maps.strip_prefix(files.shapes))
     for name, kind in KINDS.items():
         if names.intersection(kind.signs):
             return SourceComponent(name, (path,), config)
@@ -235,20 +210,20 @@ def map_component(component: SourceComponent, files: TensorFiles, to: str) -> Co
     """
     kind, where, shapes = KINDS[component.name], files.where, files.shapes
     given = component.config or {}
-    stored = strip_prefix(shapes)
+    stored = name_maps.strip_prefix(shapes)
     is_official = kind.signs[0] in stored
     if component.name == "image_encoder" and not (is_official and to == "diffusers"):
         return ComponentMapping(given, {name: TensorSource(name) for name in shapes}, ())
-    if UMT5_TIED in stored:
-        stored.setdefault("shared.weight", stored.pop(UMT5_TIED))
+    if name_maps.UMT5_TIED in stored:
+        stored.setdefault("shared.weight", stored.pop(name_maps.UMT5_TIED))
     stored = {name: raw for name, raw in stored.items() if not any(part in name for part in kind.unused)}
     name_map = kind.names(stored, where)
     sources = split_sources(stored)
-    stock = rename_all(sources, name_map.to_diffusers if is_official else str, where)
-    official = rename_all(stock, name_map.to_official, where)
+    stock = name_maps.rename_all(sources, name_map.to_diffusers if is_official else str, where)
+    official_names = name_maps.rename_all(stock, name_map.to_official, where)
     is_dit = component.name in EXPERTS
-    has_config = given.get("_class_name") == DIFFUSERS_CLASS if is_dit else not is_official
-    current = stored if is_official else {new: stored[old] for new, old in official.items()}
+    has_config = given.get("_class_name") == official.DIFFUSERS_CLASS if is_dit else not is_official
+    current = stored if is_official else {new: stored[old] for new, old in official_names.items()}
     by_official_name = {name: shapes[raw] for name, raw in current.items()}
     config = given if has_config else kind.config(by_official_name, given, where)
     by_stock_name = {new: sources[name] for new, name in stock.items()}
@@ -259,18 +234,18 @@ def map_component(component: SourceComponent, files: TensorFiles, to: str) -> Co
         {name.removeprefix("vision_model."): shape for name, shape in named.items()}
         for named in (new_shapes(by_stock_name, shapes), stock_shapes)
     )
-    check_fit(found, expected, where)
+    name_maps.check_fit(found, expected, where)
     used = {source.name for source in sources.values()}
     unused = tuple(name for name in shapes if name not in used)
     if to == "diffusers":
         return ComponentMapping(dict(config), by_stock_name, unused)
-    prefix = COMFYUI_DIT if to == "comfyui" and is_dit else ""
-    renamed = {f"{prefix}{name}": by_stock_name[new] for name, new in official.items()}
+    prefix = name_maps.COMFYUI_DIT if to == "comfyui" and is_dit else ""
+    renamed = {f"{prefix}{name}": by_stock_name[new] for name, new in official_names.items()}
     return ComponentMapping(dict(config), renamed, unused)
 
 
 def split_sources(stored: Mapping[str, str]) -> dict[str, TensorSource]:
-    """Return the source of each tensor, with a name that a `NameMap` knows. Only CLIP has tensors to split or reshape.
+    """Return the source of each tensor, with a name that a `NameMap` knows. Only name_maps.CLIP has tensors to split or reshape.
 
     Args:
         stored: name without prefix -> name in the source files.
@@ -281,7 +256,7 @@ def split_sources(stored: Mapping[str, str]) -> dict[str, TensorSource]:
             thirds = enumerate(name.replace("to_qkv", letter) for letter in "qkv")
             sources |= {third_name: TensorSource(raw, third=third) for third, third_name in thirds}
         else:
-            sources[name] = TensorSource(raw, squeezed=name in CLIP_RESHAPED)
+            sources[name] = TensorSource(raw, squeezed=name in name_maps.CLIP_RESHAPED)
     return sources
 
 
