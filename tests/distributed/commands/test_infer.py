@@ -750,7 +750,7 @@ def test_torchrun_tells_once_that_nothing_can_be_written(tiny_pipeline: Path, tm
 def test_size_rule_follows_the_model() -> None:
     rule = SizeRule(vae_stride=(4, 16, 16), patch_size=(1, 2, 2))  # Wan 2.2 TI2V-5B
     assert (
-        rule.problem("height", 720) == "must be a multiple of 32 (VAE stride 16 x patch 2); use 704 or 736."
+        rule.problem("height", 720) == "must be a multiple of 32 (VAE stride 16 x patch 2). Use 704 or 736."
     )
     assert rule.problem("width", 1280) is None
     assert rule.problem("num_frames", 121) is None

@@ -209,7 +209,7 @@ def test_a_hub_id_in_record_and_mistakes(trained: Trained, tiny_pipeline: Path, 
     with pytest.raises(ConfigError, match=r"^--lora-2=you/high contains no LoRA of the low-noise expert\. "):
         find_loras([], ["you/high"])
     with pytest.raises(
-        ConfigError, match=r"^--lora=you/low is for the low-noise expert .* LoRA of this model\.$"
+        ConfigError, match=r"^--lora=you/low is for the low-noise expert, but .* Give a LoRA of this model\.$"
     ):
         find_pipeline(tiny_pipeline, loras=find_loras(["you/low"]))
 

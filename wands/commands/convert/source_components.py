@@ -245,7 +245,7 @@ def map_component(component: SourceComponent, files: TensorFiles, to: str) -> Co
 
 
 def split_sources(stored: Mapping[str, str]) -> dict[str, TensorSource]:
-    """Return the source of each tensor, with a name that a `NameMap` knows. Only name_maps.CLIP has tensors to split or reshape.
+    """Return the source of each tensor, with a name that a `NameMap` knows. Only CLIP has tensors to split or reshape.
 
     Args:
         stored: name without prefix -> name in the source files.

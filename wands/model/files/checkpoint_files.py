@@ -175,7 +175,7 @@ def load_exported_state(where: Path, part: str = "transformer", ema: bool = Fals
     """Assemble the trained fp32 weights of a DiT from a checkpoint's ZeRO partitions.
 
     Args:
-        where: a step folder, or a run folder (its newest complete checkpoint).
+        where: step folder, or run folder; the newest complete checkpoint of a run is used.
         part: subfolder of the DiT, one of the state's `parts`.
         ema: read the moving average of the trained weights; frozen weights stay as they are.
 
@@ -232,7 +232,7 @@ def load_lora_of(where: Path, part: str = "transformer", ema: bool = False) -> d
     """Read the LoRA from a checkpoint of a LoRA run.
 
     Args:
-        where: a step folder, or a run folder (its newest complete checkpoint).
+        where: step folder, or run folder; the newest complete checkpoint of a run is used.
         part: subfolder of the DiT, one of the state's `parts`.
         ema: read the moving average.
 
@@ -253,7 +253,7 @@ def load_full_weights(
     """Read all weights of a DiT: the weights of a full finetune, or the weights of the base with the LoRA merged in.
 
     Args:
-        where: a step folder, or a run folder (its newest complete checkpoint).
+        where: step folder, or run folder; the newest complete checkpoint of a run is used.
         part: subfolder of the DiT, one of the state's `parts`.
         base: model into whose weights a LoRA is merged; None uses the `model.path` of the run.
         ema: read the moving average of the trained weights.
