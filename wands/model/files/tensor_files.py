@@ -69,8 +69,8 @@ class LazyTensor:
 class TensorFiles:
     """Tensors of several files; a tensor is read only when `read` is called.
 
-    Tensors are read into new memory. The safetensors package would map the files, and the pages of a mapped file stay in the
-    process, so that a model would be in memory twice.
+    Safetensors are read into new memory. The safetensors package would map the files, and the pages of a mapped file stay in
+    the process, so that a model would be in memory twice.
 
     Args:
         files: safetensors, or pickles that contain only tensors.
