@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -163,9 +164,7 @@ def _check_finite(expert: Expert, loss: float, result: StepResult, step: int) ->
     names = [f"{item.sample_id} (sigma {item.sigma:.4f})" for item in samples]
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, names)
-    clips = (
-        ", ".join(dict.fromkeys(name for rank_names in gathered for name in rank_names)) or "no single clip"
-    )
+    clips = ", ".join(dict.fromkeys(chain(*gathered))) or "no single clip"
     of_expert = f" of the {expert.name}-noise expert" if expert.name else ""
     raise DataError(
         f"step {step}: the loss{of_expert} is {loss} and the gradient norm is {result.grad_norm}, because of {clips}; check "

@@ -119,13 +119,9 @@ def prepare_run(
     # Arguments: name of the check, the check, and the recipe sections and checks that must have passed.
     check("world size", lambda: check_world(recipe.parallel, world_size), "parallel")
     check("bins_per_step", lambda: _check_bins(recipe, dp_size, world_size), "world size", "train")
+    merge = partial(build_ds_config, world_size=world_size, device_type=device_type, names=names)
     if problems.passed("recipe", "DeepSpeed JSON", "world size", "bins_per_step"):
-        ds_config = check(
-            "merged config",
-            partial(
-                build_ds_config, ds_user, recipe, world_size=world_size, device_type=device_type, names=names
-            ),
-        )
+        ds_config = check("merged config", lambda: merge(ds_user, recipe))
     else:
         check("merged config", lambda: _check_json(ds_user, names[0]))
     if recipe.lora and recipe.lora.quantize != "none":
@@ -156,21 +152,9 @@ def prepare_run(
             check("data files", partial(LatentCache, source.path))
     check("samples", lambda: _check_samples(data, dp_size), "data files", "world size")
     problems.raise_all()
-    sampler, collator = _plan(recipe, data, variant)
-    return TrainingRun(
-        recipe,
-        ds_config,
-        config,
-        variant,
-        experts,
-        weights,
-        data,
-        sampler,
-        collator,
-        world_size,
-        degrees,
-        checkpoint,
-    )
+    model = (config, variant, experts, weights)
+    plan = _plan(recipe, data, variant)
+    return TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, checkpoint)
 
 
 def _check_bins(recipe: Recipe, dp_size: int, world_size: int) -> None:
@@ -228,7 +212,5 @@ def _plan(recipe: Recipe, data: Dataset, variant: Variant) -> tuple[PlanSampler,
         buffer_size=recipe.packing.buffer_size,
         places=data.places,
     )
-    seed, null_text = recipe.train.seed, data.null_text_embeds
-    return sampler, PackingCollator(
-        shape, recipe.flow, seed, null_text, variant.conditions, recipe.uses_dropout
-    )
+    options = (recipe.train.seed, data.null_text_embeds, variant.conditions, recipe.uses_dropout)
+    return sampler, PackingCollator(shape, recipe.flow, *options)
