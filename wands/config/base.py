@@ -26,7 +26,7 @@ class Spelling:
     Attributes:
         name: flag, such as ``--set``; by default the field's name.
         metavar: placeholder for the value in the help text.
-        flag_value: value that the flag has without a value behind it.
+        flag_value: value of the flag if the user types the flag alone.
         argument: True for a positional argument.
     """
 
@@ -41,4 +41,4 @@ ARGUMENT = Spelling(argument=True)
 
 
 class Options(StrictModel):
-    """Base of the option models."""
+    """Base class of the option models; each command has a subclass."""

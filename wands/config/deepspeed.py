@@ -204,14 +204,14 @@ def offloads_optimizer(config: Mapping[str, Any]) -> bool:
 
 
 def uses_adam(config: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer is Adam or AdamW, torch's or DeepSpeed's."""
+    """Return whether the optimizer is Adam or AdamW, from torch or from DeepSpeed."""
     return config["optimizer"]["type"].lower() in ADAM_TYPES
 
 
 def _choose_adam(config: dict[str, Any], device_type: str) -> None:
-    """Prefer torch's Adam to DeepSpeed's, which is compiled on first use and needs a CUDA toolkit.
+    """Select torch's Adam instead of DeepSpeed's Adam, which is compiled on first use and needs a CUDA toolkit.
 
-    Only a GPU run with optimizer states on the host keeps DeepSpeed's Adam, because torch's is several times slower there.
+    Only a GPU run with optimizer states on the host uses DeepSpeed's Adam, because torch's Adam is several times slower there.
     """
     params, offloads = config["optimizer"]["params"], offloads_optimizer(config)
     # Only DeepSpeed's Adam has bias_correction, so a user who sets the key has chosen DeepSpeed's.
@@ -224,9 +224,9 @@ def _choose_adam(config: dict[str, Any], device_type: str) -> None:
 
 
 def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
-    """Return the peak learning rate: the optimizer's, scaled by the batch size as `optim.scale_lr` says.
+    """Return the peak learning rate: the optimizer's learning rate, scaled with the batch size by `optim.scale_lr`.
 
-    A scheduler in the JSON sets absolute rates or scales the optimizer's, so `optim.scale_lr` does not apply to it.
+    With a scheduler in the JSON, `optim.scale_lr` has no effect, because the scheduler defines the learning rates.
     """
     lr = float(config["optimizer"]["params"]["lr"])
     if "scheduler" in config:

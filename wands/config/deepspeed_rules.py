@@ -72,7 +72,7 @@ def offload_device(zero: Mapping[str, Any], key: str = "offload_optimizer") -> s
 
 
 def check_json(config: dict[str, Any], name: str) -> list[str]:
-    """Check a DeepSpeed JSON alone. Remove invalid keys and "auto", so that the other checks can read the rest.
+    """Check a DeepSpeed JSON without the recipe. Remove invalid keys and keys with the value "auto" for the later checks.
 
     Args:
         config: the JSON; changed in place.

@@ -40,7 +40,7 @@ def kind_of(type_name: str) -> str | None:
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Return whether Muon updates a parameter: only the weights of linear layers in the blocks."""
+    """Return whether Muon updates a parameter. Muon updates only the weights of linear layers in the blocks."""
     return name.startswith("blocks.") and len(shape) == 2
 
 
@@ -49,7 +49,7 @@ def state_bytes_per_param(
 ) -> float:
     """Return the bytes of an optimizer's states over all ranks, divided by the number of parameters.
 
-    Master weights do not count.
+    Master weights are not included.
 
     Args:
         name: `optim.name`.

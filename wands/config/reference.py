@@ -74,7 +74,7 @@ class Section:
 
 
 def list_sections() -> list[Section]:
-    """Return all sections of the recipe, sections inside sections after their parents."""
+    """Return all sections of the recipe; a nested section follows its parent."""
     return list(_walk(Recipe, "", str(inspect.getdoc(Recipe))))
 
 
@@ -128,7 +128,7 @@ def _default_text(field: FieldInfo) -> str:
 
 
 def describe_config(query: str | None) -> str:
-    """Return all recipe keys, one line each, or one section or key in full.
+    """Return a line about every recipe key, or the full description of one section or key.
 
     Args:
         query: section, section.key or key; None for all.

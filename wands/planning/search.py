@@ -107,7 +107,6 @@ class Candidate:
         ds_config: completed DeepSpeed config.
         recipe: recipe with this combination's keys.
         workload: sizes that determine a rank's memory.
-        memory: predicted memory of a rank.
     """
 
     task: Task
@@ -115,7 +114,11 @@ class Candidate:
     ds_config: dict[str, Any]
     recipe: Recipe
     workload: RankWorkload
-    memory: Memory
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Predicted memory of a rank."""
+        return estimate_memory(self.workload, self.recipe, self.ds_config)
 
     @property
     def cp(self) -> int:
@@ -132,9 +135,8 @@ class Candidate:
         """Whether the memory of GPU and host suffices."""
         if self.task.device_type == "cpu":  # device and host share the memory
             return self.memory.needed + sum(self.memory.host.values()) <= self.task.usable
-        return (
-            self.memory.needed <= self.task.usable and self.host <= HOST_SHARE * self.task.machine.host_memory
-        )
+        fits_host = self.host <= HOST_SHARE * self.task.machine.host_memory
+        return fits_host and self.memory.needed <= self.task.usable
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -208,8 +210,7 @@ def check_memory(
     Returns:
         None if the run fits; otherwise a text with the missing memory and the smallest change that fits.
     """
-    memory = estimate_memory(workload, task.recipe, ds_config)
-    run = Candidate(task, ds_name, dict(ds_config), task.recipe, workload, memory)
+    run = Candidate(task, ds_name, dict(ds_config), task.recipe, workload)
     if run.fits:
         return None
     host = ""
@@ -217,7 +218,7 @@ def check_memory(
         available = to_gib(task.machine.host_memory)
         host = f" and {to_gib(run.host)} of the {available} that are free on the host"
     return (
-        f"this run needs about {to_gib(memory.needed)} of the {to_gib(task.usable)} that {task.machine.name} has for tensors "
+        f"this run needs about {to_gib(run.memory.needed)} of the {to_gib(task.usable)} that {task.machine.name} has for tensors "
         f"of a rank{host}; {find_cure(task, ds_name)}"
     )
 
@@ -287,7 +288,7 @@ def build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_toke
         max_samples=task.most_samples(max_tokens) if packing.enabled else 1,
         text_len=task.text_len,
     )
-    return Candidate(task, name, ds_config, recipe, workload, estimate_memory(workload, recipe, ds_config))
+    return Candidate(task, name, ds_config, recipe, workload)
 
 
 def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidate | None:

@@ -36,7 +36,7 @@ def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int
 
     Args:
         run: the checked run.
-        step: optimizer steps made.
+        step: number of optimizer steps made.
         epoch: epoch of the step.
         history: (step, loss) of the run so far.
     """

@@ -75,12 +75,12 @@ class WeightAverage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's share."""
+        """Bytes of the average on this rank."""
         return sum(average.nbytes for average in self._averages)
 
     @property
     def decay(self) -> float:
-        """Decay of the last step, with warm-up."""
+        """Decay of the last update, with warm-up."""
         return decay_after(self.section, self._last - self._first)
 
     @torch.no_grad()

@@ -51,7 +51,7 @@ def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], floa
 def check_offload(ds_config: Mapping[str, Any]) -> None:
     """Compile DeepSpeedCPUAdam now on every rank, because a later failure would leave the other ranks waiting.
 
-    Does nothing if torch's Adam makes the step. The compiled library is cached; it costs a minute once per machine.
+    The function does nothing if the run uses torch's Adam. Compiling takes a minute; the library is then cached on the machine.
 
     Args:
         ds_config: result of `build_ds_config`.
@@ -87,14 +87,14 @@ def build_model(
     expert: Expert | None = None,
     store: ActivationOffloader | None = None,
 ) -> torch.nn.Module:
-    """Load a DiT for training, partitioned from the first tensor on under ZeRO-3, with attention for `groups` and `device`.
+    """Load a DiT for training, with attention for `groups` and `device`. Under ZeRO-3 each tensor is partitioned when it is read.
 
     Args:
         run: the checked run.
         groups: ranks that share a bin.
         device: device of this rank.
-        expert: DiT of the pipeline; default: the first trained one.
-        store: host memory for `model.checkpointing=offload`; default: a new one.
+        expert: DiT to load; None for the first trained DiT.
+        store: host memory for `model.checkpointing=offload`; None to allocate host memory for this DiT.
     """
     import deepspeed
     from deepspeed.utils import groups as ds_groups
@@ -135,7 +135,7 @@ def build_engine(
     """Wrap the model in a DeepSpeed engine with the recipe's learning rate schedule, unless the JSON has a scheduler.
 
     Args:
-        model: built inside `deepspeed.zero.Init` under ZeRO-3.
+        model: result of `build_model`.
         ds_config: result of `build_ds_config`.
         recipe: the resolved recipe.
         total_steps: optimizer steps of the whole run.
@@ -183,7 +183,7 @@ def build_engine(
 def _share_masters(optimizer: Any) -> None:
     """Use ZeRO-3's fp32 weights as their own masters, which always have the same values, to save a copy of the partition.
 
-    DeepSpeed intends to, but compares a device with its name (stage3.py of 0.19.8), so it never does.
+    DeepSpeed has code for this purpose, which never runs: it compares a device with the name of a device (stage3.py of 0.19.8).
     """
     partitions = zip(
         optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True

@@ -26,7 +26,7 @@ class StepReport:
     """Metrics of one optimizer step over all ranks.
 
     Attributes:
-        step: optimizer steps made, including this step.
+        step: number of optimizer steps made, including this step.
         epoch: epoch of the step's samples.
         loss: mean weighted squared error of the step's samples or tokens; with two experts, the mean of both.
         lr: learning rate of this step.
@@ -38,7 +38,7 @@ class StepReport:
         tflops: model TFLOP/s per device (three forwards; recomputation is not counted).
         mfu: share of the device's bf16 peak; None if the peak is unknown.
         fill: tokens / (bins x packing.max_tokens).
-        imbalance: cost of the busiest rank / mean cost, summed over micro steps.
+        imbalance: cost of the slowest rank / mean cost of the ranks, each summed over the micro steps.
         expert_losses: name of each trained expert -> loss; empty for a model with one DiT.
         expert_norms: name of each trained expert -> `grad_norm`; empty for a model with one DiT.
         ema_decay: decay of the moving average in this step; None without `ema`.
@@ -125,7 +125,7 @@ def read_metrics(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a jsonl file, up to a line that a kill cut off; none if the file is missing."""
+    """Return the rows of a jsonl file, up to the first damaged line; no rows if the file is missing."""
     rows: list[dict[str, Any]] = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():

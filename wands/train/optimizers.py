@@ -58,7 +58,7 @@ def _bitsandbytes() -> Any:
 def muon_ratio(rows: int, columns: int) -> float:
     """Return the factor from AdamW's learning rate to Muon's for a matrix, so that both updates have the same size.
 
-    The root mean square of an orthogonal matrix is 1 / sqrt(max(rows, columns)); the one of AdamW's update is about 0.2.
+    The root mean square of an orthogonal matrix is 1 / sqrt(max(rows, columns)); for AdamW's update it is about 0.2.
     DeepSpeed already multiplies Muon's update by sqrt(max(1, rows / columns)).
 
     Source: Liu et al. 2025, Muon is Scalable for LLM Training, eq. 4 (arXiv:2502.16982).

@@ -11,7 +11,7 @@ from wands.model.weight_dtypes import WeightDtypePolicy
 
 
 def weight_dtype_policy(recipe: Recipe) -> WeightDtypePolicy:
-    """Return the weight dtypes that a recipe asks for."""
+    """Return the storage dtypes of the weights for a recipe."""
     return WeightDtypePolicy(recipe.precision.weights, recipe.lora.quantize if recipe.lora else "none")
 
 
@@ -20,8 +20,8 @@ def split_by_dtype(
 ) -> list[dict[str, Any]]:
     """Split parameter groups by dtype, because DeepSpeed flattens a group into one tensor.
 
-    The first group decides how DeepSpeed sums gradients. At ZeRO-2 the buckets get its dtype, so fp32 comes first. At ZeRO-1
-    the first group must be bf16, or DeepSpeed sums the gradients of micro batches in the parameters' dtype.
+    The first group decides how DeepSpeed sums gradients. At ZeRO-2 the buckets get the dtype of this group, so fp32
+    comes first. At ZeRO-1 the first group must be bf16, or DeepSpeed sums gradients of micro batches in the parameters' dtype.
 
     Args:
         groups: parameter groups of an optimizer.

@@ -115,7 +115,7 @@ def weights_checksums(module: torch.nn.Module, device: torch.device) -> tuple[li
     replace the replica under test. The other parameters are gathered one at a time and released.
 
     Args:
-        module: of the engine, at the end of a step.
+        module: module of the engine, at the end of a step.
         device: device of the result; each checksum is computed on the parameter's device.
 
     Returns:
@@ -139,7 +139,7 @@ def check_weights_agree(engine: Any, device: torch.device) -> int:
     """Compare every parameter over all ranks, bit by bit, between two steps; a collective call.
 
     One all-gather carries the checksums of all parameters. The check changes no bit of the training and leaves nothing gathered.
-    It cannot compare what only one rank has: ZeRO partitions and optimizer states.
+    The check cannot compare data that only one rank has: ZeRO partitions and optimizer states.
 
     Args:
         engine: the DeepSpeed engine.

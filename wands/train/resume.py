@@ -41,7 +41,7 @@ def find_resume(output_dir: str, resume: str | None) -> Checkpoint | None:
         The checkpoint, or None for a new run.
 
     Raises:
-        ConfigError: if the run folder has checkpoints that the run would mix with its own.
+        ConfigError: if the run would mix its checkpoints with the checkpoints of another run.
         CheckpointError: if there is no complete checkpoint.
     """
     folder = Path(output_dir) / "checkpoints"

@@ -127,7 +127,7 @@ class TrainingRun:
         return value
 
     def count(self, plan: StepPlan) -> float:
-        """Return the number of samples, or of trained tokens, by which a step's summed loss becomes its mean loss."""
+        """Return the divisor of a step's summed loss for the logged mean: the number of samples, or of trained tokens."""
         value = plan.counts[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token" and self._gives_first_frames:
             for bin in plan.bins:

@@ -15,11 +15,7 @@ from wands.train.run import TrainingRun
 
 
 def start_block(run: TrainingRun) -> str:
-    """Describe a run in lines of text.
-
-    Args:
-        run: the checked run.
-    """
+    """Return the start block of a run: lines about model, grid, data, packing, memory and so on."""
     recipe, shape, lens, flow = run.recipe, run.shape, run.seq_lens, run.recipe.flow
     start_step = run.checkpoint.state.step if run.checkpoint else 0
     backend = attention_backend(run, torch.device(accelerator_type()))
