@@ -8,9 +8,8 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import click
 from pydantic import BaseModel
@@ -36,8 +35,7 @@ deepspeed start it this way. `wands -v COMMAND` prints debug messages. Exit code
 line names the option or key and the fix."""
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """One recipe key.
 
     Attributes:
@@ -64,8 +62,7 @@ class Key:
         return re.split(r"\.\s", self.description, maxsplit=1)[0].rstrip(".") + "."
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """One recipe section, or the top level with an empty name."""
 
     name: str

@@ -6,7 +6,7 @@ D is the width of the residual stream, F the hidden width of the feed-forward.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from wands.config.recipe import Recipe
 from wands.variants import DiTShape
@@ -14,8 +14,7 @@ from wands.variants import DiTShape
 FP32, BF16 = 4, 2
 
 
-@dataclass(frozen=True)
-class SavedRows:
+class SavedRows(NamedTuple):
     """Tensors that one block keeps for its backward, as rows per token.
 
     Attributes:
@@ -136,7 +135,7 @@ class Activations:
         if lora and lora.dropout:
             # With dropout every LoRA layer has another input; then only ZeRO-3's layer keeps the shared input.
             both = always and targets != "attention"
-            rows = replace(rows, narrow=rows.narrow + (6 if always else 4) + both, hidden=rows.hidden + both)
+            rows = rows._replace(narrow=rows.narrow + (6 if always else 4) + both, hidden=rows.hidden + both)
         return rows
 
     def _table_learns(self) -> bool:
