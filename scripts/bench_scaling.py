@@ -24,8 +24,9 @@ from pathlib import Path
 from wands.config.deepspeed import build_ds_config
 from wands.config.recipe_loading import load_recipe
 from wands.planning.hardware import MACHINES
-from wands.planning.memory import RankWorkload, Weight, estimate_memory
+from wands.planning.memory import estimate_memory
 from wands.planning.step_time import Prediction, Setting, predict
+from wands.planning.workload import RankWorkload, Weight
 from wands.train.weights import list_weights
 from wands.variants import VARIANTS, DiTShape, legal_frames
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from wands.config.recipe import Recipe
-from wands.variants import DiTShape
+from wands.planning.workload import RankWorkload
 
 FP32, BF16 = 4, 2
 
@@ -34,26 +34,15 @@ class Activations:
     """Bytes of the activations of one rank during the backward.
 
     Args:
-        shape: the DiT.
+        workload: sizes of the rank.
         recipe: precision, checkpointing, LoRA.
         zero_stage: ZeRO stage.
-        tokens: tokens of the rank.
-        text_rows: text and image tokens of all samples in the bin.
-        exchanged: whether Ulysses exchanges attention heads.
     """
 
-    def __init__(
-        self,
-        shape: DiTShape,
-        recipe: Recipe,
-        zero_stage: int,
-        *,
-        tokens: float,
-        text_rows: int,
-        exchanged: bool,
-    ) -> None:
-        self.shape, self.recipe, self.stage = shape, recipe, zero_stage
-        self.tokens, self.text_rows, self.exchanged = tokens, text_rows, exchanged
+    def __init__(self, workload: RankWorkload, recipe: Recipe, zero_stage: int) -> None:
+        self.shape, self.recipe, self.stage = workload.shape, recipe, zero_stage
+        self.tokens, self.exchanged = workload.tokens, workload.ulysses_degree > 1
+        self.text_rows = workload.max_samples * (workload.text_len + workload.shape.image_len)
         self.narrow = BF16 if recipe.precision.compute == "bf16" else FP32
         self._quantized = recipe.lora is not None and recipe.lora.quantize != "none"
 

@@ -21,8 +21,9 @@ from wands.config.recipe import ParallelConfig, Recipe
 from wands.distributed.dims import choose_degrees
 from wands.errors import ConfigError
 from wands.planning.hardware import Machine
-from wands.planning.memory import CUDA_CONTEXT, Memory, RankWorkload, Weight, estimate_memory, to_gib
+from wands.planning.memory import CUDA_CONTEXT, Memory, estimate_memory, to_gib
 from wands.planning.step_time import Prediction, Setting, predict
+from wands.planning.workload import RankWorkload, Weight
 from wands.variants import TEXT_LEN, DiTShape
 
 CHECKPOINTING = ("none", "selective", "offload", "full")

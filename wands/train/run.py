@@ -21,7 +21,7 @@ from wands.data.sampler import PlanSampler, StepPlan
 from wands.distributed.dims import ContextDegrees, ParallelDims
 from wands.flow.rng import SampleKey
 from wands.model.files.checkpoint_files import Checkpoint
-from wands.planning.memory import RankWorkload, Weight
+from wands.planning.workload import RankWorkload, Weight
 from wands.variants import TEXT_LEN, DiTShape, Expert, Variant
 
 

@@ -11,7 +11,7 @@ from wands.model.files.loading import build_empty, load_config, load_index
 from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, check_lora, find_targets, load_start
 from wands.planning.activations import FP32
-from wands.planning.memory import Weight
+from wands.planning.workload import Weight
 from wands.train.precision import weight_dtype_policy
 from wands.variants import Expert, Variant, variant_of
 
