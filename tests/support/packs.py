@@ -12,10 +12,10 @@ from torch import Tensor
 
 from wands.attention.packed import PackedMeta
 from wands.attention.varlen import Segments, choose_backend, varlen_attention
+from wands.commands.selftest.stock import stock_velocity
 from wands.data.patchify import patchify
 from wands.distributed.layout import ContextLayout
 from wands.model.transformer import PackedWanTransformer
-from wands.variants import TEXT_LEN
 
 CONFIG = {
     "num_attention_heads": 2,
@@ -172,15 +172,10 @@ def run_stock(stock: WanTransformer3DModel, pack: Pack, per_token: bool = False)
     """
     outputs = []
     for i, (latents, text, timestep) in enumerate(zip(pack.latents, pack.texts, pack.timesteps, strict=True)):
-        padded = torch.cat([text, text.new_zeros(TEXT_LEN - len(text), text.shape[1])])
-        timesteps, image = timestep[None], None
+        timesteps = timestep[None]
         if pack.num_cond_tokens or per_token:
             timesteps = timestep.repeat(pack.meta.local_seq_lens[i])[None]
             timesteps[:, : (pack.num_cond_tokens or (0,) * len(pack.latents))[i]] = 0
-        if pack.images:
-            image = pack.images[i][None]
-            if stock.config.pos_embed_seq_len:  # the first and the last image separately
-                image = torch.stack(pack.images[i].chunk(2))
-        output = stock(latents[None], timesteps, padded[None], image, return_dict=False)[0]
-        outputs.append(patchify(output[0], PATCH))
+        image = pack.images[i] if pack.images else None
+        outputs.append(patchify(stock_velocity(stock, latents, timesteps, text, image), PATCH))
     return torch.cat(outputs)

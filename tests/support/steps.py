@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.support.runs import groups_of, make_run, release
+from wands.commands.selftest.stock import add_conditions, stock_velocity
 from wands.data.patchify import unpatchify
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
@@ -29,7 +30,6 @@ from wands.train.batches import rank_shards
 from wands.train.engine import build_engine, build_model
 from wands.train.run import TrainingRun
 from wands.train.step import train_step
-from wands.variants import TEXT_LEN
 
 ROOT = Path(__file__).resolve().parents[2]
 DS_CONFIGS = {
@@ -213,25 +213,15 @@ def stock_gradients(
             unpatchify(tokens, grid, channels, patch).to(dtype)
             for tokens in (batch.tokens, noisy.tokens, noisy.target)
         )
-        timesteps, given = noisy.timesteps, batch.num_cond_tokens[0]
-        if "first_frame" in run.variant.conditions:  # Wan 2.2 takes a timestep for each token
-            timesteps = timesteps.repeat(layout.num_tokens)
-            timesteps[:given] = 0
-            x = torch.cat([(clean if given else x)[:, :1], x[:, 1:]], dim=1)
-            timesteps = timesteps[None]
-        if sample.image_latents is not None:
-            mask = torch.zeros(4, *clean.shape[1:], dtype=dtype)
-            mask[:, 0] = 1
-            if run.variant.num_images == 2:
-                mask[3, -1] = 1
-            x = torch.cat([x, mask, sample.image_latents.to(dtype)])
-        image = None
-        if sample.image_embeds is not None:
-            image = torch.stack(sample.image_embeds.to(dtype).chunk(run.variant.num_images))
-        text = torch.nn.functional.pad(
-            batch.text_embeds.to(dtype), (0, 0, 0, TEXT_LEN - len(batch.text_embeds))
-        )[None]
-        pred = stock(x[None], timesteps, text, image, return_dict=False)[0][0]
+        given = batch.num_cond_tokens[0]
+        x, timesteps = add_conditions(
+            x,
+            noisy.timesteps[0],
+            first_frame=clean[:, :1] if given else None,
+            image_latents=sample.image_latents,
+            last_image=run.variant.num_images == 2,
+        )
+        pred = stock_velocity(stock, x, timesteps, batch.text_embeds, sample.image_embeds)
         weight = sigma_weight(noisy.sigmas, run.recipe.flow)[0]
         first = 1 if given else 0  # a frame that was given is not trained
         error = (pred - target)[:, first:].square().mean()  # over the sample's own tokens and channels

@@ -58,7 +58,7 @@ def _small_clips(monkeypatch: Patch) -> None:
     monkeypatch.setattr(selftest_setup, "HEIGHT", 64)
     monkeypatch.setattr(selftest_setup, "WIDTH", 96)
     for module in (selftest_command, selftest_dit, selftest_encoders):
-        monkeypatch.setattr(module, "free_memory", lambda: None)  # a quarter of a second each
+        monkeypatch.setattr(module, "clear_device_cache", lambda **_: None)  # a quarter of a second each
 
 
 @pytest.fixture
@@ -362,8 +362,8 @@ def test_context_parallelism_is_one_process(
 
 
 def test_one_big_part_at_a_time(ask: Callable[..., dict[str, str]], monkeypatch: Patch) -> None:
-    monkeypatch.setattr(selftest_command, "free_memory", gc.collect)
-    monkeypatch.setattr(selftest_dit, "free_memory", gc.collect)
+    for module in (selftest_command, selftest_dit):
+        monkeypatch.setattr(module, "clear_device_cache", lambda **_: gc.collect())
     loaded: list[weakref.ref] = []
 
     def watch(owner: Any, name: str) -> None:

@@ -10,7 +10,6 @@ a rank of a launcher. Results go to the worker's own write-ahead logs in the fol
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from wands.commands.clip_rules import NO_MEMORY
@@ -99,7 +99,7 @@ def encode_captions(
             store_text(embeddings, caption, encoder.encode(caption))
             yield Done()
     del encoder
-    _free_memory()
+    clear_device_cache(garbage_collection=True)
 
 
 def encode_clips(
@@ -122,7 +122,7 @@ def encode_clips(
     """
     with closing(WriteAheadLog(settings.work / f"samples-{slot}.journal")) as samples:
         yield from _ClipEncoder(settings, slot, devices.vae, samples).run(clips)
-    _free_memory()
+    clear_device_cache(garbage_collection=True)
 
 
 class _ClipEncoder:
@@ -176,7 +176,7 @@ class _ClipEncoder:
             try:
                 encoded = self.encoder.encode(window.pixels)
             except (torch.OutOfMemoryError, MemoryError):
-                _free_memory()
+                clear_device_cache(garbage_collection=True)
                 return NO_MEMORY
             finally:
                 self._note("")  # this process is alive: the clip has not crashed it
@@ -212,9 +212,3 @@ class _ClipEncoder:
     def _note(self, video: str) -> None:
         with suppress(OSError):  # a full disk: the next write to the log reports it
             self.in_encoder.write_text(video)
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -13,23 +13,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.memory import clear_device_cache
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from wands.attention.ulysses import context_attention
 from wands.attention.varlen import choose_backend
-from wands.commands.selftest.parity_setup import (
-    OFFICIAL_TEXT_LEN,
-    Outcome,
-    Setup,
-    Skipped,
-    free_memory,
-    judge,
-    relative_error,
-)
+from wands.commands.selftest.parity_setup import Group, Outcome, Setup, Skipped, judge, relative_error
+from wands.commands.selftest.stock import add_conditions, stock_velocity
 from wands.config.recipe import FlowConfig, MockConfig
 from wands.data.collate import PackingCollator
-from wands.data.conditions import image_mask
 from wands.data.mock import MockDataset
 from wands.data.patchify import patchify, unpatchify
 from wands.distributed.bootstrap import init_process_group
@@ -43,7 +36,6 @@ from wands.model.files.name_maps import DIT, rename_all
 from wands.model.transformer import PackedWanTransformer
 from wands.sampling.pipeline import DiTSource, load_dit
 from wands.sampling.sharing import plan_ranks
-from wands.variants import Expert
 
 GRIDS = ((3, 3, 5), (2, 5, 5), (2, 1, 7))
 TEXT_LENS = (9, 40, 1)
@@ -121,18 +113,15 @@ class Comparison:
 class Pack:
     """Unequal samples of random latents, text and images, packed by training's code; equal on every rank."""
 
-    def __init__(
-        self, setup: Setup, expert: Expert, num_samples: int = len(GRIDS), i2v_ratio: float = 0.0
-    ) -> None:
+    def __init__(self, setup: Setup, num_samples: int = len(GRIDS), i2v_ratio: float = 0.0) -> None:
         """Draw and pack the samples.
 
         Args:
-            setup: the tested model.
-            expert: DiT whose noise levels are drawn.
+            setup: the tested DiT, whose noise levels are drawn.
             num_samples: number of samples, the first of `GRIDS`.
             i2v_ratio: TI2V's share of samples whose first frame is given.
         """
-        self.setup, self.shape, self.sigma_range = setup, setup.variant.dit, expert.sigma_range
+        self.setup, self.shape, self.sigma_range = setup, setup.variant.dit, setup.expert.sigma_range
         self.conditions = setup.variant.conditions
         self.flow = FlowConfig(cfg_dropout=0.0, i2v_ratio=i2v_ratio)
         pt, ph, pw = self.shape.patch_size
@@ -178,54 +167,30 @@ class Pack:
                 dist.all_reduce(tensor)
         return {name: value.cpu() for name, value in answer.items()}
 
-    def run_stock(self, model: WanTransformer3DModel, dtype: torch.dtype) -> Answer:
-        """Run forward and backward sample by sample, as diffusers' pipelines call the model.
-
-        Args:
-            model: model of diffusers.
-            dtype: dtype of its linear layers.
-        """
-        device, directions, answer = self.setup.device, self.directions.split(self.batch.seq_lens), {}
+    def run_stock(self, model: WanTransformer3DModel) -> Answer:
+        """Run forward and backward sample by sample, as diffusers' pipelines call the model."""
+        batch, device, patch = self.batch, self.setup.device, self.shape.patch_size
+        sigmas = add_noise(
+            batch.tokens, self.whole, batch.keys, self.flow, SEED, sigma_range=self.sigma_range
+        ).sigmas
+        noises = draw_noise(self.whole, batch.keys, SEED, batch.tokens.shape[1]).split(batch.seq_lens)
+        directions, answer = self.directions.split(batch.seq_lens), {}
         for i, sample in enumerate(self.samples):
-            latents, timestep = self._add_noise_as_stock(i)
-            text = torch.nn.functional.pad(
-                sample.text_embeds, (0, 0, 0, OFFICIAL_TEXT_LEN - len(sample.text_embeds))
+            clean, sigma = sample.latents.float(), sigmas[i]
+            noise = unpatchify(noises[i], GRIDS[i], self.shape.out_channels, patch)
+            is_given = self.flow.i2v_ratio and "first_frame" in self.conditions
+            latents, timesteps = add_conditions(
+                (1 - sigma) * clean + sigma * noise,
+                sigma * NUM_TRAIN_TIMESTEPS,
+                first_frame=clean[:, :1] if is_given else None,
+                image_latents=sample.image_latents,
+                last_image="last_image" in self.conditions,
             )
-            images = sample.image_embeds
-            if images is not None:  # [number of images, rows, channels]
-                images = torch.stack(images.chunk(2 if self.shape.image_positions else 1)).to(device, dtype)
-            out = model(
-                latents[None].to(device, dtype),
-                timestep.to(device),
-                text[None].to(device, dtype),
-                images,
-                return_dict=False,
-            )[0]
-            rows = patchify(out[0].float(), self.shape.patch_size)
+            velocity = stock_velocity(model, latents, timesteps, sample.text_embeds, sample.image_embeds)
+            rows = patchify(velocity.float(), patch)
             (rows * directions[i].to(device)).sum().backward()
             answer[sample.sample_id] = rows.detach()
         return {name: value.cpu() for name, value in (answer | _take_gradients(model)).items()}
-
-    def _add_noise_as_stock(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return a sample's model input [C, f, h, w] and timesteps [1] or [1, tokens] at training's noise level."""
-        batch, sample = self.batch, self.samples[number]
-        drawn = add_noise(batch.tokens, self.whole, batch.keys, self.flow, SEED, sigma_range=self.sigma_range)
-        noise = draw_noise(self.whole, batch.keys, SEED, batch.tokens.shape[1]).split(batch.seq_lens)[number]
-        noise = unpatchify(noise, GRIDS[number], self.shape.out_channels, self.shape.patch_size)
-        sigma = drawn.sigmas[number]
-        clean = sample.latents.float()
-        latents = (1 - sigma) * clean + sigma * noise
-        timestep = (sigma * NUM_TRAIN_TIMESTEPS)[None]
-        if self.flow.i2v_ratio and "first_frame" in self.conditions:
-            # The loop of WanImageToVideoPipeline with expand_timesteps, line by line.
-            mask = torch.ones(1, *latents.shape[1:])
-            mask[:, 0] = 0
-            latents = (1 - mask) * clean[:, :1] + mask * latents
-            timestep = (mask[0][:, ::2, ::2] * timestep).flatten()[None]
-        if sample.image_latents is not None:
-            given = image_mask(tuple(latents.shape[1:]), "last_image" in self.conditions)
-            latents = torch.cat([latents, given, sample.image_latents])
-        return latents, timestep
 
 
 def _take_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -237,92 +202,71 @@ def _take_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return gradients
 
 
-class DiTPart:
-    """One DiT of the model; weights are loaded when a check needs them."""
+def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
+    """Compare training's computation with stock diffusers: of a "packed" batch, and of TI2V's "first_frame".
 
-    def __init__(self, setup: Setup, expert: Expert) -> None:
-        self.setup, self.expert, self.dtype = setup, expert, setup.dtype
-        self._comparisons: dict[str, Comparison] = {}
-        self._attempts: set[str] = set()
-
-    def compare(self, kind: str) -> Comparison:
-        """Return a comparison: of "packed" or "first_frame" with stock diffusers, of "cp" with one process.
-
-        Raises:
-            Skipped: if the models of this comparison failed before.
-        """
-        if kind not in self._comparisons:
-            compute = self._compare_to_one_process if kind == "cp" else self._compare_to_stock
-            if compute.__name__ in self._attempts:
-                raise Skipped("the model does not run, see above")
-            self._attempts.add(compute.__name__)
-            self._comparisons |= compute()
-        return self._comparisons[kind]
-
-    def _compare_to_stock(self) -> dict[str, Comparison]:
-        """Run all packs at once, so that each model is loaded once."""
-        packs = {"packed": Pack(self.setup, self.expert)}
-        if "first_frame" in self.setup.variant.conditions:
-            packs["first_frame"] = Pack(self.setup, self.expert, num_samples=1, i2v_ratio=1.0)
-        source = DiTSource(
-            str(self.setup.folder),
-            self.expert.subfolder,
-            f"--model={self.setup.folder}: {self.expert.subfolder}",
+    Each model is loaded once; the stock model is dropped before the packed model is loaded.
+    """
+    packs = {"packed": Pack(setup)}
+    if "first_frame" in setup.variant.conditions:
+        packs["first_frame"] = Pack(setup, num_samples=1, i2v_ratio=1.0)
+    subfolder = setup.expert.subfolder
+    source = DiTSource(str(setup.folder), subfolder, f"--model={setup.folder}: {subfolder}")
+    answers = []
+    for dtype in dict.fromkeys((torch.float32, setup.dtype)):
+        stock = load_dit(source, dtype).to(setup.device).eval()
+        _choose_trained(stock)
+        answers.append({name: pack.run_stock(stock) for name, pack in packs.items()})
+        del stock
+        clear_device_cache(garbage_collection=True)
+    expected, rounded = answers[0], answers[-1]
+    model = _load_packed(setup, setup.dtype)
+    return {
+        name: Comparison(
+            pack.run_packed(model, setup.dtype), expected[name], rounded[name], "stock diffusers"
         )
-        answers = []
-        for dtype in dict.fromkeys((torch.float32, self.dtype)):
-            stock = load_dit(source, dtype).to(self.setup.device).eval()
-            _choose_trained(stock)
-            answers.append({name: pack.run_stock(stock, dtype) for name, pack in packs.items()})
-            del stock
-            free_memory()
-        expected, rounded = answers[0], answers[-1]
-        model = self._load_packed(self.dtype)
-        return {
-            name: Comparison(
-                pack.run_packed(model, self.dtype), expected[name], rounded[name], "stock diffusers"
-            )
-            for name, pack in packs.items()
-        }
+        for name, pack in packs.items()
+    }
 
-    def _compare_to_one_process(self) -> dict[str, Comparison]:
-        """Run the whole pack on every rank alone, then shared by all ranks."""
-        groups = _meet(self.setup)
-        dims, pack = groups.dims, Pack(self.setup, self.expert, i2v_ratio=1.0)
-        for turn in range(
-            dist.get_world_size()
-        ):  # one copy at a time in a node's host memory, if ranks have GPUs
-            if turn == int(os.environ["LOCAL_RANK"]):
-                model = self._load_packed(torch.float32)
-            dist.barrier()
-        expected = rounded = pack.run_packed(model, torch.float32)
-        if self.dtype == torch.bfloat16:
-            self._set_attention(model, torch.bfloat16)
-            rounded = pack.run_packed(model, self.dtype)
-        self._set_attention(model, self.dtype, groups)
-        layout = ContextLayout.build(
-            pack.batch.seq_lens,
-            ulysses_degree=dims.ulysses_degree,
-            ring_degree=dims.ring_degree,
-            cp_rank=dims.cp_rank,
-        )
-        tested = pack.run_packed(model, self.dtype, layout)
-        degrees = f"Ulysses {dims.ulysses_degree} x ring {dims.ring_degree}"
-        return {"cp": Comparison(tested, expected, rounded, "one process", degrees)}
 
-    def _load_packed(self, dtype: torch.dtype) -> PackedWanTransformer:
-        """Load fp32 weights, as in a training run, and set the kernel that a run would choose for `dtype`."""
-        model = load_transformer(self.setup.folder, subfolder=self.expert.subfolder).to(self.setup.device)
-        _choose_trained(model)
-        self._set_attention(model, dtype)
-        return model
+def compare_to_one_process(setup: Setup) -> Comparison:
+    """Compare the pack shared by all ranks with the whole pack on every rank alone."""
+    groups = _form_groups(setup)
+    dims, pack, dtype = groups.dims, Pack(setup, i2v_ratio=1.0), setup.dtype
+    # If ranks have GPUs, at most one copy of the model at a time is in a node's host memory.
+    for turn in range(dist.get_world_size()):
+        if turn == int(os.environ["LOCAL_RANK"]):
+            model = _load_packed(setup, torch.float32)
+        dist.barrier()
+    expected = rounded = pack.run_packed(model, torch.float32)
+    if dtype == torch.bfloat16:
+        _set_attention(setup, model, dtype)
+        rounded = pack.run_packed(model, dtype)
+    _set_attention(setup, model, dtype, groups)
+    layout = ContextLayout.build(
+        pack.batch.seq_lens,
+        ulysses_degree=dims.ulysses_degree,
+        ring_degree=dims.ring_degree,
+        cp_rank=dims.cp_rank,
+    )
+    degrees = f"Ulysses {dims.ulysses_degree} x ring {dims.ring_degree}"
+    return Comparison(pack.run_packed(model, dtype, layout), expected, rounded, "one process", degrees)
 
-    def _set_attention(
-        self, model: PackedWanTransformer, dtype: torch.dtype, groups: ProcessGroups | None = None
-    ) -> None:
-        backend = choose_backend("auto", self.setup.device, dtype, self.setup.variant.dit.head_dim)
-        rings = () if groups is None else (groups.ulysses, groups.ring, groups.ring_grad)
-        model.set_attention(context_attention(backend, *rings), backend)
+
+def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
+    """Load fp32 weights, as in a training run, and set the kernel that a run would choose for `dtype`."""
+    model = load_transformer(setup.folder, subfolder=setup.expert.subfolder).to(setup.device)
+    _choose_trained(model)
+    _set_attention(setup, model, dtype)
+    return model
+
+
+def _set_attention(
+    setup: Setup, model: PackedWanTransformer, dtype: torch.dtype, groups: ProcessGroups | None = None
+) -> None:
+    backend = choose_backend("auto", setup.device, dtype, setup.variant.dit.head_dim)
+    rings = () if groups is None else (groups.ulysses, groups.ring, groups.ring_grad)
+    model.set_attention(context_attention(backend, *rings), backend)
 
 
 def _choose_trained(model: torch.nn.Module) -> None:
@@ -330,7 +274,7 @@ def _choose_trained(model: torch.nn.Module) -> None:
         parameter.requires_grad_(name in PARAMETERS)
 
 
-def _meet(setup: Setup) -> ProcessGroups:
+def _form_groups(setup: Setup) -> ProcessGroups:
     """Return the process groups of all ranks as one context-parallel group."""
     _, _, device = init_process_group()
     if device.type != setup.device.type:
@@ -345,9 +289,9 @@ def _meet(setup: Setup) -> ProcessGroups:
     return ProcessGroups.build(dims, device)
 
 
-def check_names(part: DiTPart) -> Outcome:
+def check_names(setup: Setup) -> Outcome:
     """Check that official Wan's names and diffusers' names are one to one."""
-    names = [name for name, _ in build_empty(load_config(part.setup.folder)).named_parameters()]
+    names = [name for name, _ in build_empty(load_config(setup.folder)).named_parameters()]
     try:
         official = rename_all(names, DIT.to_official, "diffusers")
         back = rename_all(official, DIT.to_diffusers, "official")
@@ -357,11 +301,18 @@ def check_names(part: DiTPart) -> Outcome:
     return Outcome(same == len(names), f"{same} of {len(names)} names come back", "all")
 
 
-DIT_CHECKS = {
-    "names": check_names,
-    "packed.output": lambda part: part.compare("packed").judge_output(),
-    "packed.gradients": lambda part: part.compare("packed").judge_gradients(),
-    "first_frame.timesteps": lambda part: part.compare("first_frame").judge_output(),
-    "cp.output": lambda part: part.compare("cp").judge_output(),
-    "cp.gradients": lambda part: part.compare("cp").judge_gradients(),
-}
+DIT_GROUPS: tuple[Group, ...] = (
+    (lambda setup: setup, {"names": check_names}),
+    (
+        compare_to_stock,
+        {
+            "packed.output": lambda found: found["packed"].judge_output(),
+            "packed.gradients": lambda found: found["packed"].judge_gradients(),
+            "first_frame.timesteps": lambda found: found["first_frame"].judge_output(),
+        },
+    ),
+    (
+        compare_to_one_process,
+        {"cp.output": Comparison.judge_output, "cp.gradients": Comparison.judge_gradients},
+    ),
+)

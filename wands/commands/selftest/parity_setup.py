@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +21,11 @@ from wands.data.clips.video import decode_clip
 from wands.errors import ConfigError, DataError, one_line
 from wands.model.files.hub import is_hub_id
 from wands.model.files.loading import load_config, load_index
-from wands.variants import VARIANTS, Variant, variant_of
+from wands.variants import VARIANTS, Expert, Variant, variant_of
 
 NUM_FRAMES, HEIGHT, WIDTH = 13, 128, 192
 """Size of the synthetic clip. A given clip is cut to as many frames and to 1.5 x 1.5 as many pixels."""
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
-OFFICIAL_TEXT_LEN = 512
-"""Official Wan's `text_len`; not `wands.variants.TEXT_LEN`, which the checks verify."""
 
 
 class Skipped(Exception):
@@ -69,7 +66,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Setup:
-    """The tested model and how it is tested.
+    """The tested model and the settings of the checks.
 
     Attributes:
         folder: diffusers pipeline.
@@ -79,6 +76,7 @@ class Setup:
         frames: uint8 [F, H, W, 3], F = 4k + 1 >= 5.
         has_clip: the frames come from a video of the user.
         command: the user's command without options other than --model.
+        expert: the tested DiT, for the checks of a DiT.
     """
 
     folder: Path
@@ -88,17 +86,16 @@ class Setup:
     frames: np.ndarray
     has_clip: bool
     command: str
-
-    @property
-    def boundary_ratio(self) -> float:
-        """Boundary of the two experts."""
-        assert self.variant.boundary_ratio is not None
-        return self.variant.boundary_ratio
+    expert: Expert
 
     @property
     def is_published(self) -> bool:
         """Whether the model has the shape of a published Wan model, whose VAE's statistics are known."""
         return self.variant.name in VARIANTS
+
+
+Group = tuple[Callable[[Setup], Any], Mapping[str, Callable[[Any], Outcome]]]
+"""Loader of a part of the model, and the checks of what it returns."""
 
 
 def load_setup(options: SelftestOptions) -> Setup:
@@ -134,6 +131,7 @@ def load_setup(options: SelftestOptions) -> Setup:
         frames=_make_frames() if options.clip is None else _read_frames(options.clip, variant),
         has_clip=options.clip is not None,
         command=f"wands selftest --model {options.model}",
+        expert=variant.experts[0],
     )
 
 
@@ -213,10 +211,3 @@ def loading(setup: Setup, part: str) -> Iterator[None]:
         raise ConfigError(
             f"--model={setup.folder}: its {part} cannot be loaded ({one_line(error)})."
         ) from None
-
-
-def free_memory() -> None:
-    """Free the memory of parts that are no longer referenced."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

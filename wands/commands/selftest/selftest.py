@@ -4,39 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
-from wands.commands.selftest.dit_parity import DIT_CHECKS, DiTPart
-from wands.commands.selftest.encoder_parity import CLIP_CHECKS, TEXT_CHECKS, VAE_CHECKS, TextPart, VaePart
-from wands.commands.selftest.expert_ranges import EXPERT_CHECKS
-from wands.commands.selftest.parity_setup import (
-    Outcome,
-    Result,
-    Setup,
-    Skipped,
-    exact_fp32,
-    free_memory,
-    load_setup,
-)
+from accelerate.utils.memory import clear_device_cache
+
+from wands.commands.selftest.dit_parity import DIT_GROUPS
+from wands.commands.selftest.encoder_parity import ENCODER_GROUPS
+from wands.commands.selftest.expert_ranges import EXPERT_GROUP
+from wands.commands.selftest.parity_setup import Group, Result, Setup, Skipped, exact_fp32, load_setup
 from wands.config.options import SelftestOptions
 from wands.encoders.components import quiet_loading
 from wands.errors import ConfigError, WandsError, one_line
 
 log = logging.getLogger(__name__)
 
-Checks = Mapping[str, Callable[[Any], Outcome]]
-Group = tuple[Callable[[Setup], Any], Checks]
-GROUPS: tuple[Group, ...] = (
-    (VaePart, VAE_CHECKS),
-    (TextPart, TEXT_CHECKS),
-    (lambda setup: setup, CLIP_CHECKS),
-    (lambda setup: setup, EXPERT_CHECKS),
-)
-"""(loader of a part of the model, checks of that part), in the order of the report; the DiTs follow."""
-NAMES = [name for checks in (*(checks for _, checks in GROUPS), DIT_CHECKS) for name in checks]
+GROUPS = (*ENCODER_GROUPS, EXPERT_GROUP)
+NAMES = [name for _, checks in (*GROUPS, *DIT_GROUPS) for name in checks]
 CONDITIONS = {
     "image.condition": "image",
     "image.embeds": "clip",
@@ -67,15 +51,18 @@ def selftest(options: SelftestOptions) -> Iterator[Result]:
     setup = load_setup(options)
     log.info("selftest of %s: %s on %s in %s", options.model, setup.variant.name, setup.device, setup.dtype)
     with exact_fp32(), quiet_loading():
-        for load, checks in GROUPS:
-            yield from _run(setup, checks, load, options.only)
+        for group in GROUPS:
+            yield from _run(setup, group, options.only)
         for expert in setup.variant.experts:
-            for result in _run(setup, DIT_CHECKS, partial(DiTPart, expert=expert), options.only):
-                yield replace(result, name=f"{result.name} {expert.subfolder}") if expert.name else result
+            suffix = f" {expert.subfolder}" if expert.name else ""
+            for group in DIT_GROUPS:
+                for result in _run(replace(setup, expert=expert), group, options.only):
+                    yield replace(result, name=result.name + suffix)
 
 
-def _run(setup: Setup, checks: Checks, load: Callable[[Setup], Any], only: Sequence[str]) -> Iterator[Result]:
-    """Run the checks of one part, which is loaded for the first check and dropped after the last."""
+def _run(setup: Setup, group: Group, only: Sequence[str]) -> Iterator[Result]:
+    """Run the checks of a group on one part of the model, which is loaded for the first check and dropped after the last."""
+    load, checks = group
     part, problem = None, ""
     for name, check in checks.items():
         if not _is_chosen(name, only):
@@ -87,7 +74,7 @@ def _run(setup: Setup, checks: Checks, load: Callable[[Setup], Any], only: Seque
                 problem = "its part of the model does not run, see above"
                 part = load(setup)
                 problem = ""
-            outcome = check(part)
+            passed, number, bound = check(part)
         except Skipped as reason:
             yield Result(name, "skipped", str(reason))
         except WandsError:
@@ -96,14 +83,12 @@ def _run(setup: Setup, checks: Checks, load: Callable[[Setup], Any], only: Seque
             log.debug("%s", name, exc_info=error)
             yield Result(name, "fail", f"{type(error).__name__}: {one_line(error, 300)}")
         else:
-            if outcome.passed is None:
-                yield Result(name, "skipped", f"{outcome.number} (no bound: {outcome.bound})")
+            if passed is None:
+                yield Result(name, "skipped", f"{number} (no bound: {bound})")
             else:
-                yield Result(
-                    name, "pass" if outcome.passed else "fail", f"{outcome.number} ({outcome.bound})"
-                )
+                yield Result(name, "pass" if passed else "fail", f"{number} ({bound})")
     del part
-    free_memory()
+    clear_device_cache(garbage_collection=True)
 
 
 def _is_chosen(name: str, only: Sequence[str]) -> bool:

@@ -1,0 +1,75 @@
+"""Stock DiT of diffusers on one sample, called as diffusers' pipelines call it: the reference for packed training."""
+
+from __future__ import annotations
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor
+
+OFFICIAL_TEXT_LEN = 512
+"""Official Wan's `text_len`; not `wands.variants.TEXT_LEN`, which the checks verify."""
+
+
+def add_conditions(
+    latents: Tensor,
+    timestep: Tensor,
+    *,
+    first_frame: Tensor | None = None,
+    image_latents: Tensor | None = None,
+    last_image: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the model's input channels and timesteps for a sample.
+
+    Args:
+        latents: noisy latents [C, f, h, w].
+        timestep: timestep of the noise level, a scalar.
+        first_frame: clean first latent frame [C, 1, h, w] of a TI2V sample.
+        image_latents: latents [C, f, h, w] of the given images and grey frames, for I2V.
+        last_image: whether the last image is given too.
+
+    Returns:
+        The input channels, and the timesteps [1], or [1, tokens] with `first_frame`.
+    """
+    if first_frame is not None:
+        # The loop of WanImageToVideoPipeline with expand_timesteps, line by line.
+        mask = torch.ones(1, *latents.shape[1:], dtype=latents.dtype)
+        mask[:, 0] = 0
+        latents = (1 - mask) * first_frame + mask * latents
+        timestep = (mask[0][:, ::2, ::2] * timestep).flatten()
+    if image_latents is not None:
+        given = torch.zeros(4, *latents.shape[1:], dtype=latents.dtype)
+        given[:, 0] = 1
+        if last_image:
+            given[3, -1] = 1
+        latents = torch.cat([latents, given, image_latents.to(latents.dtype)])
+    return latents, timestep.reshape(1, -1) if first_frame is not None else timestep.reshape(1)
+
+
+def stock_velocity(
+    model: WanTransformer3DModel,
+    latents: Tensor,
+    timesteps: Tensor,
+    text_embeds: Tensor,
+    image_embeds: Tensor | None = None,
+) -> Tensor:
+    """Run the model on one sample and return the velocity [C, f, h, w].
+
+    Args:
+        model: model of diffusers.
+        latents: input channels [C, f, h, w].
+        timesteps: [1], or [1, tokens].
+        text_embeds: [L, text_dim] without padding.
+        image_embeds: CLIP states [rows, channels] of all given images.
+    """
+    like = model.patch_embedding.weight
+    text = torch.nn.functional.pad(text_embeds, (0, 0, 0, OFFICIAL_TEXT_LEN - len(text_embeds)))
+    if image_embeds is not None:  # [number of images, rows, channels]
+        image_embeds = torch.stack(image_embeds.chunk(2 if model.config.pos_embed_seq_len else 1)).to(like)
+    velocity: Tensor = model(
+        latents[None].to(like),
+        timesteps.to(like.device),
+        text[None].to(like),
+        image_embeds,
+        return_dict=False,
+    )[0]
+    return velocity[0]
