@@ -1,4 +1,4 @@
-"""Lengths of samples, drawn with letters."""
+"""Histogram of the lengths of samples, as text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,30 @@ BAR_WIDTH = 40
 NUM_BARS = 10
 
 
+def count_lengths(tokens: Sequence[int] | np.ndarray) -> list[tuple[str, int]]:
+    """Return (label, number of samples) for each length if there are few lengths, for ten ranges of lengths otherwise.
+
+    Args:
+        tokens: video tokens of every sample, at least one sample.
+    """
+    lengths = np.asarray(tokens, np.int64)
+    distinct = np.unique(lengths).tolist()
+    if len(distinct) <= NUM_BARS:
+        ranges = [(length, length) for length in distinct]
+    else:
+        step = -(-(distinct[-1] - distinct[0] + 1) // NUM_BARS)
+        ranges = [(first, first + step - 1) for first in range(distinct[0], distinct[-1] + 1, step)]
+    return [
+        (
+            f"{low:,}" if low == high else f"{low:,} - {high:,}",
+            int(((lengths >= low) & (lengths <= high)).sum()),
+        )
+        for low, high in ranges
+    ]
+
+
 def token_histogram(tokens: Sequence[int] | np.ndarray) -> str:
-    """Count samples by their tokens: one line for each length while there are few, for ten ranges otherwise.
+    """Draw the lengths of samples.
 
     Args:
         tokens: video tokens of every sample, at least one sample.
@@ -20,23 +42,15 @@ def token_histogram(tokens: Sequence[int] | np.ndarray) -> str:
         A heading, the bars, and a line of totals; ASCII only.
     """
     lengths = np.asarray(tokens, np.int64)
-    assert lengths.size, "a histogram of nothing"
-    distinct = np.unique(lengths)
-    if len(distinct) <= NUM_BARS:
-        edges = [(int(length), int(length)) for length in distinct]
-    else:
-        step = -(-(int(distinct[-1]) - int(distinct[0]) + 1) // NUM_BARS)
-        firsts = range(int(distinct[0]), int(distinct[-1]) + 1, step)
-        edges = [(first, first + step - 1) for first in firsts]
-    counts = [int(((lengths >= low) & (lengths <= high)).sum()) for low, high in edges]
-    labels = [f"{low:,}" if low == high else f"{low:,} - {high:,}" for low, high in edges]
-    width = max(len("tokens"), *map(len, labels))
-    bars = ["#" * -(-BAR_WIDTH * count // max(counts)) for count in counts]  # rounded up: one sample shows
-    lines = [
-        f"  {label:>{width}}  {count:7,}  {bar}".rstrip()
-        for label, count, bar in zip(labels, counts, bars, strict=True)
-    ]
-    total = f"  {lengths.sum():,} tokens in all; a sample has {lengths.min():,} to {lengths.max():,}"
-    return "\n".join(
-        [f"  {'tokens':>{width}}  samples", *lines, f"{total}, {lengths.mean():,.0f} on average"]
+    bars = count_lengths(lengths)
+    width = max(len("tokens"), *(len(label) for label, _ in bars))
+    most = max(count for _, count in bars)
+    lines = [f"  {'tokens':>{width}}  samples"]
+    for label, count in bars:
+        bar = "#" * -(-BAR_WIDTH * count // most)  # rounded up: a single sample is visible
+        lines.append(f"  {label:>{width}}  {count:7,}  {bar}".rstrip())
+    lines.append(
+        f"  {lengths.sum():,} tokens in all; a sample has {lengths.min():,} to {lengths.max():,}, "
+        f"{lengths.mean():,.0f} on average"
     )
+    return "\n".join(lines)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from wands.commands.progress import format_seconds
 from wands.config.deepspeed import load_ds_config
 from wands.config.options import PlanOptions
 from wands.config.recipe import Recipe
@@ -209,7 +210,7 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
         f"disk    latent cache about {cache:,.1f} GB for {len(task.seq_lens):,} clips; a checkpoint {checkpoint:,.1f} GB, "
         f"{recipe.checkpoint.keep + 1} of them while one is written",
         f"time    {best.seconds:.2f} s per step of {bins} bins, {best.prediction.mfu:.1%} MFU; an epoch of {tokens:,} tokens "
-        f"is {steps:,} steps, {_duration(steps * best.seconds)}",
+        f"is {steps:,} steps, {format_seconds(steps * best.seconds)}",
     ]
     return "\n  ".join(lines)
 
@@ -269,9 +270,3 @@ def _checkpoint_bytes(best: Candidate) -> int:
     stage = int(best.ds_config["zero_optimization"].get("stage", 0))
     num_bytes = sum(checkpoint_bytes(num_saved, trained, recipe.optim.name, stage))
     return best.task.num_models * (num_bytes + (4 * load.trained if recipe.ema else 0))
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

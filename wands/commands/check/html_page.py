@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
-import itertools
 
 import jinja2
-import numpy as np
+from rich import filesize
 
 from wands.commands.check.check_report import SHOWN_PROBLEMS, VERDICTS, CheckReport, describe_source
+from wands.commands.length_histogram import count_lengths
+from wands.commands.progress import format_seconds
 
 MAX_ROWS = 5000
 """Clips on one page. Rejected clips come first, then clips with warnings. The JSON file contains all clips."""
@@ -19,7 +20,7 @@ def render_page(report: CheckReport) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    totals = report.totals()
+    totals, bars = report.totals(), count_lengths(report.tokens) if report.samples else []
     return environment.get_template("report.html").render(
         report=report,
         settings=_settings(report),
@@ -28,11 +29,12 @@ def render_page(report: CheckReport) -> str:
             (f"{totals['rejected']:,}", "rejected"),
             (f"{totals['warned']:,}", "with warnings"),
             (f"{totals['samples']:,}", "samples"),
-            (_duration(totals["seconds_of_video"]), "of video"),
+            (format_seconds(totals["seconds_of_video"]), "of video"),
             (f"{totals['tokens']:,}", "tokens"),
-            (_size(totals["cache_bytes"]), "cache, about"),
+            (filesize.decimal(totals["cache_bytes"]), "cache, about"),
         ],
-        bars=_bars(report.tokens) if report.samples else [],
+        bars=bars,
+        most=max((count for _, count in bars), default=1),
         training=_training(report),
         problems=report.problems()[:SHOWN_PROBLEMS],
         buttons=[("all", len(report.clips)), *((verdict, totals[verdict]) for verdict in VERDICTS)],
@@ -65,29 +67,3 @@ def _training(report: CheckReport) -> list[tuple[str, str]]:
         ("fill", f"{plan.fill:.1%}"),
         ("steps per epoch", f"{plan.steps_per_epoch:,}"),
     ]
-
-
-def _bars(tokens: np.ndarray) -> list[tuple[str, str, int]]:
-    """Return label, width in percent, and number of samples of each histogram bar."""
-    counts, edges = np.histogram(tokens, bins=min(12, max(1, len(np.unique(tokens)))))
-    labels = [f"{low:,.0f} - {high:,.0f}" for low, high in itertools.pairwise(edges)]
-    if len(counts) == 1:
-        labels = [f"{tokens[0]:,}"]
-    return [
-        (label, f"{100 * count / counts.max():.1f}", int(count))
-        for label, count in zip(labels, counts, strict=True)
-    ]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:,.1f} h"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.4g} TB"

@@ -130,10 +130,6 @@ def _decode_next_clips(
             yield end
 
 
-def _start(worker: IsolatedWorker, clip: Clip, settings: EncodeSettings) -> None:
-    worker.start(decode_clip, Path(clip.path), settings.spec, clip.start, clip.end, settings.more_pixels)
-
-
 def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSettings) -> Iterator[Window]:
     """Yield the windows that a caption of the clip lacks; decode once more after a crash.
 
@@ -144,7 +140,9 @@ def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSetting
     finished = {suffix for _, _, suffix in clip.latents}
     for is_last_attempt in (False, True):
         try:
-            _start(worker, clip, settings)
+            worker.start(
+                decode_clip, Path(clip.path), settings.spec, clip.start, clip.end, settings.more_pixels
+            )
             with closing(worker.values(LIMIT_SECONDS)) as values:
                 for decoded, last in mark_last(values):
                     check_frames(clip.path, len(decoded.frames), settings.conditions)

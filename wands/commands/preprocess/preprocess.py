@@ -92,17 +92,11 @@ def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, starte
     fingerprint = fingerprint_pipeline(options.model) | {"settings": _fingerprint_of(spec, options)}
     with CacheWriter(out, variant, fingerprint, max_samples=max_samples) as writer:
         settings = EncodeSettings(
-            cache=writer.path,
-            options=options,
-            spec=spec,
-            more_pixels=more_pixels,
-            fingerprint=writer.digest,
-            max_samples=max_samples,
-            conditions=variant.conditions,
+            writer.path, options, spec, more_pixels, writer.digest, max_samples, variant.conditions
         )
         run = PreprocessRun(writer, pool, settings)
         run.prepare()
-        run.scan(SourceScan.read(rows, rejected, spec, settings.more_pixels, run.quarantine))
+        run.scan(SourceScan.read(rows, rejected, spec, more_pixels, run.quarantine))
         run.encode()
         return run.commit(variant, started)
 
@@ -318,37 +312,32 @@ def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any
 
 def _read_variant(model: str) -> Variant:
     """Return the variant of a pipeline after checking that its encoders fit its DiT."""
+
+    def config_of(part: str) -> dict[str, Any]:
+        return read_config(find_part(model, part, CONFIG_FILES) / "config.json")
+
     variant = read_variant(model)
+    dit = variant.dit
     find_part(model, "tokenizer", CONFIG_FILES)
-    vae, text_encoder = (
-        read_config(find_part(model, part, CONFIG_FILES) / "config.json") for part in ("vae", "text_encoder")
-    )
+    vae, text_encoder = config_of("vae"), config_of("text_encoder")
     stride = (vae.get("scale_factor_temporal", 4), *[vae.get("scale_factor_spatial", 8)] * 2)
-    pairs = [
-        ("its VAE gives z_dim", vae.get("z_dim", 16), f"out_channels={variant.dit.out_channels}"),
-        ("its VAE gives stride", stride, f"stride={variant.vae_stride}"),
-        ("its text encoder gives d_model", text_encoder.get("d_model"), f"text_dim={variant.dit.text_dim}"),
+    rules = [
+        ("VAE gives z_dim", vae.get("z_dim", 16), "out_channels", dit.out_channels),
+        ("VAE gives stride", stride, "stride", variant.vae_stride),
+        ("text encoder gives d_model", text_encoder.get("d_model"), "text_dim", dit.text_dim),
     ]
     if "clip" in variant.conditions:
         find_part(model, "image_processor", CONFIG_FILES)
-        clip = read_config(find_part(model, "image_encoder", CONFIG_FILES) / "config.json")
-        tokens = (clip.get("image_size", 224) // clip.get("patch_size", 32)) ** 2 + 1
-        pairs += [
-            (
-                "its image encoder gives hidden_size",
-                clip.get("hidden_size"),
-                f"image_dim={variant.dit.image_dim}",
-            ),
-            (
-                "its image encoder gives tokens",
-                tokens * variant.num_images,
-                f"tokens={variant.dit.image_len}",
-            ),
+        clip = config_of("image_encoder")
+        tokens = ((clip.get("image_size", 224) // clip.get("patch_size", 32)) ** 2 + 1) * variant.num_images
+        rules += [
+            ("image encoder gives hidden_size", clip.get("hidden_size"), "image_dim", dit.image_dim),
+            ("image encoder gives tokens", tokens, "tokens", dit.image_len),
         ]
-    for label, value, expected in pairs:
-        if str(value) != expected.partition("=")[2]:
+    for part, value, key, expected in rules:
+        if value != expected:
             raise ConfigError(
-                f"--model {model}: {label}={value} but its DiT takes {expected}. Use a pipeline whose parts "
+                f"--model {model}: its {part}={value} but its DiT takes {key}={expected}. Use a pipeline whose parts "
                 "belong together."
             )
     return variant

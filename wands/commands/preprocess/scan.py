@@ -166,15 +166,12 @@ class SourceScan:
 
     def _expected(self, stored: _StoredClip) -> set[str] | None:
         """Return the suffixes of all samples of a clip, or None if only decoding can tell."""
-        sizes = self._sizes(stored.display_size) if self.more_pixels else frozenset({""})
+        sizes: frozenset[str] | None = frozenset({""})
+        if self.more_pixels:
+            sizes = _size_suffixes(self.spec, self.more_pixels, stored.display_size)
         if stored.windows is None or sizes is None:
             return None
         return {window + size for window in stored.windows for size in sizes}
-
-    def _sizes(self, display_size: tuple[str, ...]) -> frozenset[str] | None:
-        if not display_size:
-            return None
-        return _size_suffixes(self.spec, self.more_pixels, display_size)
 
     def accepted(self, entries: Mapping[str, IndexEntry]) -> set[str]:
         """Return the keys of all samples of the source: of its rows, their windows and sizes."""
@@ -185,14 +182,19 @@ class SourceScan:
         if self.contents.get(row) != entry.content:
             return False
         _, size = split_suffix(sign + suffix)
-        return not size or size in (self._sizes(entry.display_size) or ())
+        return not size or size in (_size_suffixes(self.spec, self.more_pixels, entry.display_size) or ())
 
 
 @lru_cache(1 << 16)
 def _size_suffixes(
-    spec: ClipSpec, more_pixels: tuple[int, ...], display_size: tuple[str, str]
+    spec: ClipSpec, more_pixels: tuple[int, ...], display_size: tuple[str, ...]
 ) -> frozenset[str] | None:
-    """Return the suffixes of a clip's sizes; None if a bound gives no size, so that decoding rejects it."""
+    """Return the suffixes of a clip's sizes; None if the display size is unknown or a limit gives no size.
+
+    A clip that is too small for a limit is decoded, and decoding rejects the clip.
+    """
+    if not display_size:
+        return None
     try:
         sizes = plan_sizes(spec, more_pixels, *map(Fraction, display_size))
     except TooSmallError:
