@@ -19,13 +19,12 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
-import transformers
 from safetensors.torch import save
 
 from wands import __version__
@@ -216,7 +215,7 @@ def _find_trained(checkpoint: Path, model: str, ema: bool) -> dict[str, DiTSourc
             part,
             f"--checkpoint={checkpoint}",
             state.transformer_config,
-            partial(load_full_weights, step, part, base, ema),
+            partial(load_full_weights, step, part, base, ema, "--model"),
         )
         for part in state.parts
     }
@@ -299,11 +298,8 @@ def check_ranks(
             for key, image in vars(given).items()
             if image is not None
         }
-    software = {
-        "wands": __version__,
-        "torch": str(torch.__version__),
-        "diffusers": diffusers.__version__,
-        "transformers": transformers.__version__,
+    software = {"wands": __version__} | {
+        name: version(name) for name in ("torch", "diffusers", "transformers")
     }
     parts = {"software": software, "model": model, "command": command}
     check_agreement({name: json.dumps(part, sort_keys=True) for name, part in parts.items()}, device)

@@ -28,12 +28,14 @@ class Spelling:
         metavar: placeholder for the value in the help text.
         flag_value: value of the flag if the user types the flag alone.
         argument: True for a positional argument.
+        alias: earlier name of the flag, which still works and is not in the help text.
     """
 
     name: str = ""
     metavar: str | None = None
     flag_value: str | None = None
     argument: bool = False
+    alias: str = ""
 
 
 ARGUMENT = Spelling(argument=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,15 @@ def help_line(field: FieldInfo) -> str:
     return " ".join((field.description or "").partition("\n\n")[0].split())
 
 
+class _Option(click.Option):
+    """Option whose help text shows its name and no alias."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        shown = copy.copy(self)
+        shown.opts = self.opts[:1]
+        return click.Option.get_help_record(shown, ctx)
+
+
 def _help_text(options: type[Options]) -> str:
     """Put descriptions of the positional arguments before the examples of the class docstring."""
     text, _, examples = str(inspect.getdoc(options)).partition("Examples:\n")
@@ -82,8 +92,8 @@ def _build_parameter(name: str, field: FieldInfo) -> click.Parameter:
         extra = {"is_flag": False, "flag_value": spelling.flag_value}
     if not multiple and not field.is_required():
         extra |= {"default": field.default, "show_default": field.default is not None}
-    return click.Option(
-        [flag, name],
+    return _Option(
+        [flag, *([spelling.alias] if spelling.alias else []), name],
         type=_click_type(kind, field),
         required=field.is_required(),
         multiple=multiple,

@@ -361,7 +361,7 @@ class ConvertOptions(Options):
     """Layout to write."""
     out: Path
     """New or empty folder to write."""
-    rest_of: str | None = None
+    base: Annotated[str | None, Spelling(alias="--rest-of")] = None
     """Folder or Hub id, in the layout of --to, that provides parts which SOURCE lacks, such as a tokenizer."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the transformer or LoRA [default: as in SOURCE]. Layers that diffusers keeps in fp32 stay fp32."""

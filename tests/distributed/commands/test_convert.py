@@ -70,7 +70,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 def test_to_official_and_back(variant: str, pipelines: dict[str, Path], tmp_path: Path):
     source = pipelines[variant]
     there = convert(str(source), tmp_path / "official", to="official")
-    back = convert(str(there.out), tmp_path / "back", to="diffusers", rest_of=str(source))
+    back = convert(str(there.out), tmp_path / "back", to="diffusers", base=str(source))
     experts = [name for name in EXPERTS if (source / name).is_dir()]
     for report in (there, back):
         rows = {row.name: row for row in report.summaries}
@@ -126,7 +126,7 @@ def test_comfyui_and_back(pipelines: dict[str, Path], tmp_path: Path):
     shutil.copy(source / "transformer" / "config.json", low.parent)
     back = convert(str(low), tmp_path / "back", to="diffusers")
     assert_same_bits(tensors(back.out / "transformer" / WEIGHTS), tensors(source / "transformer_2" / WEIGHTS))
-    assert "--rest-of" in back.notes[0]
+    assert "--base" in back.notes[0]
     stock = WanTransformer3DModel.from_pretrained(back.out / "transformer")
     assert stock.config.num_attention_heads == 4
     assert not (back.out / "model_index.json").exists()
@@ -186,7 +186,7 @@ def test_an_official_repository_becomes_a_pipeline(repository: Path, tmp_path: P
     key = next(name for name in layer if name.endswith("layers.1.self_attn.k_proj.weight"))
     assert torch.equal(layer[key], clip["visual.transformer.1.attn.to_qkv.weight"][16:32])
 
-    again = convert(str(report.out), tmp_path / "again", to="official", rest_of=str(repository))
+    again = convert(str(report.out), tmp_path / "again", to="official", base=str(repository))
     assert again.notes == ()
     assert_same_bits(tensors(again.out / WEIGHTS), tensors(*repository.glob("*.safetensors")))
     for file in repository.glob("*.pth"):
@@ -256,7 +256,7 @@ def test_a_disk_that_forgets_is_found(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_hub_id_and_the_rest_of_another(
+def test_a_hub_id_and_the_base_another(
     pipelines: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Of the model that lends its other parts the DiT is not fetched."""
@@ -270,7 +270,7 @@ def test_a_hub_id_and_the_rest_of_another(
         return str(official if repo_id == "someone/wan" else pipelines["wan2.1-t2v-1.3b"])
 
     monkeypatch.setattr(hub, "snapshot_download", fetch)
-    out = convert("someone/wan", tmp_path / "out", to="diffusers", rest_of="other/wan", forward=False).out
+    out = convert("someone/wan", tmp_path / "out", to="diffusers", base="other/wan", forward=False).out
     assert (out / "model_index.json").is_file()
     assert "*.pth" in calls["someone/wan"][0]
     assert "transformer/*.safetensors" in calls["other/wan"][1]
@@ -386,7 +386,7 @@ def test_sources_that_are_no_model(tmp_path: Path, pipelines: dict[str, Path]):
                 str(source / "transformer"),
                 tmp_path / "out",
                 to="diffusers",
-                rest_of=str(rest),
+                base=str(rest),
                 forward=False,
             )
 
@@ -545,12 +545,12 @@ def test_alpha_is_folded_and_told(pipelines: dict[str, Path], tmp_path: Path):
     )
 
 
-def test_the_rest_of_what_stands_alone(pipelines: dict[str, Path], tmp_path: Path):
+def test_the_base_what_stands_alone(pipelines: dict[str, Path], tmp_path: Path):
     source = str(pipelines["wan2.1-t2v-1.3b"])
     write_lora(tmp_path / "mine.safetensors", Path(source))
     for what, to in ((source, "comfyui"), (str(tmp_path / "mine.safetensors"), "official")):
         with pytest.raises(ConfigError, match=r"(has|have) no other parts"):
-            convert(what, tmp_path / "out", to=to, rest_of=source)
+            convert(what, tmp_path / "out", to=to, base=source)
 
 
 def test_a_folder_of_peft(pipelines: dict[str, Path], tmp_path: Path):

@@ -84,3 +84,12 @@ def test_wrong_values_name_the_flag():
 def test_zero_frames_keep_whole_clips():
     assert BY_NAME["check"](source="x", max_frames=0).max_frames is None
     assert BY_NAME["check"](source="x").max_frames == 81
+
+
+def test_an_earlier_name_of_an_option_works_and_is_not_in_the_help():
+    args = ["model", "--to", "diffusers", "--out", "out"]
+    for name in ("--base", "--rest-of"):
+        context = main.commands["convert"].make_context("convert", [*args, name, "other"])
+        assert context.params["base"] == "other"
+    assert "--base" in help_of("convert")
+    assert "--rest-of" not in help_of("convert")

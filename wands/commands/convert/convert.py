@@ -43,7 +43,7 @@ _NOT_CONVERTED = {
     (
         "image_encoder",
         "official",
-    ): "the official file also contains CLIP's text encoder; --rest-of copies an official file",
+    ): "the official file also contains CLIP's text encoder; --base copies an official file",
     ("text_encoder", "comfyui"): "ComfyUI's file also contains the tokenizer; use the published umt5_xxl",
     ("image_encoder", "comfyui"): "use the published clip_vision_h",
 }
@@ -54,7 +54,7 @@ def convert(
     out: Path,
     *,
     to: str,
-    rest_of: str | None = None,
+    base: str | None = None,
     dtype: str | None = None,
     forward: bool = True,
 ) -> ConvertResult:
@@ -67,12 +67,12 @@ def convert(
         source: folder, Hub id or file: a diffusers pipeline or DiT, an official repository, a ComfyUI file, a LoRA.
         out: folder to create; an existing folder must be empty.
         to: "diffusers", "official" or "comfyui".
-        rest_of: folder or Hub id of a model in the layout `to`; its parts that `source` lacks are copied.
+        base: folder or Hub id of a model in the layout `to`; its parts that `source` lacks are copied.
         dtype: "fp32" or "bf16" for the DiT and LoRAs, except layers that diffusers keeps in fp32; None keeps all dtypes.
         forward: whether to compare forwards of the DiT.
 
     Raises:
-        ConfigError: if `source` is not a model, `out` is not empty, or `rest_of` is another model.
+        ConfigError: if `source` is not a model, `out` is not empty, or `base` is another model.
         CheckpointError: if names are unknown, tensors are missing or damaged, or a comparison fails.
         WandsError: if `out` cannot be written; nothing is left behind.
     """
@@ -80,12 +80,12 @@ def convert(
     with atomic_folder(out) as partial:
         root = Path(source) if Path(source).is_file() else fetch_model(source, key="SRC", allow=_SOURCE_FILES)
         loras = find_loras(root)
-        if rest_of and (to == "comfyui" or loras):
+        if base and (to == "comfyui" or loras):
             complete = "a LoRA has" if loras else "ComfyUI's layout has"
             raise ConfigError(
-                f"--rest-of {rest_of} cannot be used, because {complete} no other parts. Leave --rest-of out."
+                f"--base {base} cannot be used, because {complete} no other parts. Leave --base out."
             )
-        rest = fetch_model(rest_of, key="--rest-of", ignore=_DIT_FILES) if rest_of else None
+        rest = fetch_model(base, key="--base", ignore=_DIT_FILES) if base else None
         summaries: list[ComponentSummary] = []
         notes: list[str] = []
         for expert, path in loras.items():
@@ -236,7 +236,7 @@ class ModelConversion:
             missing.append("tokenizer")
         if missing:
             self.notes.append(
-                f"the result is not a whole pipeline, because SRC has no {', '.join([*missing, 'scheduler'])}. --rest-of DIR "
+                f"the result is not a whole pipeline, because SRC has no {', '.join([*missing, 'scheduler'])}. --base DIR "
                 "copies these parts from a diffusers pipeline of the same model."
             )
             return

@@ -58,7 +58,7 @@ def check_rest(rest: Path, config: Mapping[str, Any], two_experts: bool) -> None
     index, theirs = (
         read_json_object(
             rest / name,
-            label=f"--rest-of {rest} is not a diffusers pipeline: {name}",
+            label=f"--base {rest} is not a diffusers pipeline: {name}",
             fix="give a pipeline of the same model.",
         )
         for name in ("model_index.json", "transformer/config.json")
@@ -69,7 +69,7 @@ def check_rest(rest: Path, config: Mapping[str, Any], two_experts: bool) -> None
         differing.append("it has two experts" if rest_has_two else "it has one expert")
     if differing:
         raise ConfigError(
-            f"--rest-of {rest} is another model: {', '.join(differing)}. Give a pipeline of the same model."
+            f"--base {rest} is another model: {', '.join(differing)}. Give a pipeline of the same model."
         )
 
 

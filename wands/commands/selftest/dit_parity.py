@@ -255,7 +255,7 @@ def compare_to_one_process(setup: Setup) -> Comparison:
 
 def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
     """Load fp32 weights, as in a training run, and set the kernel that a run would choose for `dtype`."""
-    model = load_transformer(setup.folder, subfolder=setup.expert.subfolder).to(setup.device)
+    model = load_transformer(setup.folder, subfolder=setup.expert.subfolder, key="--model").to(setup.device)
     _choose_trained(model)
     _set_attention(setup, model, dtype)
     return model
@@ -291,7 +291,7 @@ def _form_groups(setup: Setup) -> ProcessGroups:
 
 def check_names(setup: Setup) -> Outcome:
     """Check that official Wan's names and diffusers' names are one to one."""
-    names = [name for name, _ in build_empty(load_config(setup.folder)).named_parameters()]
+    names = [name for name, _ in build_empty(load_config(setup.folder, key="--model")).named_parameters()]
     try:
         official = rename_all(names, DIT.to_official, "diffusers")
         back = rename_all(official, DIT.to_diffusers, "official")

@@ -43,7 +43,7 @@ def read_experts(setup: Setup) -> Experts:
     """Read the configs of a model with two experts."""
     file = setup.folder / "scheduler" / "scheduler_config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    ratio, pipeline = setup.variant.boundary_ratio, load_index(setup.folder)["_class_name"]
+    ratio, pipeline = setup.variant.boundary_ratio, load_index(setup.folder, key="--model")["_class_name"]
     assert ratio is not None
     return Experts(pipeline, ratio, int(config.get("num_train_timesteps", 1000)), setup.variant.experts)
 

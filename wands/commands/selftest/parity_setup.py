@@ -107,14 +107,14 @@ def load_setup(options: SelftestOptions) -> Setup:
     """
     label = f"--model={options.model}"
     folder = find_folder(options.model)
-    index = load_index(folder)
+    index = load_index(folder, key="--model")
     if (name := index.get("_class_name")) not in PIPELINES:
         raise ConfigError(
             f"{label} is not a Wan pipeline in diffusers layout (model_index.json names {name}); give one, or make one with "
             "wands convert."
         )
     try:
-        variant = variant_of(load_config(folder), index)
+        variant = variant_of(load_config(folder, key="--model"), index)
     except (ValueError, KeyError) as error:
         raise ConfigError(f"{label}: {error}; give a pipeline of Wan 2.1 or 2.2.") from None
     has_gpu = torch.cuda.is_available()

@@ -248,7 +248,11 @@ def load_lora_of(where: Path, part: str = "transformer", ema: bool = False) -> d
 
 
 def load_full_weights(
-    where: Path, part: str = "transformer", base: str | Path | None = None, ema: bool = False
+    where: Path,
+    part: str = "transformer",
+    base: str | Path | None = None,
+    ema: bool = False,
+    base_key: str = "--base",
 ) -> dict[str, Tensor]:
     """Read all weights of a DiT: the weights of a full finetune, or the weights of the base with the LoRA merged in.
 
@@ -257,6 +261,7 @@ def load_full_weights(
         part: subfolder of the DiT, one of the state's `parts`.
         base: model into whose weights a LoRA is merged; None uses the `model.path` of the run.
         ema: read the moving average of the trained weights.
+        base_key: option that `base` comes from, for errors.
 
     Returns:
         diffusers parameter names -> fp32 CPU tensors.
@@ -269,19 +274,20 @@ def load_full_weights(
     if lora_of(state) is None:
         return load_exported_state(where, part, ema)
     has_experts = state.recipe["model"].get("experts") is not None or len(state.parts) == 2
-    name = {"transformer": "high", "transformer_2": "low"}[part] if has_experts else ""
+    expert = {"transformer": "high", "transformer_2": "low"}[part] if has_experts else ""
     merge_configs = [
         MergeConfig.model_validate(item) for item in state.recipe["model"].get("merge_loras", [])
     ]
     merges = (
-        MergedLoras.load(merge_configs, Expert(name, part, (0.0, 1.0))),
+        MergedLoras.load(merge_configs, Expert(expert, part, (0.0, 1.0))),
         MergedLoras([(1.0, load_lora_of(where, part, ema))]),
     )
     init = "pretrained" if base else state.recipe["model"]["init"]
-    weights = load_weights(base or state.base, part, init=init, seed=state.recipe["train"]["seed"])
-    for key in weights:
+    key, seed = base_key if base else "model.path", state.recipe["train"]["seed"]
+    weights = load_weights(base or state.base, part, init=init, seed=seed, key=key)
+    for name in weights:
         for merged in merges:
-            weights[key] = merged(key, weights[key])
+            weights[name] = merged(name, weights[name])
     return weights
 
 

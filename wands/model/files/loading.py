@@ -44,22 +44,25 @@ WEIGHTS_NAME = f"{DIT_STEM}.safetensors"
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
 
 
-def load_config(path: str | Path, subfolder: str = "transformer") -> dict[str, Any]:
+def load_config(
+    path: str | Path, subfolder: str = "transformer", *, key: str = "model.path"
+) -> dict[str, Any]:
     """Read the diffusers config of a DiT.
 
     Args:
         path: folder or Hub id of a diffusers pipeline or an official Wan repository.
         subfolder: folder of the DiT in `path`; "" if `path` is the folder of the DiT. In an official repository
             "transformer" is the only DiT or the high-noise expert, and "transformer_2" is the low-noise expert.
+        key: option or recipe key that the user typed, for errors.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
         CheckpointError: if an official config does not fit its weights.
     """
-    return _read_config(path, _find_folder(path, subfolder, ("config.json",)))
+    return _read_config(f"{key}={path}", _find_folder(path, subfolder, ("config.json",), key))
 
 
-def load_index(path: str | Path) -> dict[str, Any]:
+def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
     """Read `model_index.json` of a pipeline; return {} for a folder of one DiT.
 
     An official repository has no such file. If it has two experts, the result contains boundary_ratio and transformer_2, as
@@ -68,14 +71,15 @@ def load_index(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: if the model does not exist or the file is damaged.
     """
-    file = fetch_model(path, allow=["model_index.json"]) / "model_index.json"
+    file = fetch_model(path, key=key, allow=["model_index.json"]) / "model_index.json"
     if file.is_file():
-        return _read_object(path, file)
-    root = fetch_model(path, allow=[f"{folder}/config.json" for folder in EXPERT_FOLDERS.values()])
+        return _read_object(f"{key}={path}", file)
+    allow = [f"{folder}/config.json" for folder in EXPERT_FOLDERS.values()]
+    root = fetch_model(path, key=key, allow=allow)
     low_noise = find_expert(root, EXPERTS[1])
     if low_noise is None:
         return {}
-    boundary = boundary_of(_read_object(path, low_noise / "config.json"))
+    boundary = boundary_of(_read_object(f"{key}={path}", low_noise / "config.json"))
     return {"boundary_ratio": boundary, EXPERTS[1]: ["diffusers", DIFFUSERS_CLASS]}
 
 
@@ -89,6 +93,7 @@ def load_transformer(
     zero_init_context: AbstractContextManager[Any] | None = None,
     merge: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
     storage: WeightDtypePolicy = WeightDtypePolicy(),  # noqa: B008, frozen
+    key: str = "model.path",
 ) -> PackedWanTransformer:
     """Build a DiT and fill its parameters.
 
@@ -103,6 +108,7 @@ def load_transformer(
         merge: function of a parameter's name and fp32 value that returns the value to store, such as
             `wands.model.lora.MergedLoras`.
         storage: dtypes in which the parameters are stored after `merge`. A policy that is not plain replaces `dtype`.
+        key: option or recipe key that the user typed, for errors.
 
     Returns:
         The model in training mode, on the CPU or on the device of the context.
@@ -113,9 +119,10 @@ def load_transformer(
     """
     assert init in ("pretrained", "random"), init
     assert storage.is_plain or dtype == torch.float32, "the storage policy sets the dtype"
-    folder = _find_folder(path, subfolder, _MODEL_FILES[:1] if init == "random" else _MODEL_FILES)
+    where = f"{key}={path}"
+    folder = _find_folder(path, subfolder, _MODEL_FILES[:1] if init == "random" else _MODEL_FILES, key)
     with _freed_is_returned():
-        model = build_empty(_read_config(path, folder), zero_init_context if storage.is_plain else None)
+        model = build_empty(_read_config(where, folder), zero_init_context if storage.is_plain else None)
         num_params = sum(torch.Size(_shape(p)).numel() for p in model.parameters())
 
         def fill(make: Callable[[str, tuple[int, ...]], Tensor]) -> None:
@@ -127,22 +134,20 @@ def load_transformer(
         if init == "random":
             fill(lambda name, shape: merge(name, _initial_value(name, shape, seed)))
         else:
-            with _Weights(path, folder) as weights:
+            with _Weights(where, folder) as weights:
                 weights.check_fit(model)
                 # Cast to fp32 before merging, because bf16 would lose a small update.
                 fill(lambda name, _: merge(name, weights.read(name).to(torch.float32)))
-    logger.info("model.path=%s: %.1f M parameters, %s", path, num_params / 1e6, init)
+    logger.info("%s: %.1f M parameters, %s", where, num_params / 1e6, init)
     return model
 
 
-def load_weights(
-    path: str | Path, subfolder: str = "transformer", *, init: str = "pretrained", seed: int = 0
-) -> dict[str, Tensor]:
+def load_weights(path: str | Path, subfolder: str = "transformer", **options: Any) -> dict[str, Tensor]:
     """Return the weights that `load_transformer` stores in a model: {diffusers name: fp32 tensor}.
 
     Arguments and errors are explained at `load_transformer`.
     """
-    model = load_transformer(path, subfolder=subfolder, init=init, seed=seed)
+    model = load_transformer(path, subfolder=subfolder, **options)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -166,45 +171,43 @@ def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
         ConfigError: if the model does not exist or is not a Wan DiT.
         CheckpointError: if the weights are missing, damaged, or do not fit the config.
     """
-    folder = _find_folder(path, subfolder, _MODEL_FILES)
-    with _Weights(path, folder) as weights:
-        weights.check_fit(build_empty(_read_config(path, folder)))
+    where, folder = f"model.path={path}", _find_folder(path, subfolder, _MODEL_FILES, "model.path")
+    with _Weights(where, folder) as weights:
+        weights.check_fit(build_empty(_read_config(where, folder)))
 
 
-def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str]) -> Path:
+def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key: str) -> Path:
     """Return the folder of a DiT. From the Hub, only the files that match `patterns` are downloaded."""
     allow = [f"{subfolder}/{pattern}".lstrip("/") for pattern in patterns]
-    folder = fetch_model(path, allow=allow) / subfolder
+    folder = fetch_model(path, key=key, allow=allow) / subfolder
     if (folder / "config.json").is_file():
         return folder
     if subfolder in EXPERTS:
         # Weights too, because their shapes contain numbers that an official config leaves out.
         files = [f"{EXPERT_FOLDERS[subfolder]}/*"]
         files += ["config.json", f"{DIT_STEM}*"] if subfolder == EXPERTS[0] else []
-        official = find_expert(fetch_model(path, allow=files), subfolder)
+        official = find_expert(fetch_model(path, key=key, allow=files), subfolder)
         if official is not None:
             return official
     raise ConfigError(
-        f"model.path={path} has no {Path(subfolder) / 'config.json'}. Give a Wan pipeline in diffusers layout, or an official "
+        f"{key}={path} has no {Path(subfolder) / 'config.json'}. Give a Wan pipeline in diffusers layout, or an official "
         "Wan repository."
     )
 
 
-def _read_config(path: str | Path, folder: Path) -> dict[str, Any]:
-    config = _read_object(path, folder / "config.json")
+def _read_config(where: str, folder: Path) -> dict[str, Any]:
+    config = _read_object(where, folder / "config.json")
     class_name = config.get("_class_name")
     if class_name == OFFICIAL_CLASS:
-        with TensorFiles(find_weights(folder, DIT_STEM), f"model.path={path}") as files:
-            return dit_config(files.shapes, config, where=f"model.path={path}")
+        with TensorFiles(find_weights(folder, DIT_STEM), where) as files:
+            return dit_config(files.shapes, config, where=where)
     if class_name != DIFFUSERS_CLASS:
-        raise ConfigError(
-            f"model.path={path} contains a {class_name}, not a {DIFFUSERS_CLASS}. Give a Wan pipeline."
-        )
+        raise ConfigError(f"{where} contains a {class_name}, not a {DIFFUSERS_CLASS}. Give a Wan pipeline.")
     return config
 
 
-def _read_object(path: str | Path, file: Path) -> dict[str, Any]:
-    return read_json_object(file, label=f"model.path={path}: {file}")
+def _read_object(where: str, file: Path) -> dict[str, Any]:
+    return read_json_object(file, label=f"{where}: {file}")
 
 
 def _fill(
@@ -287,8 +290,8 @@ def _shape(param: nn.Parameter) -> tuple[int, ...]:
 class _Weights(TensorFiles):
     """Safetensors files of one DiT; tensors are read by their diffusers names."""
 
-    def __init__(self, path: str | Path, folder: Path) -> None:
-        super().__init__(find_weights(folder, DIT_STEM), f"model.path={path}")
+    def __init__(self, where: str, folder: Path) -> None:
+        super().__init__(find_weights(folder, DIT_STEM), where)
         if not self.files:
             raise CheckpointError(
                 f"{self.where} has no weights (neither {WEIGHTS_NAME} nor an index of weights). Give a complete pipeline, or "
