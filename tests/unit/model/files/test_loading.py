@@ -15,10 +15,10 @@ from wands.model.files.loading import load_config, load_index, load_transformer
 def test_errors_name_what_the_user_typed(load: Any, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"^model\.path=nowhere is neither a folder"):
         load("nowhere")
-    with pytest.raises(ConfigError, match="^--model=nowhere is neither a folder"):
+    with pytest.raises(ConfigError, match=r"^--model=nowhere is neither a folder"):
         load("nowhere", key="--model")
     (tmp_path / "transformer").mkdir()
     for name in ("transformer/config.json", "model_index.json"):
         (tmp_path / name).write_text("{")
-    with pytest.raises(ConfigError, match="^--model=.* cannot be read"):
+    with pytest.raises(ConfigError, match=r"^--model=.* cannot be read"):
         load(tmp_path, key="--model")
