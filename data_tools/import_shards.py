@@ -30,14 +30,13 @@ from data_tools.tfrecord import parse_example, parse_tensor, read_records
 from wands.data.cache.format import write_whole
 from wands.data.cache.reader import CacheWriter
 from wands.data.clips.archives import TAR_EXTENSIONS, TarReader
-from wands.data.clips.records import Rejection
+from wands.data.clips.records import REJECTS_NAME, Rejection
 from wands.encoders.components import CONFIG_FILES, find_part, read_config, read_variant
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import CLEANING_VERSION, TextEncoder, clean_caption
 from wands.errors import ConfigError, DataError, one_line
 from wands.variants import TEXT_LEN, Variant
 
-REJECTS_NAME = "rejects.jsonl"
 CONTRAST, JITTER = 0.4, 0.3
 """Assumed standard deviations in log units: contrast of a clip against all clips, of a channel against the clip."""
 

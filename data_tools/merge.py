@@ -2,7 +2,8 @@
 
 python -m data_tools.merge OUT CACHE...
 
-Nothing is encoded again. Killed at any moment, the same command continues where it stopped.
+Nothing is encoded again. The lists of rejected clips are joined. Killed at any moment, the same command continues where it
+stopped.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from data_tools.exit_code import exit_2_on_user_error
 from wands.commands.progress import progress
 from wands.data.cache.format import INDEX_NAME, to_bits
 from wands.data.cache.reader import CacheWriter, LatentCache
+from wands.data.clips.records import REJECTS_NAME
 from wands.errors import CacheError, ConfigError
-from wands.files import first_difference
+from wands.files import first_difference, write_text
 from wands.variants import MASK_CHANNELS, VARIANTS, Variant
 
 SHOWN = 5
@@ -35,11 +37,13 @@ class Merged:
         num_samples: samples in the merged cache.
         num_copied: samples copied by this run; an earlier run copied the others.
         duplicates: keys that several caches have with equal content, stored once.
+        num_rejected: rejected clips of all caches, listed in rejects.jsonl.
     """
 
     num_samples: int
     num_copied: int
     duplicates: list[str]
+    num_rejected: int = 0
 
 
 def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
@@ -74,7 +78,17 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
             "out of one cache with python -m data_tools.split CACHE KEEP DROP --keys-file FILE."
         )
     copied = copy_samples(caches[0], Path(out), list(places.values()))
-    return Merged(len(places), copied, duplicates)
+    return Merged(len(places), copied, duplicates, _join_rejects(caches, Path(out)))
+
+
+def _join_rejects(caches: Sequence[LatentCache], out: Path) -> int:
+    """Write the rejected clips of all caches, each line once, and return their number."""
+    files = [path for cache in caches if (path := cache.path / REJECTS_NAME).is_file()]
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    lines = dict.fromkeys(line for text in texts for line in text.split("\n") if line)
+    if files:
+        write_text(out / REJECTS_NAME, "".join(f"{line}\n" for line in lines))
+    return len(lines)
 
 
 def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCache, int]]) -> int:
@@ -172,6 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     merged = merge(options.out, options.cache)
     print(f"{options.out}: {merged.num_samples:,} samples, {merged.num_copied:,} of them copied now")
+    if merged.num_rejected:
+        print(f"{merged.num_rejected:,} rejected clips are listed in {options.out / REJECTS_NAME}")
     if merged.duplicates:
         names = ", ".join(merged.duplicates[:SHOWN])
         print(f"{len(merged.duplicates):,} were in several caches with the same content, kept once: {names}")

@@ -180,7 +180,7 @@ def _process_group_formed() -> bool:
 
 
 def _exit_rank(code: int = 0) -> None:
-    """Exit a rank without interpreter shutdown, which was seen to abort finished gloo runs in the collectives' threads."""
+    """Exit a rank without interpreter shutdown, because shutdown can abort finished gloo runs in the threads of collectives."""
     if os.environ.get("WORLD_SIZE", "1") != "1" and _process_group_formed():
         logging.shutdown()
         sys.stdout.flush()

@@ -39,14 +39,14 @@ def read_json(
 def read_json_object(
     path: Path, *, label: str = "", fix: str = "fix the file.", error: type[WandsError] = ConfigError
 ) -> dict[str, Any]:
-    """Read a JSON file that contains an object; arguments as for `read_json`.
+    """Read a JSON file that contains an object. The arguments are explained at `read_json`.
 
     Raises:
-        WandsError: of class `error`, if the file is missing, unreadable, not JSON or another JSON value.
+        WandsError: of class `error`, if the file is missing, is unreadable or contains no JSON object.
     """
     value = read_json(path, label=label, fix=fix, error=error)
     if not isinstance(value, dict):
-        raise error(f"{label or path} must hold a JSON object, not a {type(value).__name__}; {fix}")
+        raise error(f"{label or path} must contain a JSON object, not a {type(value).__name__}; {fix}")
     return value
 
 
@@ -153,7 +153,7 @@ def _check_replaceable(out: Path, old: Path, replaceable: str | None) -> None:
         raise ConfigError(f"--out {out} is a file; choose a new or an empty folder.")
     if out.exists() and any(out.iterdir()) and not (replaceable and (out / replaceable).is_file()):
         allowed = f" and no {replaceable} of an earlier export" if replaceable else ""
-        raise ConfigError(f"--out {out} holds files{allowed}; choose a new or an empty folder.")
+        raise ConfigError(f"--out {out} contains files{allowed}; choose a new or an empty folder.")
     if old.exists():
         raise ConfigError(
             f"--out {out} needs the name {old}, which a killed process may have left; delete that folder, or rename it to "

@@ -248,9 +248,9 @@ def _describe_smallest(task: Task) -> str:
     lora = "" if task.recipe.lora else " a LoRA (--set lora.rank=32),"
     how = f"{least.ds_name}, cp {least.cp}, checkpointing {least.recipe.model.checkpointing}"
     return (
-        f"nothing fits {task.gpus} x {task.machine.name}: the least is {to_gib(least.memory.needed)} a GPU of "
-        f"{to_gib(task.usable)}{host} ({how}, clips of up to {task.longest:,} tokens); use more or larger GPUs,{lora} "
-        "lora.quantize, or shorter or smaller clips."
+        f"nothing fits {task.gpus} x {task.machine.name}: the smallest setting needs {to_gib(least.memory.needed)} of the "
+        f"{to_gib(task.usable)} of a GPU{host} ({how}, clips of up to {task.longest:,} tokens); use more or larger GPUs,"
+        f"{lora} lora.quantize, or shorter or smaller clips."
     )
 
 

@@ -298,7 +298,7 @@ def test_nothing_is_overwritten(pipelines: dict[str, Path], tmp_path: Path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious.txt").write_text("keep me")
     for out in (tmp_path / "full", tmp_path / "full" / "precious.txt"):
-        with pytest.raises(ConfigError, match=r"(is a file|holds files); choose a new or an empty folder"):
+        with pytest.raises(ConfigError, match=r"(is a file|contains files); choose a new or an empty folder"):
             convert(source, out, to="official")
     assert (tmp_path / "full" / "precious.txt").read_text() == "keep me"
     (tmp_path / "out.tmp").mkdir()

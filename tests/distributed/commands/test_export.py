@@ -108,7 +108,7 @@ def test_an_older_step_and_a_second_export(run: Path, tmp_path: Path):
     (tmp_path / "full" / "precious.txt").write_text("keep me")
     with pytest.raises(
         ConfigError,
-        match=r"holds files and no wands_export\.json of an earlier export; choose a new or an empty folder",
+        match=r"contains files and no wands_export\.json of an earlier export; choose a new or an empty folder",
     ):
         export(step, tmp_path / "full")
     assert (tmp_path / "full" / "precious.txt").read_text() == "keep me"
@@ -191,7 +191,7 @@ def test_export_into_the_current_folder(run: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [(None, "no such file"), ("{", "cannot be read"), ("[]", "must hold a JSON object")]
+    ("text", "says"), [(None, "no such file"), ("{", "cannot be read"), ("[]", "must contain a JSON object")]
 )
 def test_a_damaged_base_is_one_sentence(
     run: Path, tiny_pipeline: Path, tmp_path: Path, text: str | None, says: str

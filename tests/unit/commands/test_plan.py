@@ -133,7 +133,7 @@ def test_a_loras_frozen_base_has_no_states():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"hardware": "rtx4090", "gpus": 1}, "nothing fits 1 x RTX 4090 24 GB: the least is"),
+        ({"hardware": "rtx4090", "gpus": 1}, "nothing fits 1 x RTX 4090 24 GB: the smallest setting needs"),
         ({"hardware": "abacus"}, "--hardware abacus is not a known machine; use one of h100"),
         ({"gpus": 12}, "--gpus 12 must be a multiple of 8"),
         ({"size": "big"}, "--size big is neither 480p, 720p nor HEIGHTxWIDTH"),

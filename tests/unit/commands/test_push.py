@@ -542,7 +542,7 @@ def _damaged_samples(folder: Path) -> None:
             r"is not a diffusers pipeline \(no model_index.json\) and has no LoRA; give a folder that `wands export` wrote",
         ),
         (_damaged_index, "model_index.json cannot be read .* run `wands export` again"),
-        (_index_is_list, "model_index.json must hold a JSON object, not a list"),
+        (_index_is_list, "model_index.json must contain a JSON object, not a list"),
         (_no_part, "lacks the parts vae; run `wands export` again"),
         (_damaged_record, "wands_export.json cannot be read"),
         (_broken_link, "gone.safetensors is a broken link"),

@@ -44,6 +44,16 @@ def test_merged_equals_all_samples_written_at_once(parts: list[Path], tmp_path: 
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
 
 
+def test_rejected_clips_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lists = {"a": ["one", "two"], "b": [], "c": ["two", "three"]}
+    for number, (name, lines) in enumerate(lists.items()):
+        write_cache(tmp_path / name, [number])
+        (tmp_path / name / "rejects.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert merge_module.main([str(tmp_path / "out"), *(str(tmp_path / name) for name in lists)]) == 0
+    assert (tmp_path / "out" / "rejects.jsonl").read_text() == "one\ntwo\nthree\n"
+    assert f"3 rejected clips are listed in {tmp_path / 'out' / 'rejects.jsonl'}" in capsys.readouterr().out
+
+
 def test_the_manifest_gives_back_the_variant() -> None:
     contract = plain(variant_contract(VARIANT)) | {"name": "mine", "text_dim": 77, "vae_stride": [4, 16, 16]}
     assert plain(variant_contract(to_variant(contract))) == contract

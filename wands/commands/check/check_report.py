@@ -57,7 +57,7 @@ class CheckedClip:
         samples: samples of the clip. A clip with a `reason` may have some: the windows before the damage.
         warnings: unusual facts and their consequences.
         reason: why the clip is rejected, with the fix; empty for an accepted clip.
-        thumbnail: JPEG of the middle frame of the first sample, or empty.
+        thumbnail: JPEG image of the middle frame of the first sample, or empty.
     """
 
     key: str
@@ -72,13 +72,13 @@ class CheckedClip:
 
     @property
     def verdict(self) -> Literal["rejected", "warned", "fine"]:
-        """The most severe class that applies."""
+        """Most severe verdict that applies to the clip."""
         return "rejected" if self.reason else "warned" if self.warnings else "fine"
 
 
 @dataclass(frozen=True)
 class PackingForecast:
-    """Prediction of how the samples fill bins of `max_tokens`; `problem` is the reason if they cannot, or empty."""
+    """Prediction of how the samples fill bins. `problem` is the reason why the samples cannot be packed, or empty."""
 
     max_tokens: int
     bins_per_step: int
@@ -100,7 +100,7 @@ class CheckReport:
         cache_bytes: expected size of the cache's shards.
         packing: prediction for training; None if there is no sample.
         seconds: wall time.
-        more_pixels: further limits of a frame's area.
+        more_pixels: further area limits.
     """
 
     source: str

@@ -80,7 +80,7 @@ class Window:
 
 @dataclass(frozen=True)
 class ClipEnd:
-    """End of a clip: all its windows have come.
+    """End of a clip, after all windows of the clip.
 
     Attributes:
         clip: the clip.
@@ -94,7 +94,7 @@ class ClipEnd:
 
 
 def decode_clips(clips: Sequence[Clip], settings: EncodeSettings) -> Generator[Window | ClipEnd, None, None]:
-    """Yield the windows of all clips as they become ready, and a `ClipEnd` after the windows of each clip.
+    """Yield the windows of all clips as they are decoded, and a `ClipEnd` after the windows of each clip.
 
     Raises:
         CacheError: if latents in the cache are damaged.
@@ -131,7 +131,7 @@ def _decode_next_clips(
 
 
 def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSettings) -> Iterator[Window]:
-    """Yield the windows that a caption of the clip lacks; decode once more after a crash.
+    """Yield the windows for which a caption of the clip has no sample; after a crash decode the clip a second time.
 
     Raises:
         Crash: if the decoder crashed twice, or hung.
@@ -152,14 +152,17 @@ def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSetting
                     finished.add(decoded.suffix)
             return
         except Crash as crash:
-            # One crash may have come from outside, such as from a scheduler that kills all processes of the job.
+            # One crash may have an outside cause, such as a scheduler that kills all processes of the job.
             if is_last_attempt or isinstance(crash, Hang) or worker.killed:
                 raise
             log.warning("%s: %s; decoding it again", clip.path, crash)
 
 
 def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]]:
-    """Yield each decoded clip and whether its window is the last; holds back all sizes of one window."""
+    """Yield each decoded clip and whether its window is the last of the file.
+
+    All sizes of a window wait until the next window has been decoded.
+    """
     window: list[DecodedClip] = []
     try:
         for clip in clips:
@@ -168,7 +171,9 @@ def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]
                 window = []
             window.append(clip)
     except DataError as error:
-        is_complete = isinstance(error, TooSmallError)  # not damage: every window has come
+        is_complete = isinstance(
+            error, TooSmallError
+        )  # the file is not damaged: every window has been decoded
         yield from ((previous, is_complete) for previous in window)
         raise
     yield from ((previous, True) for previous in window)

@@ -1,7 +1,7 @@
 """Encode one worker's share: first its captions, then its clips.
 
-Both functions are generators: they yield an event after each caption or clip, and run in this process, in a subprocess or on
-a rank of a launcher. Results go to the worker's own write-ahead logs in the folder `.work` of the cache:
+Both functions are generators that yield an event after each caption or clip. They run in this process, in a subprocess or on a
+rank of a launcher. Each worker writes its results to its own write-ahead logs in the folder `.work` of the cache:
 
     text-0.journal       text embeddings
     samples-0.journal    samples that no shard contains yet
@@ -81,7 +81,7 @@ class WorkerTimes:
 def encode_captions(
     settings: EncodeSettings, slot: int, devices: Devices, captions: Sequence[str]
 ) -> Iterator[Done]:
-    """Encode captions and append the embeddings to the worker's log; UMT5 is in memory only meanwhile.
+    """Encode captions and append the embeddings to the worker's log. UMT5 is in memory only during this call.
 
     Args:
         settings: settings of the run.
@@ -105,7 +105,7 @@ def encode_captions(
 def encode_clips(
     settings: EncodeSettings, slot: int, devices: Devices, clips: Sequence[Clip]
 ) -> Iterator[Done | WorkerTimes]:
-    """Decode and encode clips, and store a sample for each caption that has an embedding in a log.
+    """Decode and encode clips, and store one sample for each caption of a clip. The captions must be encoded already.
 
     Args:
         settings: settings of the run.
@@ -114,7 +114,7 @@ def encode_clips(
         clips: the worker's share.
 
     Yields:
-        An event for each clip, at last the worker's times.
+        An event for each clip, and finally the worker's times.
 
     Raises:
         CacheError: if the disk is full, or stored latents are damaged.
@@ -187,7 +187,7 @@ class _ClipEncoder:
         return None
 
     def _append(self, window: Window, encoded: dict[str, Tensor]) -> None:
-        """Append one record for all captions, so that a kill loses all of them or none."""
+        """Append one record with the samples of all captions, so that a kill loses all these samples or none."""
         clip, rows = window.clip, window.clip.lacks(window.suffix)
         samples = [
             (

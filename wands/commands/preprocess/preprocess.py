@@ -20,7 +20,7 @@ from torch import Tensor
 from wands.commands.clip_rules import plan_samples, read_source
 from wands.commands.preprocess.decoding import EncodeSettings
 from wands.commands.preprocess.encoding import Done, WorkerTimes, encode_captions, encode_clips
-from wands.commands.preprocess.preprocess_report import REJECTS_NAME, PreprocessReport
+from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.commands.preprocess.scan import Clip, SourceScan, parse_part, select_part
 from wands.commands.preprocess.workers import Event, Lost, Task, WorkerPool
 from wands.commands.progress import progress
@@ -30,6 +30,7 @@ from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.cache.write_ahead_log import WriteAheadLog
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.isolated import Crash, IsolatedWorker
+from wands.data.clips.records import REJECTS_NAME
 from wands.encoders.components import CONFIG_FILES, find_part, read_config, read_variant
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.spool import TextSpool
@@ -40,16 +41,16 @@ from wands.variants import TEXT_LEN, Variant
 
 QUARANTINE_NAME = "quarantine.jsonl"
 ROUNDS = 3
-"""Number of rounds without progress after which a run in which workers die ends."""
+"""A run whose workers die ends after this number of rounds without progress."""
 SUSPECT_SECONDS = 1800.0
-"""Longest time for one clip whose encoder process died before."""
+"""Longest time for encoding one clip again after its encoder process died."""
 
 
 def preprocess(options: PreprocessOptions, *, max_samples: int = 512) -> PreprocessReport | None:
     """Encode a source of clips into a latent cache, or continue a cache that an earlier run began.
 
     A clip in the cache, made from the same file, caption and range, is not encoded again. If only its caption or its name is
-    new, only the caption is encoded. Other settings than those of the existing cache are refused. After the run the index
+    new, only the caption is encoded. Settings that differ from the settings of an existing cache are refused. After the run the index
     contains exactly the samples of the source. All captions of a range of a file share one decoding, one pass of the VAE and,
     in a shard, the latents.
 
@@ -119,7 +120,7 @@ class PreprocessRun:
         self.null_text: Tensor | None = None
 
     def prepare(self) -> None:
-        """Create the work folder, and move what an earlier run left there to shards.
+        """Create the work folder, and move samples that an earlier run left there to shards.
 
         Raises:
             CacheError: if the disk is full, or workers of an earlier run are still alive.
@@ -164,7 +165,7 @@ class PreprocessRun:
         return sorted(caption for caption in captions if caption not in spool)
 
     def encode(self) -> None:
-        """Encode what the cache lacks, first captions, then clips.
+        """Encode the missing captions, then the missing clips.
 
         Raises:
             WandsError: if every worker failed, or workers died again and again.
@@ -173,7 +174,7 @@ class PreprocessRun:
         self._run_rounds("clips", encode_clips, self._pending_clips)
 
     def _run_rounds(self, label: str, task: Task, pending: Callable[[], list[Any]]) -> None:
-        """Run a task on all pending items; if workers are lost, run it again on what they left."""
+        """Run a task on all pending items. If workers are lost, run the task again on the remaining items."""
         rounds = ROUNDS
         items = pending()
         while items:
@@ -207,7 +208,10 @@ class PreprocessRun:
                 )
 
     def _encode_suspects(self, clips: Sequence[Clip]) -> bool:
-        """Encode each clip that was in the encoder when a process died in a subprocess; reject it if that dies too."""
+        """Encode in a subprocess each clip that was in the encoder when a process died; return whether there was such a clip.
+
+        If the subprocess dies too, the clip is rejected.
+        """
         suspects = set()
         for path in self.settings.work.glob("encoding-*"):
             suspects.add(path.read_text())
@@ -298,7 +302,7 @@ def _write_lines(path: Path, values: Sequence[Any]) -> None:
 
 
 def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any]:
-    """Return the options that decide the bits of a sample. Further bounds do not: their sizes are in the keys."""
+    """Return the options that decide the bits of a sample. Further area limits do not, because keys contain the sizes."""
     return {
         "clip": asdict(spec),
         "cleaning": CLEANING_VERSION,

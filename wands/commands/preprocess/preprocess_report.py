@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from wands.commands.length_histogram import token_histogram
-from wands.data.clips.records import Rejection
+from wands.data.clips.records import REJECTS_NAME, Rejection
 from wands.variants import TEXT_LEN
 
-REJECTS_NAME = "rejects.jsonl"
 SHOWN_REJECTIONS = 50
 
 

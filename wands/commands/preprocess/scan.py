@@ -43,16 +43,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Clip:
-    """A range of a file with all its captions, so that it is decoded and encoded once.
+    """A range of a file with all its captions, so that the range is decoded and encoded once.
 
     Attributes:
         path: the file.
         start: seconds, None for the beginning.
         end: seconds, None for the end.
         video: digest of what the latents are made from.
-        rows: captions; of a pending clip only those that lack a sample.
+        rows: captions; a pending clip has only captions without all samples.
         latents: (shard, row of the shard, suffix) of latents in the cache that a caption of this clip lacks.
-        decode: further windows must be decoded.
+        decode: whether the cache lacks windows, which must be decoded.
     """
 
     path: str
@@ -74,7 +74,7 @@ class SourceScan:
 
     Attributes:
         spec: size, rate and length of the samples.
-        more_pixels: further bounds of a frame's area.
+        more_pixels: further area limits.
         contents: key of each usable row -> digest of what its samples are made from.
         clips: clips by (path, digest of the video).
         rejected: rows that cannot be used.
@@ -95,13 +95,13 @@ class SourceScan:
         more_pixels: Sequence[int],
         quarantine: Mapping[str, str],
     ) -> SourceScan:
-        """Read the beginning, the end and some pieces of every file.
+        """Identify the content of every file by its size, its beginning, its end and some pieces between.
 
         Args:
             rows: usable rows of the source.
             rejected: rows that the source rejects.
             spec: size, rate and length of the samples.
-            more_pixels: further bounds of a frame's area.
+            more_pixels: further area limits.
             quarantine: digests of clips that crash or hang a process, with the reason.
         """
         scan = cls(spec, tuple(more_pixels), rejected=list(rejected))
@@ -123,7 +123,7 @@ class SourceScan:
         return scan
 
     def pending(self, entries: Mapping[str, IndexEntry], rejected_videos: Collection[str] = ()) -> list[Clip]:
-        """Return the clips that lack a sample, each with the captions that lack one and the latents to reuse.
+        """Return the clips with missing samples, each with the captions of these samples and the cached latents to reuse.
 
         Args:
             entries: samples of the cache by key.
@@ -174,7 +174,7 @@ class SourceScan:
         return {window + size for window in stored.windows for size in sizes}
 
     def accepted(self, entries: Mapping[str, IndexEntry]) -> set[str]:
-        """Return the keys of all samples of the source: of its rows, their windows and sizes."""
+        """Return the keys of the cached samples that belong to the source and have a requested size."""
         return {key for key, entry in entries.items() if self._is_wanted(key, entry)}
 
     def _is_wanted(self, key: str, entry: IndexEntry) -> bool:
@@ -204,7 +204,7 @@ def _size_suffixes(
 
 @dataclass(frozen=True)
 class _StoredClip:
-    """Samples with the latents of one range of one file, by suffix; of several captions any sample will do."""
+    """Samples of one range of a file in the cache, by suffix. If several captions share a window, any of their samples."""
 
     entries: Mapping[str, IndexEntry]
 
@@ -267,7 +267,7 @@ def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
 
 
 def _read_pieces(path: Path) -> bytes:
-    """Read all of an image, which is small; of a video both ends and pieces from between.
+    """Read a whole image, or both ends of a video and some pieces between.
 
     A video encoder's output differs everywhere if its input differs anywhere, but uncompressed files may begin and end alike.
     """
@@ -298,7 +298,7 @@ def parse_part(text: str) -> tuple[int, int]:
 def select_part(items: Sequence[FromSource], source: str, part: tuple[int, int]) -> list[FromSource]:
     """Return one part of the source's clips; all captions of a file are in one part.
 
-    The part of a file depends on its path below the source alone, so that new files leave the other files' parts as they are.
+    The part of a file depends only on the path below the source, so that new files do not change the parts of other files.
 
     Args:
         items: rows or rejections of the source.

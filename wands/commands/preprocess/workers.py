@@ -100,7 +100,7 @@ class WorkerPool:
         return Devices(vae, _device("--text-device", self._text_device, number) if self._text_device else vae)
 
     def limit(self, num_items: int) -> None:
-        """Use at most one worker for each item; a launcher's ranks are all used."""
+        """Use at most one worker for each item. Under a launcher all ranks are used."""
         if not self.launched:
             self.size = max(1, min(self.size, num_items))
             self.slots = list(range(self.size))
@@ -108,7 +108,7 @@ class WorkerPool:
     def run(
         self, task: Task, settings: EncodeSettings, shares: Mapping[int, Sequence[Any]]
     ) -> Iterator[Event]:
-        """Run a task on every worker's share and yield the events of all workers as they come.
+        """Run a task on every worker's share, and yield the events of all workers when they happen.
 
         Events of a launcher's other ranks come at the end.
 
@@ -159,7 +159,7 @@ class WorkerPool:
         return _with_losses(self.rank, events())
 
     def follow(self) -> None:
-        """Run the shares that rank 0 hands out, until it has no more.
+        """Run the tasks that rank 0 sends, until rank 0 sends no more.
 
         Raises:
             WandsError: the error that ended rank 0.
@@ -207,7 +207,7 @@ def _run_in_subprocess(
 
 
 def _with_losses(slot: int, events: Iterator[Event]) -> Iterator[Event]:
-    """Yield events; the end of the worker by a crash or an error becomes a `Lost` event."""
+    """Yield the events of a worker. If the worker crashes or fails, yield a `Lost` event."""
     try:
         yield from events
     except Crash as crash:

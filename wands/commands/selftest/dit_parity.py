@@ -65,7 +65,7 @@ Answer = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Tested answer, expected answer, and a correct answer with the rounding of the tested one.
+    """Tested answer, expected answer, and a correct answer in the dtype of the tested answer.
 
     Attributes:
         tested: the answer under test.
@@ -85,7 +85,7 @@ class Comparison:
         """Compare the velocity sample by sample.
 
         Raises:
-            Skipped: if the model's head is zero, and with the head every velocity.
+            Skipped: if the model's head is zero, so that every velocity is zero.
         """
         names = [name for name in self.expected if name not in PARAMETERS]
         if not any(self.expected[name].any() for name in names):

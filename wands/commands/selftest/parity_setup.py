@@ -29,16 +29,16 @@ PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 
 
 class Skipped(Exception):
-    """A check that does not apply; the text is the reason."""
+    """Reason why a check does not apply."""
 
 
 class Outcome(NamedTuple):
     """Outcome of a check.
 
     Attributes:
-        passed: whether the measured value keeps the bound; None if there is no bound.
+        passed: whether the measured value is within the bound; None if there is no bound.
         number: measured value.
-        bound: bound, with its reason where the reason is not plain.
+        bound: bound, and its reason if the reason is not obvious.
     """
 
     passed: bool | None

@@ -22,6 +22,8 @@ VIDEO_EXTENSIONS = (
 # fmt: on
 IMAGE_EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 CLIP_EXTENSIONS = (*VIDEO_EXTENSIONS, *IMAGE_EXTENSIONS)
+REJECTS_NAME = "rejects.jsonl"
+"""File of a cache that lists the rejected clips, one JSON object with the fields of `Rejection` a line."""
 Range = tuple[float | None, float | None]
 """Start and end in seconds; None is the clip's own beginning or end."""
 
