@@ -19,21 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
+from wands.commands import clip_rules
 from wands.commands.check.check_report import (
     VERDICTS,
     CheckedClip,
     CheckedSample,
     CheckReport,
     PackingForecast,
-)
-from wands.commands.clip_rules import (
-    EMPTY_CAPTION,
-    LIMIT_SECONDS,
-    NO_MEMORY,
-    crash_reason,
-    no_access_reason,
-    plan_samples,
-    read_source,
 )
 from wands.commands.progress import progress
 from wands.config.options import CheckOptions
@@ -76,8 +68,8 @@ def check(options: CheckOptions) -> CheckReport:
         from wands.encoders.components import read_variant
 
         variant = read_variant(options.model)
-    spec, more_pixels = plan_samples(options, variant)
-    rows, rejections = read_source(options)
+    spec, more_pixels = clip_rules.plan_samples(options, variant)
+    rows, rejections = clip_rules.read_source(options)
     task = _Task(Path(), spec, None, None, more_pixels, options.html_path is not None, variant)
     findings = _decode_all(
         [
@@ -96,7 +88,7 @@ def check(options: CheckOptions) -> CheckReport:
     for row, (clip, digests) in zip(rows, findings, strict=False):  # the findings of rejections follow
         caption = clean_caption(row.caption)
         if not caption:
-            clip, digests = replace(clip, samples=(), warnings=(), reason=EMPTY_CAPTION), ()
+            clip, digests = replace(clip, samples=(), warnings=(), reason=clip_rules.EMPTY_CAPTION), ()
         first = first_rows.setdefault(digests, row) if digests else row
         samples = tuple(replace(sample, key=row.key + sample.key) for sample in clip.samples)
         clip = replace(clip, key=row.key, caption=caption, text_tokens=count_tokens(caption), samples=samples)
@@ -151,7 +143,7 @@ class _Task:
 
 
 _Finding = tuple[CheckedClip, tuple[str, ...]]
-"""Clip without its key and caption, whose samples have suffixes as keys; digest of the images of each sample."""
+"""A clip without key and caption, whose samples have only suffixes as keys, and a digest of each sample's images."""
 
 
 def _decode(task: _Task) -> _Finding:
@@ -179,16 +171,23 @@ def _decode(task: _Task) -> _Finding:
     except DataError as error:
         reason = str(error)
     except OSError as error:
-        reason = no_access_reason(path, str(error.strerror))
+        reason = clip_rules.no_access_reason(path, str(error.strerror))
     except MemoryError:
-        reason = NO_MEMORY
+        reason = clip_rules.NO_MEMORY
     source = last.source if last else None
     if source is None:
         with suppress(DataError, MemoryError):  # then the report has no facts about the file
             source = probe(task.path)
     warnings = _file_warnings(path, last, max(s.num_frames for s in samples), task.spec) if last else ()
-    checked = CheckedClip("", path, "", 0, source, tuple(samples), tuple(warnings), reason, thumbnail)
-    return checked, tuple(digests)
+    return CheckedClip(
+        "",
+        path,
+        source=source,
+        samples=tuple(samples),
+        warnings=tuple(warnings),
+        reason=reason,
+        thumbnail=thumbnail,
+    ), tuple(digests)
 
 
 def _thumbnail(frame: np.ndarray) -> bytes:
@@ -210,18 +209,18 @@ def _decode_all(tasks: Sequence[_Task | None], num_workers: int | None) -> list[
             numbers.setdefault(task, []).append(number)
     distinct = list(numbers)
     with progress("clips", len(distinct)) as advance:
+        limit = clip_rules.LIMIT_SECONDS
         for index, result in map_isolated(
-            _decode, distinct, num_workers=num_workers, limit_seconds=LIMIT_SECONDS, preload=[__name__]
+            _decode, distinct, num_workers=num_workers, limit_seconds=limit, preload=[__name__]
         ):
             task = distinct[index]
             if isinstance(result, Crash):
-                result = CheckedClip("", str(task.path), reason=crash_reason(task.path, result)), ()
+                reason = clip_rules.crash_reason(task.path, result)
+                result = CheckedClip("", str(task.path), reason=reason), ()
+            clip, digests = result
             for number in numbers[task]:
-                clip, digests = result
-                findings[number] = (
-                    clip if number < KEPT_THUMBNAILS else replace(clip, thumbnail=b""),
-                    digests,
-                )
+                kept_clip = clip if number < KEPT_THUMBNAILS else replace(clip, thumbnail=b"")
+                findings[number] = kept_clip, digests
             advance()
     return findings
 

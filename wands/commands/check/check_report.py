@@ -7,7 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -149,10 +149,8 @@ class CheckReport:
         """Return everything but the thumbnails as JSON."""
         clips = []
         for clip in self.clips:
-            row = {"verdict": clip.verdict} | asdict(replace(clip, thumbnail=b""))
+            row = {"verdict": clip.verdict} | asdict(clip)
             del row["thumbnail"]
-            if clip.source:
-                row["source"]["sar"] = str(clip.source.sar)
             clips.append(row)
         value = {
             "source": self.source,
@@ -163,7 +161,7 @@ class CheckReport:
             "packing": asdict(self.packing) if self.packing else None,
             "clips": clips,
         }
-        return json.dumps(value, indent=1)
+        return json.dumps(value, indent=1, default=str)  # a pixel aspect ratio is a Fraction
 
     def render(self, width: int | None = None) -> str:
         """Return the report as text for the terminal.

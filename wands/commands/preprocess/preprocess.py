@@ -50,9 +50,9 @@ def preprocess(options: PreprocessOptions, *, max_samples: int = 512) -> Preproc
     """Encode a source of clips into a latent cache, or continue a cache that an earlier run began.
 
     A clip in the cache, made from the same file, caption and range, is not encoded again. If only its caption or its name is
-    new, only the caption is encoded. Settings that differ from the settings of an existing cache are refused. After the run the index
-    contains exactly the samples of the source. All captions of a range of a file share one decoding, one pass of the VAE and,
-    in a shard, the latents.
+    new, only the caption is encoded. The settings of an existing cache must be given again. After the run the index contains
+    exactly the samples of the source. All captions of a range of a file share one decoding, one pass of the VAE and, in a
+    shard, the latents.
 
     A clip that crashes or hangs its decoder is rejected and named in `quarantine.jsonl`. Later runs skip the clip until the
     file changes or its line in `quarantine.jsonl` is deleted.

@@ -102,8 +102,7 @@ def check_latents(part: VaePart) -> Outcome:
     """Compare the normalised mean of the posterior."""
     latents, variant = part.encoder.encode(part.pixels), part.setup.variant
     frames, height, width = part.pixels.shape[1:]
-    time, rows, columns = variant.vae_stride
-    shape = [variant.dit.out_channels, (frames - 1) // time + 1, height // rows, width // columns]
+    shape = [variant.dit.out_channels, *variant.latent_size(frames, height, width)]
     if list(latents.shape) != shape:
         return Outcome(False, f"latents {list(latents.shape)}", f"{shape}, the shape of {variant.name}")
     return judge(relative_error(latents, part.latents), *FP32_BOUND)
