@@ -41,7 +41,7 @@ class ClipOptions(Options):
     """Crop clips to the shape of --height x --width instead of stretching them."""
     max_pixels: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = ()
     """Largest area of a frame in pixels; larger clips are scaled down and keep their aspect ratio [default: 399360]. Repeat
-    the option to store each clip at several sizes; a later run may add or remove all sizes but the first."""
+    the option to store each clip at several sizes; a later run may add or remove any size except the first."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
     """Longest sample in frames; samples are cut to 4k+1 frames. 0 keeps whole clips."""
     clip_mode: Literal["head", "middle", "slide"] = "head"
@@ -84,7 +84,7 @@ class ConfigOptions(Options):
 class CheckOptions(ClipOptions):
     """Report which clips can be used and why others cannot.
 
-    Takes SOURCE and the clip options of wands preprocess, and needs no model and no GPU. Exit code: 0 if every clip can be
+    Takes SOURCE and the clip options of wands preprocess. Needs no model and no GPU. Exit code: 0 if every clip can be
     used, with or without warnings; 1 if a clip is rejected; 2 if SOURCE or an option is wrong.
 
     Examples:
@@ -271,10 +271,10 @@ class InferOptions(Options):
     ema: bool = False
     """Use the moving average of the weights in --checkpoint; the recipe must have an ema section."""
     lora: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
-    """LoRA to add: folder, file or Hub id in diffusers, PEFT or ComfyUI layout; repeatable. In a model with two experts the
-    names of keys, files or folders (high_noise, low_noise) choose the expert; without such names it is the high-noise expert."""
+    """LoRA to add: folder, file or Hub id in diffusers, PEFT or ComfyUI layout; repeatable. For a model with two experts,
+    high_noise or low_noise in the name of a key, file or folder chooses the expert [default: high-noise]."""
     lora_2: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
-    """LoRA to add to the low-noise expert; repeatable. If the LoRA is for both experts, only its low-noise half is used."""
+    """LoRA to add to the low-noise expert; repeatable. Of a LoRA for both experts only the low-noise part is used."""
     offload: Literal["none", "model", "sequential"] = "none"
     """Keep weights in host memory and move one model (model) or one layer (sequential) at a time to the GPU."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
