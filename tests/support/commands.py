@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import pytest
+
 from wands.config import options as opts
 from wands.config.base import Options
+from wands.data.clips.isolated import IsolatedWorker
 
 if TYPE_CHECKING:
     from wands.commands.check.check_report import CheckReport
@@ -67,3 +70,16 @@ def push(directory: Path, repo_id: str, *, token: str | None = None, **values: A
     from wands.commands.push import push as command
 
     return command(fill(opts.PushOptions, {"directory": directory, "repo_id": repo_id, **values}), token)
+
+
+def record_decoded(patch: pytest.MonkeyPatch) -> list[Path]:
+    """Return a list to which `wands preprocess` with one worker appends the path of each clip that it decodes."""
+    decoded: list[Path] = []
+    start = IsolatedWorker.start
+
+    def recorded(worker: IsolatedWorker, function: Any, path: Path, *arguments: Any) -> None:
+        decoded.append(path)
+        start(worker, function, path, *arguments)
+
+    patch.setattr(IsolatedWorker, "start", recorded)
+    return decoded

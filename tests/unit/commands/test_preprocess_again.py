@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.launch.test_preprocess import CAPTIONS, SMALL, Counter, contents
-from tests.support.commands import preprocess
+from tests.support.commands import preprocess, record_decoded
 from wands.commands.preprocess import decoding
 from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.data.cache.reader import LatentCache
@@ -111,14 +111,7 @@ def test_a_new_clip_is_the_only_one_decoded(
     run(source, tmp_path / "cache", tiny_pipeline, WINDOWS)
     shutil.copy(clips_dir / "carphone_distorted.mp4", source / "new.mp4")
     (source / "new.txt").write_text("A new one.")
-    decoded: list[Path] = []
-    start = decoding._start
-
-    def counted(worker: Any, clip: Any, settings: Any) -> None:
-        decoded.append(Path(clip.path))
-        start(worker, clip, settings)
-
-    monkeypatch.setattr(decoding, "_start", counted)
+    decoded = record_decoded(monkeypatch)
     run(source, tmp_path / "cache", tiny_pipeline, WINDOWS)
     assert decoded == [source / "new.mp4"]
     run(source, tmp_path / "whole", tiny_pipeline, WINDOWS)

@@ -14,8 +14,7 @@ import torch
 
 from tests.launch.test_preprocess import SMALL, Counter, contents
 from tests.launch.test_preprocess_workers import noise
-from tests.support.commands import check, preprocess
-from wands.commands.preprocess import decoding
+from tests.support.commands import check, preprocess, record_decoded
 from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
@@ -51,14 +50,7 @@ class Counted:
     """Record the decoded clips, and the windows and captions that are encoded."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.decoded: list[Path] = []
-        start = decoding._start
-
-        def counted(worker: Any, clip: Any, settings: Any) -> None:
-            self.decoded.append(Path(clip.path))
-            start(worker, clip, settings)
-
-        patch.setattr(decoding, "_start", counted)
+        self.decoded = record_decoded(patch)
         self.windows, self.captions = (
             Counter(patch, owner, "encode").calls for owner in (WanVideoEncoder, TextEncoder)
         )
