@@ -62,7 +62,7 @@ def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, 
 
 
 def first_difference(ours: Any, theirs: Any) -> tuple[str, Any, Any] | None:
-    """Return the first of the `differences`, or None."""
+    """Return the first of the `differences` of two JSON values, or None."""
     return next(iter(differences(ours, theirs)), None)
 
 

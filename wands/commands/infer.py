@@ -52,7 +52,7 @@ SHEET_FRAMES = 4
 
 @dataclass(frozen=True)
 class InferResult:
-    """One sample on disk.
+    """Sampled video and its files.
 
     Attributes:
         request: request with every option set.
@@ -132,7 +132,7 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
 
 @dataclass(frozen=True)
 class _Plan:
-    """Checked sources and requests, and the devices and dtype to sample with."""
+    """Checked sources and requests, and the device and dtype of sampling."""
 
     source: PipelineSource
     requests: list[SampleRequest]
@@ -269,7 +269,7 @@ def check_ranks(
     images: Sequence[ConditionImages],
     dims: ParallelDims,
 ) -> None:
-    """Compare the command over all ranks; every rank must call this function.
+    """Check that all ranks got the same command. Every rank must call this function.
 
     Ranks with other seeds would write a mixture of their videos, and ranks with more prompts would wait forever.
 
@@ -328,7 +328,7 @@ def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origi
 
 
 def _next_number(out_dir: Path) -> int:
-    """Return the first number that no file of an earlier run has."""
+    """Return the first file number that no earlier run used."""
     names = [path.name for path in out_dir.iterdir()] if out_dir.is_dir() else []
     used = [int(match[1]) for name in names if (match := re.match(r"(?:contact_sheet_)?(\d{3,})[_.]", name))]
     return max(used, default=-1) + 1

@@ -11,7 +11,7 @@ NUM_BARS = 10
 
 
 def count_lengths(tokens: Sequence[int] | np.ndarray) -> list[tuple[str, int]]:
-    """Return (label, number of samples) for each length if there are few lengths, for ten ranges of lengths otherwise.
+    """Return (label, number of samples) for each length, or for ten ranges if there are more than ten lengths.
 
     Args:
         tokens: video tokens of every sample, at least one sample.
@@ -33,7 +33,7 @@ def count_lengths(tokens: Sequence[int] | np.ndarray) -> list[tuple[str, int]]:
 
 
 def token_histogram(tokens: Sequence[int] | np.ndarray) -> str:
-    """Draw the lengths of samples.
+    """Draw a histogram of the lengths of samples.
 
     Args:
         tokens: video tokens of every sample, at least one sample.

@@ -11,7 +11,7 @@ from wands.files import atomic_path
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean of the last `window` values at each point, of fewer values at the start; only finite values count.
+    """Return the running mean of `window` values. The first points average fewer values, and only finite values count.
 
     Args:
         values: float [N].

@@ -125,7 +125,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
-    """Return the folder's own record of the training, completed from a checkpoint."""
+    """Return the training facts that the folder records; missing facts come from a checkpoint."""
     record: dict[str, Any] = {}
     if training is not None:
         from wands.model.files.checkpoint_files import find_checkpoint
@@ -204,7 +204,7 @@ def _stage(directory: Path, staging: Path) -> None:
 
 
 def _cleaned(path: Path) -> str | None:
-    """Return a file's text without paths of this machine, or None to upload the file itself."""
+    """Return a file's text without paths of this machine, or None if the file can be uploaded unchanged."""
     if path.name == model_card.RECORD_FILE:
         return json.dumps(without_paths(_read_object(path)), indent=2) + "\n"
     if path.name == "README.txt":  # next to an exported LoRA

@@ -94,7 +94,7 @@ def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:
 
 
 def _show_timesteps(recipe: Recipe, log: Log) -> None:
-    """Print a histogram for each expert."""
+    """Print a histogram of the sampled timesteps for each expert."""
     experts = read_model(recipe)[2] if recipe.model.path else ()
     for expert in experts or (None,):
         if expert and expert.name:

@@ -23,7 +23,7 @@ def command_name(options: type[Options]) -> str:
 
 
 def command(group: click.Group, options: type[Options]) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
-    """Return a decorator that registers a function of a filled option model as a subcommand of a group.
+    """Return a decorator that registers a function of an option model as a subcommand of a group.
 
     Parameters are in order of declaration, required ones first.
     """

@@ -53,7 +53,7 @@ KEPT_THUMBNAILS = 20_000  # 100 MB; a page shows fewer
 
 
 def check(options: CheckOptions) -> CheckReport:
-    """Decode every clip of a source as `wands preprocess` with the same options will; thumbnails only for --html.
+    """Decode every clip of a source as `wands preprocess` will with the same options. Thumbnails are made only for --html.
 
     Args:
         options: options of the command.
@@ -115,7 +115,7 @@ def check(options: CheckOptions) -> CheckReport:
 
 
 def save_report(report: CheckReport, json_path: Path | None = None, html_path: Path | None = None) -> None:
-    """Write the report as JSON, as an HTML page, or both; each file appears complete or not at all.
+    """Write the report as JSON, as an HTML page, or both. An interrupted write leaves no partial file.
 
     Raises:
         WandsError: if a file cannot be written.
@@ -201,7 +201,7 @@ def _thumbnail(frame: np.ndarray) -> bytes:
 
 
 def _decode_all(tasks: Sequence[_Task | None], num_workers: int | None) -> list[_Finding]:
-    """Decode each clip once, in worker processes; the result for None is empty."""
+    """Decode each distinct clip once, in worker processes. The finding for None is empty."""
     findings: list[_Finding] = [(CheckedClip("", ""), ())] * len(tasks)
     numbers: dict[_Task, list[int]] = {}  # a clip with several captions is several rows
     for number, task in enumerate(tasks):

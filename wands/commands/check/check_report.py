@@ -128,7 +128,7 @@ class CheckReport:
         return sum(clip.verdict == verdict for clip in self.clips)
 
     def problems(self) -> list[tuple[str, int]]:
-        """Return reasons and warnings without numbers and names, and their number of clips; the most frequent first."""
+        """Return each reason and warning, without numbers and names, with its number of clips; the most frequent first."""
         texts = ((clip, text) for clip in self.clips for text in (clip.reason, *clip.warnings) if text)
         return Counter(_kind(clip, text) for clip, text in texts).most_common()
 
@@ -146,7 +146,7 @@ class CheckReport:
         }
 
     def to_json(self) -> str:
-        """Return everything but the thumbnails as JSON."""
+        """Return the report without its thumbnails as JSON."""
         clips = []
         for clip in self.clips:
             row = {"verdict": clip.verdict} | asdict(clip)
@@ -190,7 +190,7 @@ class CheckReport:
         return "\n".join(lines)
 
     def packing_line(self) -> str:
-        """Return fill and steps as one sentence."""
+        """Return one line about the fill of the bins and the steps per epoch."""
         plan = self.packing
         if plan is None or plan.problem:
             return f"packing: {plan.problem if plan else 'no sample'}"

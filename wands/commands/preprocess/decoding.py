@@ -80,7 +80,7 @@ class Window:
 
 @dataclass(frozen=True)
 class ClipEnd:
-    """End of a clip, after all windows of the clip.
+    """End marker of a clip, which follows all windows of the clip.
 
     Attributes:
         clip: the clip.
@@ -131,7 +131,7 @@ def _decode_next_clips(
 
 
 def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSettings) -> Iterator[Window]:
-    """Yield the windows for which a caption of the clip has no sample; after a crash decode the clip a second time.
+    """Yield the windows of a clip that a caption lacks. After a crash, decode the clip a second time.
 
     Raises:
         Crash: if the decoder crashed twice, or hung.

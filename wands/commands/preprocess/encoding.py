@@ -37,7 +37,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Devices(NamedTuple):
-    """Devices of one worker: of the VAE (and CLIP), and of UMT5."""
+    """Devices of one worker: for VAE and CLIP, and for UMT5."""
 
     vae: torch.device
     text: torch.device
@@ -45,7 +45,7 @@ class Devices(NamedTuple):
 
 @dataclass(frozen=True)
 class Done:
-    """One caption or clip is finished.
+    """Event: one caption or clip is finished.
 
     Attributes:
         rejections: one for each caption of a clip that cannot be used.
@@ -168,7 +168,7 @@ class _ClipEncoder:
         yield self.times
 
     def _store(self, window: Window) -> str | None:
-        """Encode a window and append it to the log for all captions; return the reason if that is impossible."""
+        """Encode a window and log its samples; return the reason if the window cannot be encoded."""
         encoded = window.encoded
         if window.pixels is not None:
             assert self.encoder is not None

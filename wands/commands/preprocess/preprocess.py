@@ -103,7 +103,7 @@ def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, starte
 
 
 class PreprocessRun:
-    """The leader's side of one run: hands out captions and clips, collects the results, writes the index.
+    """Leader of one run: assigns captions and clips to workers, collects the results and writes the index.
 
     Attributes:
         quarantine: digest of each clip that crashes or hangs a process -> reason.

@@ -123,7 +123,7 @@ class SourceScan:
         return scan
 
     def pending(self, entries: Mapping[str, IndexEntry], rejected_videos: Collection[str] = ()) -> list[Clip]:
-        """Return the clips with missing samples, each with the captions of these samples and the cached latents to reuse.
+        """Return the clips with missing samples, each with the captions that lack samples and the cached latents to reuse.
 
         Args:
             entries: samples of the cache by key.
@@ -138,7 +138,7 @@ class SourceScan:
         return [clip for clip in lacking if clip is not None]
 
     def _lacking(self, clip: Clip, stored: _StoredClip, entries: Mapping[str, IndexEntry]) -> Clip | None:
-        """Return the clip without what the cache has, or None if the cache has everything."""
+        """Return the clip reduced to its missing samples, or None if the cache has all samples of the clip."""
         expected = self._expected(stored)
         contents = {key: entry.content for key, entry in stored.entries.items()}
         rows = []
@@ -165,7 +165,7 @@ class SourceScan:
         )
 
     def _expected(self, stored: _StoredClip) -> set[str] | None:
-        """Return the suffixes of all samples of a clip, or None if only decoding can tell."""
+        """Return the suffixes of all samples of a clip, or None if they are known only after decoding."""
         sizes: frozenset[str] | None = frozenset({""})
         if self.more_pixels:
             sizes = _size_suffixes(self.spec, self.more_pixels, stored.display_size)
@@ -253,7 +253,7 @@ _WHOLE = 1 << 24
 
 
 def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
-    """Return the digests of what the samples and the latents are made from: content and range of the file, caption.
+    """Return two digests: of a row's file content, range and caption, and of the file content and range alone.
 
     Size and modification time alone would encode a copied data set anew. All samples of a cache have the same settings.
     """

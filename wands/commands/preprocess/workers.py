@@ -33,7 +33,7 @@ Task = Callable[[EncodeSettings, int, Devices, Sequence[Any]], Iterator[Any]]
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker ended before its share was done.
+    """Event: a worker ended before its share was done.
 
     Attributes:
         slot: number of the worker.
@@ -50,7 +50,7 @@ Event = Done | WorkerTimes | Lost
 
 
 class WorkerPool:
-    """Workers of a run, as a context manager.
+    """Context manager for the workers of a run.
 
     Attributes:
         size: number of workers.

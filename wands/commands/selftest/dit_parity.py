@@ -203,7 +203,7 @@ def _take_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
-    """Compare training's computation with stock diffusers: of a "packed" batch, and of TI2V's "first_frame".
+    """Compare training's computation with stock diffusers, for a "packed" batch and for TI2V's "first_frame" batch.
 
     Each model is loaded once; the stock model is dropped before the packed model is loaded.
     """

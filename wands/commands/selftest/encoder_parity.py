@@ -71,7 +71,7 @@ class VaePart:
 
     @torch.no_grad()
     def prepare(self, *last_image: Tensor) -> Tensor:
-        """Return the condition that the stock pipeline computes from the first image, and the last, before it samples."""
+        """Return the condition that the stock pipeline computes from the first image and an optional last image."""
         pipeline = WanImageToVideoPipeline(
             tokenizer=None,
             text_encoder=None,
@@ -99,7 +99,7 @@ def check_pixels(part: VaePart) -> Outcome:
 
 
 def check_latents(part: VaePart) -> Outcome:
-    """Compare the normalised mean of the posterior."""
+    """Compare the normalised latents with the stock pipeline."""
     latents, variant = part.encoder.encode(part.pixels), part.setup.variant
     frames, height, width = part.pixels.shape[1:]
     shape = [variant.dit.out_channels, *variant.latent_size(frames, height, width)]
@@ -144,7 +144,7 @@ def check_roundtrip(part: VaePart) -> Outcome:
 
 @torch.no_grad()
 def check_condition(part: VaePart) -> Outcome:
-    """Compare mask and grey frames of I2V."""
+    """Compare the image condition of I2V, mask and latents, with the stock pipeline."""
     has_last, patch = "last_image" in part.conditions, part.setup.variant.dit.patch_size
     condition = part.prepare(*([part.pixels[:, -1]] if has_last else []))
     tokens = condition_tokens(part.encoder.encode(given_frames(part.pixels, has_last)), has_last, patch)
@@ -152,13 +152,13 @@ def check_condition(part: VaePart) -> Outcome:
 
 
 def check_first_frame(part: VaePart) -> Outcome:
-    """Compare the first latent frame of a TI2V clip with that of the first frame alone."""
+    """Compare the first latent frame of a clip with the latents that the TI2V pipeline computes from its first frame."""
     return judge(relative_error(part.encoder.encode(part.pixels)[:, :1], part.prepare()), *FP32_BOUND)
 
 
 @torch.no_grad()
 def check_image_embeds(setup: Setup) -> Outcome:
-    """Compare CLIP's states before its last layer, image by image."""
+    """Compare CLIP's hidden states before the last layer with the stock pipeline."""
     given = [0, -1] if "last_image" in setup.variant.conditions else [0]
     unused = dict.fromkeys(["vae", "text_encoder", "tokenizer", "transformer", "transformer_2"])
     with loading(setup, "image encoder"):
@@ -209,7 +209,7 @@ class TextPart:
         return embeds[0].float().cpu()
 
     def compare(self, captions: tuple[str, ...]) -> Outcome:
-        """Compare zero-padded embeddings with the stock pipeline's."""
+        """Compare zero-padded embeddings with the embeddings of the stock pipeline."""
         errors = []
         for caption in captions:
             embeds = self.encode(caption)
@@ -221,7 +221,7 @@ class TextPart:
 
 
 def check_tied(part: TextPart) -> Outcome:
-    """Check that UMT5 uses the embedding that was trained."""
+    """Check that UMT5 uses the trained token embedding."""
     used, trained = part.model.encoder.embed_tokens.weight, part.model.shared.weight
     error = float((used - trained).abs().max())
     same = used.data_ptr() == trained.data_ptr()
@@ -230,7 +230,7 @@ def check_tied(part: TextPart) -> Outcome:
 
 
 def check_pads(part: TextPart) -> Outcome:
-    """Check that the stock embedding is zero behind the caption, and nowhere else."""
+    """Check that the stock embedding is zero after the last token of the caption, and not before."""
     lens = [len(part.encode(caption)) for caption in CAPTIONS]
     stock = [part.encode_stock(caption) for caption in CAPTIONS]
     pads = max(float(rows[length:].abs().max()) for rows, length in zip(stock, lens, strict=True))

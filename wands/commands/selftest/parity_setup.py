@@ -188,7 +188,7 @@ def judge(error: float, bound: float, why: str = "") -> Outcome:
 
 @contextlib.contextmanager
 def exact_fp32() -> Iterator[None]:
-    """Compute fp32 products in fp32: by default PyTorch lets cuDNN's convolutions round to TF32, an error of 1e-3."""
+    """Switch off TF32 in the block: by default PyTorch lets cuDNN's convolutions round to TF32, an error of 1e-3."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = False
@@ -200,11 +200,7 @@ def exact_fp32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(setup: Setup, part: str) -> Iterator[None]:
-    """Load a part of the model in the block.
-
-    Raises:
-        ConfigError: if the part cannot be loaded.
-    """
+    """Raise a ConfigError if a part of the model cannot be loaded in the block."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:

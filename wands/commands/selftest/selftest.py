@@ -31,7 +31,7 @@ CONDITIONS = {
 
 
 def selftest(options: SelftestOptions) -> Iterator[Result]:
-    """Compare a model, as wands reads and trains it, with stock diffusers, with one big part in memory at a time.
+    """Compare a model, as wands reads and trains it, with stock diffusers. One big part is in memory at a time.
 
     The DiT's weights are fp32, as in training. Under a launcher only the checks of context parallelism run, each rank with the
     whole DiT; without a launcher all other checks run. Nothing is written and nothing is downloaded.
@@ -96,7 +96,7 @@ def _is_chosen(name: str, only: Sequence[str]) -> bool:
 
 
 def _inapplicable(name: str, setup: Setup) -> str:
-    """Return why a check does not apply to this model or number of processes; empty if it applies."""
+    """Return the reason why a check does not apply to this model or number of processes, or an empty text."""
     is_alone, variant = int(os.environ.get("WORLD_SIZE", "1")) == 1, setup.variant
     condition = CONDITIONS.get(name)
     if condition and condition not in variant.conditions:

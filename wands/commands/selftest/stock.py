@@ -18,7 +18,7 @@ def add_conditions(
     image_latents: Tensor | None = None,
     last_image: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the model's input channels and timesteps for a sample.
+    """Add the image conditions of a sample to its noisy latents and timestep.
 
     Args:
         latents: noisy latents [C, f, h, w].
