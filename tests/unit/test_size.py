@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 17_010
+TOTAL = 16_980
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -17,16 +17,16 @@ CORE_FILES = (
     *("train/step.py", "data/collate.py"),
 )
 FOLDERS = {
-    ".": 495,
+    ".": 483,
     "attention": 888,
-    "commands": 4491,
-    "config": 1125,
+    "commands": 3840,
+    "config": 1132,
     "data": 4061,
     "distributed": 390,
     "encoders": 342,
     "export": 421,
     "flow": 188,
-    "model": 2048,
+    "model": 2054,
     "planning": 694,
     "recipes": 0,
     "sampling": 914,

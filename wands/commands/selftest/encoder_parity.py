@@ -18,14 +18,13 @@ from wands.commands.selftest.parity_setup import (
     Setup,
     Skipped,
     judge,
-    loading,
     relative_error,
 )
 from wands.commands.selftest.stock import OFFICIAL_TEXT_LEN
 from wands.data.clips.video import to_pixels
 from wands.data.conditions import condition_tokens
 from wands.data.patchify import patchify
-from wands.encoders.components import find_part
+from wands.encoders.components import find_part, loading_part
 from wands.encoders.image import ImageEncoder, given_frames
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
@@ -161,7 +160,7 @@ def check_image_embeds(setup: Setup) -> Outcome:
     """Compare CLIP's hidden states before the last layer with the stock pipeline."""
     given = [0, -1] if "last_image" in setup.variant.conditions else [0]
     unused = dict.fromkeys(["vae", "text_encoder", "tokenizer", "transformer", "transformer_2"])
-    with loading(setup, "image encoder"):
+    with loading_part(setup.folder, "image encoder"):
         pipeline = WanImageToVideoPipeline.from_pretrained(setup.folder, **unused, dtype=torch.float32)
     images = [Image.fromarray(image) for image in setup.frames[given]]
     expected = pipeline.to(setup.device).encode_image(images, setup.device).flatten(0, 1).cpu()
@@ -183,7 +182,7 @@ class TextPart:
         from transformers import AutoTokenizer, UMT5EncoderModel
 
         self.dtype = setup.dtype
-        with loading(setup, "text encoder"):
+        with loading_part(setup.folder, "text encoder"):
             self.tokenizer = AutoTokenizer.from_pretrained(find_part(setup.folder, "tokenizer"))
             model = UMT5EncoderModel.from_pretrained(
                 find_part(setup.folder, "text_encoder"), dtype=setup.dtype

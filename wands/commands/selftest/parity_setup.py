@@ -18,7 +18,7 @@ from torch import Tensor
 from wands.config.options import SelftestOptions
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip
-from wands.errors import ConfigError, DataError, one_line
+from wands.errors import ConfigError, DataError
 from wands.model.files.hub import is_hub_id
 from wands.model.files.loading import load_config, load_index
 from wands.variants import VARIANTS, Expert, Variant, variant_of
@@ -196,14 +196,3 @@ def exact_fp32() -> Iterator[None]:
         yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
-
-
-@contextlib.contextmanager
-def loading(setup: Setup, part: str) -> Iterator[None]:
-    """Raise a ConfigError if a part of the model cannot be loaded in the block."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"--model={setup.folder}: its {part} cannot be loaded ({one_line(error)})."
-        ) from None
