@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -112,3 +113,34 @@ def test_scripts_are_listed():
     assert [
         p.name for p in (ROOT / "scripts").iterdir() if p.suffix in (".py", ".sh") and p.name not in listed
     ] == []
+
+
+def messages(root: Path) -> Iterator[str]:
+    """Every string of the code, with ... for the values that are filled in."""
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_errors_of_the_troubleshooting_page_exist():
+    """The first cell of each row quotes a message of wands; rows about other programs' messages say so."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [
+        quote
+        for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE)
+        if "(PyTorch)" not in row and "(DeepSpeed)" not in row
+        for quote in re.findall(r"`([^`]+)`", row)
+    ]
+    known = list(messages(ROOT / "wands"))
+    missing = [
+        quote
+        for quote in quoted
+        if not any(all(part in text for part in quote.split("...")) for text in known)
+    ]
+    assert len(quoted) >= 25
+    assert not missing, missing
