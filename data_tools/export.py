@@ -125,11 +125,7 @@ class _Tars:
             path = self._folder / f"shard-{self._count:05d}.tar"
             self._tar = tarfile.TarFile(path, "w", format=tarfile.PAX_FORMAT)
             self._count += 1
-        parts = {
-            "safetensors": content,
-            "txt": caption.encode("utf-8", "replace"),
-            "json": metadata.encode(),
-        }
+        parts = {"safetensors": content, "txt": caption.encode("utf-8", "replace"), "json": metadata.encode()}
         for extension, part in parts.items():
             member = tarfile.TarInfo(f"{name}.{extension}")
             member.size = len(part)

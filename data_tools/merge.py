@@ -145,11 +145,7 @@ def to_variant(contract: dict[str, Any]) -> Variant:
         image_dim=image_dim,
     )
     return replace(
-        base,
-        name=contract["name"],
-        vae_stride=tuple(contract["vae_stride"]),
-        conditions=conditions,
-        dit=dit,
+        base, name=contract["name"], vae_stride=tuple(contract["vae_stride"]), conditions=conditions, dit=dit
     )
 
 

@@ -25,18 +25,9 @@ import numpy as np
 
 from data_tools.exit_code import exit_2_on_user_error
 from wands.commands.progress import progress
-from wands.data.cache.format import (
-    INDEX_NAME,
-    MANIFEST_NAME,
-    NO_ID,
-    CacheIndex,
-    digest,
-    read_manifest,
-    read_offsets,
-    reason,
-    sample_path,
-    stored_names,
-)
+from wands.data.cache.format import INDEX_NAME, MANIFEST_NAME, digest, read_manifest, reason
+from wands.data.cache.index import CacheIndex
+from wands.data.cache.shards import NO_ID, read_offsets, sample_path, stored_names
 from wands.errors import CacheError
 
 MANIFEST_KEYS = {"format", "schema_version", "variant", "fingerprint", "digest"}

@@ -1,6 +1,6 @@
-"""The ways to spread one self-attention over ranks that bench_attention.py compares: wands' own and the plain references.
+"""Variants of self-attention spread over ranks, for bench_attention.py: the attention of wands and plain references.
 
-Letters: T tokens of the whole pack, L rows of this rank, H heads, D head dim.
+Letters: T tokens of the whole bin, L rows of this rank, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ HEAD_DIM = 128
 
 @dataclass
 class Variant:
-    """One way to attend, as seen from one rank.
+    """A variant of self-attention on one rank.
 
     Attributes:
-        name: what the table calls it.
-        rows: int64 [L], the packed token at each local row, -1 where there is none.
-        attend: q, k, v [L, H, D] -> out; None on ranks that only wait.
-        formula: bytes that one rank should send, forward and backward.
-        times: wall and CPU seconds of each round.
+        name: name in the table.
+        rows: int64 [L], index of the packed token in each local row; -1 for a row without a token.
+        attend: function from q, k, v [L, H, D] to out; None on ranks that only wait.
+        formula: predicted bytes that one rank sends in forward and backward.
+        times: wall time and CPU time of each round, in seconds.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Variant:
         return [*(x.requires_grad_() for x in leaves), dout]
 
     def join(self, pieces: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-        """Local results at their places in the pack, of all ranks together; float64."""
+        """Gather the local rows of all ranks in packed order, float64."""
         held = self.rows >= 0
         wholes = []
         for piece in pieces:
@@ -61,7 +61,7 @@ class Variant:
         return wholes
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Forward and backward of one rank's shard: out, dq, dk, dv; empty where the rank only waits."""
+        """Run forward and backward on this rank's rows. Return out, dq, dk and dv, empty on a rank that only waits."""
         if self.attend is None:
             return [inputs[0].new_empty(0, *inputs[0].shape[1:])] * 4
         *leaves, dout = inputs
@@ -70,7 +70,7 @@ class Variant:
 
 
 def make_inputs(lens: Sequence[int], heads: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and the gradient of the output for the whole pack, the same on every rank."""
+    """Return random q, k, v and gradient of the output for the whole bin, equal on every rank."""
     generator = torch.Generator().manual_seed(0)
     shape = (sum(lens), heads, HEAD_DIM)
     return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
@@ -145,7 +145,7 @@ def context_parallel(
     backend: Backend,
     fused: bool,
 ) -> Variant:
-    """`degrees` is (ring, ulysses); their product is the world."""
+    """Return a variant of wands; the product of `degrees` (ring, ulysses) is the world size."""
     device, (ring, ulysses) = inputs[0].device, degrees
     groups = groups_of(ring, ulysses, device)
     layout = ContextLayout.build(lens, ulysses_degree=ulysses, ring_degree=ring, cp_rank=groups.dims.cp_rank)
@@ -164,7 +164,7 @@ def all_gather_kv(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backen
     layouts = [ContextLayout.build(lens, ring_degree=world, cp_rank=i) for i in range(world)]
     segments = Segments.build(layouts[rank].local_seq_lens, lens, device)
     gathered = torch.cat([layout.token_index for layout in layouts])
-    order = torch.empty(sum(lens), dtype=torch.int64)  # packed token -> row of what is gathered
+    order = torch.empty(sum(lens), dtype=torch.int64)  # packed token -> gathered row
     order[gathered[gathered >= 0]] = (gathered >= 0).nonzero()[:, 0]
     order = order.to(device)
     shard = 2 * layouts[rank].num_tokens * inputs[0][0].numel() * inputs[0].itemsize
@@ -214,7 +214,7 @@ def padded_samples(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backe
             chunk = -(-length // (2 * world))
             tokens = torch.cat([torch.arange(i * chunk, (i + 1) * chunk) for i in (row, 2 * world - 1 - row)])
             valid = int((tokens < length).sum())
-            # A column of its own for each rank's pads: they attend to themselves, and nothing to them.
+            # The pads of each rank are a separate segment: pads attend only to pads, and no token attends to them.
             columns += [valid, *(2 * chunk - valid if i == row else 0 for i in range(world))]
             index.append(torch.where(tokens < length, start + tokens, -1))
             start += length
@@ -231,7 +231,7 @@ def padded_samples(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backe
 
 
 def variants_of(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend) -> list[Variant]:
-    """What this world can run; the single kernel first."""
+    """Return the variants for this world size; the single kernel is the first."""
     device, rank = inputs[0].device, dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     ring_degrees = (world,) if world > 1 else (2, 4, 8)

@@ -1,32 +1,36 @@
-"""Time, memory, traffic and error of one self-attention, forward and backward, spread over ranks in several ways.
+"""Measure time, memory, traffic and error of several variants of self-attention, forward and backward, over several ranks.
 
     python scripts/bench_attention.py                    # 4 gloo processes on this machine's CPU, one thread each
-    python scripts/bench_attention.py --device cuda      # one process per GPU over nccl; with one GPU no traffic, see below
+    python scripts/bench_attention.py --device cuda      # one process per GPU with nccl
 
-single kernel       the whole pack in one process, the other ranks idle
-blocks of a ring    the same process computes all R x R blocks of a ring, one after the other, and merges them: what
-                    cutting the kernel costs, without any traffic
-ulysses, ring,      wands: context_attention over ContextLayout; `plain` is DeepSpeed's DistributedAttention with its three
-hybrid              all-to-alls of q, k and v, the others send them in one
-all-gather of k, v  the dumb way: gather keys and values of all ranks, put them in packed order, one kernel call, and
-                    reduce-scatter their gradients; queries lie as in wands' ring
-padded samples      every sample padded to a multiple of 2 x ranks and cut into that many chunks, rank r takes chunks r and
-                    2 x ranks - 1 - r, as TransformerEngine does; pads are masked; the same ring carries it
+Variants:
 
-Every variant's output and gradients are compared with the single kernel's before anything is timed; one that is wrong stops
-the run. Error is the largest absolute difference, over the whole pack.
+single kernel       one process computes the whole bin, the other ranks wait
+blocks of a ring    one process computes all R x R blocks of a ring in turn and merges them: the cost of cutting the kernel,
+                    without traffic
+ulysses, ring,      context_attention of wands over ContextLayout. `plain` is DeepSpeed's DistributedAttention with three
+hybrid              all-to-alls for q, k and v; the other variants send q, k and v in one all-to-all
+all-gather of k, v  the simplest variant: gather keys and values of all ranks in packed order, call the kernel once, and
+                    reduce-scatter the gradients. Each rank has the same queries as in the ring of wands
+padded samples      every sample is padded to a multiple of 2 x ranks and cut into 2 x ranks chunks. Rank r has chunks r and
+                    2 x ranks - 1 - r, as in TransformerEngine. Pads are masked. The ring is the ring of wands
 
-seconds   wall time between two barriers. Variants alternate (a, b, c, a, b, c, ...); a ratio is the median over rounds of the
-          ratio within one round. With fewer cores than ranks, the CPU seconds of all ranks together say more.
-peak      of one rank, its q, k, v and the gradient of the output included; the largest over ranks. CUDA: PyTorch's
-          max_memory_allocated. CPU: the running sum of all allocations and frees that PyTorch's allocator reports to
-          its profiler, least of three runs; gloo's own buffers are not in it.
-sent      bytes that leave one rank, counted at the calls of torch.distributed, the rank that sends most; an all-to-all keeps
-          1 / degree at home, all-gather and reduce-scatter count as the (ranks - 1) shards that a ring of them sends.
-formula   ContextPlan.comm_bytes, which plans and predictions use.
+The output and the gradients of every variant are compared with the single kernel before the timing. A wrong variant stops the
+run. The error is the largest absolute difference over the whole bin.
 
-With one GPU there is nobody to talk to: the single kernel and the blocks of rings of 2, 4 and 8 are run with every kernel that
-is installed, and nothing else.
+Columns:
+
+seconds   wall time between two barriers. Variants alternate (a, b, c, a, b, c, ...). A ratio is the median over rounds of the
+          ratio within one round. With fewer cores than ranks, compare the CPU seconds of all ranks instead.
+peak      largest peak memory of a rank, with q, k, v and the gradient of the output. On CUDA: max_memory_allocated of PyTorch.
+          On a CPU: from the allocations that PyTorch reports to the profiler, the smallest of three runs, without the buffers
+          of gloo.
+sent      bytes that leave a rank, counted at the calls of torch.distributed, for the rank that sends most. An all-to-all keeps
+          1 / degree of the data on the rank. All-gather and reduce-scatter count as (ranks - 1) slices, as in a ring.
+formula   ContextPlan.comm_bytes, which `wands plan` uses.
+
+With one GPU there is no traffic. The program then runs only the single kernel and the blocks of rings of 2, 4 and 8, with every
+installed kernel.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces every start and stop
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs every start and stop
 
 import torch
 import torch.distributed as dist
@@ -55,7 +59,7 @@ from torch.profiler import ProfilerActivity, profile
 from wands.attention.kernels.registry import Backend, choose_backend
 from wands.errors import ConfigError
 
-# Latent frames x tokens of a frame: on a CPU an 81-frame clip of 480p with a fifteenth of its tokens per frame.
+# Latent frames x tokens of a frame. On a CPU: an 81-frame clip at 480p with a fifteenth of the tokens per frame.
 PACKS = {
     "cpu": {"one video": (21 * 105,), "a mix": (13 * 104, 7 * 108, 9 * 104, 5 * 100, 4 * 108, 104, 104, 117)},
     "cuda": {"one video": (75600,), "a mix": (32760, 13 * 1560, 9 * 1600, 5 * 1610, 1560, 1560, 1600)},
@@ -63,14 +67,14 @@ PACKS = {
 HEADS = {"cpu": 4, "cuda": 24}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 KERNELS = {"cpu": ("cpu",), "cuda": ("torch", "flash2", "flash3", "flash4")}
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # of the largest value
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # relative to the largest value
 
 
 @contextmanager
 def counted_bytes() -> Iterator[dict[str, int]]:
-    """Bytes that this rank sends while inside, by the call that sends them."""
+    """Count the bytes that this rank sends inside the context, by call of torch.distributed."""
     sent: dict[str, int] = defaultdict(int)
-    leaving: dict[str, Callable[[int, int], int]] = {  # from a rank's input in a group of n
+    leaving: dict[str, Callable[[int, int], int]] = {  # sent bytes per byte of input, in a group of n ranks
         "all_to_all_single": lambda size, n: size - size // n,
         "reduce_scatter_tensor": lambda size, n: size - size // n,
         "all_gather_into_tensor": lambda size, n: size * (n - 1),
@@ -99,7 +103,7 @@ def counted_bytes() -> Iterator[dict[str, int]]:
 
 
 def peak_bytes(variant: Variant, inputs: Sequence[Tensor]) -> int:
-    """High-water mark of one rank's tensors, the inputs included."""
+    """Return the peak memory of this rank's tensors, inputs included, in bytes."""
     held = sum(x.nbytes for x in inputs)
     if inputs[0].is_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -107,7 +111,7 @@ def peak_bytes(variant: Variant, inputs: Sequence[Tensor]) -> int:
         variant.run(inputs)
         return held + torch.cuda.max_memory_allocated() - before
     peaks = []
-    for _ in range(3):  # a tensor that gloo's thread is the last to let go of looks as if it were never freed
+    for _ in range(3):  # a tensor that a thread of gloo frees last seems never freed
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             variant.run(inputs)
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -117,7 +121,7 @@ def peak_bytes(variant: Variant, inputs: Sequence[Tensor]) -> int:
 
 
 def seconds(variant: Variant, inputs: Sequence[Tensor]) -> tuple[float, float]:
-    """Wall time of all ranks together, CPU time of this one."""
+    """Return the wall time between two barriers, and the CPU time of this rank, in seconds."""
     barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     variant.run(inputs)
@@ -134,7 +138,7 @@ def barrier() -> None:
 
 
 def over_ranks(value: Any) -> list[Any]:
-    """What every rank has, in rank order."""
+    """Return the values of all ranks in rank order."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -143,12 +147,12 @@ def over_ranks(value: Any) -> list[Any]:
 
 
 def measure(lens: Sequence[int], inputs: Sequence[Tensor], backend: Backend, rounds: int) -> list[str]:
-    """The lines of one table."""
+    """Return the lines of one table."""
     variants = variants_of(inputs, lens, backend)
     shards = [variant.shard(inputs) for variant in variants]
     reference: list[Tensor] = []
     facts = []
-    for variant, shard in zip(variants, shards, strict=True):  # also the warm-up
+    for variant, shard in zip(variants, shards, strict=True):  # the comparison is the warm-up, too
         with counted_bytes() as sent:
             results = variant.run(shard)
         whole = variant.join(results, sum(lens))
@@ -188,7 +192,7 @@ def line(variant: Variant, single: Variant, peak: int, sent: int, error: float, 
 
 
 def work(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
-    """One rank."""
+    """Run the benchmark on one rank."""
     # torch 2.13 warns of two old names of collectives, torch 2.11 lacks the new ones.
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
@@ -224,10 +228,14 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    parser.add_argument("--world", type=int, help="processes; 4 on a CPU, all GPUs (8 at most) on CUDA")
+    parser.add_argument(
+        "--world", type=int, help="number of processes; default: 4 on a CPU, all GPUs (at most 8) on CUDA"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--heads", type=int, help="a multiple of the world; 4 on a CPU, 24 on CUDA")
-    parser.add_argument("--lens", type=int, nargs="+", help="tokens of each sample, instead of the two packs")
+    parser.add_argument(
+        "--heads", type=int, help="a multiple of the world size; default: 4 on a CPU, 24 on CUDA"
+    )
+    parser.add_argument("--lens", type=int, nargs="+", help="tokens of each sample; default: two bins")
     args = parser.parse_args()
     args.heads = args.heads or HEADS[args.device]
     world = args.world or (4 if args.device == "cpu" else min(torch.cuda.device_count(), 8))

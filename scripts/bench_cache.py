@@ -1,26 +1,24 @@
-"""How fast samples come out of the latent cache: beside plain file reads, safetensors files and WebDataset tars.
+"""Measure how fast samples are read from the latent cache, compared with plain files, safetensors files and WebDataset tars.
 
     python scripts/bench_cache.py              # 1 GiB of samples in each layout, two minutes, no GPU, no data
 
-All layouts hold the same bf16 tensors: latents as of 33 to 81 frames at 480p, text of 20 to 200 tokens.
-A round reads every sample once in each layout, one layout after the other and each round another one first,
-so that a disk that slows down slows all. Printed is MB/s (median of the rounds) and the ratio to plain reads
-(median of each round's ratio, smallest and largest).
+All layouts contain the same bf16 tensors: latents of 33 to 81 frames at 480p, text of 20 to 200 tokens. A round reads every
+sample once in each layout. The order of the layouts changes from round to round, so that a slower disk affects all layouts.
+The table shows MB/s (median of the rounds) and the ratio to plain reads (median, smallest and largest ratio of a round).
 
-plain        one file per shard, one preadv per tensor into new memory, offsets known: what a disk gives
+plain        one file per shard, one preadv per tensor into new memory, offsets known: the speed of the disk
 wands        LatentCache.read
-safetensors  a file per sample, safetensors.torch.load_file
-tar scanned  WebDataset as it is: a shard is a stream; a random sample costs all that lies before it
-tar indexed  the same tars with the offsets of all members known, which WebDataset does not keep
+safetensors  one file per sample, safetensors.torch.load_file
+tar scanned  WebDataset: a shard is a stream, so a random read also reads everything before the sample
+tar indexed  the same tars with known offsets of all members, which WebDataset does not store
 
-Sequential is the order of writing, random a permutation. In `cold` rounds the page cache is emptied of the
-files before each pass (POSIX_FADV_DONTNEED; a machine below a virtual one may still keep them), in `warm`
-rounds everything was read before. A cold pass of wands also begins with no shard open and no place of a
-sample looked up; opening the index is outside. Of each tensor one number per memory page is added up, so that no layout
-may put off its reading.
+`sequential` is the order of writing, `random` is a permutation. Before each pass of a `cold` round, the files are removed from
+the page cache (POSIX_FADV_DONTNEED; the host of a virtual machine may still cache them). In a `warm` round all files have been
+read before. A cold pass of wands starts without open shards and without known offsets; the time to open the index is excluded.
+The program adds up one number of each memory page of a tensor, so that no layout can delay reading.
 
-The first line is of a cache whose index has a million samples in shards of 512: how long it takes to open it (the
-best of five times), and to work out how long every sample is.
+The first line shows an index of a million samples in shards of 512: the time to open the index (best of five), and the time to
+compute the number of tokens of every sample.
 """
 
 from __future__ import annotations
@@ -43,19 +41,20 @@ import torch
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
-from wands.data.cache.format import INDEX_NAME, shard_name
+from wands.data.cache.format import INDEX_NAME
 from wands.data.cache.reader import CacheIndex, CacheWriter, LatentCache
+from wands.data.cache.shards import shard_name
 from wands.variants import VARIANTS
 
 Pair = tuple[Tensor, Tensor]
 PAGE = 4096
 PER_SHARD = 64
 SCANNED = 6
-"""Random reads of a tar that is scanned; a whole permutation of them would take the square of the time."""
+"""Number of random reads of a scanned tar; the time of a whole permutation would be quadratic."""
 
 
 def make_samples(num_bytes: int, seed: int = 0) -> Iterator[Pair]:
-    """Latents bf16 [16, f, h, w] and text bf16 [L, 4096] until there are `num_bytes` of them."""
+    """Return samples of `num_bytes` bytes in all: latents bf16 [16, f, h, w] and text bf16 [L, 4096]."""
     draw = np.random.default_rng(seed)
     while num_bytes > 0:
         frames = int(draw.integers(9, 22))
@@ -68,7 +67,7 @@ def make_samples(num_bytes: int, seed: int = 0) -> Iterator[Pair]:
 
 
 class Plain:
-    """The floor: offsets in memory, file descriptors open."""
+    """Plain reads with known offsets and open files: the fastest possible layout."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -104,7 +103,7 @@ class Plain:
         return tensors[0], tensors[1]
 
     def forget(self) -> None:
-        """Begin anew, as a process that was just started."""
+        """Forget open files, as in a new process."""
 
     def sequential(self) -> Iterator[Pair]:
         return self.random(range(len(self)))
@@ -114,7 +113,7 @@ class Plain:
 
 
 class Wands(Plain):
-    """The latent cache, as `wands train` reads it."""
+    """Latent cache, read as by `wands train`."""
 
     def write(self, samples: Iterable[Pair]) -> None:
         with CacheWriter(self.folder, VARIANTS["wan2.1-t2v-1.3b"], {}, max_samples=PER_SHARD) as writer:
@@ -141,7 +140,7 @@ class Wands(Plain):
 
 
 class Safetensors(Plain):
-    """A file per sample."""
+    """One safetensors file per sample."""
 
     def write(self, samples: Iterable[Pair]) -> None:
         self.count = 0
@@ -158,7 +157,7 @@ class Safetensors(Plain):
 
 
 class TarScanned(Plain):
-    """WebDataset: tars that are read from their beginning."""
+    """WebDataset tars, read from the beginning."""
 
     def write(self, samples: Iterable[Pair]) -> None:
         self.members: list[tuple[int, int, int]] = []
@@ -203,7 +202,7 @@ class TarScanned(Plain):
 
 
 class TarIndexed(TarScanned):
-    """The same tars, any member at once."""
+    """WebDataset tars with known offsets of all members."""
 
     def share(self, other: TarScanned) -> None:
         self.members = other.members
@@ -216,10 +215,10 @@ class TarIndexed(TarScanned):
 
 
 def open_large(root: Path, num_samples: int) -> tuple[int, float, float]:
-    """Open a cache whose samples are a few, many times over, in shards that are links to one file.
+    """Open a large cache: all shards are links to one file, and the index repeats a few samples.
 
     Returns:
-        Shards; seconds to open it; seconds to count the tokens of all samples.
+        Number of shards, seconds to open the cache, seconds to count the tokens of all samples.
     """
     with CacheWriter(root, VARIANTS["wan2.1-t2v-1.3b"], {}) as writer:
         for i in range(3):
@@ -254,7 +253,7 @@ def open_large(root: Path, num_samples: int) -> tuple[int, float, float]:
 
 
 def empty_page_cache(folder: Path) -> None:
-    """Ask the system to forget what it holds of the files in `folder`."""
+    """Remove the files in `folder` from the page cache."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -263,7 +262,7 @@ def empty_page_cache(folder: Path) -> None:
 
 
 def rate(samples: Iterator[Pair]) -> float:
-    """MB/s of one pass."""
+    """Return the speed of one pass in MB/s."""
     num_bytes, total = 0, 0
     started = time.perf_counter()
     for pair in samples:
@@ -275,12 +274,12 @@ def rate(samples: Iterator[Pair]) -> float:
 
 
 def main() -> None:
-    """Write the layouts, check that they agree, read them in turn, print the table."""
+    """Write the layouts, compare their samples, read the layouts in turn, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=1024, help="size of each layout")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--index", type=int, default=1_000_000, help="samples of the large index")
-    parser.add_argument("--dir", type=Path, help="where to write (default: a temporary folder)")
+    parser.add_argument("--dir", type=Path, help="folder for the files (default: a temporary folder)")
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="bench_cache.", dir=options.dir))
     try:
@@ -297,7 +296,7 @@ def main() -> None:
 
 
 def run(root: Path, num_bytes: int, rounds: int) -> None:
-    """The whole comparison in the folder `root`."""
+    """Run the whole comparison in the folder `root`."""
     layouts: dict[str, Plain] = {}
     for name, kind in (("plain", Plain), ("wands", Wands), ("safetensors", Safetensors), ("tar", TarScanned)):
         (root / name).mkdir()

@@ -1,22 +1,24 @@
-"""Peak memory and time of a forward and backward of the DiT under every mode of model.checkpointing, in one run.
+"""Measure peak memory and time of a forward and backward of the DiT in every mode of model.checkpointing.
 
     python scripts/bench_memory.py                                  # a small DiT, half a minute on 2 cores
-    python scripts/bench_memory.py --clock cpu                      # on a machine that others use
-    python scripts/bench_memory.py --device cuda                    # ten layers as wide as 1.3B, 32,760 tokens, bf16: 44 GiB
+    python scripts/bench_memory.py --clock cpu                      # on a busy machine
+    python scripts/bench_memory.py --device cuda                    # ten layers of the width of 1.3B, 32,760 tokens, bf16: 44 GiB
     python scripts/bench_memory.py --device cuda --heads 40 --ffn-dim 13824 --layers 4
 
-device   The most that PyTorch's allocator held at once above the start, when weights and gradients are there already: what
-         the forward keeps, and what one block's backward needs. CUDA: its own statistics. CPU: what the profiler saw; the
-         store of `offload` asks the operating system for its memory and is not in it.
-host     What `offload` keeps in host memory at most; pinned for a GPU.
-seconds  Of a step without the measurement of memory, median; modes alternate (a, b, c, a, b, c, ...), and a ratio is the
-         median over rounds of the ratio within one round.
+Columns:
 
-`every name` keeps all that has a name: of self-attention its projections and its result, of the feed-forward its hidden state;
-under `offload` on the host, with the blocks' inputs. There is one rank and so no all-to-all to keep.
+device   Peak memory of PyTorch's allocator during a step, minus the memory before the step, which contains weights and gradients.
+         The rest is the tensors that the forward keeps and the memory of one block's backward. On CUDA: from the allocator's
+         statistics. On a CPU: from the profiler, without the host memory of `offload`.
+host     Peak host memory of `offload`; pinned memory for a GPU.
+seconds  Median time of a step, without the memory measurement. Modes alternate (a, b, c, a, b, c, ...). A ratio is the median
+         over rounds of the ratio within one round.
 
-The last lines say whether the order is what the modes promise. Memory out of order ends with exit code 1; the times of a busy
-machine are only reported.
+The mode `every name` keeps every named tensor: projections and result of self-attention, and the hidden state of the
+feed-forward. With `offload`, these tensors and the blocks' inputs are in host memory. One rank has no all-to-all.
+
+The last lines compare the order of the modes with the documented order. A wrong order of memory gives exit code 1. A wrong order
+of times is only reported, because the machine may be busy.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from wands.model.checkpointing import SelectiveCheckpoint
 from wands.model.transformer import PackedWanTransformer
 
 NAMES = ("attn_output", "query_proj", "key_proj", "value_proj", "ffn_activation")
-MODES: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # saved, offloaded
+MODES: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # saved names, offloaded names
     "none": ((), ()),
     "selective, every name": (NAMES, ()),
     "selective": (("attn_output",), ()),
@@ -47,7 +49,7 @@ MODES: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # saved, offloaded
     "offload": ((), ("block_input",)),
     "offload, every name": ((), ("block_input", *NAMES)),
 }
-SMALLER = (  # in device memory, as promised
+SMALLER = (  # documented order of device memory
     ("selective, every name", "none"),
     ("selective", "selective, every name"),
     ("full", "selective"),
@@ -55,7 +57,7 @@ SMALLER = (  # in device memory, as promised
     ("offload, every name", "selective, every name"),
 )
 FASTER = (("none", "selective"), ("selective", "full"), ("full", "offload"))
-SIZES = {  # of each device: heads, layers, ffn_dim, tokens, dtype of matmuls and attention
+SIZES = {  # defaults for each device: heads, layers, ffn_dim, tokens, dtype of matmuls and attention
     "cpu": {"heads": 4, "layers": 6, "ffn_dim": 1024, "tokens": 1024, "compute": "fp32"},
     "cuda": {"heads": 12, "layers": 10, "ffn_dim": 8960, "tokens": 32760, "compute": "bf16"},
 }
@@ -66,12 +68,12 @@ TEXT_TOKENS, TEXT_DIM = 100, 256
 
 @dataclass
 class Measured:
-    """One mode.
+    """Measurements of one mode.
 
     Attributes:
-        device: bytes above the start.
-        host: bytes of the store.
-        seconds: of each round.
+        device: peak device memory of a step above the memory before the step, in bytes.
+        host: peak host memory of `offload`, in bytes.
+        seconds: time of the step in each round.
     """
 
     device: int
@@ -80,7 +82,7 @@ class Measured:
 
 
 def build_step(args: argparse.Namespace) -> tuple[PackedWanTransformer, Callable[[], None]]:
-    """The model, and a step on one pack of two clips that leaves gradients behind."""
+    """Return the model and a function that runs a step on one bin of two clips."""
     torch.manual_seed(0)
     device = torch.device(args.device)
     model = PackedWanTransformer(
@@ -110,7 +112,7 @@ def build_step(args: argparse.Namespace) -> tuple[PackedWanTransformer, Callable
 
 
 def measure(args: argparse.Namespace) -> dict[str, Measured]:
-    """Every mode: memory once, time in each round."""
+    """Measure every mode: memory once, time in each round."""
     model, step = build_step(args)
     ways = {
         name: SelectiveCheckpoint(model.blocks, saved, offloaded, OPERATORS)
@@ -120,7 +122,7 @@ def measure(args: argparse.Namespace) -> dict[str, Measured]:
     found = {}
     for name in MODES:
         take(model, ways.get(name))
-        step()  # gradients, the pages of the store, and what is made once
+        step()  # warm-up: allocates gradients and host memory
         with PeakMemory(args.device) as peak:
             step()
         store = ways[name].offloader if name in ways else None
@@ -133,7 +135,7 @@ def measure(args: argparse.Namespace) -> dict[str, Measured]:
 
 
 def take(model: PackedWanTransformer, way: SelectiveCheckpoint | None) -> None:
-    """Run the blocks in this way from now on; each way keeps its store, whose pages are pinned once."""
+    """Select a mode for the next steps; the host memory of a mode is pinned only once."""
     if way is None:
         model.disable_gradient_checkpointing()
     else:
@@ -141,7 +143,7 @@ def take(model: PackedWanTransformer, way: SelectiveCheckpoint | None) -> None:
 
 
 def seconds(step: Callable[[], None], device: str, clock: Callable[[], float]) -> float:
-    """Of one step, until the device is done."""
+    """Return the time of one step, in seconds, after the device has finished."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     start = clock()
@@ -151,10 +153,10 @@ def seconds(step: Callable[[], None], device: str, clock: Callable[[], float]) -
 
 
 def report(found: dict[str, Measured]) -> list[str]:
-    """Print the table and whether the order is kept.
+    """Print the table, and compare the order of the modes with the documented order.
 
     Returns:
-        Promises about memory that were not kept.
+        Violations of the order of memory.
     """
     print(f"{'':24}{'device MiB':>11}{'of none':>9}{'host MiB':>10}{'seconds':>9}{'of none':>9}")
     none = found["none"]
@@ -182,12 +184,12 @@ def report(found: dict[str, Measured]) -> list[str]:
 
 
 def slower(fast: Measured, slow: Measured) -> float:
-    """How many times as long the second takes."""
+    """Return the time of the second mode divided by the time of the first mode."""
     return statistics.median(b / a for a, b in zip(fast.seconds, slow.seconds, strict=True))
 
 
 def main() -> int:
-    """Measure as the command line says; 1 when memory is not in the order promised."""
+    """Run the command line and return the exit code: 1 if the order of memory is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

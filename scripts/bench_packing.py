@@ -1,20 +1,21 @@
-"""How full, how level and how mixed the bins of a step are: wands' plan beside the usual ways to pack, on mixes of Wan clips.
+"""Compare the plan of wands with common packing schemes on mixes of Wan clips: fill, balance and mixture of the bins of a step.
 
     python scripts/bench_packing.py            # a minute or two on one core, no GPU, no data
 
-One table. A row is a scheme on a mix of clips and a capacity of bins, and its columns are
-fill         tokens / (bins x max_tokens); for wands of full steps: the last is spread thin on purpose.
-efficiency   mean over slowest rank, summed over the steps of an epoch, one bin per rank and step, cost = exact FLOPs of a
-             forward of that model. With varlen attention an unfilled bin wastes nothing; waiting for the slowest rank is the
-             whole waste. For 1.3B and 14B, 8 and 64 data-parallel ranks.
-bias         mean over the steps of the Kolmogorov-Smirnov distance between a step's clip lengths and the data's, less what
-             random steps of as many clips have: 0 is a step as by chance, below 0 one that is more like the data.
-seconds      to pack one epoch (for wands the plan for 14B and dp 64), pure Python and numpy.
-micro steps  wands with steps of 4 bins on every rank and level_bins = dp, as with gradient accumulation: every micro step is
-             level, and a step takes costly and cheap ones. Its steps are four times as large, so it beats nobody here.
-better       schemes that are at least as good in all three and better in one, in any of the four cases.
+Each row of the table is a scheme on a mix of clips and a capacity of bins. Columns:
 
-The other schemes are written as plainly as possible on purpose: they are what the plan is checked against.
+fill         tokens / (bins x max_tokens). For wands: of full steps, because the last step spreads the remaining clips.
+efficiency   mean cost of the ranks divided by the cost of the slowest rank, over the steps of an epoch, with one bin per rank and
+             step. The cost is the exact number of FLOPs of a forward. With varlen attention, free room in a bin costs no time, so
+             waiting for the slowest rank is the only waste. Columns for 1.3B and 14B, with 8 and 64 data-parallel ranks.
+bias         mean Kolmogorov-Smirnov distance between the clip lengths of a step and of the data, minus the distance of random
+             steps with equally many clips. 0 means as similar to the data as a random step, below 0 means more similar.
+seconds      time to pack one epoch in pure Python and numpy; for wands the plan for 14B and 64 ranks.
+micro steps  wands with 4 bins per rank and step and level_bins = dp, as with gradient accumulation. Every micro step is balanced,
+             and a step contains cheap and expensive micro steps. The row is not compared: its steps are four times as large.
+better       schemes that are at least as good as wands in fill, efficiency and bias, and better in one, in any of the four cases.
+
+The other schemes are references, written as plainly as possible.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Steps = Sequence[Sequence[Sequence[int]]]
 
 
 def length_mix(share_720p: float, share_81: float, num_samples: int = 20_000) -> np.ndarray:
-    """Token counts of clips at 480p or 720p in five aspect ratios, 17 to 81 frames; int64 [num_samples]."""
+    """Return token counts of clips at 480p or 720p in five aspect ratios, 17 to 81 frames, int64 [num_samples]."""
     draw = random.Random(0)
     lens = []
     for _ in range(num_samples):
@@ -55,12 +56,12 @@ def length_mix(share_720p: float, share_81: float, num_samples: int = 20_000) ->
 
 
 def one_per_rank(lens: np.ndarray, max_tokens: int) -> Bins:
-    """No packing."""
+    """Put every clip into a separate bin: no packing."""
     return [[i] for i in range(len(lens))]
 
 
 def first_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
-    """The first bin that has room."""
+    """Put each clip into the first bin with room."""
     bins: Bins = []
     room = np.zeros(len(order))
     for i in order:
@@ -75,7 +76,7 @@ def first_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
 
 
 def best_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
-    """The fullest bin that has room."""
+    """Put each clip into the fullest bin with room."""
     bins: Bins = []
     room = np.zeros(len(order))
     for i in order:
@@ -90,19 +91,19 @@ def best_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
 
 
 def first_fit_buffered(lens: np.ndarray, max_tokens: int, buffer: int = 512) -> Bins:
-    """First-fit in arrival order over a buffer that is emptied before it is filled again."""
+    """Pack buffers of clips one after the other, first-fit in arrival order."""
     order = np.random.default_rng(0).permutation(len(lens))
     chunks = [order[i : i + buffer] for i in range(0, len(order), buffer)]
     return [bin for chunk in chunks for bin in first_fit(lens, chunk, max_tokens)]
 
 
 def decreasing(fit: Callable[..., Bins]) -> Callable[[np.ndarray, int], Bins]:
-    """The whole epoch at once, longest first."""
+    """Pack the whole epoch at once, longest clips first."""
     return lambda lens, max_tokens: fit(lens, np.argsort(-lens, kind="stable"), max_tokens)
 
 
 def same_length(lens: np.ndarray, max_tokens: int) -> Bins:
-    """Bucketing: a bin holds as many clips of one length as fit."""
+    """Fill each bin with clips of one length: bucketing."""
     bins: Bins = []
     for length in np.unique(lens).tolist():
         clips = np.flatnonzero(lens == length).tolist()
@@ -112,14 +113,14 @@ def same_length(lens: np.ndarray, max_tokens: int) -> Bins:
 
 
 def in_random_steps(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
-    """Steps of dp_size bins in random order, the last one filled up with empty bins."""
+    """Form steps of dp_size bins in random order; empty bins pad the last step."""
     bins = [bins[i] for i in np.random.default_rng(1).permutation(len(bins))]
     bins += [[]] * (-len(bins) % dp_size)
     return [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
 
 
 def in_windows(num_steps: int) -> Callable[[Bins, int, np.ndarray, np.ndarray], list[Bins]]:
-    """Bins in random order, sorted by cost over every so many steps."""
+    """Form steps of bins in random order, sorted by cost inside windows of several steps."""
 
     def cut(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
         bins = [bin for step in in_random_steps(bins, dp_size, lens, cost_of) for bin in step]
@@ -135,7 +136,7 @@ def in_windows(num_steps: int) -> Callable[[Bins, int, np.ndarray, np.ndarray], 
 
 
 def in_buckets(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
-    """A step's bins are of one bucket, but where a bucket ends."""
+    """Form steps of bins from one bucket, except at the end of a bucket."""
     bins = sorted(bins, key=lambda bin: lens[bin].max(), reverse=True) + [[]] * (-len(bins) % dp_size)
     return [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
 
@@ -153,13 +154,13 @@ SCHEMES: dict[str, tuple[Callable[[np.ndarray, int], Bins], Callable[..., list[B
 
 
 def efficiency(steps: Steps, cost_of: np.ndarray) -> float:
-    """Mean over slowest rank."""
+    """Return the mean cost of the ranks divided by the cost of the slowest rank."""
     costs = np.array([[cost_of[list(bin)].sum() for bin in step] for step in steps])
     return costs.mean(axis=1).sum() / costs.max(axis=1).sum()
 
 
 def length_bias(steps: Steps, lens: np.ndarray) -> float:
-    """Mean Kolmogorov-Smirnov distance of a step's lengths from all lengths."""
+    """Return the mean Kolmogorov-Smirnov distance between a step's lengths and all lengths."""
     values, counts = np.unique(lens, return_counts=True)
     whole = counts.cumsum() / len(lens)
     distances = []
@@ -170,7 +171,7 @@ def length_bias(steps: Steps, lens: np.ndarray) -> float:
 
 
 def bias_beyond_chance(steps: Steps, lens: np.ndarray) -> float:
-    """`length_bias` less that of random steps of as many clips."""
+    """Return `length_bias` minus the `length_bias` of random steps with equally many clips."""
     steps = [step for step in steps if any(step)]
     ends = np.cumsum([sum(map(len, step)) for step in steps])[:-1]
     drawn = np.split(np.random.default_rng(2).permutation(len(lens)), ends)
@@ -179,7 +180,7 @@ def bias_beyond_chance(steps: Steps, lens: np.ndarray) -> float:
 
 @dataclass
 class Row:
-    """What one scheme reaches on one mix and capacity; efficiency and bias by (model, dp). Rows `aside` are not compared."""
+    """Result of a scheme on one mix and capacity; efficiency and bias by (model, dp). Rows `aside` are not compared."""
 
     name: str
     fill: float
@@ -193,7 +194,7 @@ class Row:
         self.bias[case] = bias_beyond_chance(steps, lens)
 
     def beats(self, other: Row, case: tuple[str, int]) -> bool:
-        """At least as good in fill, efficiency and bias, and better in one."""
+        """Return whether this row is at least as good in fill, efficiency and bias, and better in one of them."""
         mine = (self.fill, self.efficiency[case], -self.bias[case])
         theirs = (other.fill, other.efficiency[case], -other.bias[case])
         return mine != theirs and all(a >= b for a, b in zip(mine, theirs, strict=True))
@@ -209,7 +210,7 @@ class Row:
 
 
 def rows_of(lens: np.ndarray, max_tokens: int) -> list[Row]:
-    """One row per scheme, wands last."""
+    """Return one row per scheme; wands is the last row."""
     cost_of = {
         model: np.array([float(shape.forward_flops((length,))) for length in lens.tolist()])
         for model, shape in MODELS.items()
@@ -238,7 +239,7 @@ def wands_row(
     micro_steps: int = 1,
     buffer_size: int | None = None,
 ) -> Row:
-    """The plan, for steps of so many bins on every rank; ranks wait for each other in each micro step."""
+    """Return the row of wands with several bins per rank and step; ranks wait for each other in each micro step."""
     row = Row(name, 1.0, 0.0, aside=micro_steps > 1 or buffer_size is not None)
     windows = None
     if buffer_size:
@@ -270,7 +271,7 @@ def main() -> None:
     )
     parser.add_argument("--clips", type=int, default=20_000, help="of each mix [default: %(default)s]")
     parser.add_argument(
-        "--large", type=int, default=1_000_000, help="clips of the last timing; 0 leaves it out"
+        "--large", type=int, default=1_000_000, help="number of clips of the last timing; 0 skips the timing"
     )
     args = parser.parse_args()
     heads = [

@@ -1,15 +1,15 @@
-"""Predict step time, overlap, MFU and memory of Wan on 8 to 1,024 GPUs: arithmetic, nothing is measured.
+"""Predict step time, overlap, MFU and memory of Wan on 8 to 1,024 GPUs. This is a prediction; nothing is measured.
 
-    python scripts/bench_scaling.py                                   # H100-like: tables and scaling.png, no GPU, seconds
+    python scripts/bench_scaling.py                                   # GPUs like the H100; writes scaling.png
     python scripts/bench_scaling.py --network-bandwidth 12 --frames 241 --checkpointing full
 
-The arithmetic and its assumptions are those of `wands plan`, in wands/train/estimate: prediction.py has the time, memory.py the
-memory. Every clip has the same length; a bin holds as many as fit in --max-tokens, at least one. A step is --bins bins, dp ranks
-beside each other, micro steps one after the other. cp is the smallest power of two that fits in memory (a rank may use 90 %) and
-leaves every dp rank a bin; choose_degrees puts ulysses in the node and the ring across.
+The prediction uses the formulas and assumptions of `wands plan` (wands/planning). Every clip has the same length. A bin holds the
+clips of one forward pass: as many clips as fit in --max-tokens, at least one. A step has --bins bins, which the data-parallel
+ranks process in several micro steps. cp is the smallest power of two with which a rank needs at most 90 % of the memory and every
+data-parallel rank has a bin. choose_degrees puts Ulysses inside a node and the ring between nodes.
 
-The ring's forward hides where L_eff = sum(L^2) / sum(L) is at least R * F / B (F: attention FLOP/s, B: bytes/s of the link); the
-backward asks 1.2 times that, less for two or three ranks.
+The kernel hides the transfers of the ring's forward if L_eff = sum(L^2) / sum(L) is at least R * F / B (F: FLOP/s of attention,
+B: bytes/s of the link). The backward needs 1.2 times this length, and less with two or three ranks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 H100 = MACHINES["h100"]
 SIZES = {"480p": (480, 832), "720p": (720, 1280)}
 TI2V_5B = DiTShape(24, 128, 30, 14336, in_channels=48, out_channels=48, text_dim=4096)
-MODELS = {  # and the VAE's stride in frames, height, width
+MODELS = {  # VAE stride in frames, height, width
     "1.3B": (VARIANTS["wan2.1-t2v-1.3b"].dit, (4, 8, 8)),
     "TI2V-5B": (TI2V_5B, (4, 16, 16)),
     "14B": (VARIANTS["wan2.1-t2v-14b"].dit, (4, 8, 8)),
 }
-USABLE = 0.9  # of a GPU's memory
+USABLE = 0.9  # usable share of a GPU's memory
 OPTIONS = {  # field of Machine -> unit, help
     "peak": (1e12, "TFLOP/s of one GPU, dense bf16"),
     "linear_efficiency": (1, "share of the peak"),
@@ -52,7 +52,7 @@ OPTIONS = {  # field of Machine -> unit, help
 
 
 def clip_tokens(shape: DiTShape, stride: Sequence[int], size: tuple[int, int], frames: int) -> int:
-    """Tokens of a clip whose sides are cut to what VAE and patches divide."""
+    """Return the tokens of a clip whose sides are cut to multiples of VAE stride x patch size."""
     steps = [step * patch for step, patch in zip(stride[1:], shape.patch_size[1:], strict=True)]
     rows, columns = (side // step for side, step in zip(size, steps, strict=True))
     return ((legal_frames(frames) - 1) // stride[0] + 1) * rows * columns
@@ -60,12 +60,12 @@ def clip_tokens(shape: DiTShape, stride: Sequence[int], size: tuple[int, int], f
 
 @cache
 def weights_of(shape: DiTShape) -> tuple[Weight, ...]:
-    """All trained, in fp32."""
+    """Return the number of parameters, all trained in fp32."""
     return list_weights(load_recipe(None), shape.to_config(), ())
 
 
 def memory(shape: DiTShape, one: Prediction) -> float:
-    """Bytes of one rank under ds_configs/zero3.json."""
+    """Return the memory of one rank with ds_configs/zero3.json, in bytes."""
     plan, setting = one.plan, one.setting
     asked = [f"model.checkpointing={setting.checkpointing}", f"packing.max_tokens={sum(plan.seq_lens)}"]
     asked += [
@@ -92,18 +92,18 @@ def memory(shape: DiTShape, one: Prediction) -> float:
 
 
 def fits(shape: DiTShape, one: Prediction) -> bool:
-    """Whether a rank has room."""
+    """Return whether the prediction fits in the memory of a rank."""
     return memory(shape, one) <= USABLE * one.setting.machine.memory
 
 
 def smallest_fit(shape: DiTShape, lens: Sequence[int], gpus: int, setting: Setting) -> Prediction | None:
-    """With the fewest ranks per bin; None where no number fits."""
+    """Return the prediction with the fewest ranks per bin; None if no number of ranks fits."""
     predictions = (predict(shape, lens, gpus, cp, setting) for cp in cp_sizes(gpus, setting.bins))
     return next((one for one in predictions if fits(shape, one)), None)
 
 
 def cp_sizes(gpus: int, bins: int) -> list[int]:
-    """Powers of two that leave every dp rank a bin."""
+    """Return the powers of two with which every data-parallel rank has a bin."""
     return [cp for cp in (1 << i for i in range(gpus.bit_length())) if gpus // cp <= bins]
 
 
@@ -128,7 +128,7 @@ def line(shape: DiTShape, one: Prediction) -> str:
 
 
 def save_plot(path: Path, rows: dict[str, list[Prediction]], title: str) -> None:
-    """Seconds, MFU and memory over GPUs."""
+    """Plot step time, MFU and memory over the number of GPUs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

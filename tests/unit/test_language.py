@@ -1,6 +1,6 @@
 """Plain English in wands, data_tools and scripts: how docstrings begin, words that are not used, names with two meanings.
 
-Each test reports all offenders at once. A file in UNFINISHED is not judged yet; nothing is added to that list.
+Each test reports all offenders at once.
 """
 
 from __future__ import annotations
@@ -24,22 +24,6 @@ PRIVATE_WORDS = re.compile(
     r"|(go|goes|going|gone|turn|turns|turned) round|round (the|a|an|it|them|this|each|every))\b",
     re.IGNORECASE,
 )
-UNFINISHED = {
-    "wands/attention/ring.py",
-    "scripts/attention_variants.py",
-    "scripts/bench_attention.py",
-    "scripts/bench_cache.py",
-    "scripts/bench_memory.py",
-    "scripts/bench_packing.py",
-    "scripts/bench_scaling.py",
-    "scripts/bench_step.py",
-    "scripts/demo_report.py",
-    "scripts/fetch_clips.py",
-    "scripts/train_tiny_vae.py",
-    "scripts/whole_clip_vae.py",
-}
-TWO_MEANINGS = {"Scan"}
-"""Class and file names that still have two meanings."""
 SAME_FILE_NAME = {
     "__init__.py": "Python",
 }
@@ -64,8 +48,7 @@ def texts(path: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
 
 
 def judged() -> list[tuple[str, Path]]:
-    named = [(path.relative_to(ROOT).as_posix(), path) for path in FILES]
-    return [(name, path) for name, path in named if name not in UNFINISHED]
+    return [(path.relative_to(ROOT).as_posix(), path) for path in FILES]
 
 
 def first_words(docstrings: list[tuple[int, str]]) -> list[str]:
@@ -97,9 +80,7 @@ def test_a_class_name_is_in_one_module():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 modules[node.name].append(path.relative_to(ROOT).as_posix())
     offenders = [
-        f"{name}: {', '.join(sorted(paths))}"
-        for name, paths in sorted(modules.items())
-        if len(paths) > 1 and name not in TWO_MEANINGS
+        f"{name}: {', '.join(sorted(paths))}" for name, paths in sorted(modules.items()) if len(paths) > 1
     ]
     assert not offenders, "\n".join(["Class names with two meanings:", *offenders])
 
@@ -111,7 +92,7 @@ def test_a_file_name_is_in_one_folder():
     offenders = [
         f"{name}: {', '.join(sorted(paths))}"
         for name, paths in sorted(folders.items())
-        if len(paths) > 1 and name not in SAME_FILE_NAME | dict.fromkeys(TWO_MEANINGS)
+        if len(paths) > 1 and name not in SAME_FILE_NAME
     ]
     assert not offenders, "\n".join(["File names with two meanings:", *offenders])
 

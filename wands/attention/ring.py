@@ -1,17 +1,21 @@
-"""Ring attention on packed rows: keys and values travel around the ring, and every rank attends to each block it receives.
+"""Ring attention on packed rows.
 
-Forward and backward are custom operators. Activation checkpointing therefore sees each of them as one node, and can keep the
-forward's result instead of repeating the ring; torch.compile uses the registered gradient. Arguments of an operator are tensors,
-numbers and strings, so the chunk lengths are passed as one flat list, and process groups by name.
+A block is the keys and values of one ring row. The blocks travel around the ring, and every rank attends to each block that the
+rank receives.
+
+Forward and backward are custom operators, so activation checkpointing sees each operator as one node. Activation checkpointing
+can then keep the result of the forward instead of repeating the ring. torch.compile uses the registered gradient. An operator
+takes only tensors, numbers and strings. The chunk lengths are therefore one flat list, and process groups are names.
 
 Letters: N tokens of a ring row, H heads, D head dim, R ring degree, S samples.
-Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers"; Dao et al. 2022, algorithm 4, for the backward, in which
-each block uses the log-sum-exp of all blocks.
+Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers". Backward: Dao et al. 2022, "FlashAttention", algorithm 4;
+the gradient of a block needs the log-sum-exp over all blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -25,22 +29,19 @@ from wands.attention.packed import ChunkLens, PackedMeta, Segments
 from wands.distributed.layout import ring_rounds
 
 
+@dataclass(frozen=True)
 class RingAttention:
     """Self-attention of a ring row: the callable (q, k, v, meta) -> out for `ring_attention`.
 
-    Args:
+    Attributes:
         backend: attention kernel.
         group: ranks of the ring; None if R is 1.
         grad_group: a second communicator over the ranks of `group`.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        group: dist.ProcessGroup | None = None,
-        grad_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.backend, self.group, self.grad_group = backend, group, grad_group
+    backend: Backend
+    group: dist.ProcessGroup | None = None
+    grad_group: dist.ProcessGroup | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
         """Attend inside samples: [N, H, D] three times -> [N, H, D]."""
@@ -90,10 +91,10 @@ def ring_forward(
     backend: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward of `ring_attention`; `grad_group` is an argument because the backward needs it.
+    """Run the forward of `ring_attention`. Only the backward uses `grad_group`.
 
     Returns:
-        out [N, H, D], and its log-sum-exp [H, N].
+        out [N, H, D], and the log-sum-exp of the scores [H, N].
     """
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:
@@ -105,7 +106,7 @@ def ring_forward(
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_fp32_or_wider(q))
     block = torch.stack([k, v])
     for step in range(rounds):
-        transfer = _RingTransfer(block, ring) if step + 1 < rounds else None  # runs during the kernel
+        transfer = _RingTransfer(block, ring) if step + 1 < rounds else None  # transfer during the kernel
         segments = _segments(chunk_lens[rank], chunk_lens[(rank - step) % degree], q.device)
         _merge(out, lse, *kernel.forward(q, block[0], block[1], segments, scale))
         block = transfer.wait() if transfer else block
@@ -129,8 +130,8 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 
-    The gradient of a block of k and v follows the block around the ring. Each rank adds its part and sends the sum on; the last
-    transfer brings the sum to the rank that owns the block.
+    The gradient of a block follows the block around the ring. Each rank adds a part to the gradient and sends the sum to the next
+    rank. The last transfer brings the sum to the rank that owns the block.
     """
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:
@@ -141,7 +142,7 @@ def ring_backward(
     rank, rounds = dist.get_rank(ring), ring_rounds(chunk_lens)
     dq = torch.zeros_like(q, dtype=_fp32_or_wider(q), memory_format=torch.contiguous_format)
     block = torch.stack([k, v])
-    own_dblock: Tensor | None = None  # this rank's part of its own block's gradient, which does not travel
+    own_dblock: Tensor | None = None  # this rank's part of the gradient of this rank's block; never sent
     grad_transfer: _RingTransfer | None = None
     for step in range(rounds):
         transfer = _RingTransfer(block, ring) if step + 1 < rounds else None
@@ -185,7 +186,7 @@ class _RingTransfer:
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge the attention to one block of keys into `out` and `lse`, in place, in fp32 or wider."""
     merged = torch.logaddexp(lse, block_lse)
-    finite = merged.masked_fill(merged == -torch.inf, 0.0)  # rows that have no key yet stay 0
+    finite = merged.masked_fill(merged == -torch.inf, 0.0)  # rows without a key so far stay 0
     weight, block_weight = ((x - finite).exp().mT.unsqueeze(-1) for x in (lse, block_lse))
     out.mul_(weight).addcmul_(block_out.to(out.dtype), block_weight)
     lse.copy_(merged)

@@ -15,14 +15,7 @@ from torch import Tensor
 from wands.attention.kernels.registry import Backend, choose_backend
 from wands.attention.packed import Segments
 
-__all__ = [
-    "Backend",
-    "PaddedSegments",
-    "Segments",
-    "choose_backend",
-    "padded_attention",
-    "varlen_attention",
-]
+__all__ = ["Backend", "PaddedSegments", "Segments", "choose_backend", "padded_attention", "varlen_attention"]
 
 
 def varlen_attention(

@@ -220,10 +220,7 @@ def _configured_sources(section: DataConfig) -> list[SourceConfig]:
 
 
 def _open_caches(
-    section: DataConfig,
-    configs: Sequence[SourceConfig],
-    variant: Variant,
-    fingerprint: Mapping[str, Any],
+    section: DataConfig, configs: Sequence[SourceConfig], variant: Variant, fingerprint: Mapping[str, Any]
 ) -> list[Data]:
     caches: list[LatentCache] = []
     for number, source in enumerate(configs):

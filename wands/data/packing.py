@@ -1,36 +1,29 @@
-"""Plan an epoch: samples of each bin, bins of each optimizer step, rank of each bin.
+"""Plan an epoch: the samples of each bin, the bins of each optimizer step, and the rank of each bin.
 
-Every function is a pure function of lengths, seed and epoch. So every rank derives the whole plan alone, before the first
-byte of data is read. Sorting uses raw Philox words, exact integers and sums in a fixed order: the plan is the same on every
+A bin holds the clips of one forward pass.
+
+Every function is a pure function of lengths, seed and epoch, so every rank derives the whole plan alone, before the first byte of
+data is read. The functions sort by raw Philox words, exact integers and sums in a fixed order, so the plan is the same on every
 machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
 from wands.data.bins import Bin, count_bins, even_out, pack_bins
+from wands.data.step_groups import Step, group_into_steps
 from wands.errors import DataError
 from wands.flow.rng import permutation
 
-Step = tuple[Bin, ...]
 Cost = Callable[[Sequence[int]], float] | tuple[float, float]
-"""Cost of a pack from its samples' lengths, additive over samples, such as ``DiTShape.forward_flops``; or its
-coefficients (a, b) in a * sum(L) + b * sum(L^2)."""
-
-LEVEL = 0.987
-"""Smallest ratio of the mean to the slowest bin of a step, over the full steps of an epoch. The plan uses the tolerance
-for steps whose lengths are as mixed as the data's."""
-
-MAX_CUTS = 96
-"""Number of positions in the sorted bins at which groups of steps may be separated."""
-
-WAITS = 1024
-"""Resolution of waiting time when these positions are chosen."""
+"""Cost of a bin: a function of the samples' lengths L, additive over samples, such as ``DiTShape.forward_flops``; or the
+coefficients (a, b) of a * sum(L) + b * sum(L^2)."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +54,12 @@ class EpochPlan:
         bins = [bin for step in self.steps[: max(1, self.num_steps - 1)] for bin in step if bin]
         return sum(int(self.seq_lens[i]) for bin in bins for i in bin) / (len(bins) * self.max_tokens)
 
+    @cached_property
+    def totals(self) -> tuple[int, int]:
+        """Number of samples and number of tokens of the epoch."""
+        used = [i for step in self.steps for bin in step for i in bin]
+        return len(used), int(self.seq_lens[used].sum())
+
     def imbalance(self, dp_size: int, cost: Cost) -> float:
         """Return the cost of the slowest rank divided by the mean, summed over the micro steps; 1 is optimal.
 
@@ -68,7 +67,7 @@ class EpochPlan:
 
         Args:
             dp_size: ranks with different bins; it divides the bins of a step.
-            cost: cost of a pack.
+            cost: cost of a bin.
         """
         bin_cost = bin_costs(self.seq_lens, cost)
         mean = slowest = 0.0
@@ -106,74 +105,73 @@ def plan_epoch(
     level_bins: int | None = None,
     windows: Sequence[np.ndarray] | None = None,
 ) -> EpochPlan:
-    """Fill bins to `max_tokens`, balance their cost, and put bins of similar cost into one step.
+    """Fill bins to `max_tokens`, balance their costs, and group bins of similar cost into steps, every sample once.
 
-    Equal token counts take very different time, because attention grows with the square of each sample. `pack_bins` balances
-    the bins as far as possible. The choice of a step's bins balances the rest, such as bins with one long sample: bins are
-    sorted by cost, cut into groups such that lengths inside steps stay most similar to the data's, and mixed inside each
-    group; then the steps are shuffled. The gradient over an epoch is unbiased, as every sample is in one step and has
-    the same weight in every step (`StepPlan.denominators`). `EpochPlan.length_bias` measures the similarity of lengths
-    inside a step. The remaining bins form the last step. They are split until every rank has work, and then padded with ().
+    Equal token counts take very different times, because the cost of attention grows
+    with the square of each sample's length. `pack_bins` balances the bins as far as possible, and `group_into_steps` puts bins of
+    similar cost into one step. The remaining bins form the last step. They are split until every rank has work, and then padded
+    with ().
 
-    With `windows`, each window is packed separately. Its remaining bins wait for the remaining bins of the next windows to
-    form a step, so that only the last step of the epoch is padded.
+    The gradient over an epoch is unbiased, because every sample is in one step and has the same weight in every step
+    (`StepPlan.denominators`). `EpochPlan.length_bias` measures how similar the lengths inside a step are to the data.
 
-    The number of steps depends on the lengths alone (of all samples, or of each window), never on the epoch:
-    `count_steps`.
+    With `windows`, each window is packed separately. The remaining bins of a window wait for the remaining bins of the next
+    windows to form a step, so that only the last step of the epoch is padded.
+
+    The number of steps depends on the lengths alone (of all samples, or of each window), never on the epoch: see `count_steps`.
 
     Args:
         seq_lens: int [N], tokens of every sample.
         max_tokens: capacity of a bin.
         bins_per_step: bins of one optimizer step, over all ranks and micro steps.
         seed: `train.seed`.
-        epoch: every epoch is packed and ordered differently.
-        cost: cost of a pack.
+        epoch: number of the epoch; every epoch has other bins in another order.
+        cost: cost of a bin.
         keys: sample ids, for the error message.
-        level_bins: number of bins whose costs are balanced to each other, for ranks that wait for each other in every micro
-            step; it divides `bins_per_step`. A step of several such groups gets costly and cheap groups, so that its
-            lengths are more diverse. None: all bins of a step.
-        windows: int64 arrays of sample indices, none empty, no index twice: the samples of the epoch in the order of
-            reading. None: all samples in one window.
-
-    Returns:
-        A plan with every sample of the windows exactly once.
+        level_bins: number of bins with similar costs, for ranks that wait for each other in every micro step. It divides
+            `bins_per_step`. A step of several such groups gets cheap and expensive groups. None means all bins of a step.
+        windows: int64 arrays of sample indices in the order of reading. No window is empty, and no index occurs twice. None means
+            one window of all samples.
 
     Raises:
         DataError: if a sample is longer than a bin, or there is no sample.
     """
     seq_lens = np.asarray(seq_lens, dtype=np.int64)
     _check_lengths(seq_lens, max_tokens, keys)
-    assert level_bins is None or bins_per_step % level_bins == 0, (bins_per_step, level_bins)
+    level_bins = level_bins or bins_per_step
+    assert bins_per_step % level_bins == 0, (bins_per_step, level_bins)
     everything = np.arange(len(seq_lens))
-    if windows is None:
-        windows = (everything,)
-    sample_costs = _sample_costs(seq_lens, cost)
+    windows = windows if windows is not None else (everything,)
+    costs = _sample_costs(seq_lens, cost)
+    cost_array = np.array(costs, dtype=np.float64)
     steps: list[Step] = []
     waiting: list[Bin] = []
-    for number, rows in enumerate(windows):
-        whole = len(rows) == len(seq_lens)
-        rest, planned = _plan_window(
-            seq_lens if whole else seq_lens[rows],
-            max_tokens=max_tokens,
-            bins_per_step=bins_per_step,
-            key=(seed if number == 0 else f"{seed}, window {number}", epoch),
-            cost=cost,
-            level_bins=level_bins or bins_per_step,
-        )
-        named = (lambda bin: bin) if whole else _namer(rows)
-        steps += [tuple(map(named, step)) for step in planned]
-        waiting += map(named, rest)
+    for number, window in enumerate(windows):
+        names = (everything if len(window) == len(seq_lens) else window).tolist()
+        key = (seed if number == 0 else f"{seed}, window {number}", epoch)
+        lens, window_costs = seq_lens[names], [costs[i] for i in names]
+        bins = pack_bins(lens, cost_array[names], max_tokens, *key)
+        bins = [bins[i] for i in permutation(len(bins), *key, "bins")]
+        rest, bins = _separate_rest(bins, bins_per_step, cost_array[names])
+        planned = group_into_steps(bins, bins_per_step, level_bins, window_costs, lens, key)
+        for i in permutation(len(planned), *key, "steps"):
+            steps.append(tuple(_rename(planned[i], names)))
+        waiting += _rename(rest, names)
         if len(waiting) >= bins_per_step:
             step, waiting = waiting[:bins_per_step], waiting[bins_per_step:]
-            key = (seed, epoch, "left over", number)
-            steps.append(tuple(even_out(step, seq_lens, sample_costs, max_tokens, key)))
+            leveled = even_out(step, seq_lens, cost_array, max_tokens, (seed, epoch, "left over", number))
+            steps.append(tuple(leveled))
     if waiting:
-        spread = _spread(waiting, bins_per_step, bin_costs(seq_lens, cost))
-        leveled = even_out(spread, seq_lens, sample_costs, max_tokens, (seed, epoch, -1))
+        spread = _spread(waiting, bins_per_step, lambda bin: sum(costs[i] for i in bin))
+        leveled = even_out(spread, seq_lens, cost_array, max_tokens, (seed, epoch, -1))
         steps.append((*leveled, *[()] * (bins_per_step - len(leveled))))
     plan = EpochPlan(tuple(steps), seq_lens, max_tokens)
     _check_whole(plan, windows, bins_per_step)
     return plan
+
+
+def _rename(bins: Iterable[Bin], names: Sequence[int]) -> Iterator[Bin]:
+    return (tuple([names[i] for i in bin]) for bin in bins)
 
 
 def count_steps(
@@ -204,31 +202,6 @@ def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.
     shards = np.split(stored, starts[1:])
     order = np.concatenate([shards[i] for i in permutation(len(shards), seed, "shards")])
     return np.split(order, range(buffer_size, len(order), buffer_size))
-
-
-def _plan_window(
-    seq_lens: np.ndarray,
-    *,
-    max_tokens: int,
-    bins_per_step: int,
-    key: tuple[int | str, int],
-    cost: Cost,
-    level_bins: int,
-) -> tuple[list[Bin], list[Step]]:
-    """Return the remaining bins, too few for a step, and the full steps in random order."""
-    bin_cost = bin_costs(seq_lens, cost)
-    sample_costs = _sample_costs(seq_lens, cost)
-    bins = pack_bins(seq_lens, sample_costs, max_tokens, *key)
-    bins = [bins[i] for i in permutation(len(bins), *key, "bins")]
-    rest, bins = _separate_rest(bins, bins_per_step, sample_costs)
-    groups = _level_steps(bins, level_bins, bin_cost, seq_lens, key)
-    steps = _mix_groups(groups, bins_per_step, bin_cost, key)
-    return rest, [steps[i] for i in permutation(len(steps), *key, "steps")]
-
-
-def _namer(rows: np.ndarray) -> Callable[[Bin], Bin]:
-    names = rows.tolist()
-    return lambda bin: tuple([names[i] for i in bin])
 
 
 def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: int) -> None:
@@ -268,24 +241,19 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
 
 
 def bin_costs(seq_lens: np.ndarray, cost: Cost) -> Callable[[Bin], float]:
-    """Return the function that computes the cost of a bin of sample indices from an additive cost of lengths."""
-    of_length, which = _costs_of_lengths(seq_lens, cost)
-    of_sample = [of_length[i] for i in which.tolist()]
-    return lambda bin: sum(of_sample[i] for i in bin)
+    """Return the function that computes the cost of a bin of sample indices."""
+    costs = _sample_costs(seq_lens, cost)
+    return lambda bin: sum(costs[i] for i in bin)
 
 
-def _sample_costs(seq_lens: np.ndarray, cost: Cost) -> np.ndarray:
-    """Return the cost of every sample, float64 [N]."""
-    of_length, which = _costs_of_lengths(seq_lens, cost)
-    return np.array(of_length, dtype=np.float64)[which]
-
-
-def _costs_of_lengths(seq_lens: np.ndarray, cost: Cost) -> tuple[list[float], np.ndarray]:
-    """Return the cost of each distinct length, ascending, and the index of every sample's length."""
+def _sample_costs(seq_lens: np.ndarray, cost: Cost) -> list[float]:
+    """Return the cost of every sample, computed once for each distinct length."""
     lengths, which = np.unique(seq_lens, return_inverse=True)
     if isinstance(cost, tuple):
-        return [cost[0] * length + cost[1] * length * length for length in lengths.tolist()], which
-    return [cost((length,)) for length in lengths.tolist()], which
+        costs = [cost[0] * length + cost[1] * length * length for length in lengths.tolist()]
+    else:
+        costs = [cost((length,)) for length in lengths.tolist()]
+    return [costs[i] for i in which.tolist()]
 
 
 def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | None) -> None:
@@ -306,11 +274,11 @@ def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | 
 def _separate_rest(
     bins: Sequence[Bin], bins_per_step: int, sample_costs: np.ndarray
 ) -> tuple[list[Bin], list[Bin]]:
-    """Separate the bins that are too few for a step from all other bins.
+    """Return the bins that are left for the last step, and the bins of all full steps.
 
-    The remaining bins are spread over the ranks of a whole step, where all ranks would wait for one long sample. So the
-    function chooses the first bins of which no single sample costs more than a rank's share of this step. If there are too
-    few, the bins follow whose costliest sample is cheapest.
+    The bins of the last step are spread over all ranks, where every rank would wait for one long sample. So the function chooses
+    the first bins in which no sample costs more than a rank's share of the step. If there are too few such bins, the function
+    adds the bins whose most expensive sample is cheapest.
     """
     num_rest = len(bins) % bins_per_step
     costs = sample_costs.tolist()
@@ -319,130 +287,6 @@ def _separate_rest(
     chosen = sorted(range(len(bins)), key=costliest.__getitem__)[:num_rest]
     others = sorted(set(range(len(bins))).difference(chosen))
     return [bins[i] for i in chosen], [bins[i] for i in others]
-
-
-def _level_steps(
-    bins: Sequence[Bin],
-    bins_per_step: int,
-    bin_cost: Callable[[Bin], float],
-    seq_lens: np.ndarray,
-    key: tuple[int | str, int],
-) -> list[Step]:
-    """Sort bins by cost, cut them into groups of whole steps, and mix inside each group.
-
-    Every step of a group gets its share of the bins with long samples and of the bins with short samples.
-    """
-    if not bins:
-        return []
-    costs = np.array([bin_cost(bin) for bin in bins], dtype=np.float64)
-    order = np.argsort(-costs, kind="stable")
-    by_cost = [bins[i] for i in order.tolist()]
-    lens = seq_lens.tolist()
-    steps: list[Step] = []
-    for first, end in _group_steps(by_cost, costs[order], bins_per_step, seq_lens):
-        group = by_cost[first * bins_per_step : end * bins_per_step]
-        group.sort(key=lambda bin: sorted((lens[i] for i in bin), reverse=True), reverse=True)
-        size = end - first
-        dealt = np.concatenate([permutation(size, *key, "deal", first, row) for row in range(bins_per_step)])
-        of_step: list[list[Bin]] = [[] for _ in range(size)]
-        for bin, step in zip(group, dealt.tolist(), strict=True):
-            of_step[step].append(bin)
-        steps += map(tuple, of_step)
-    return steps
-
-
-def _mix_groups(
-    groups: Sequence[Step],
-    bins_per_step: int,
-    bin_cost: Callable[[Bin], float],
-    key: tuple[int | str, int],
-) -> list[Step]:
-    """Build steps with one group from each cost range, from the costliest to the cheapest."""
-    if not groups or len(groups[0]) == bins_per_step:
-        return list(groups)
-    by_cost = sorted(groups, key=lambda group: sum(map(bin_cost, group)), reverse=True)
-    num_steps = len(groups) * len(groups[0]) // bins_per_step
-    steps: list[Step] = [()] * num_steps
-    for start in range(0, len(groups), num_steps):
-        order = permutation(num_steps, *key, "groups", start).tolist()
-        for group, step in zip(by_cost[start : start + num_steps], order, strict=True):
-            steps[step] += group
-    return steps
-
-
-def _group_steps(
-    bins: Sequence[Bin], costs: np.ndarray, bins_per_step: int, seq_lens: np.ndarray
-) -> list[tuple[int, int]]:
-    """Cut bins, costliest first, into groups that satisfy LEVEL and are most similar to the data.
-
-    Args:
-        bins: bins of all full steps, costliest first.
-        costs: float64, cost of each bin.
-        bins_per_step: divides the number of bins.
-        seq_lens: int64 [N].
-
-    Returns:
-        (first, end) of each group, in steps.
-    """
-    num_steps = len(bins) // bins_per_step
-    places = np.unique(np.linspace(0, num_steps, min(num_steps, MAX_CUTS) + 1).astype(np.int64))
-    num_groups = len(places) - 1  # the finest
-    before = np.concatenate([[0.0], costs.cumsum()])[places * bins_per_step]
-    slowest = costs[places[:-1] * bins_per_step] * bins_per_step
-    # Cumulative share of samples up to each length, for all samples and for each finest group.
-    edges = np.unique(np.sort(seq_lens)[np.linspace(0, len(seq_lens) - 1, 128).astype(np.int64)])
-    bucket = np.searchsorted(edges, seq_lens)
-    group_of = np.repeat(np.arange(num_groups), np.diff(places) * bins_per_step).tolist()
-    cells = np.array([(group, i) for group, bin in zip(group_of, bins, strict=True) for i in bin])
-    held = np.bincount(cells[:, 0] * len(edges) + bucket[cells[:, 1]], minlength=num_groups * len(edges))
-    up_to = np.zeros((num_groups + 1, len(edges)))
-    up_to[1:] = held.reshape(num_groups, -1).cumsum(axis=0)
-    of_all = np.bincount(bucket, minlength=len(edges)).cumsum() / len(seq_lens)
-
-    bias = np.full((num_groups, num_groups + 1), np.inf)
-    waits = np.full((num_groups, num_groups + 1), np.inf)
-    for i in range(num_groups):
-        steps = places[i + 1 :] - places[i]
-        inside = (up_to[i + 1 :] - up_to[i]).cumsum(axis=1)
-        bias[i, i + 1 :] = np.abs(inside / inside[:, -1:] - of_all).max(axis=1) * steps
-        waits[i, i + 1 :] = steps * slowest[i] - (before[i + 1 :] - before[i])
-    cuts = _best_cuts(bias, waits, allowed=before[-1] / LEVEL - before[-1])
-    return [(int(places[i]), int(places[j])) for i, j in pairwise(cuts)]
-
-
-def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]:
-    """Find the cuts of 0..G with the least total bias whose waits do not exceed a limit, by dynamic programming.
-
-    Args:
-        bias: float64 [G, G+1], bias of the interval from the row to the column.
-        waits: float64 [G, G+1], waiting cost of the interval; never negative.
-        allowed: limit of the sum of waits. If no cuts satisfy it, all cuts are made.
-
-    Returns:
-        0, the cuts between, G.
-    """
-    num = len(bias)
-    units = np.ceil(np.minimum(waits / max(allowed, 1e-300), 2.0) * WAITS).astype(np.int64)
-    best = np.full((num + 1, WAITS + 1), np.inf)  # best bias up to a cut, by the waiting allowed
-    best[0] = 0.0
-    came_from = np.zeros((num + 1, WAITS + 1), dtype=np.int64)
-    for j in range(1, num + 1):
-        for i in range(j):
-            wait = int(units[i, j])
-            if wait > WAITS:
-                continue
-            total = best[i, : WAITS + 1 - wait] + bias[i, j]
-            better = total < best[j, wait:]
-            best[j, wait:][better] = total[better]
-            came_from[j, wait:][better] = i
-    if not np.isfinite(best[num, WAITS]):
-        return list(range(num + 1))
-    cuts, spent = [num], WAITS
-    while cuts[-1]:
-        i = int(came_from[cuts[-1], spent])
-        spent -= int(units[i, cuts[-1]])
-        cuts.append(i)
-    return cuts[::-1]
 
 
 def _spread(bins: Sequence[Bin], bins_per_step: int, bin_cost: Callable[[Bin], float]) -> list[Bin]:

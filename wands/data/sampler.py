@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
-from wands.data.packing import (
-    Bin,
-    Cost,
-    EpochPlan,
-    Step,
-    bin_costs,
-    count_steps,
-    plan_epoch,
-    storage_windows,
-)
+from wands.data.bins import Bin
+from wands.data.packing import Cost, EpochPlan, bin_costs, count_steps, plan_epoch, storage_windows
 from wands.data.repeats import RepeatSchedule
+from wands.data.step_groups import Step
 from wands.errors import DataError
 from wands.flow.rng import permutation
 
@@ -68,100 +61,83 @@ class StepPlan:
         return {"sample": self.num_samples, "token": self.num_tokens}
 
 
+@dataclass(eq=False)
 class PlanSampler:
     """All optimizer steps of a run; each epoch is packed and ordered anew.
 
     An epoch uses every row of the data once, or the rows of `schedule`. With a schedule, epochs may differ in their number
-    of steps. The start of an epoch is then counted from the epochs before, each kind of epoch once, so that the step
-    remains the only state.
+    of steps. The first step of an epoch is then counted from the earlier epochs, so that the step remains the only state.
 
-    Args:
-        seq_lens: int [N], tokens of every row.
+    Attributes:
+        seq_lens: int64 [N], tokens of every row.
         keys: N sample ids; an id with several rows is used several times in each epoch.
         max_tokens: capacity of a bin.
         bins_per_step: bins of one optimizer step.
         seed: `train.seed`.
-        cost: cost of a pack, to balance the ranks.
+        cost: cost of a bin, to balance the ranks.
         epochs: number of epochs if `max_steps` is None.
         max_steps: number of optimizer steps, over as many epochs as needed.
         level_bins: as in `plan_epoch`.
-        schedule: rows of each epoch. None: all rows.
-        buffer_size: `packing.buffer_size`, number of rows that are packed together. None: all rows of an epoch.
+        schedule: rows of each epoch. None means all rows.
+        buffer_size: `packing.buffer_size`, number of rows that are packed together. None means all rows of an epoch.
         places: int64 [N, 2], as for `storage_windows`; required with `buffer_size`.
-
-    Attributes:
         steps_per_epoch: steps of epoch 0; without a schedule, of every epoch.
         total_steps: optimizer steps of the whole run.
-        bin_cost: cost of a bin of rows.
+        bin_cost: function that returns the cost of a bin of rows.
 
     Raises:
         DataError: if there is no sample, or a sample is longer than a bin.
     """
 
-    def __init__(
-        self,
-        seq_lens: np.ndarray,
-        keys: Sequence[str],
-        *,
-        max_tokens: int,
-        bins_per_step: int,
-        seed: int,
-        cost: Cost,
-        epochs: int = 1,
-        max_steps: int | None = None,
-        level_bins: int | None = None,
-        schedule: RepeatSchedule | None = None,
-        buffer_size: int | None = None,
-        places: np.ndarray | None = None,
-    ) -> None:
-        assert len(seq_lens) == len(keys)
-        self.seq_lens = np.asarray(seq_lens, dtype=np.int64)
-        self.keys = keys
-        self.max_tokens = max_tokens
-        self.bins_per_step = bins_per_step
-        self.seed = seed
-        self.cost = cost
-        self.level_bins = level_bins
-        self.bin_cost = bin_costs(self.seq_lens, cost)
-        self._schedule = schedule if schedule is None or not schedule.is_constant else None
+    seq_lens: np.ndarray
+    keys: Sequence[str]
+    _: KW_ONLY
+    max_tokens: int
+    bins_per_step: int
+    seed: int
+    cost: Cost
+    epochs: int = 1
+    max_steps: int | None = None
+    level_bins: int | None = None
+    schedule: RepeatSchedule | None = None
+    buffer_size: int | None = None
+    places: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.seq_lens) == len(self.keys)
+        self.seq_lens = np.asarray(self.seq_lens, dtype=np.int64)
+        self.bin_cost = bin_costs(self.seq_lens, self.cost)
+        if self.schedule is not None and self.schedule.is_constant:
+            self.schedule = None
         self._windows: list[np.ndarray] | None = None
-        if buffer_size is not None:
-            assert places is not None
-            self._windows = storage_windows(places, buffer_size, seed)
-        self._repeat_index_of = _count_earlier(keys)
+        if self.buffer_size is not None:
+            assert self.places is not None
+            self._windows = storage_windows(self.places, self.buffer_size, self.seed)
+        self._repeat_index_of = _count_earlier(self.keys)
         self._counted: dict[tuple[int, ...], int] = {}
         self._first_steps = [0]  # of epochs 0, 1, ..., as far as requested
-        self._total_of = (-1, (0, 0))
         self._plan = (0, self._plan_epoch(0))
         self.steps_per_epoch = self._plan[1].num_steps
-        self.total_steps = max_steps if max_steps is not None else self.first_step(epochs)
+        self.total_steps = self.max_steps if self.max_steps is not None else self.first_step(self.epochs)
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of optimizer steps of an epoch."""
-        if self._schedule is None:
+        if self.schedule is None:
             return self.steps_per_epoch
-        phase = self._schedule.phase(epoch)
+        phase = self.schedule.phase(epoch)
         if phase not in self._counted:
-            self._counted[phase] = count_steps(
-                self.seq_lens,
-                max_tokens=self.max_tokens,
-                bins_per_step=self.bins_per_step,
-                windows=self._windows_of(epoch),
-            )
+            bins = {"max_tokens": self.max_tokens, "bins_per_step": self.bins_per_step}
+            self._counted[phase] = count_steps(self.seq_lens, **bins, windows=self._windows_of(epoch))
         return self._counted[phase]
 
     def first_step(self, epoch: int) -> int:
         """Return the first global step of an epoch."""
-        if self._schedule is None:
-            return epoch * self.steps_per_epoch
         while len(self._first_steps) <= epoch:
             self._first_steps.append(self._first_steps[-1] + self.num_steps(len(self._first_steps) - 1))
         return self._first_steps[epoch]
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch of a global step."""
-        if self._schedule is None:
-            return step // self.steps_per_epoch
         while self._first_steps[-1] <= step:
             self.first_step(len(self._first_steps))
         return bisect_right(self._first_steps, step) - 1
@@ -176,11 +152,10 @@ class PlanSampler:
     def step_plan(self, step: int) -> StepPlan:
         """Return the plan of a global step."""
         epoch = self.epoch_of(step)
-        step_in_epoch = step - self.first_step(epoch)
-        plan = self.epoch_plan(epoch)
+        plan, step_in_epoch = self.epoch_plan(epoch), step - self.first_step(epoch)
         bins = plan.steps[step_in_epoch]
         samples = [i for bin in bins for i in bin]
-        num_samples, num_tokens = self._totals(epoch)
+        num_samples, num_tokens = plan.totals
         return StepPlan(
             step=step,
             epoch=epoch,
@@ -195,22 +170,15 @@ class PlanSampler:
 
     def rows(self, epoch: int) -> np.ndarray | None:
         """Return the rows of an epoch, int64; None for all rows."""
-        return None if self._schedule is None else self._schedule.rows(epoch)
+        return None if self.schedule is None else self.schedule.rows(epoch)
 
     def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
         """Iterate over the steps from `start_step` to the end of the run."""
         return (self.step_plan(step) for step in range(start_step, self.total_steps))
 
-    def _totals(self, epoch: int) -> tuple[int, int]:
-        """Return samples and tokens of an epoch; the latest result is cached."""
-        if self._total_of[0] != epoch:
-            lens = self.seq_lens if self._schedule is None else self.seq_lens[self._schedule.rows(epoch)]
-            self._total_of = (epoch, (len(lens), int(lens.sum())))
-        return self._total_of[1]
-
     def _windows_of(self, epoch: int) -> list[np.ndarray] | None:
         """Return the rows of an epoch as windows for `plan_epoch`."""
-        rows = None if self._schedule is None else self._schedule.rows(epoch)
+        rows = self.rows(epoch)
         if self._windows is None:
             return None if rows is None else [rows]
         windows = [self._windows[i] for i in permutation(len(self._windows), self.seed, epoch, "windows")]

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wands.config.recipe import ParallelConfig
-from wands.data.packing import LEVEL
+from wands.data.step_groups import LEVEL
 from wands.distributed.dims import choose_degrees
 from wands.distributed.layout import ContextPlan
 from wands.planning.activations import BF16, FP32

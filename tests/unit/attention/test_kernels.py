@@ -21,7 +21,7 @@ from tests.support.plain import (
     plain_attention,
 )
 from wands.attention.kernels import registry as backends
-from wands.attention.kernels.contract import ReferenceBackend
+from wands.attention.kernels.contract import REFERENCE
 from wands.attention.kernels.flash import FLASH_BACKENDS, FlashBackend
 from wands.attention.kernels.registry import get_backend
 from wands.attention.kernels.self_check import TOLERANCE as CHECK_TOLERANCE
@@ -155,7 +155,7 @@ def test_autocast_does_not_reach_the_scores(name: str, dtype: torch.dtype):
         assert torch.equal(found, right)
 
 
-class Wrong(ReferenceBackend):
+class Wrong:
     """A kernel with one mistake, named by `mistake`; each has been seen, or is one line away, in a real one."""
 
     def __init__(self, mistake: str) -> None:
@@ -166,11 +166,11 @@ class Wrong(ReferenceBackend):
             scale = q.shape[-1] ** -0.5
         if self.mistake == "ignores the segments":
             segments = Segments.build([len(q)], [len(k)])
-        out, lse = super().forward(q, k, v, segments, scale)
+        out, lse = REFERENCE.forward(q, k, v, segments, scale)
         if self.mistake == "lse in log2":
             lse = lse / torch.tensor(2.0, dtype=lse.dtype).log()
         elif self.mistake == "lse without the scale":
-            lse = super().forward(q, k, v, segments, 1.0)[1]
+            lse = REFERENCE.forward(q, k, v, segments, 1.0)[1]
         elif self.mistake == "lse in bf16":
             lse = lse.to(BF16).to(lse.dtype)
         elif self.mistake == "lse of another dtype":
@@ -187,12 +187,12 @@ class Wrong(ReferenceBackend):
 
     def backward(self, dout, q, k, v, out, lse, segments, scale):
         if self.mistake == "backward recomputes lse":
-            lse = torch.where(lse.isposinf(), lse, super().forward(q, k, v, segments, scale)[1])
+            lse = torch.where(lse.isposinf(), lse, REFERENCE.forward(q, k, v, segments, scale)[1])
         if self.mistake == "backward recomputes out":
-            out = super().forward(q, k, v, segments, scale)[0]
+            out = REFERENCE.forward(q, k, v, segments, scale)[0]
         if self.mistake == "backward takes out for dout":
             dout, out = out, dout
-        dq, dk, dv = super().backward(dout, q, k, v, out, lse, segments, scale)
+        dq, dk, dv = REFERENCE.backward(dout, q, k, v, out, lse, segments, scale)
         if self.mistake == "garbage in gradients of empty rows":
             dk[-1] = 1e-3
         if self.mistake == "dq without the scale":
@@ -248,7 +248,7 @@ def kernel_forward(
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     segments = Segments.build(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())
     assert (max_seqlen_q, max_seqlen_k) == (segments.max_seqlen_q, segments.max_seqlen_k)
-    out, lse = ReferenceBackend().forward(q, k, v, segments, scale)
+    out, lse = REFERENCE.forward(q, k, v, segments, scale)
     out[lse[0].isneginf()] = torch.nan
     return out, lse.masked_fill(lse.isneginf(), torch.inf)
 
@@ -260,7 +260,7 @@ def kernel_backward(
     assert lse.is_contiguous()
     segments = Segments.build(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())
     assert (max_seqlen_q, max_seqlen_k) == (segments.max_seqlen_q, segments.max_seqlen_k)
-    grads = ReferenceBackend().backward(dout, q, k, v, out, lse, segments, scale)
+    grads = REFERENCE.backward(dout, q, k, v, out, lse, segments, scale)
     for grad, idle in zip(grads, (segments.idle_q, segments.idle_k, segments.idle_k), strict=True):
         for rows in idle(len(grad)):
             grad[rows] = torch.nan
@@ -481,7 +481,7 @@ def test_the_real_check_stands_before_the_choice(mistake: str, gpu, monkeypatch)
     monkeypatch.setattr(
         backends, "check_backend", lambda backend, device, *rest: check_backend(backend, "cpu", *rest)
     )
-    right, wrong = ReferenceBackend(), Wrong(mistake)
+    right, wrong = REFERENCE, Wrong(mistake)
     monkeypatch.setitem(
         backends.BACKENDS, "torch", FlashBackend("torch", right.forward, right.backward, min_major=8)
     )

@@ -150,7 +150,7 @@ def test_clips_of_one_caption_cannot_be_told_apart():
     clips = torch.randn(3, 16, *SHAPE)
     right, verdict = demo_report.judge(table_of(clips[[1, 0, 2]], clips), "aab")
     assert right.all()
-    assert verdict.endswith("(2 clips share a caption and cannot be told apart)")
+    assert verdict.endswith("(2 clips share a caption and cannot be distinguished)")
     right, verdict = demo_report.judge(table_of(clips[[2, 0, 1]], clips), "aab")
     assert right.tolist() == [False, True, False]
     assert verdict.startswith("2 samples are closer to another clip")

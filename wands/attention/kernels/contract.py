@@ -1,17 +1,16 @@
-"""Contract of an attention kernel: forward with log-sum-exp, and backward. ReferenceBackend implements it in plain PyTorch.
+"""Contract of an attention kernel: forward with log-sum-exp, and backward. `REFERENCE` implements it in plain PyTorch.
 
 Letters: T rows, H heads, D head dim, S segments. All tensors are packed, [T, H, D], without a batch axis.
 
 The backward takes `out` and `lse` as arguments and does not compute them again. A ring merges the results of several blocks of
-keys and passes the *merged* `out` and `lse`. exp(score - lse) is then the probability over the whole row, and the call for a
+keys and passes the *merged* `out` and `lse`. exp(score - lse) is then the probability over the whole row, and the backward of a
 block returns exactly the block's part of the gradient. Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
 
 How to add a kernel:
 
-1. A varlen kernel for CUDA: write its two calls (`run_forward`, `run_backward`) in flash.py and add a `FlashBackend` row to
-   `FLASH_BACKENDS`. The row's position is the kernel's rank under `attention.backend=auto`. FlashBackend fills the rows that
-   attend to nothing and skips empty packs. Any other kernel: write a class that implements `Backend` and add an instance to
-   `BACKENDS` in registry.py, with its requirements in `_unmet_requirement`.
+1. Write the kernel's two calls (`run_forward`, `run_backward`) in flash.py. Kernel for CUDA: add a `FlashBackend` row to
+   `FLASH_BACKENDS`, at its rank under `attention.backend=auto`. Other kernel: add a `Backend` to `BACKENDS` in registry.py, and
+   its requirements to `_unmet_requirement`. `Backend` fills the rows that attend to nothing and skips calls without keys.
 2. Add the name to `AttentionConfig.backend` in wands/config/recipe.py.
 3. An optional package: import it inside the two calls, add an extra to pyproject.toml, and add the package to `ONE_IMPORTER`
    in tests/unit/test_layering.py.
@@ -23,7 +22,8 @@ How to add a kernel:
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,13 +34,19 @@ Grads = tuple[Tensor, Tensor, Tensor]
 """Gradients of q, k and v."""
 
 
-class Backend(Protocol):
-    """An attention kernel over segments."""
+@dataclass(frozen=True)
+class Backend:
+    """An attention kernel over segments.
 
-    @property
-    def name(self) -> str:
-        """Value of `attention.backend` that selects this kernel."""
-        ...
+    Attributes:
+        name: value of `attention.backend` that selects the kernel.
+        run_forward: the kernel's forward; rows that attend to nothing may contain any values.
+        run_backward: the kernel's backward; rows without a partner may contain any values.
+    """
+
+    name: str
+    run_forward: Callable[[Tensor, Tensor, Tensor, Segments, float], tuple[Tensor, Tensor]]
+    run_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Segments, float], Grads]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
@@ -58,7 +64,13 @@ class Backend(Protocol):
             out [Tq, H, D] in q's dtype, and lse [H, Tq] in fp32 (fp64 for fp64): the natural logarithm of the sum of exp of
             the scaled scores. Rows that attend to nothing have out 0 and lse -inf.
         """
-        ...
+        if _has_no_pairs(segments):
+            return torch.zeros_like(q), _new_lse(q)
+        out, lse = self.run_forward(q, k, v, segments, scale)
+        for rows in segments.idle_q(len(q)):  # kernels leave out undefined, and lse undefined, 0 or +inf
+            out[rows] = 0
+            lse[:, rows] = -torch.inf
+        return out, lse
 
     def backward(
         self,
@@ -86,53 +98,56 @@ class Backend(Protocol):
         Returns:
             dq, dk and dv in the shapes and dtypes of q, k and v; 0 in rows without a partner.
         """
-        ...
-
-
-class ReferenceBackend:
-    """Explicit softmax, segment by segment: runs on any device in any dtype, and stores whole score matrices."""
-
-    name = "reference"
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """See `Backend`."""
-        out = torch.zeros_like(q)
-        lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_score_dtype(q))
-        with torch.autocast(q.device.type, enabled=False):  # autocast would compute the scores in bf16
-            for rows_q, rows_k in segments.pairs():
-                scores = _heads_first(q[rows_q]) @ _heads_first(k[rows_k]).mT * scale
-                lse[:, rows_q] = scores.logsumexp(-1)
-                out[rows_q] = (scores.softmax(-1) @ _heads_first(v[rows_k])).transpose(0, 1).to(q.dtype)
-        return out, lse
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        segments: Segments,
-        scale: float,
-    ) -> Grads:
-        """See `Backend`."""
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        with torch.autocast(q.device.type, enabled=False):
-            for rows_q, rows_k in segments.pairs():
-                qs, ks, vs = _heads_first(q[rows_q]), _heads_first(k[rows_k]), _heads_first(v[rows_k])
-                douts, outs = _heads_first(dout[rows_q]), _heads_first(out[rows_q])
-                probs = (qs @ ks.mT * scale - lse[:, rows_q, None]).exp()
-                dscores = probs * (douts @ vs.mT - (douts * outs).sum(-1, keepdim=True)) * scale
-                for grad, rows, value in (
-                    (dq, rows_q, dscores @ ks),
-                    (dk, rows_k, dscores.mT @ qs),
-                    (dv, rows_k, probs.mT @ douts),
-                ):
-                    grad[rows] = value.transpose(0, 1).to(grad.dtype)
+        if _has_no_pairs(segments):
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = self.run_backward(dout, q, k, v, out, lse.contiguous(), segments, scale)
+        for rows in segments.idle_q(len(q)):
+            dq[rows] = 0
+        for rows in segments.idle_k(len(k)):
+            dk[rows] = 0
+            dv[rows] = 0
         return dq, dk, dv
+
+
+def _has_no_pairs(segments: Segments) -> bool:
+    """Return whether no row of q has a key: some kernels would then launch an empty grid, which is a CUDA error."""
+    return next(segments.pairs(), None) is None
+
+
+def _new_lse(q: Tensor) -> Tensor:
+    """Return the lse of rows that attend to nothing."""
+    return q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_score_dtype(q))
+
+
+def _reference_forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse = torch.zeros_like(q), _new_lse(q)
+    with torch.autocast(q.device.type, enabled=False):  # autocast would compute the scores in bf16
+        for rows_q, rows_k in segments.pairs():
+            scores = _heads_first(q[rows_q]) @ _heads_first(k[rows_k]).mT * scale
+            lse[:, rows_q] = scores.logsumexp(-1)
+            out[rows_q] = (scores.softmax(-1) @ _heads_first(v[rows_k])).transpose(0, 1).to(q.dtype)
+    return out, lse
+
+
+def _reference_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+) -> Grads:
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    with torch.autocast(q.device.type, enabled=False):
+        for rows_q, rows_k in segments.pairs():
+            qs, ks, vs = _heads_first(q[rows_q]), _heads_first(k[rows_k]), _heads_first(v[rows_k])
+            douts, outs = _heads_first(dout[rows_q]), _heads_first(out[rows_q])
+            probs = (qs @ ks.mT * scale - lse[:, rows_q, None]).exp()
+            dscores = probs * (douts @ vs.mT - (douts * outs).sum(-1, keepdim=True)) * scale
+            for grad, rows, value in (
+                (dq, rows_q, dscores @ ks),
+                (dk, rows_k, dscores.mT @ qs),
+                (dv, rows_k, probs.mT @ douts),
+            ):
+                grad[rows] = value.transpose(0, 1).to(grad.dtype)
+    return dq, dk, dv
 
 
 def _score_dtype(x: Tensor) -> torch.dtype:
@@ -142,3 +157,7 @@ def _score_dtype(x: Tensor) -> torch.dtype:
 def _heads_first(x: Tensor) -> Tensor:
     """[T, H, D] -> [H, T, D] in the dtype of the scores."""
     return x.transpose(0, 1).to(_score_dtype(x))
+
+
+REFERENCE = Backend("reference", _reference_forward, _reference_backward)
+"""Explicit softmax, segment by segment: runs on any device in any dtype, and stores whole score matrices."""

@@ -7,77 +7,56 @@ flash-attn-4 4.0.0b36. For packed rows, every kernel returns lse as natural loga
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from wands.attention.kernels.contract import Grads
+from wands.attention.kernels.contract import Backend, Grads
 from wands.attention.packed import Segments
 
 
-class CpuBackend:
-    """PyTorch's flash attention for CPUs, called once per segment: a loop costs less than padding or masking."""
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
+    for rows_q, rows_k in s.pairs():  # an empty operand crashes the process
+        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            _batched(q[rows_q]), _batched(k[rows_k]), _batched(v[rows_k]), 0.0, False, scale=scale
+        )
+        out[rows_q] = part[0].transpose(0, 1)
+        lse[:, rows_q] = part_lse[0]
+    return out, lse
 
-    name = "cpu"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """See `Backend`."""
-        out = torch.empty_like(q)
-        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
-        for rows_q, rows_k in segments.pairs():  # an empty operand crashes the process
-            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _batched(q[rows_q]), _batched(k[rows_k]), _batched(v[rows_k]), 0.0, False, scale=scale
-            )
-            out[rows_q] = part[0].transpose(0, 1)
-            lse[:, rows_q] = part_lse[0]
-        _fill_idle_rows(out, lse, segments)
-        return out, lse
+def _cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
+) -> Grads:
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for rows_q, rows_k in s.pairs():
+        tensors = [_batched(x) for x in (dout[rows_q], q[rows_q], k[rows_k], v[rows_k], out[rows_q])]
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *tensors, lse[None, :, rows_q], 0.0, False, scale=scale
+        )
+        for grad, rows, part in zip((dq, dk, dv), (rows_q, rows_k, rows_k), parts, strict=True):
+            grad[rows] = part[0].transpose(0, 1)
+    return dq, dk, dv
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        segments: Segments,
-        scale: float,
-    ) -> Grads:
-        """See `Backend`."""
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for rows_q, rows_k in segments.pairs():
-            tensors = [_batched(x) for x in (dout[rows_q], q[rows_q], k[rows_k], v[rows_k], out[rows_q])]
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *tensors, lse[None, :, rows_q], 0.0, False, scale=scale
-            )
-            for grad, rows, part in zip((dq, dk, dv), (rows_q, rows_k, rows_k), parts, strict=True):
-                grad[rows] = part[0].transpose(0, 1)
-        _zero_idle_grads(dq, dk, dv, segments)
-        return dq, dk, dv
+
+CPU = Backend("cpu", _cpu_forward, _cpu_backward)
+"""PyTorch's flash attention for CPUs, called once per segment: a loop costs less than padding or masking."""
 
 
 @dataclass(frozen=True)
-class FlashBackend:
-    """A flash attention kernel for CUDA in bf16 or fp16, with the steps that all of these kernels need around their calls.
+class FlashBackend(Backend):
+    """A flash attention kernel for CUDA in bf16 or fp16.
 
     Attributes:
-        name: value of `attention.backend`.
-        run_forward: the kernel's forward; rows that attend to nothing may contain any values.
-        run_backward: the kernel's backward; rows without a partner may contain any values.
         min_major: smallest major compute capability that runs forward and backward.
-        max_major: largest such major compute capability; None if newer GPUs run the kernel too.
+        max_major: largest major compute capability that does; None if newer GPUs run the kernel too.
         package: distribution that contains the kernel; None for PyTorch.
         install: instruction that installs the package, for error messages.
     """
 
-    name: str
-    run_forward: Callable[..., tuple[Tensor, Tensor]]
-    run_backward: Callable[..., Grads]
     min_major: int
     max_major: int | None = None
     package: str | None = None
@@ -90,40 +69,8 @@ class FlashBackend:
     @property
     def capability(self) -> str:
         """Compute capabilities that run the kernel, for error messages."""
-        return (
-            f"{self.min_major}.0 or newer"
-            if self.max_major is None
-            else f"{self.min_major}.0 to {self.max_major}.x"
-        )
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """See `Backend`."""
-        if _has_no_pairs(segments):
-            lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
-            return torch.zeros_like(q), lse
-        out, lse = self.run_forward(q, k, v, segments, scale)
-        _fill_idle_rows(out, lse, segments)
-        return out, lse
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        segments: Segments,
-        scale: float,
-    ) -> Grads:
-        """See `Backend`."""
-        if _has_no_pairs(segments):
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dq, dk, dv = self.run_backward(dout, q, k, v, out, lse.contiguous(), segments, scale)
-        _zero_idle_grads(dq, dk, dv, segments)
-        return dq, dk, dv
+        newest = "or newer" if self.max_major is None else f"to {self.max_major}.x"
+        return f"{self.min_major}.0 {newest}"
 
 
 def _torch_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
@@ -138,9 +85,7 @@ def _torch_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -
 def _torch_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
 ) -> Grads:
-    rng_state = torch.zeros(
-        2, dtype=torch.uint64, device=q.device
-    )  # without dropout the kernel does not read it
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # not read without dropout
     return torch.ops.aten._flash_attention_backward(
         *(x.contiguous() for x in (dout, q, k, v, out, lse)),
         *(s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k, 0.0, False),
@@ -245,26 +190,6 @@ def _empty_grads(q: Tensor, k: Tensor, v: Tensor) -> Grads:
 def _batched(x: Tensor) -> Tensor:
     """[T, H, D] -> [1, H, T, D], a view."""
     return x.transpose(0, 1)[None]
-
-
-def _has_no_pairs(segments: Segments) -> bool:
-    """Return whether no row of q has a key: some kernels would then launch an empty grid, which is a CUDA error."""
-    return next(segments.pairs(), None) is None
-
-
-def _fill_idle_rows(out: Tensor, lse: Tensor, segments: Segments) -> None:
-    """Set out to 0 and lse to -inf in rows that attend to nothing: kernels leave out undefined, and lse undefined, 0 or +inf."""
-    for rows in segments.idle_q(out.shape[0]):
-        out[rows] = 0
-        lse[:, rows] = -torch.inf
-
-
-def _zero_idle_grads(dq: Tensor, dk: Tensor, dv: Tensor, segments: Segments) -> None:
-    for rows in segments.idle_q(dq.shape[0]):
-        dq[rows] = 0
-    for rows in segments.idle_k(dk.shape[0]):
-        dk[rows] = 0
-        dv[rows] = 0
 
 
 FLASH_BACKENDS = (

@@ -13,8 +13,8 @@ from functools import cache
 
 import torch
 
-from wands.attention.kernels.contract import Backend, ReferenceBackend
-from wands.attention.kernels.flash import FLASH_BACKENDS, CpuBackend, FlashBackend
+from wands.attention.kernels.contract import REFERENCE, Backend
+from wands.attention.kernels.flash import CPU, FLASH_BACKENDS, FlashBackend
 from wands.attention.kernels.self_check import check_backend
 from wands.errors import ConfigError
 
@@ -22,9 +22,7 @@ __all__ = ["Backend", "choose_backend", "get_backend"]
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (ReferenceBackend(), CpuBackend(), *FLASH_BACKENDS)
-}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (REFERENCE, CPU, *FLASH_BACKENDS)}
 
 
 def get_backend(name: str) -> Backend:

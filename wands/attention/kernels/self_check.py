@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from wands.attention.kernels.contract import Backend, ReferenceBackend
+from wands.attention.kernels.contract import REFERENCE, Backend
 from wands.attention.packed import Segments
 
 # Segments longer and shorter than a kernel's tile, without keys, without queries; and rows after the last segment.
@@ -54,10 +54,9 @@ def check_backend(
     scale = 1.5 * head_dim**-0.5  # not the default, so that a kernel that ignores it fails
     q, k, v, dout = (x.to(dtype) for x in _draw(head_dim))
     whole = Segments.build(LENS_Q, LENS_K)
-    reference = ReferenceBackend()
     q64, k64, v64, dout64 = (x.double() for x in (q, k, v, dout))
-    exact_out, exact_lse = reference.forward(q64, k64, v64, whole, scale)
-    exact_grads = reference.backward(dout64, q64, k64, v64, exact_out, exact_lse, whole, scale)
+    exact_out, exact_lse = REFERENCE.forward(q64, k64, v64, whole, scale)
+    exact_grads = REFERENCE.backward(dout64, q64, k64, v64, exact_out, exact_lse, whole, scale)
 
     q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
     compare = _Comparer(dtype)
@@ -70,9 +69,8 @@ def check_backend(
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     merged = torch.zeros(q.shape, dtype=lse.dtype, device=device)
     for part, part_lse in parts:
-        weight = (
-            (part_lse - lse).exp().masked_fill(part_lse.isneginf(), 0)
-        )  # 0 in rows without keys: -inf - -inf is nan
+        # 0 in rows without keys: -inf - -inf is nan.
+        weight = (part_lse - lse).exp().masked_fill(part_lse.isneginf(), 0)
         merged += part * weight.mT[..., None]
     out = merged.to(dtype)
     compare("out merged from two blocks", out, exact_out)
@@ -95,11 +93,11 @@ def check_backend(
     single = Segments.build((len(q),), (1,))  # all rows and one key, as in attention to text padding
     pad, pad64 = ((a[:1], b[:1]) for a, b in ((k, v), (k64, v64)))
     out, lse = backend.forward(q, *pad, single.to(device), scale)
-    exact_out, exact_lse = reference.forward(q64, *pad64, single, scale)
+    exact_out, exact_lse = REFERENCE.forward(q64, *pad64, single, scale)
     compare("out of a single key", out, exact_out)
     compare("lse of a single key", lse, exact_lse)
     grads = backend.backward(dout, q, *pad, out, lse, single.to(device), scale)
-    exact_grads = reference.backward(dout64, q64, *pad64, exact_out, exact_lse, single, scale)
+    exact_grads = REFERENCE.backward(dout64, q64, *pad64, exact_out, exact_lse, single, scale)
     compare("dv of a single key", grads[2], exact_grads[2])  # dq and dk are differences of equal numbers
 
     return compare.worst

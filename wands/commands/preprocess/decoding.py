@@ -18,7 +18,8 @@ from torch import Tensor
 from wands.commands.clip_rules import LIMIT_SECONDS, NO_MEMORY, crash_reason
 from wands.commands.preprocess.scan import Clip
 from wands.config.options import PreprocessOptions
-from wands.data.cache.format import from_bits, read_stored
+from wands.data.cache.format import from_bits
+from wands.data.cache.shards import read_stored
 from wands.data.clips.clip import ClipSpec, TooSmallError, check_frames
 from wands.data.clips.isolated import Crash, Hang, IsolatedWorker, run_in_threads
 from wands.data.clips.video import DecodedClip, decode_clip, to_pixels

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from wands.commands.clip_rules import EMPTY_CAPTION, no_access_reason
-from wands.data.cache.format import IndexEntry
+from wands.data.cache.shards import IndexEntry
 from wands.data.clips.captions import clean_caption
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
 from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord, Rejection

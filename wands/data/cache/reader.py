@@ -20,21 +20,17 @@ import numpy as np
 
 from wands.data.cache.format import (
     INDEX_NAME,
-    NO_ID,
-    CacheIndex,
     array_names,
     checksum,
     digest,
     from_bits,
-    open_shard,
     plain,
     read_manifest,
-    read_offsets,
     reason,
-    sample_path,
-    stored_names,
     variant_contract,
 )
+from wands.data.cache.index import CacheIndex
+from wands.data.cache.shards import NO_ID, open_shard, read_offsets, sample_path, stored_names
 from wands.data.cache.writer import CacheWriter
 from wands.data.collate import Sample
 from wands.data.patchify import blank_other_frames

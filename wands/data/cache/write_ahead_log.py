@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import struct
 import time
@@ -45,24 +46,28 @@ class LogRecord:
     shapes: tuple[tuple[int, ...], ...]
     crc32: int
 
+    @property
+    def end(self) -> int:
+        """End of the arrays in the file, in bytes."""
+        return self.offset + 2 * sum(math.prod(shape) for shape in self.shapes)
+
     def read(self) -> list[np.ndarray]:
         """Read the arrays: uint16, writable.
 
         Raises:
             CacheError: if the checksum is wrong, as after a power cut.
         """
-        sizes = [2 * int(np.prod(shape)) for shape in self.shapes]
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            content = bytearray(file.read(sum(sizes)))
+            content = bytearray(file.read(self.end - self.offset))
         if zlib.crc32(content) != self.crc32:
             raise CacheError(
                 f"cache={self.path.parent.parent} has a damaged {self.path.name} ({self.name}); delete "
                 f"{self.path} and run the same wands preprocess again."
             )
-        bits = np.frombuffer(content, np.uint16)
-        cuts = np.cumsum([size // 2 for size in sizes])[:-1]
-        return [part.reshape(shape) for part, shape in zip(np.split(bits, cuts), self.shapes, strict=True)]
+        cuts = np.cumsum([math.prod(shape) for shape in self.shapes])[:-1]
+        parts = np.split(np.frombuffer(content, np.uint16), cuts)
+        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 def read_records(path: Path) -> Iterator[LogRecord]:
@@ -84,10 +89,11 @@ def read_records(path: Path) -> Iterator[LogRecord]:
                 return
             header = json.loads(content)
             shapes = tuple(tuple(shape) for shape in header["shapes"])
-            if num_bytes != 2 * sum(int(np.prod(shape)) for shape in shapes):
-                return
-            yield LogRecord(header["name"], header["meta"], path, offset, shapes, crc32)
+            record = LogRecord(header["name"], header["meta"], path, offset, shapes, crc32)
             position = offset + num_bytes
+            if record.end != position:
+                return
+            yield record
 
 
 class WriteAheadLog:
@@ -118,12 +124,7 @@ class WriteAheadLog:
         try:
             self._lock(patience)
             records = list(read_records(path))
-            self.num_records = len(records)
-            self.num_bytes = (
-                records[-1].offset + 2 * sum(int(np.prod(shape)) for shape in records[-1].shapes)
-                if records
-                else 0
-            )
+            self.num_records, self.num_bytes = len(records), records[-1].end if records else 0
             self._file.truncate(self.num_bytes)
         except BaseException:
             self._file.close()

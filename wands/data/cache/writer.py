@@ -14,8 +14,8 @@ import json
 import os
 import struct
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import h5py
@@ -26,26 +26,28 @@ from wands.data.cache.format import (
     ARRAYS,
     IMAGE_ARRAYS,
     INDEX_NAME,
-    LIBVER,
     MANIFEST_NAME,
-    CacheIndex,
-    IndexEntry,
     build_manifest,
     checksum,
     digest,
     disk_error,
     from_bits,
-    read_entries,
     read_manifest,
-    read_offsets,
     reason,
+    to_bits,
+    to_text,
+    write_whole,
+)
+from wands.data.cache.index import CacheIndex
+from wands.data.cache.shards import (
+    LIBVER,
+    IndexEntry,
+    read_entries,
+    read_offsets,
     sample_path,
     shard_id,
     shard_name,
     shard_number,
-    to_bits,
-    to_text,
-    write_whole,
 )
 from wands.data.cache.write_ahead_log import LogRecord, read_records
 from wands.errors import CacheError
@@ -84,6 +86,9 @@ class ShardWriter:
         self.max_samples, self.max_bytes = max_samples, max_bytes
         self.digest, self._next = fingerprint, first
         self._entries: dict[str, IndexEntry] = {}
+        self._begin_shard()
+
+    def _begin_shard(self) -> None:
         self._file: h5py.File | None = None
         self._pending: list[IndexEntry] = []
         self._num_bytes = 0
@@ -195,17 +200,16 @@ class ShardWriter:
                 del self._file[partial]
             self._file.attrs["id"] = shard_id(self._pending)
             self._file.close()
-            if not self._pending:
+            if self._pending:
+                _cut_slack(self._temporary)
+                publish(self._temporary, self.path / shard_name(self._next))
+            else:
                 self._temporary.unlink()
-                self._file, self._rows = None, {}
-                return
-            _cut_slack(self._temporary)
-            publish(self._temporary, self.path / shard_name(self._next))
         except (OSError, RuntimeError) as error:
             raise self._drop_shard(self._num_bytes, error) from None
         self._entries.update((entry.key, entry) for entry in self._pending)
-        self._file, self._pending, self._num_bytes, self._rows = None, [], 0, {}
-        self._next += 1
+        self._next += bool(self._pending)
+        self._begin_shard()
 
     @property
     def _temporary(self) -> Path:
@@ -213,14 +217,11 @@ class ShardWriter:
 
     def _claim_number(self) -> None:
         while True:
-            try:
+            with suppress(FileExistsError):
                 os.close(os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-            except FileExistsError:
-                self._next += 1
-                continue
-            if not (self.path / shard_name(self._next)).exists():
-                return
-            self._temporary.unlink()  # another writer finished it before this writer claimed the temporary name
+                if not (self.path / shard_name(self._next)).exists():
+                    return
+                self._temporary.unlink()  # another writer finished the shard before this writer claimed the name
             self._next += 1
 
     def _open_shard(self, num_bytes: int) -> h5py.File:
@@ -254,13 +255,11 @@ class ShardWriter:
 
     def _drop_shard(self, wanted: int, error: Exception) -> CacheError:
         """Remove the unfinished shard, its file and its entries, and return the error to raise."""
-        try:
+        with suppress(OSError, RuntimeError):  # the flush fails like the write before
             if self._file is not None:
                 self._file.close()
-        except (OSError, RuntimeError):
-            pass  # the flush fails like the write before; the file is removed anyway
         self._temporary.unlink(missing_ok=True)
-        self._file, self._pending, self._num_bytes, self._rows = None, [], 0, {}
+        self._begin_shard()
         return disk_error(self.path / shard_name(self._next), wanted, error)
 
 
@@ -376,9 +375,7 @@ class CacheWriter(ShardWriter):
     def __enter__(self) -> CacheWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self.finish_shard()
         finally:
@@ -406,14 +403,14 @@ class CacheWriter(ShardWriter):
 
     def _enter(self, manifest: dict[str, Any]) -> None:
         if (self.path / MANIFEST_NAME).exists():
-            present = read_manifest(self.path)
-            if changes := differences(
-                {name: present[name] for name in ("variant", "fingerprint")},
-                {name: manifest[name] for name in ("variant", "fingerprint")},
-            ):
+            present, own = (
+                {name: side[name] for name in ("variant", "fingerprint")}
+                for side in (read_manifest(self.path), manifest)
+            )
+            if changes := differences(present, own):
                 text = ", ".join(
-                    f"{name.removeprefix('fingerprint.')}={cached} but this run has {own}"
-                    for name, cached, own in changes
+                    f"{name.removeprefix('fingerprint.')}={cached} but this run has {this}"
+                    for name, cached, this in changes
                 )
                 raise CacheError(
                     f"cache={self.path} was begun with {text}; use the settings of the first run, or another --out."
@@ -424,7 +421,5 @@ class CacheWriter(ShardWriter):
             )
         else:
             write_whole(self.path / MANIFEST_NAME, json.dumps(manifest, indent=2).encode())
-        for leftover in self.path.glob(
-            ".*.tmp"
-        ):  # files of a killed run: this process holds the lock, nobody else writes
+        for leftover in self.path.glob(".*.tmp"):  # files of a killed run: no other process has the lock
             leftover.unlink()

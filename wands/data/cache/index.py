@@ -1,0 +1,129 @@
+"""Index of a latent cache: facts about all samples, so that planning need not open the shards."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from wands.data.cache.format import reason
+from wands.data.cache.shards import NO_ID, IndexEntry, read_shard_id
+from wands.errors import CacheError
+
+TEXTS = ("keys", "shard_names", "shard_ids")
+DAMAGE = (OSError, ValueError, KeyError, EOFError, RuntimeError)  # RuntimeError: zip method or password
+SAMPLE_ARRAYS = ("shards", "rows", "latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets")
+
+
+@dataclass(frozen=True, eq=False)
+class CacheIndex:
+    """Facts about all samples for planning, as arrays; row i of each array belongs to `keys[i]`.
+
+    Attributes:
+        keys: sample ids, sorted.
+        shard_names: file names of the shards.
+        shard_bytes: int64 [shards], sizes of the shards.
+        shard_ids: digests of the shards' contents; `NO_ID` for a shard of an older wands, whose offsets are unknown.
+        shards: int32 [N], number of the sample's shard.
+        rows: int32 [N], number of the sample in the shard.
+        latent_shapes: int32 [N, 4], (C, f, h, w).
+        text_lens: int32 [N], text tokens without padding.
+        crc32: uint32 [N], checksum of all arrays.
+        num_frames: int32 [N], pixel frames.
+        fps: float32 [N], frames per second after resampling.
+        offsets: int64 [N, A], start of each array in the shard in bytes, so that HDF5 is not needed for reading.
+        null_text: uint16 [L, D], bf16 bits of the embedding of "".
+    """
+
+    keys: tuple[str, ...]
+    shard_names: tuple[str, ...]
+    shard_bytes: np.ndarray
+    shards: np.ndarray
+    rows: np.ndarray
+    latent_shapes: np.ndarray
+    text_lens: np.ndarray
+    crc32: np.ndarray
+    num_frames: np.ndarray
+    fps: np.ndarray
+    null_text: np.ndarray
+    offsets: np.ndarray
+    shard_ids: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def num_tokens(self, patch_size: Sequence[int]) -> np.ndarray:
+        """Return the tokens of each sample, int64 [N]."""
+        patch, latents = np.asarray(patch_size, np.int64), self.latent_shapes[:, 1:].astype(np.int64)
+        assert not (latents % patch).any(), f"latents are not multiples of patch_size={tuple(patch_size)}"
+        return (latents // patch).prod(axis=1)
+
+    @classmethod
+    def build(cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray) -> CacheIndex:
+        """Return the index of entries in finished shards of a folder, sorted by key."""
+        entries = sorted(entries, key=lambda entry: entry.key)
+        names = tuple(sorted({entry.shard for entry in entries}))
+        number = {name: i for i, name in enumerate(names)}
+        return cls(
+            keys=tuple(entry.key for entry in entries),
+            shard_names=names,
+            shard_bytes=np.array([(path / name).stat().st_size for name in names], np.int64),
+            shards=np.array([number[entry.shard] for entry in entries], np.int32),
+            rows=np.array([entry.row for entry in entries], np.int32),
+            latent_shapes=np.array([entry.latent_shape for entry in entries], np.int32).reshape(-1, 4),
+            text_lens=np.array([entry.text_len for entry in entries], np.int32),
+            crc32=np.array([entry.crc32 for entry in entries], np.uint32),
+            num_frames=np.array([entry.num_frames for entry in entries], np.int32),
+            fps=np.array([entry.fps for entry in entries], np.float32),
+            null_text=null_text,
+            offsets=np.array([entry.offsets for entry in entries] or np.zeros((0, 2)), np.int64),
+            shard_ids=tuple(read_shard_id(path / name) for name in names),
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the npz file. Strings are stored as NUL-separated UTF-8, so that no pickle is needed."""
+        arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        buffer = io.BytesIO()
+        arrays |= {name: _join(getattr(self, name)) for name in TEXTS}
+        np.savez(buffer, allow_pickle=False, **arrays)
+        return buffer.getvalue()
+
+    @classmethod
+    def from_file(cls, path: Path) -> CacheIndex:
+        """Read `index.npz`.
+
+        Raises:
+            CacheError: if the file is damaged or lacks an array.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as npz:
+                later = {"offsets", "shard_ids"} - set(npz.files)  # an index of an older wands
+                arrays = {name: npz[name] for name in cls.__dataclass_fields__ if name not in later}
+            if later:
+                arrays["offsets"] = np.zeros((len(arrays["rows"]), 2), np.int64)
+                arrays["shard_ids"] = _join([NO_ID] * len(arrays["shard_bytes"]))
+            index = cls(**{**arrays, **{name: _split(arrays[name]) for name in TEXTS}})
+            wrong = {name for name in SAMPLE_ARRAYS if len(arrays[name]) != len(index)}
+            if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
+                raise ValueError("arrays of different lengths")
+        except (*DAMAGE, zipfile.BadZipFile, zlib.error) as error:
+            raise CacheError(
+                f"cache={path.parent} has a damaged {path.name} ({reason(error)}); run the same wands "
+                "preprocess again, it rebuilds the index from the shards."
+            ) from None
+        return index
+
+
+def _join(texts: Sequence[str]) -> np.ndarray:
+    assert not any("\0" in text for text in texts), "a key cannot contain NUL"
+    return np.frombuffer("\0".join(texts).encode("utf-8", "surrogateescape"), np.uint8)
+
+
+def _split(array: np.ndarray) -> tuple[str, ...]:
+    text = array.tobytes().decode("utf-8", "surrogateescape")
+    return tuple(text.split("\0")) if text else ()

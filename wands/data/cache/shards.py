@@ -1,0 +1,170 @@
+"""Shards of a latent cache: names, and functions that read finished shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from wands.data.cache.format import ARRAYS, checksum, digest, reason
+from wands.errors import CacheError
+
+LIBVER = ("v110", "v110")
+"""File format that HDF5 1.10 and later read; only the newest library reads "latest"."""
+NO_ID = "-"
+"""Digest of a shard that an older version of wands wrote without a digest."""
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    """Index entry of one sample in a finished shard."""
+
+    key: str
+    shard: str
+    row: int
+    latent_shape: tuple[int, int, int, int]
+    text_len: int
+    crc32: int
+    num_frames: int
+    fps: float
+    content: str
+    video: str = ""
+    """Digest of the input of the latents, without the caption; empty in caches of earlier versions."""
+    last: bool = False
+    """Whether the sample is the last window of its clip."""
+    offsets: tuple[int, ...] = (0, 0)
+    """Start of each array in the shard, in bytes."""
+    display_size: tuple[str, ...] = ()
+    """Width and height of the source as fractions, in square pixels; empty in caches of earlier versions."""
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any], **stored: Any) -> IndexEntry:
+        """Return the entry of a sample from its metadata and the other fields."""
+        return cls(
+            num_frames=meta["num_frames"],
+            fps=meta["fps"],
+            content=meta["content"],
+            video=meta.get("video", ""),
+            last=meta.get("last", False),
+            display_size=tuple(meta.get("display_size", ())),
+            **stored,
+        )
+
+
+def shard_name(number: int) -> str:
+    """Return the file name of a shard."""
+    return f"shard-{number:05d}.h5"
+
+
+def shard_number(path: Path) -> int:
+    """Return the number of a shard from its path. Inverse of `shard_name`."""
+    return int(path.stem.removeprefix("shard-"))
+
+
+def sample_path(row: int) -> str:
+    """Return the HDF5 path of a sample in its shard: a number, because a key may contain any character."""
+    return f"samples/{row:06d}"
+
+
+def open_shard(path: Path, fingerprint: str) -> h5py.File:
+    """Open a finished shard for reading.
+
+    Args:
+        path: the file.
+        fingerprint: digest of the manifest's fingerprint; the shard must have the same.
+
+    Raises:
+        OSError: if the file is unreadable or a shard of another cache.
+    """
+    # Finished shards never change, and locks fail on read-only and network file systems.
+    file = h5py.File(path, "r", locking=False)
+    if file.attrs.get("fingerprint") != fingerprint:
+        file.close()
+        raise OSError("it belongs to a cache with another fingerprint")
+    return file
+
+
+def stored_names(group: h5py.Group) -> list[str]:
+    """Return the `ARRAYS` of a stored sample; latents and text are required."""
+    return [name for name in ARRAYS if name in group or name in ARRAYS[:2]]
+
+
+def read_offsets(group: h5py.Group) -> tuple[int, ...]:
+    """Return the start of each array of a sample in its file, in bytes; 0 for an empty array.
+
+    Raises:
+        OSError: if an array is not contiguous.
+    """
+    arrays = [group[name] for name in stored_names(group)]
+    offsets = [stored.id.get_offset() for stored in arrays]
+    if any(at is None and stored.size for at, stored in zip(offsets, arrays, strict=True)):
+        raise OSError("not stored in one piece")
+    return tuple(at or 0 for at in offsets)
+
+
+def shard_id(entries: Sequence[IndexEntry]) -> str:
+    """Return a digest that distinguishes a shard from any other, also of equal size."""
+    return digest([[entry.key, entry.crc32, entry.offsets] for entry in entries])
+
+
+def read_shard_id(path: Path) -> str:
+    """Return the `shard_id` stored in a finished shard, or `NO_ID`.
+
+    Raises:
+        CacheError: if the shard is damaged.
+    """
+    with _damage_named(path), h5py.File(path, "r", locking=False) as file:
+        return str(file.attrs.get("id", NO_ID))
+
+
+def read_entries(path: Path, fingerprint: str) -> Iterator[IndexEntry]:
+    """Yield the entries of a finished shard.
+
+    Raises:
+        CacheError: if the shard is damaged or belongs to another cache.
+    """
+    with _damage_named(path), open_shard(path, fingerprint) as file:
+        for name, group in file["samples"].items():
+            yield IndexEntry.of(
+                json.loads(group.attrs["meta"]),
+                key=json.loads(group.attrs["key"]),
+                shard=path.name,
+                row=int(name),
+                latent_shape=tuple(group["latents"].shape),
+                text_len=group["text_embeds"].shape[0],
+                crc32=int(group.attrs["crc32"]),
+                offsets=read_offsets(group),
+            )
+
+
+def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return the uint16 arrays of a sample by name, without the text, and the metadata; the checksum is verified.
+
+    Raises:
+        CacheError: if the shard is damaged or belongs to another cache.
+    """
+    with _damage_named(path), open_shard(path, fingerprint) as file:
+        group = file[sample_path(row)]
+        arrays = {name: group[name][()] for name in stored_names(group)}
+        if checksum(*arrays.values()) != int(group.attrs["crc32"]):
+            raise OSError(f"wrong checksum of {json.loads(group.attrs['key'])}")
+        del arrays["text_embeds"]
+        return arrays, json.loads(group.attrs["meta"])
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Replace the errors of a damaged shard by a CacheError that names the shard."""
+    try:
+        yield
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise CacheError(
+            f"cache={path.parent} has a damaged {path.name} ({reason(error)}); delete that file and run the "
+            "same wands preprocess again, which encodes its clips again."
+        ) from None

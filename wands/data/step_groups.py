@@ -1,0 +1,156 @@
+"""Group the bins of an epoch into steps, so that the bins of a step have similar costs and the lengths of the data.
+
+Ranks wait for the slowest bin of a step. Steps of bins with equal costs would avoid the waiting, but would contain only
+long or only short clips. So bins are sorted by cost, cut into groups, and mixed inside each group. `LEVEL` limits the waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from wands.data.bins import Bin
+from wands.flow.rng import permutation
+
+Step = tuple[Bin, ...]
+"""Bins of one optimizer step."""
+
+LEVEL = 0.987
+"""Smallest allowed ratio of the mean cost to the highest cost of a step's bins, over the full steps of an epoch. Groups of more
+bins make the lengths inside steps more similar to the data, and lower this ratio."""
+
+MAX_CUTS = 96
+"""Largest number of groups of steps into which the sorted bins are cut."""
+
+WAITS = 1024
+"""Number of units in which the waiting time is counted when the cuts are chosen."""
+
+
+def group_into_steps(
+    bins: Sequence[Bin],
+    bins_per_step: int,
+    level_bins: int,
+    costs: Sequence[float],
+    seq_lens: np.ndarray,
+    key: tuple[int | str, int],
+) -> list[Step]:
+    """Form full steps from groups of `level_bins` bins with similar costs.
+
+    The bins are sorted by cost, the order is cut, and the bins of each cut are mixed. So every group gets an equal part of the
+    cut's bins with long samples and of the bins with short samples. A step gets one group from each range of costs.
+
+    Args:
+        bins: bins of all full steps.
+        bins_per_step: divides the number of bins.
+        level_bins: divides `bins_per_step`.
+        costs: cost of every sample.
+        seq_lens: int64 [N], tokens of every sample.
+        key: key of the random choices.
+    """
+    if not bins:
+        return []
+
+    def bin_cost(bin: Bin) -> float:
+        return sum(costs[i] for i in bin)
+
+    bin_costs = np.array([bin_cost(bin) for bin in bins], dtype=np.float64)
+    order = np.argsort(-bin_costs, kind="stable")
+    by_cost = [bins[i] for i in order.tolist()]
+    lens = seq_lens.tolist()
+    groups: list[Step] = []
+    for first, end in _choose_cuts(by_cost, bin_costs[order], level_bins, seq_lens):
+        cut = by_cost[first * level_bins : end * level_bins]
+        cut.sort(key=lambda bin: sorted((lens[i] for i in bin), reverse=True), reverse=True)
+        size = end - first
+        dealt = np.concatenate([permutation(size, *key, "deal", first, row) for row in range(level_bins)])
+        mixed: list[list[Bin]] = [[] for _ in range(size)]
+        for bin, number in zip(cut, dealt.tolist(), strict=True):
+            mixed[number].append(bin)
+        groups += map(tuple, mixed)
+    if level_bins == bins_per_step:
+        return groups
+    groups.sort(key=lambda group: sum(map(bin_cost, group)), reverse=True)
+    num_steps = len(bins) // bins_per_step
+    steps: list[Step] = [()] * num_steps
+    for start in range(0, len(groups), num_steps):
+        numbers = permutation(num_steps, *key, "groups", start).tolist()
+        for group, number in zip(groups[start : start + num_steps], numbers, strict=True):
+            steps[number] += group
+    return steps
+
+
+def _choose_cuts(
+    bins: Sequence[Bin], costs: np.ndarray, level_bins: int, seq_lens: np.ndarray
+) -> list[tuple[int, int]]:
+    """Cut the sorted bins, so that `LEVEL` is satisfied and the lengths of each part are most similar to the data.
+
+    Args:
+        bins: bins of all full steps, the most expensive bin first.
+        costs: float64, cost of each bin.
+        level_bins: bins of a group; divides the number of bins.
+        seq_lens: int64 [N].
+
+    Returns:
+        (first, end) of each part, in groups.
+    """
+    num_groups = len(bins) // level_bins
+    places = np.unique(np.linspace(0, num_groups, min(num_groups, MAX_CUTS) + 1).astype(np.int64))
+    num_parts = len(places) - 1  # the largest number
+    before = np.concatenate([[0.0], costs.cumsum()])[places * level_bins]
+    slowest = costs[places[:-1] * level_bins] * level_bins
+    # Cumulative share of samples up to each length, for all samples and for each smallest part.
+    edges = np.unique(np.sort(seq_lens)[np.linspace(0, len(seq_lens) - 1, 128).astype(np.int64)])
+    bucket = np.searchsorted(edges, seq_lens)
+    part_of = np.repeat(np.arange(num_parts), np.diff(places) * level_bins).tolist()
+    cells = np.array([(part, i) for part, bin in zip(part_of, bins, strict=True) for i in bin])
+    held = np.bincount(cells[:, 0] * len(edges) + bucket[cells[:, 1]], minlength=num_parts * len(edges))
+    up_to = np.zeros((num_parts + 1, len(edges)))
+    up_to[1:] = held.reshape(num_parts, -1).cumsum(axis=0)
+    of_all = np.bincount(bucket, minlength=len(edges)).cumsum() / len(seq_lens)
+
+    bias = np.full((num_parts, num_parts + 1), np.inf)
+    waits = np.full((num_parts, num_parts + 1), np.inf)
+    for i in range(num_parts):
+        sizes = places[i + 1 :] - places[i]
+        inside = (up_to[i + 1 :] - up_to[i]).cumsum(axis=1)
+        bias[i, i + 1 :] = np.abs(inside / inside[:, -1:] - of_all).max(axis=1) * sizes
+        waits[i, i + 1 :] = sizes * slowest[i] - (before[i + 1 :] - before[i])
+    cuts = _best_cuts(bias, waits, allowed=before[-1] / LEVEL - before[-1])
+    return [(int(places[i]), int(places[j])) for i, j in pairwise(cuts)]
+
+
+def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]:
+    """Cut 0..G into intervals with the least total bias whose waiting costs do not exceed a limit, by dynamic programming.
+
+    Args:
+        bias: float64 [G, G+1], bias of the interval from the row to the column.
+        waits: float64 [G, G+1], waiting cost of the interval; never negative.
+        allowed: limit of the total waiting cost. If no cuts satisfy the limit, every interval has length 1.
+
+    Returns:
+        Ends of the intervals, from 0 to G.
+    """
+    num = len(bias)
+    units = np.ceil(np.minimum(waits / max(allowed, 1e-300), 2.0) * WAITS).astype(np.int64)
+    best = np.full((num + 1, WAITS + 1), np.inf)  # best bias up to a cut, by the waiting allowed
+    best[0] = 0.0
+    came_from = np.zeros((num + 1, WAITS + 1), dtype=np.int64)
+    for j in range(1, num + 1):
+        for i in range(j):
+            wait = int(units[i, j])
+            if wait > WAITS:
+                continue
+            total = best[i, : WAITS + 1 - wait] + bias[i, j]
+            better = total < best[j, wait:]
+            best[j, wait:][better] = total[better]
+            came_from[j, wait:][better] = i
+    if not np.isfinite(best[num, WAITS]):
+        return list(range(num + 1))
+    cuts, spent = [num], WAITS
+    while cuts[-1]:
+        i = int(came_from[cuts[-1], spent])
+        spent -= int(units[i, cuts[-1]])
+        cuts.append(i)
+    return cuts[::-1]
