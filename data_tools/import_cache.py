@@ -27,15 +27,13 @@ from torch import Tensor
 
 from data_tools.exit_code import exit_2_on_user_error
 from data_tools.export import EXPORT_FORMAT, EXPORT_NAME, FORMATS, NULL_NAME
-from data_tools.import_shards import check_latents
+from data_tools.import_shards import check_latents, check_text_embeds, imported_fingerprint
 from data_tools.merge import to_variant
 from wands.data.cache.format import array_names, checksum, reason, to_bits
 from wands.data.cache.reader import CacheWriter
 from wands.data.clips.archives import TarReader
 from wands.encoders.components import CONFIG_FILES, find_part, read_variant
-from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.errors import ConfigError, DataError
-from wands.variants import TEXT_LEN
 
 PICKLES = {".pth", ".pt", ".pkl", ".pickle", ".ckpt", ".bin"}
 MUSUBI_FPS = 16.0
@@ -184,39 +182,24 @@ def _header(content: bytes) -> dict[str, str]:
 def _import_musubi(source: Path, out: Path, model: str) -> int:
     from diffusers import AutoencoderKLWan
 
-    from wands.encoders.text import CLEANING_VERSION, TextEncoder
+    from wands.encoders.text import TextEncoder
 
     variant = read_variant(model)
     if variant.num_images:
         raise ConfigError(
-            f"model={model} is {variant.name}, but the given frames in musubi-tuner's cache are not supported; run wands "
+            f"model={model} is {variant.name}, but conditioning frames in musubi-tuner's cache are not supported; run wands "
             "preprocess on the videos."
         )
     vae = AutoencoderKLWan.load_config(find_part(model, "vae", CONFIG_FILES))
     std = torch.tensor(vae["latents_std"])
-    settings = {
-        "imported": "musubi-tuner",
-        "cleaning": CLEANING_VERSION,
-        "text_len": TEXT_LEN,
-        "text_dtype": "bf16",
-        "stored_dtype": "bf16",
-    }
     count = 0
     keys = set()
-    with CacheWriter(out, variant, fingerprint_pipeline(model) | {"settings": settings}) as writer:
+    with CacheWriter(out, variant, imported_fingerprint(model, "musubi-tuner")) as writer:
         for path in sorted(source.glob("*_wan.safetensors")):
             item = _musubi_item(path)
             try:
                 check_latents(item.latents, variant, std)
-                if item.text_embeds.ndim != 2 or item.text_embeds.shape[1] != variant.dit.text_dim:
-                    raise DataError(
-                        f"text of shape {tuple(item.text_embeds.shape)} is not [L, {variant.dit.text_dim}] of "
-                        f"{variant.name}; give the model that it was encoded for"
-                    )
-                if not 1 <= len(item.text_embeds) <= TEXT_LEN or not item.text_embeds.isfinite().all():
-                    raise DataError(
-                        f"text of {len(item.text_embeds)} tokens is not 1 to {TEXT_LEN} of finite numbers; cache it again"
-                    )
+                check_text_embeds(item.text_embeds, variant)
             except DataError as error:
                 raise DataError(f"{path}: {error}.") from None
             keys.add(item.key)

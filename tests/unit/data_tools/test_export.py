@@ -270,7 +270,7 @@ def test_a_musubi_cache_of_another_model_or_kind_is_refused(tiny_pipeline: Path,
     text = tmp_path / "musubi" / "bikes_wan_te.safetensors"
     shutil.copy(text, tmp_path / "kept")
     text.write_bytes(save({"varlen_t5_bfloat16": torch.zeros(4, 33, dtype=torch.bfloat16)}))
-    with pytest.raises(DataError, match=r"text of shape \(4, 33\) is not \[L, 32\]"):
+    with pytest.raises(DataError, match=r"text embedding of shape \(4, 33\) is not \[1 to 512, 32\]"):
         import_cache(tmp_path / "musubi", tmp_path / "cache", str(tiny_pipeline))
     text.unlink()
     with pytest.raises(DataError, match=r"bikes_wan_te\.safetensors cannot be read \(No such file"):

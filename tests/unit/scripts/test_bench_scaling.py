@@ -11,7 +11,7 @@ import bench_scaling
 import pytest
 from bench_scaling import MODELS, SIZES
 
-from wands.data.packing import LEVEL
+from wands.data.step_groups import LEVEL
 from wands.distributed.layout import ContextPlan
 from wands.planning.hardware import Machine
 from wands.planning.step_time import ATTENTION_BACKWARD, BF16, Setting, Traffic, predict, ring_traffic

@@ -1,0 +1,181 @@
+"""Read encoded samples from shards of other trainers: tars of DFM or Megatron-Bridge, and TFRecords of MaxDiffusion.
+
+Latents are read by torch's loader of plain tensors. Pickles of text are never opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_tools.tfrecord import parse_example, parse_tensor, read_records
+from wands.data.clips.archives import TAR_EXTENSIONS, TarReader, is_tar
+from wands.errors import DataError, one_line
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """One sample of a shard, or the reason why it cannot be read.
+
+    Attributes:
+        key: file, and number in the file.
+        path: the shard.
+        latents: [C, f, h, w], any float type, as stored.
+        caption: None if the format has no captions.
+        text_embeds: [L, D] if the format has no captions.
+        content: digest of the sample's input.
+        encoding: facts about the encoding of the latents; equal for all samples of a cache.
+        source: path of the video, if known.
+        problem: the rule that is broken, and the fix; empty for a readable sample.
+    """
+
+    key: str
+    path: Path
+    latents: Tensor | None = None
+    caption: str | None = None
+    text_embeds: Tensor | None = None
+    content: str = ""
+    encoding: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    problem: str = ""
+
+
+def find_shards(source: Path) -> list[Path]:
+    """Return the shards of a folder, or the one shard.
+
+    Raises:
+        DataError: if there are no shards, or shards of both formats.
+    """
+    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+    shards = [path for path in files if is_tar(path) or _is_tfrecord(path)]
+    if not shards:
+        looked_for = f"looked for {' '.join(TAR_EXTENSIONS)} .tfrec .tfrecord"
+        what = looked_for if source.exists() else "no such folder"
+        raise DataError(f"source={source} contains no shards ({what}); give the folder that holds them")
+    if len({is_tar(path) for path in shards}) > 1:
+        raise DataError(f"source={source} contains both tars and TFRecords; give the folder of one of them")
+    return shards
+
+
+def _is_tfrecord(path: Path) -> bool:
+    return bool(re.search(r"\.tfrec(ord)?s?(-\d+-of-\d+)?$", path.name.lower()))
+
+
+def read_samples(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample]:
+    """Yield the samples of all shards. An unreadable sample or shard is a sample with a `problem`."""
+    root = source if source.is_dir() else source.parent
+    for path in shards:
+        name = path.relative_to(root).as_posix()
+        try:
+            yield from _read_energon(path, name) if is_tar(path) else _read_tfrecord(path, name)
+        except DataError as error:
+            yield EncodedSample(name, path, problem=str(error))
+
+
+def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
+    """Yield the samples of a tar of DFM or Megatron-Bridge: .pth [C, f, h, w] and .json. A .pickle is never opened."""
+    base = next(name[: -len(end)] for end in TAR_EXTENSIONS if name.lower().endswith(end))
+    with TarReader(path) as reader:
+        for sample in reader.samples:
+            key = f"{base}/{sample.key}"
+            try:
+                if missing := [f".{part}" for part in ("pth", "json") if part not in sample.members]:
+                    raise DataError(f"no {' and no '.join(missing)} in its shard; give shards of DFM")
+                tensor, info = reader.read(sample.members["pth"]), reader.read(sample.members["json"])
+                yield _energon_sample(key, path, tensor, info)
+            except DataError as error:
+                yield EncodedSample(key, path, problem=str(error))
+        for item in reader.rejections:
+            yield EncodedSample(f"{name}:{item.key}".rstrip(":"), path, problem=item.reason)
+
+
+def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> EncodedSample:
+    try:
+        latents = torch.load(io.BytesIO(tensor), map_location="cpu", weights_only=True)
+    except Exception as error:  # damage and foreign pickles end in as many types as there are causes
+        raise DataError(
+            f".pth is not a plain tensor ({one_line(error, 120)}); nothing else is unpickled"
+        ) from None
+    if not isinstance(latents, Tensor):
+        raise DataError(f".pth contains a {type(latents).__name__}, not a tensor; give shards of DFM")
+    try:
+        facts = json.loads(info)
+    except ValueError as error:
+        raise DataError(f".json cannot be read ({error}); give shards of DFM") from None
+    if not isinstance(facts, dict) or not isinstance(facts.get("caption", ""), str):
+        raise DataError(".json is not an object with a caption; give shards of DFM")
+    version = facts.get("model_version", "wan2.1")
+    if version != "wan2.1":
+        raise DataError(
+            f"model_version={version} is not wan2.1, whose latents this wands trains on; leave it out"
+        )
+    caption = facts.get("caption", "")
+    return EncodedSample(
+        key,
+        path,
+        latents=latents,
+        caption=caption,
+        content=_digest(tensor, caption.encode()),
+        encoding={
+            "from": "energon",
+            "posterior": "mean" if facts.get("deterministic_latents", True) else "sample",
+            "vae_tiling": bool(facts.get("memory_optimization", True)),
+        },
+        source=str(facts.get("video_path", "")),
+    )
+
+
+def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample]:
+    """Yield samples of a file of MaxDiffusion: latents [C, f, h, w], encoder_hidden_states [L, D]."""
+    for number, record in enumerate(read_records(path)):
+        key = f"{name.rpartition('.')[0]}/{number:06d}"
+        try:
+            if isinstance(record, DataError):
+                raise record
+            features = parse_example(record)
+            if missing := {"latents", "encoder_hidden_states"} - set(features):
+                raise DataError(
+                    f"record has no {' and no '.join(sorted(missing))}; give MaxDiffusion's own shards"
+                )
+            latents, text = (
+                _without_batch(parse_tensor(features[part]), ndim)
+                for part, ndim in (("latents", 4), ("encoder_hidden_states", 2))
+            )
+            yield EncodedSample(
+                key,
+                path,
+                latents=latents,
+                text_embeds=_without_pads(text),
+                content=_digest(record),
+                encoding={"from": "maxdiffusion", "posterior": "unknown", "vae_tiling": "unknown"},
+            )
+        except DataError as error:
+            yield EncodedSample(key, path, problem=str(error))
+
+
+def _without_batch(tensor: Tensor, ndim: int) -> Tensor:
+    return tensor[0] if tensor.ndim == ndim + 1 and len(tensor) == 1 else tensor
+
+
+def _without_pads(text: Tensor) -> Tensor:
+    """Return text embeddings up to the last non-zero row; training appends the zeros."""
+    if text.ndim != 2:
+        return text
+    used = (text != 0).any(dim=1).nonzero()
+    return text[: int(used.max()) + 1 if len(used) else 1]
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
