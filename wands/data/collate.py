@@ -86,15 +86,12 @@ class RankSlice:
 
     def to(self, device: torch.device | str) -> RankSlice:
         """Copy the tensors to `device`, except the layout, which only the host reads."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device, non_blocking=True),
-            meta=self.meta.to(device),
-            text_embeds=self.text_embeds.to(device, non_blocking=True),
-            weights=self.weights.to(device, non_blocking=True),
-            condition_tokens=_to_device(self.condition_tokens, device),
-            image_embeds=_to_device(self.image_embeds, device),
-        )
+        tensors = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, meta=self.meta.to(device), **tensors)
 
 
 @dataclass(frozen=True)
@@ -137,10 +134,7 @@ class PackedBatch:
             assert int(cu_seqlens[-1]) == len(rows)
         assert bool((self.grid_sizes.prod(dim=1) == self.cu_seqlens.diff()).all())
         pairs = zip(self.num_cond_tokens, self.seq_lens, strict=True)
-        assert all(0 <= num_cond < length for num_cond, length in pairs), (
-            self.num_cond_tokens,
-            self.seq_lens,
-        )
+        assert all(0 <= num_cond < length for num_cond, length in pairs), self.num_cond_tokens
         assert self.condition_tokens is None or len(self.condition_tokens) == len(self.tokens)
         assert self.image_embeds is None or len(self.image_embeds) == len(self.keys)
 
@@ -200,10 +194,11 @@ class PackedBatch:
         )
 
 
+@dataclass(eq=False)
 class PackingCollator:
-    """Collates the samples of a pack into a `PackedBatch`.
+    """Collates the samples of a bin into a `PackedBatch`.
 
-    Args:
+    Attributes:
         shape: shape of the DiT.
         flow: `cfg_dropout` and `i2v_ratio`.
         seed: `train.seed`.
@@ -212,22 +207,15 @@ class PackingCollator:
         has_dropout: draw a dropout key per sample.
     """
 
-    def __init__(
-        self,
-        shape: DiTShape,
-        flow: FlowConfig,
-        seed: int,
-        null_text_embeds: Tensor,
-        conditions: Sequence[str] = ("text",),
-        has_dropout: bool = False,
-    ) -> None:
-        self.shape = shape
-        self.flow = flow
-        self.seed = seed
-        self.conditions = conditions
-        self.has_dropout = has_dropout
-        self.null_text_embeds = null_text_embeds
-        self._check_text("the empty caption", null_text_embeds)
+    shape: DiTShape
+    flow: FlowConfig
+    seed: int
+    null_text_embeds: Tensor
+    conditions: Sequence[str] = ("text",)
+    has_dropout: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_text("the empty caption", self.null_text_embeds)
 
     def __call__(self, samples: Sequence[Sample], repeat_indices: Sequence[int], epoch: int) -> PackedBatch:
         """Collate `samples` in the given order.
@@ -274,9 +262,7 @@ class PackingCollator:
             key: key of the sample; a random fraction `flow.i2v_ratio` of keys has conditioning tokens.
             grid: number of tokens along (frame, row, column).
         """
-        if (
-            "first_frame" not in self.conditions or grid[0] == 1
-        ):  # a still image would have no trained token left
+        if "first_frame" not in self.conditions or grid[0] == 1:  # a still would have no trained token
             return 0
         is_conditioned = rng(self.seed, key, "first_frame").random() < self.flow.i2v_ratio
         return grid[1] * grid[2] if is_conditioned else 0
@@ -355,10 +341,6 @@ class PackingCollator:
 def _positions(grid: Sequence[int]) -> Tensor:
     """Return (frame, row, column) of one sample's tokens, int64 [n, 3], in the order of `patchify`."""
     return torch.stack(torch.meshgrid(*map(torch.arange, grid), indexing="ij"), dim=-1).reshape(-1, 3)
-
-
-def _to_device(x: Tensor | None, device: torch.device | str) -> Tensor | None:
-    return None if x is None else x.to(device, non_blocking=True)
 
 
 def _shape_text(shape: tuple[int | None, ...] | None) -> str:

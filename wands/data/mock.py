@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,15 +16,14 @@ from wands.flow.rng import philox
 from wands.variants import DiTShape
 
 
+@dataclass(eq=False)
 class MockDataset:
     """Samples whose latents and text are standard normal, keyed by (seed, sample key).
 
-    Args:
+    Attributes:
         mock: number of samples, and the shapes and text lengths, used cyclically.
         shape: shape of the DiT: latent channels, patch size, text width.
         seed: `train.seed`.
-
-    Attributes:
         keys: sample ids.
         null_text_embeds: in place of the embedding of the empty caption, bf16 [1, text_dim].
 
@@ -30,18 +31,20 @@ class MockDataset:
         DataError: if a shape is not a multiple of the patch size.
     """
 
-    def __init__(self, mock: MockConfig, shape: DiTShape, seed: int) -> None:
-        for latent_shape in mock.shapes:
-            if any(n < 1 or n % patch for n, patch in zip(latent_shape, shape.patch_size, strict=True)):
+    mock: MockConfig
+    shape: DiTShape
+    seed: int
+
+    def __post_init__(self) -> None:
+        patch_size = self.shape.patch_size
+        for latent_shape in self.mock.shapes:
+            if any(n < 1 or n % patch for n, patch in zip(latent_shape, patch_size, strict=True)):
                 raise DataError(
                     f"data.mock.shapes={list(latent_shape)} must be multiples of the model's patch size "
-                    f"{list(shape.patch_size)}; change (frames, height, width)."
+                    f"{list(patch_size)}; change (frames, height, width)."
                 )
-        self.mock = mock
-        self.shape = shape
-        self.seed = seed
-        self.keys = [f"mock-{i:06d}" for i in range(mock.num_samples)]
-        self.null_text_embeds = self._normal("", "null", 1, shape.text_dim)
+        self.keys = [f"mock-{i:06d}" for i in range(self.mock.num_samples)]
+        self.null_text_embeds = self._normal("", "null", 1, self.shape.text_dim)
 
     @property
     def places(self) -> np.ndarray:

@@ -10,7 +10,8 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ class LatentCache:
         offsets, file = self._place(i)
         read_all, wanted = self.verify or (first, end) == (0, num_frames), array_names(self.conditions)
         arrays: dict[str, np.ndarray] = {}
-        try:
+        with self._reading(i):
             for (name, shape), offset in zip(self._shapes(i).items(), offsets, strict=True):
                 if not self.verify and name not in wanted:
                     continue
@@ -167,8 +168,6 @@ class LatentCache:
                     _read_into(arrays[name], file, offset)
                 else:
                     arrays[name] = _read_frames(shape, (first, end), file, offset)
-        except OSError as error:
-            raise self._damaged(i, f"cannot be read ({reason(error)})") from None
         if self.verify and (crc32 := checksum(*arrays.values())) != self.index.crc32[i]:
             raise self._damaged(i, f"has a wrong checksum ({crc32:08x}, not {self.index.crc32[i]:08x})")
         tensors = {name: from_bits(arrays[name]) for name in wanted}
@@ -266,11 +265,9 @@ class LatentCache:
         return self._handles[name]
 
     def _group(self, i: int) -> h5py.Group:
-        try:
+        with self._reading(i):
             group = self._shard(i)[0][sample_path(int(self.index.rows[i]))]
             key = json.loads(group.attrs["key"])
-        except (OSError, KeyError, ValueError) as error:
-            raise self._damaged(i, f"cannot be read ({reason(error)})") from None
         if key != self.index.keys[i]:
             raise self._damaged(i, f"is not where the index says, {key} is")
         return group
@@ -286,22 +283,18 @@ class LatentCache:
     def _place(self, i: int) -> tuple[tuple[int, ...], FileIO]:
         """Return the start of each array of sample `i` in its shard, in bytes, and the shard as plain file."""
         with self._own_handles():
-            try:
+            with self._reading(i):
                 file = self._shard(i)[1]
-            except OSError as error:
-                raise self._damaged(i, f"cannot be read ({reason(error)})") from None
             shard = int(self.index.shards[i])
             name, known = self.index.shard_names[shard], self.index.shard_ids[shard]
             if name in self._compared:
                 return tuple(self.index.offsets[i].tolist()), file
             if known != NO_ID or i not in self._offsets:
                 group = self._group(i)
-                try:
+                with self._reading(i):
                     shapes = {name: group[name].shape for name in stored_names(group)}
                     types = {group[name].dtype for name in shapes}
                     offsets = read_offsets(group)
-                except (OSError, KeyError, RuntimeError) as error:
-                    raise self._damaged(i, f"cannot be read ({reason(error)})") from None
                 if shapes != self._shapes(i) or types != {np.dtype(np.uint16)}:
                     stored = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
                     raise self._damaged(i, f"has {stored}, not what the index says")
@@ -311,6 +304,14 @@ class LatentCache:
                         raise self._damaged(i, "is in another shard than the one that was indexed")
                     self._compared.add(name)
             return self._offsets[i], file
+
+    @contextmanager
+    def _reading(self, i: int) -> Iterator[None]:
+        """Replace the errors of a damaged shard by a CacheError that names sample `i`."""
+        try:
+            yield
+        except (OSError, KeyError, ValueError, RuntimeError) as error:
+            raise self._damaged(i, f"cannot be read ({reason(error)})") from None
 
     def _damaged(self, i: int, what: str) -> CacheError:
         shard = self.index.shard_names[self.index.shards[i]]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from wands.data.clips.hf_dataset import hub_dataset, saved_dataset
 from wands.data.clips.listings import listed_file, listed_folder
@@ -40,14 +41,7 @@ LAYOUTS: tuple[Layout, ...] = (
 """Known layouts in the order of detection."""
 
 
-def load_source(
-    source: str,
-    *,
-    split: str = "train",
-    video_column: str | None = None,
-    caption_column: str | None = None,
-    cache_dir: Path | None = None,
-) -> tuple[list[ClipRecord], list[Rejection]]:
+def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rejection]]:
     """List the clips of a source with their captions, both lists sorted by key and reproducible.
 
     An image is a clip of one frame. Several captions of one clip make several records. Hidden files are ignored. A name
@@ -56,10 +50,7 @@ def load_source(
     Args:
         source: folder, table (.csv, .jsonl, .json, videos.txt, merge.txt), tar archive, or name of a Hugging Face
             dataset (owner/name).
-        split: split of a Hugging Face dataset, or the sub-folder of a data set with one table per split.
-        video_column: column of the clips. Default: the first of `source.VIDEO_COLUMNS` that exists.
-        caption_column: column of the captions. Default: the first of `source.CAPTION_COLUMNS` that exists.
-        cache_dir: folder for clips that a dataset or an archive contains. Default: in the cache of `datasets`.
+        options: ``split``, ``video_column``, ``caption_column`` and ``cache_dir`` of `Source`.
 
     Returns:
         The usable clips, and the rejections with their reasons.
@@ -69,7 +60,7 @@ def load_source(
     """
     if not source.strip():
         raise DataError("source= is empty; give a folder, a table or the name of a dataset")
-    request = Source(source, split, video_column, caption_column, cache_dir)
+    request = Source(source, **options)
     for layout in LAYOUTS:
         if (items := layout(request)) is not None:
             return settle_keys(items)

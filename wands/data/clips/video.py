@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -87,15 +88,11 @@ def _choose(
 class _Renderer:
     """Convert decoded images to upright RGB of the planned size."""
 
-    def __init__(self, reader: VideoReader, size_plan: FrameSize) -> None:
-        self._reader, self._size_plan = reader, size_plan
+    def __init__(self, reader: VideoReader, size: FrameSize) -> None:
+        self.size = size.target[::-1]  # height and width of the result
+        self._reader, self._scaled = reader, size.scaled
         self._turns = reader.info.rotation // 90
         self._reformatter = VideoReformatter()
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width of the result."""
-        return self._size_plan.target[::-1]
 
     def __call__(self, image: Any) -> np.ndarray:
         info = self._reader.info
@@ -104,7 +101,7 @@ class _Renderer:
                 f"changes size from {info.width}x{info.height} to {image.width}x{image.height}",
                 "split it where it changes",
             )
-        stored = self._size_plan.scaled[::-1] if self._turns % 2 else self._size_plan.scaled
+        stored = self._scaled[::-1] if self._turns % 2 else self._scaled
         grows = stored[0] > image.width or stored[1] > image.height
         # threads=1: swscale's threads are slower (0.5 ms against 4 ms for a 720p frame).
         rgb = self._reformatter.reformat(
@@ -132,11 +129,8 @@ def _read_windows(
             f"is too short: nothing between {begin:.3f} s and {finish:.3f} s (it lasts {duration:.3f} s)",
             "correct the row's start and end, or remove it",
         )
-    try:
-        sizes = plan_sizes(spec, more_pixels, *reader.info.display_size)
-    except TooSmallError as error:
-        raise _too_small(reader, error) from None
-    renders = {suffix: _Renderer(reader, size_plan) for suffix, size_plan in sizes.by_suffix.items()}
+    sizes = plan_sizes(spec, more_pixels, *reader.info.display_size)
+    renders = {suffix: _Renderer(reader, size) for suffix, size in sizes.by_suffix.items()}
     times = (t + i / spec.fps for t, length in plan_windows(spec, begin, finish) for i in range(length))
     chosen = _choose(reader, reader.frames(first_window[0]), times)
     for index, (window_start, length) in enumerate(plan_windows(spec, begin, finish)):
@@ -166,11 +160,7 @@ def _read_windows(
         if filled < length:
             break
     if sizes.error:
-        raise _too_small(reader, sizes.error)
-
-
-def _too_small(reader: VideoReader, error: TooSmallError) -> TooSmallError:
-    return TooSmallError(f"video={reader.path} {error}")
+        raise sizes.error
 
 
 def decode_clip(
@@ -201,10 +191,10 @@ def decode_clip(
     """
     path = Path(path)
     try:
-        with VideoReader(path) as reader:
+        with _damage_named(path), closing(VideoReader(path)) as reader:
             yield from _read_windows(reader, spec, start, end, more_pixels)
-    except BROKEN as error:
-        raise DataError(_cannot_read(path, error)) from error
+    except TooSmallError as error:
+        raise TooSmallError(f"video={path} {error}") from None
     except MemoryError as error:
         raise DataError(f"video={path} is too long for this machine's memory; set max_frames") from error
 
@@ -216,11 +206,8 @@ def probe(path: Path) -> VideoInfo:
         DataError: if the file cannot be opened, or has no video or no decodable frame.
     """
     path = Path(path)
-    try:
-        with VideoReader(path) as reader:
-            return reader.info
-    except BROKEN as error:
-        raise DataError(_cannot_read(path, error)) from error
+    with _damage_named(path), closing(VideoReader(path)) as reader:
+        return reader.info
 
 
 def frame_times(path: Path) -> tuple[float, ...] | None:
@@ -232,22 +219,25 @@ def frame_times(path: Path) -> tuple[float, ...] | None:
     Raises:
         DataError: as for `probe`.
     """
-    try:
+    with _damage_named(path):
         status = path.stat()
         return _frame_times(path, status.st_size, status.st_mtime_ns)
-    except BROKEN as error:
-        raise DataError(_cannot_read(path, error)) from error
 
 
 @lru_cache(maxsize=64)  # consecutive rows of a table cut many windows of one clip
 def _frame_times(path: Path, size: int, changed: int) -> tuple[float, ...] | None:
-    with VideoReader(path) as reader:
+    with closing(VideoReader(path)) as reader:
         return reader.frame_times()
 
 
-def _cannot_read(path: Path, error: Exception) -> str:
-    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return f"video={path} cannot be read as a video ({reason}); replace the file"
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Replace the errors of a damaged file by a DataError that names the file."""
+    try:
+        yield
+    except BROKEN as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise DataError(f"video={path} cannot be read as a video ({reason}); replace the file") from error
 
 
 def to_pixels(frames: np.ndarray) -> torch.Tensor:
