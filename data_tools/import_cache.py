@@ -45,7 +45,7 @@ MUSUBI_LATENTS = re.compile(
 
 @dataclass(frozen=True)
 class EncodedClip:
-    """A sample to import: latents bf16 [C, f, h, w], text_embeds bf16 [L, D], and `images`, the arrays of given frames."""
+    """A sample to import: latents bf16 [C, f, h, w], text_embeds bf16 [L, D], and `images`, the arrays of conditioning frames."""
 
     key: str
     latents: Tensor

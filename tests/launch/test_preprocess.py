@@ -479,7 +479,7 @@ def test_slide_windows_cover_the_clip_and_resume(
             ConfigError,
             "height=100 must be a multiple of 16",
         ),
-        ({"height": 64, "max_pixels": None}, ConfigError, "come together"),
+        ({"height": 64, "max_pixels": None}, ConfigError, "must be set together"),
         ({"device": "cuda:77"}, ConfigError, "--device cuda:77 cannot be used"),
         ({"device": "warp"}, ConfigError, "--device warp cannot be used"),
         ({"clip_mode": "slide", "max_frames": None}, ConfigError, "needs a window length"),

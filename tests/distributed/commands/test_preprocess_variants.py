@@ -287,7 +287,10 @@ def test_check_tells_what_preprocess_makes(name: str, made: Callable[[str], Made
     else:
         ((key, reason),) = reasons
         assert key == "still"
-        assert "gives one frame, but an image-to-video model needs more" in reason
+        assert (
+            "gives one frame, but an image-to-video model needs a first frame and frames to generate"
+            in reason
+        )
     # Of so few samples HDF5's own tables are a large part.
     assert told.cache_bytes == pytest.approx(done.report.num_bytes, abs=8000)
 
@@ -366,7 +369,7 @@ def test_a_subprocess_makes_the_same(
 def test_options_that_make_stills_are_refused(
     max_frames: int, source: Path, tiny_variant: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"max_frames={max_frames} makes stills.*use 5 or more"):
+    with pytest.raises(ConfigError, match=rf"--max-frames={max_frames} makes stills.*use 5 or more"):
         run(source, tmp_path / "cache", tiny_variant(CLIP), max_frames=max_frames)
 
 

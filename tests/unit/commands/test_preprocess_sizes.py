@@ -184,13 +184,13 @@ def test_a_bound_that_is_too_small_for_a_clip_costs_that_size(
     for out in ("cache", "fresh"):
         report = run(source, tmp_path / out, tiny_pipeline, SMALLER, 256)
         reasons = {item.key.partition("~")[0]: item.reason for item in report.rejected}
-        assert "is below 16 px on a side (max_pixels=256)" in reasons["cat"]
+        assert "is below 16 px on a side (--max-pixels=256)" in reasons["cat"]
         assert contents(tmp_path / out) == contents(caches[SMALLER,])
     cache = LatentCache(tmp_path / "fresh")
     assert [cache.meta(cache.find(key))["last"] for key in ("cat#0000", "cat#0001")] == [False, True]
-    with pytest.raises(ConfigError, match="max_pixels=255 must be at least 256"):
+    with pytest.raises(ConfigError, match="--max-pixels=255 must be at least 256"):
         run(source, tmp_path / "none", tiny_pipeline, SMALLER, 255)
-    with pytest.raises(ConfigError, match=r"max_pixels=\d+ and height=64 exclude each other"):
+    with pytest.raises(ConfigError, match=r"--max-pixels=\d+ and --height=64 cannot be combined"):
         run(source, tmp_path / "none", tiny_pipeline, SMALLER, LARGER, height=64, width=96)
 
 

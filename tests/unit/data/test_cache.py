@@ -419,7 +419,7 @@ def test_swapped_shards_are_noticed(tmp_path: Path) -> None:
     first.write_bytes(b)
     second.write_bytes(a)
     with pytest.raises(
-        CacheError, match=r"clip/000 in shard-00000\.h5 is not where the index says, clip/003 is"
+        CacheError, match=r"clip/000 in shard-00000\.h5 is not at its place in the index, where clip/003 is"
     ):
         LatentCache(folder).read(0)
 
@@ -550,7 +550,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
 
 def test_out_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("x")
-    with pytest.raises(CacheError, match="cannot be made a folder"):
+    with pytest.raises(CacheError, match="cannot be created as a folder"):
         CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT)
 
 

@@ -135,9 +135,9 @@ def add_member(path: Path, name: str, content: bytes = b"evil", **changes: Any) 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("../evil.safetensors", {}, "its name leads out of the archive"),
-        ("/tmp/wands-evil.safetensors", {}, "its name leads out of the archive"),
-        ("a/../../evil.txt", {}, "its name leads out of the archive"),
+        ("../evil.safetensors", {}, "name of the member leads out of the archive"),
+        ("/tmp/wands-evil.safetensors", {}, "name of the member leads out of the archive"),
+        ("a/../../evil.txt", {}, "name of the member leads out of the archive"),
         ("evil.safetensors", {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}, "a link"),
         ("evil.safetensors", {"type": tarfile.LNKTYPE, "linkname": "../x"}, "a link"),
         ("evil.safetensors", {"type": tarfile.CHRTYPE}, "not a regular file"),

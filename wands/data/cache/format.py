@@ -2,7 +2,7 @@
 
     manifest.json      schema version, variant, fingerprint of encoders and settings; written first
     shard-00000.h5     /samples/000000/{latents, text_embeds} uint16, contiguous; attributes key, crc32, meta;
-                       image_latents for models with given frames, image_embeds for models with CLIP
+                       image_latents for models with conditioning frames, image_embeds for models with CLIP
     index.npz          keys, places, shapes, checksums, the embedding of ""; written last
 
 `shards.py` reads shards, `index.py` contains the index.

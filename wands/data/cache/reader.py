@@ -141,8 +141,9 @@ class LatentCache:
         return f, h, w
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read a sample: latents bf16 [C, f, h, w], text_embeds bf16 [L, D] without padding, and the arrays of given frames
-        that `conditions` need: image_latents bf16 [C, f, h, w], image_embeds bf16 [I, E].
+        """Read a sample: latents bf16 [C, f, h, w], text_embeds bf16 [L, D] without padding, and the arrays of `conditions`.
+
+        The arrays of conditioning frames are image_latents bf16 [C, f, h, w] and image_embeds bf16 [I, E].
 
         Args:
             i: position in `keys`.
@@ -269,7 +270,7 @@ class LatentCache:
             group = self._shard(i)[0][sample_path(int(self.index.rows[i]))]
             key = json.loads(group.attrs["key"])
         if key != self.index.keys[i]:
-            raise self._damaged(i, f"is not where the index says, {key} is")
+            raise self._damaged(i, f"is not at its place in the index, where {key} is")
         return group
 
     def _shapes(self, i: int) -> dict[str, tuple[int, ...]]:

@@ -71,10 +71,10 @@ class LogRecord:
 
 
 def read_records(path: Path) -> Iterator[LogRecord]:
-    """Yield every complete record of a log. A torn record ends the log, and so does a damaged header.
+    """Yield every complete record of a log. The log ends at an incomplete record or a damaged header.
 
     Args:
-        path: the log; another process may append to it meanwhile.
+        path: the log, to which another process may append meanwhile.
     """
     with path.open("rb") as file:
         size, position = file.seek(0, os.SEEK_END), 0
@@ -106,7 +106,7 @@ class WriteAheadLog:
     """
 
     def __init__(self, path: Path, durable: bool = True, patience: float = 60.0) -> None:
-        """Open the file, lock it until the process ends, and cut off a torn end.
+        """Open the file, lock it until the process ends, and cut off an incomplete record at the end.
 
         Args:
             path: the file; created if missing.
@@ -139,12 +139,13 @@ class WriteAheadLog:
             except BlockingIOError:
                 if time.monotonic() - began > patience:
                     raise CacheError(
-                        f"cache={cache} is being written by workers of another run. Wait for them or end them."
+                        f"cache={cache} is being written by workers of another run. Wait for that run, or stop its workers."
                     ) from None
                 time.sleep(0.2)
             except OSError as error:
                 raise CacheError(
-                    f"cache={cache} is on a file system without locks ({one_line(error)}). Choose an --out on another."
+                    f"cache={cache} is on a file system without locks ({one_line(error)}). Choose an --out on a file "
+                    "system with locks."
                 ) from None
 
     def add(self, name: str, arrays: Sequence[np.ndarray], meta: Mapping[str, Any]) -> None:

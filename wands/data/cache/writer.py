@@ -116,8 +116,8 @@ class ShardWriter:
             text_embeds: bf16 [L, D] without padding.
             meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of the sample's input). Usual: `caption`,
                 `source`, the window, `video` (digest of the latents' input) and `last` (whether it is the clip's last window).
-            image_latents: bf16 [C, f, h, w], latents of the given frames, for variants with given frames.
-            image_embeds: bf16 [I, E], CLIP's states of the given frames, for variants with CLIP.
+            image_latents: bf16 [C, f, h, w], latents of the conditioning frames, for variants with conditioning frames.
+            image_embeds: bf16 [I, E], CLIP hidden states of the conditioning frames, for variants with CLIP.
 
         Raises:
             CacheError: if the disk is full; the unfinished shard is removed.
@@ -169,7 +169,7 @@ class ShardWriter:
         """Append the samples of a log record that no finished shard contains.
 
         Args:
-            record: latents, arrays of the given frames, and then the text of each sample; `meta["samples"]` contains keys
+            record: latents, arrays of the conditioning frames, and then the text of each sample; `meta["samples"]` contains keys
                 and metadata.
 
         Raises:
@@ -387,7 +387,7 @@ class CacheWriter(ShardWriter):
             lock = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise CacheError(
-                f"cache={self.path} cannot be made a folder ({reason(error)}); choose another --out."
+                f"cache={self.path} cannot be created as a folder ({reason(error)}); choose another --out."
             ) from None
         try:
             # The system releases this lock when the process ends for any reason.

@@ -1,7 +1,7 @@
 """Read tar archives of clips (WebDataset, diffusion-pipe) in place, and store their clips under safe names.
 
 A sample consists of all members of one folder that share their name up to the first dot. Links, devices and names that
-lead out of the archive are refused: a data set needs none of them, and unpacked elsewhere they have overwritten files.
+lead out of the archive are refused. A data set does not need them, and other programs have overwritten files by them.
 """
 
 from __future__ import annotations
@@ -110,10 +110,12 @@ class TarReader:
                 target.write(block)
         except (EOFError, tarfile.TarError, ValueError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(
-                f"cannot be read from its archive ({one_line(error)}); replace the archive"
+                f"cannot be read from the archive ({one_line(error)}); replace the archive"
             ) from None
         if size != member.size:
-            raise DataError(f"is cut off in its archive ({size:,} of {member.size:,} bytes); replace it")
+            raise DataError(
+                f"is cut off in the archive ({size:,} of {member.size:,} bytes); replace the archive"
+            )
 
     def _list(self) -> list[TarSample]:
         samples: dict[str, TarSample] = {}
@@ -128,11 +130,14 @@ class TarReader:
             key = str(name.with_name(stem))
             members = samples.setdefault(key, TarSample(key)).members
             if members.setdefault(extension.lower(), member) is not member:
-                self._reject(str(name), "another member has the same name; the first counts, remove one")
+                self._reject(
+                    str(name),
+                    "another member has the same name; the first member is used, remove one of the two",
+                )
         return list(samples.values())
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
-        """Yield members up to the end mark; `tarfile` itself takes damage between two members for the end."""
+        """Yield members up to the end mark. `tarfile` alone would take damage between two members for the end of the archive."""
         try:
             while (member := self._tar.next()) is not None:
                 yield member
@@ -144,7 +149,10 @@ class TarReader:
         except (OSError, EOFError, tarfile.TarError, ValueError, zlib.error) as error:
             problem = one_line(error)
         if problem:
-            self._reject("", f"archive is damaged or cut off ({problem}); what follows is lost, replace it")
+            self._reject(
+                "",
+                f"archive is damaged or cut off ({problem}); all later members are lost, replace the archive",
+            )
 
     def _reject(self, name: str, reason: str) -> None:
         self.rejections.append(Rejection(name, str(self._path), reason))
@@ -156,7 +164,7 @@ def _problem(member: tarfile.TarInfo) -> str:
     if not member.isreg():
         return "not a regular file; remove it from the archive"
     if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
-        return "its name leads out of the archive; store it under a relative name without .."
+        return "name of the member leads out of the archive; use a relative name without .."
     if member.name != member.name.encode("utf-8", "replace").decode("utf-8"):
         return "member name is not valid UTF-8; rename it"
     return ""

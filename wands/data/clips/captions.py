@@ -63,11 +63,11 @@ def check_captions(value: Any, place: str) -> list[str]:
 
 def _check_caption(value: Any, place: str) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
-        raise DataError(f"missing caption; write one in {place}")
+        raise DataError(f"missing caption; write a caption in {place}")
     if not isinstance(value, str):
         raise DataError(f"caption is a {type(value).__name__}, not text; write text in {place}")
     if not value.strip():
-        raise DataError(f"empty caption; write one in {place}")
+        raise DataError(f"empty caption; write a caption in {place}")
     if value != printable(value):
-        raise DataError(f"caption is not valid Unicode; rewrite it in {place}")
+        raise DataError(f"caption is not valid Unicode; rewrite the caption in {place}")
     return value.strip()

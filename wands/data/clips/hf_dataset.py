@@ -64,7 +64,7 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
             if data:
                 clip, path = write_clip(data, written, clips_dir(source))
             elif not isinstance(written, str) or not written:
-                raise DataError("no video in this row; remove it")
+                raise DataError("no video in this row; remove the row")
             elif folder is None and not os.path.isabs(written):
                 clip, path = _fetch_clip(name, written)
             else:
@@ -137,7 +137,7 @@ def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
     address = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", written)
     repo, revision, name = address.groups() if address else (dataset, None, written)
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise DataError("its path leads out of the dataset's repository; correct it")
+        raise DataError("path of the clip leads out of the dataset's repository; correct the path")
     try:
         revision = unquote(revision) if revision else None
         return name, Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))
@@ -152,7 +152,7 @@ def _first_line(error: Exception) -> str:
 
 
 def clips_dir(source: Source) -> Path:
-    """Return the folder for clips that are not files of their own."""
+    """Return the folder for clips that an archive or a row contains."""
     if source.cache_dir is not None:
         return source.cache_dir
     import datasets

@@ -99,7 +99,8 @@ def _find_listing(source: Source) -> Path | None:
             files = [folder / _MERGE]
         if len(files) > 1:
             raise DataError(
-                f"source={source.name} contains {' and '.join(file.name for file in files)}; name the one that counts"
+                f"source={source.name} contains {' and '.join(file.name for file in files)}; use the path of one of "
+                "these files as the source"
             )
         if files:
             return files[0]
@@ -167,9 +168,7 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
             for path in left:
                 name = path.relative_to(folder).as_posix()
                 key = safe_name(name) if clip_key(name) in keys else clip_key(name)
-                reason = (
-                    f"no readable row in {table} names it; write one with its caption, or move it elsewhere"
-                )
+                reason = f"no readable row in {table} names this clip; write a row with its caption, or move the clip elsewhere"
                 yield reject(key, path, reason)
         else:
             reason = (
@@ -213,7 +212,7 @@ def _scan_rows(
         listing.other_files |= _files_in_other_columns(row, video, folders)
         try:
             if not isinstance(video, str) or not video.strip():
-                raise DataError("no video in this row; write its path")
+                raise DataError("no video in this row; write the path of the clip")
             name, path = locate(video.strip(), folders)
             listing.clips.add(path)
             captions = check_captions(caption, place)
@@ -241,9 +240,9 @@ def _scan_merged(listing: Listing) -> Iterator[ClipRecord | Rejection]:
             continue
         place, parts = f"{file.name}:{number}", [part.strip() for part in line.split(",")]
         if len(parts) != 2 or not all(parts):
-            yield reject(place, file, "unreadable line; write a folder, a comma and its table on it")
+            yield reject(place, file, "unreadable line; write a folder, a comma and a table of captions")
             continue
-        # FastVideo resolves paths from its working directory; a data set that was moved as a whole, from the list.
+        # FastVideo resolves paths from the working directory. In a data set that was moved, they are relative to the list.
         folder, table = (
             next((path for path in (Path(part).absolute(), file.parent / part) if path.exists()), Path(part))
             for part in parts
@@ -279,7 +278,7 @@ def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterat
             try:
                 check_file(name, path)
                 if written is None:
-                    raise DataError(f"no entry in {file.name}; add one with its captions")
+                    raise DataError(f"no entry in {file.name}; add an entry with captions")
                 texts = check_captions(captions[written], file.name)
                 yield from records_of_clip(written, path, texts, clip_key(name))
             except DataError as error:

@@ -39,8 +39,8 @@ class ClipRecord:
             clip. A key never contains "#".
         path: absolute path of the file.
         caption: text as written, without outer white space; never empty.
-        start: seconds; None is the beginning of the file.
-        end: seconds; None is the end of the file.
+        start: start of the time range in seconds; None is the beginning of the file.
+        end: end of the time range in seconds; None is the end of the file.
         name: path below the source, extension included.
         is_extra_caption: whether an earlier record has the same clip and range with another caption.
     """
@@ -85,7 +85,7 @@ class Rejection:
     Attributes:
         key: the clip's key, or table:line if there is no clip to name.
         path: the file, as the source writes it.
-        reason: the rule that is broken, and the fix.
+        reason: violated rule, and the fix.
     """
 
     key: str
@@ -94,7 +94,7 @@ class Rejection:
 
 
 def reject(key: str, path: object, reason: object) -> Rejection:
-    """Return a rejection whose texts can be printed and stored."""
+    """Return a rejection with texts that can be printed and stored."""
     return Rejection(*(printable(str(text)) for text in (key, path, reason)))
 
 
@@ -111,7 +111,7 @@ def records_of_clip(
         seconds: time range.
     """
     if repeated := next((caption for caption, count in Counter(captions).items() if count > 1), ""):
-        yield reject(place, path, f"caption is there twice ({repeated[:60]}); keep one of them")
+        yield reject(place, path, f"caption is listed twice ({repeated[:60]}); keep one of the two")
     for index, caption in enumerate(dict.fromkeys(captions)):
         yield ClipRecord("", path, caption, *seconds, name=name, is_extra_caption=index > 0)
 
@@ -173,14 +173,14 @@ def spellings(name: str) -> tuple[str, ...]:
 def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
     """Return the name and the absolute path of a clip that a table names.
 
-    The first folder that contains the file counts. If no file has the name as written, a file counts whose name differs
-    only in the composition of accents. The returned name, and so the key, is the written one on every system.
+    The first folder that contains the file is used. If no file has the written name, a file is used whose name differs only in
+    the composition of accents. The returned name, and so the key, is the written name on every system.
 
     Raises:
         DataError: if the file does not exist or its name is not UTF-8.
     """
     if re.match(r"[a-zA-Z][\w+.-]+://", video):
-        raise DataError("a URL is no file; download the clip and write its path")
+        raise DataError("video is a URL, not a file; download the clip and write the path of the file")
     folder = folders[0]
     names = dict.fromkeys((video, *spellings(video)))
     paths = [Path(os.path.normpath(base / name)) for name in names for base in folders]
@@ -189,7 +189,9 @@ def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
     except OSError as error:
         raise DataError(f"path cannot be looked up ({error.strerror}); correct it") from None
     if index is None:
-        raise DataError(f"no such file (looked for {paths[0]}); correct the path, it counts from {folder}")
+        raise DataError(
+            f"no such file (looked for {paths[0]}); correct the path, which is relative to {folder}"
+        )
     written = paths[index % len(folders)]
     name = written.relative_to(folder if written.is_relative_to(folder) else written.anchor).as_posix()
     check_name(name)
@@ -233,6 +235,6 @@ def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], labe
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise CacheError(
-            f"{path.parent} cannot take {label} ({one_line(error)}: {num_bytes:,} bytes); free some space, or name "
-            "another disk with HF_DATASETS_CACHE"
+            f"{path.parent} cannot store {label} ({one_line(error)}: {num_bytes:,} bytes); free some space, or set "
+            "HF_DATASETS_CACHE to a folder on another disk"
         ) from None

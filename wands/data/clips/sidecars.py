@@ -95,7 +95,9 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
             try:
                 check_file(name, path)
                 if clip := _clip_of_poster(file, siblings):
-                    raise DataError(f"taken for the poster of {clip}; rename it if it is a separate clip")
+                    raise DataError(
+                        f"taken for the poster of {clip}; rename the image if it is a separate clip"
+                    )
                 place, captions, row = _read_sidecar(path, siblings, source)
                 yield from records_of_clip(name, path, captions, place, read_range(row, path))
             except DataError as error:
@@ -124,7 +126,7 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str] | Rejection]]:
 
 
 def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
-    """Return the video among the files of an image's stem: a caption there belongs to the video."""
+    """Return the video with the same name as an image; a caption of this name belongs to the video."""
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
     stem, caption = PurePosixPath(file).stem, _sidecar_of(siblings)
@@ -134,7 +136,7 @@ def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
 
 
 def _sidecar_of(siblings: list[str]) -> str | None:
-    """Return the caption file among the files of one stem: the first of _SIDECARS, in lower case if there is a choice."""
+    """Return the caption file among files of one name: the first ending of _SIDECARS, preferably in lower case."""
     endings = [PurePosixPath(name).suffix for name in siblings]
     for written in (endings, [ending.lower() for ending in endings]):
         for ending in _SIDECARS:
@@ -175,12 +177,12 @@ def _reject_unread(
                     yield None
         if captioned and sidecar and has_sidecars and not reported and not _belongs_to_another(stem, clips):
             name = (root / sidecar).relative_to(folder).as_posix()
-            reason = f"no clip of its name is next to it; add {stem}.mp4, or remove the text"
+            reason = f"no clip of the same name is next to the caption; add {stem}.mp4, or remove the caption"
             yield reject(safe_name(name), root / sidecar, reason)
 
 
 def _may_be_caption(file: Path, source: Source) -> bool:
-    """Return whether a text without a clip looks like a caption: not a document, not JSON of another kind."""
+    """Return whether a text without a clip looks like a caption, and not like a document or other JSON."""
     if _DOCUMENT.fullmatch(file.stem) or file.name.lower() in (*VIDEO_LINES, *CAPTION_LINES):
         return False
     kind = file.suffix.lower()
@@ -196,7 +198,7 @@ def _may_be_caption(file: Path, source: Source) -> bool:
 
 
 def _belongs_to_another(stem: str, clips: set[str]) -> bool:
-    """Return whether a text is a further file of some clip: clip.tags.txt or clip.mp4.txt of clip.mp4."""
+    """Return whether a text belongs to a clip with a shorter name, such as clip.tags.txt or clip.mp4.txt to clip.mp4."""
     parts = stem.split(".")
     return any(".".join(parts[:end]) in clips for end in range(1, len(parts)))
 
@@ -217,7 +219,9 @@ def _read_sidecar(clip: Path, siblings: list[str], source: Source) -> tuple[str,
     """
     name = _sidecar_of(siblings)
     if name is None:
-        raise DataError(f"missing caption; write one in {clip.stem}.txt or {clip.stem}.json next to it")
+        raise DataError(
+            f"missing caption; write a caption in {clip.stem}.txt or {clip.stem}.json next to the clip"
+        )
     try:
         data = clip.with_name(name).read_bytes()
     except OSError as error:
@@ -247,7 +251,9 @@ def _captions_in_file(name: str, data: bytes, source: Source) -> tuple[list[str]
 
 
 def name_in_captions(name: str, captions: Container[str], present: Container[str]) -> str | None:
-    """Return the spelling of a clip's name in captions.json; another file's own name is not a spelling of it.
+    """Return the name of a clip as written in captions.json, where accents may be composed or decomposed.
+
+    A name that another file has is never returned.
 
     Args:
         name: name of the clip.
@@ -284,7 +290,7 @@ def scan_tar(
                 try:
                     (extension, video), *others = _clips_of_sample(sample)
                     for _, other in others:
-                        reason = f"next to {video.name} of the same key, which counts; give it another name"
+                        reason = f"{video.name} has the same key and is used; give this member another name"
                         yield reject(f"{place}:{other.name}", place, reason)
                     written = video.name.removeprefix("./")
                     row: dict[str, Any] = {}
@@ -324,7 +330,7 @@ def _clips_of_sample(sample: TarSample) -> list[tuple[str, Any]]:
     names = ", ".join(sorted(sample.members))
     if "pth" in sample.members:
         raise DataError(f"contains latents ({names}), no clip; python -m data_tools.import_shards reads them")
-    raise DataError(f"no clip among its members ({names}); add one, or remove the sample")
+    raise DataError(f"no clip among the members ({names}); add a clip, or remove the sample")
 
 
 def _captions_of_sample(
@@ -341,4 +347,4 @@ def _captions_of_sample(
             if extension in sample.members:
                 name = f"{sample.key}.{extension}"
                 return _captions_in_file(name, reader.read(sample.members[extension]), source)
-    raise DataError("missing caption; put a .txt or .json of the same name next to it in the archive")
+    raise DataError("missing caption; add a .txt or .json of the same name to the archive")

@@ -192,9 +192,9 @@ def _jsonl_rows(table: Path) -> Iterator[NumberedRow]:
         try:
             row = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            yield number, f"unreadable line ({error}); write one JSON object on it"
+            yield number, f"unreadable line ({error}); write a JSON object on the line"
             continue
-        yield number, row if isinstance(row, dict) else "not an object; write one JSON object on the line"
+        yield number, row if isinstance(row, dict) else "not an object; write a JSON object on the line"
 
 
 def _json_rows(table: Path) -> Iterator[NumberedRow]:
@@ -207,4 +207,7 @@ def _json_rows(table: Path) -> Iterator[NumberedRow]:
     if not isinstance(rows, list):
         raise ValueError(f"a list of objects is wanted, found {type(rows).__name__}")
     for number, row in enumerate(rows, start=1):
-        yield number, row if isinstance(row, dict) else "not an object; write one with video and caption"
+        yield (
+            number,
+            row if isinstance(row, dict) else "not an object; write an object with video and caption",
+        )

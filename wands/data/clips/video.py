@@ -1,7 +1,7 @@
 """Decode clips to uint8 [F, H, W, 3], and encode frames to mp4.
 
 Times are seconds from the first timestamp of the video stream. Frames are chosen by timestamp, never by number. Headers
-and seek tables can be wrong: they are used only where measurements have shown them right. torch is imported where it is
+and seek tables can be wrong, so the code uses only the parts that measurements have confirmed. torch is imported where it is
 used, because the processes of `wands check` do not need it.
 """
 
@@ -59,7 +59,7 @@ def _choose(
     """Yield for each time the last frame that starts at or before it; stop at the end of the stream.
 
     Raises:
-        DataError: if a frame is damaged or missing, or timestamps leap or run backwards.
+        DataError: if a frame is damaged or missing, or timestamps jump or run backwards.
     """
     current, following = next(frames, None), next(frames, None)
     if current is None:
@@ -69,7 +69,7 @@ def _choose(
             if following.time < current.time - TIME_SLACK:
                 raise reader.error(
                     f"has timestamps that run backwards at {current.time:.3f} s",
-                    "rewrite it (ffmpeg -i IN OUT)",
+                    "re-encode the video (ffmpeg -i IN OUT)",
                 )
             current, following = following, next(frames, None)
         past_current = time >= current.end - TIME_SLACK
@@ -79,8 +79,8 @@ def _choose(
             raise reader.error(f"is corrupt at {time:.3f} s", "replace the file, or cut the window before it")
         if time >= current.time + LONGEST_HOLD:
             raise reader.error(
-                f"shows one image from {current.time:.3f} s to {time:.3f} s at least",
-                f"take a window with motion (an image may last {LONGEST_HOLD:g} s)",
+                f"shows one image from {current.time:.3f} s to at least {time:.3f} s",
+                f"choose a window with motion (an image may last {LONGEST_HOLD:g} s)",
             )
         yield current
 
@@ -99,7 +99,7 @@ class _Renderer:
         if (image.width, image.height) != (info.width, info.height):
             raise self._reader.error(
                 f"changes size from {info.width}x{info.height} to {image.width}x{image.height}",
-                "split it where it changes",
+                "split the video where the size changes",
             )
         stored = self._scaled[::-1] if self._turns % 2 else self._scaled
         grows = stored[0] > image.width or stored[1] > image.height
@@ -121,13 +121,13 @@ def _read_windows(
     duration = reader.info.duration
     slack = reader.tolerance(duration)
     if end is not None and end > duration + slack:
-        raise reader.error(f"lasts {duration:.3f} s, less than end={end:g}", "correct the row's end")
+        raise reader.error(f"lasts {duration:.3f} s, less than end={end:g}", "correct the end in the row")
     begin, finish = max(start or 0.0, reader.first.time), min(end or duration, duration)
     first_window = next(plan_windows(spec, begin, finish), None)
     if first_window is None:
         raise reader.error(
-            f"is too short: nothing between {begin:.3f} s and {finish:.3f} s (it lasts {duration:.3f} s)",
-            "correct the row's start and end, or remove it",
+            f"is too short: no frame between {begin:.3f} s and {finish:.3f} s of {duration:.3f} s",
+            "correct start and end in the row, or remove the row",
         )
     sizes = plan_sizes(spec, more_pixels, *reader.info.display_size)
     renders = {suffix: _Renderer(reader, size) for suffix, size in sizes.by_suffix.items()}
@@ -145,13 +145,15 @@ def _read_windows(
             filled, latest = filled + 1, frame
         if filled < length and reader.reached < duration - slack:
             raise reader.error(
-                f"is truncated: it promises {duration:.2f} s but ends at {reader.reached:.2f} s, inside the "
+                f"is truncated: the header says {duration:.2f} s, but the video ends at {reader.reached:.2f} s, inside the "
                 f"window [{window_start:.2f}, {window_start + length / spec.fps:.2f}) s",
                 "replace the file, or take fewer frames of it",
             )
         kept = spec.legal_frames(filled)
         if not kept and index == 0:
-            raise reader.error(f"has no frame at or after {window_start:.3f} s", "correct the row's start")
+            raise reader.error(
+                f"has no frame at or after {window_start:.3f} s", "correct the start in the row"
+            )
         if kept == length or index == 0 or kept > spec.frame_stride:
             window = f"#{index:04d}" if spec.clip_mode == "slide" else ""
             flags = reader.variable_fps, reader.interlaced
@@ -178,8 +180,8 @@ def decode_clip(
     Args:
         path: the file.
         spec: rate, size and length of the samples.
-        start: seconds; take no frame before.
-        end: seconds; take no frame at or after.
+        start: time in seconds; earlier frames are not used.
+        end: time in seconds; frames at or after this time are not used.
         more_pixels: further area limits; each adds a sample of every window, unless the size exists already.
 
     Yields:
@@ -196,7 +198,7 @@ def decode_clip(
     except TooSmallError as error:
         raise TooSmallError(f"video={path} {error}") from None
     except MemoryError as error:
-        raise DataError(f"video={path} is too long for this machine's memory; set max_frames") from error
+        raise DataError(f"video={path} is too long for this machine's memory; set --max-frames") from error
 
 
 def probe(path: Path) -> VideoInfo:

@@ -27,7 +27,7 @@ from wands.errors import DataError
 BROKEN = (av.FFmpegError, IndexError, OSError, ValueError)
 # Only these containers seek to the requested frame; MPEG-PS, MPEG-TS, AVI and FLV return other frames.
 _SEEKABLE = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
-# FFmpeg estimates these durations from the file's size or last timestamp: too short, and wrong for a truncated file.
+# FFmpeg estimates durations of these formats from the file's size or last timestamp, which is wrong for a truncated file.
 _GUESSED_DURATION = {"avi", "mpeg", "mpegts"}
 # Seconds that one image may last. A damaged timestamp can be hours ahead, and a still has no motion.
 LONGEST_HOLD = 10.0
@@ -41,14 +41,14 @@ _PLAYLISTS = {"concat", "dash", "hls", "imf", "sdp", "tty"}
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """Facts from a file's header and first frame.
+    """Properties of a video from the header and the first frame.
 
     Attributes:
         container: FFmpeg's name(s) of the format.
         codec: FFmpeg's name of the codec.
         fps: average frames per second.
-        num_frames: frame count of the header, 0 if it has none; may be wrong.
-        duration: seconds of video according to the header; a truncated file has less.
+        num_frames: number of frames according to the header, 0 if the header has no number; may be wrong.
+        duration: seconds of video according to the header; a truncated file is shorter.
         width: stored pixels per row, before rotation and pixel aspect ratio.
         height: stored rows.
         rotation: counterclockwise degrees (0, 90, 180 or 270) by which the stored image must be rotated.
@@ -81,11 +81,11 @@ class VideoFrame:
     """A decoded image.
 
     Attributes:
-        time: start in seconds.
-        end: end in seconds.
+        time: start of the image in seconds.
+        end: end of the image in seconds.
         image: PyAV's frame.
         damaged: whether the image is corrupt.
-        after_loss: whether images before it were lost.
+        after_loss: whether images directly before this image were lost.
     """
 
     time: float
@@ -101,7 +101,7 @@ def _open_container(path: Path) -> Any:
 
 
 def _orientation(path: Path, image: Any) -> tuple[int, bool]:
-    """Return the counterclockwise degrees by which an image must be rotated, and whether it must be mirrored then.
+    """Return the counterclockwise rotation of an image in degrees, and whether the rotated image must be mirrored.
 
     PyAV's `rotation` is the direction of the x axis in the display matrix, so a horizontally mirrored image has 180.
     """
@@ -127,13 +127,13 @@ def _is_mirrored_by_exif(path: Path) -> bool:
 
 
 class VideoReader:
-    """An open video stream. Damage inside the stream does not raise: the frames are marked.
+    """An open video stream. Damage inside the stream raises no error; the damaged frames are marked.
 
     Attributes:
         reached: time up to which frames were decoded, in seconds.
         interlaced: whether a decoded frame is interlaced.
         first: first frame.
-        info: facts from header and first frame.
+        info: properties from the header and the first frame.
     """
 
     def __init__(self, path: Path) -> None:
@@ -216,11 +216,11 @@ class VideoReader:
         return longest - shortest > max(ROUNDING, 0.1 * shortest) if longest else False
 
     def tolerance(self, duration: float) -> float:
-        """Return by how many seconds a correct header may exceed the content: 2 %, at least two frames."""
+        """Return the seconds by which a correct header may exceed the content: 2 %, at least two frames."""
         return max(0.02 * duration, 2 / self._rate)
 
     def _duration(self) -> float:
-        """Return the seconds of video in the header, or in the packets if the header has none or estimates."""
+        """Return the length of the video in seconds: from the header, or from the packets if the header has no exact length."""
         whole = float((self._container.duration or 0) / av.time_base)
         if self._container.format.name not in _GUESSED_DURATION:
             if self._stream.duration:
@@ -259,7 +259,7 @@ class VideoReader:
         return video, max(anything, video)
 
     def frame_times(self) -> tuple[float, ...] | None:
-        """Return the times of `wands.data.clips.video.frame_times`; reads packets and decodes nothing."""
+        """Return the result of `wands.data.clips.video.frame_times` from the packets, without decoding."""
         # Timestamps of these containers belong to packets, not to images: broadcasts store an image as two fields, AVI
         # numbers packets. Their rate is constant.
         if self._container.format.name in _GUESSED_DURATION:
@@ -294,7 +294,7 @@ class VideoReader:
         return self._stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
 
     def frames(self, start: float) -> Iterator[VideoFrame]:
-        """Return frames in display order, the first at or before ``start`` seconds. Call once."""
+        """Return frames in display order, from the frame at or before ``start`` seconds. Call this method once."""
         if start > 0 and self._can_seek:
             self._container.seek(
                 round((start + self._origin) / self._stream.time_base), stream=self._stream, backward=True
@@ -303,7 +303,7 @@ class VideoReader:
             first = next(sought, None)
             if first is not None and first.time <= start + TIME_SLACK:
                 return chain([first], sought)
-            self._container.close()  # the seek ended too late: read from the beginning
+            self._container.close()  # the seek ended too late, so read from the beginning
             self._open()
             return self._decode()
         return chain([self.first], self._frames)

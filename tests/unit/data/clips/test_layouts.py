@@ -123,7 +123,7 @@ def test_captions_without_a_clip_are_told(tmp_path: Path) -> None:
     rows, rejections = load_source(str(tmp_path))
     assert keys(rows) == ["a"]
     assert {r.key: r.reason for r in rejections} == {
-        name: f"no clip of its name is next to it; add {Path(name).stem}.mp4, or remove the text"
+        name: f"no clip of the same name is next to the caption; add {Path(name).stem}.mp4, or remove the caption"
         for name in ("b.txt", "c.json", "test_1.txt")
     }
 
@@ -149,7 +149,7 @@ def test_captions_in_capital_letters(tmp_path: Path) -> None:
         ("c.mp4", "three"),
     ]
     assert [r.reason for r in rejections] == [
-        "taken for the poster of UP.MP4; rename it if it is a separate clip"
+        "taken for the poster of UP.MP4; rename the image if it is a separate clip"
     ]
 
 
@@ -188,12 +188,12 @@ def test_every_unusable_clip_says_why(tmp_path: Path) -> None:
     found = {rejection.key: rejection.reason for rejection in rejections}
     assert len(found) == len(rejections) == 9
     for key, part in {
-        "none": "missing caption; write one in none.txt or none.json",
-        "empty": "empty caption; write one in empty.txt",
+        "none": "missing caption; write a caption in none.txt or none.json",
+        "empty": "empty caption; write a caption in empty.txt",
         "latin": "latin.txt cannot be read",
         "bad": "bad.json cannot be read",
         "list": "list.json contains a list; write an object",
-        "nokey": "missing caption; write one in nokey.json",
+        "nokey": "missing caption; write a caption in nokey.json",
         "number": "caption is a int, not text",
         "half": "caption is not valid Unicode",
         "broken": "no such file",
@@ -386,10 +386,10 @@ def test_every_unusable_row_says_why(tmp_path: Path) -> None:
     for line, part in {
         4: f"no such file (looked for {tmp_path / 'gone.mp4'})",
         5: "no such file",
-        6: "a URL is no file",
+        6: "video is a URL, not a file",
         7: "no video in this row",
         8: "no video in this row",
-        9: "missing caption; write one in metadata.jsonl:9",
+        9: "missing caption; write a caption in metadata.jsonl:9",
         10: "empty caption",
         11: "missing caption",
         12: "start=a is not a number of seconds",
@@ -420,13 +420,13 @@ def test_clips_beside_a_table_that_it_does_not_list_are_told(tmp_path: Path) -> 
     (tmp_path / "link").symlink_to(tmp_path / "d")
     found, rejections = load_source(str(tmp_path))
     assert len(found) == 4
-    alone = "no readable row in metadata.json names it; write one with its caption, or move it elsewhere"
+    alone = "no readable row in metadata.json names this clip; write a row with its caption, or move the clip elsewhere"
     assert {r.key: r.reason for r in rejections} == {
         "b.mov": alone,  # b is the key of the other
         "forgotten": alone,
         "few/1": alone,
         "few/2": alone,
-        "metadata.json:5": "missing caption; write one in metadata.json:5",
+        "metadata.json:5": "missing caption; write a caption in metadata.json:5",
         "metadata.json:many": "no readable row in metadata.json names 11 clips of this folder (00.mp4, "
         "01.mp4 ...); write rows with their captions, or move them elsewhere",
     }
@@ -645,7 +645,7 @@ def test_a_folder_that_refuses_bytes_ends_in_one_sentence(
     dataset.to_parquet(tmp_path / "pq/train-0.parquet")
     (tmp_path / "text").write_text("no folder")
     with pytest.raises(
-        CacheError, match=r"text/clips cannot take in\.mp4 \(Not a directory: 5 bytes\); free"
+        CacheError, match=r"text/clips cannot store in\.mp4 \(Not a directory: 5 bytes\); free"
     ):
         load_source(str(tmp_path / "pq"), cache_dir=tmp_path / "text/clips")
 
@@ -714,7 +714,7 @@ def test_streamed_rows_that_name_files_of_the_repository(
     ]
     assert [(r.key, r.reason) for r in rejections] == [
         ("train:2", "videos/c.mp4 cannot be fetched from the Hub (404: videos/c.mp4); check the row"),
-        ("train:3", "its path leads out of the dataset's repository; correct it"),
+        ("train:3", "path of the clip leads out of the dataset's repository; correct the path"),
     ]
 
 

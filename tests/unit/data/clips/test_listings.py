@@ -481,7 +481,7 @@ def test_webdataset_tars(
     assert set(rejected) == {"shard-000000/000002", "shard-000000/000003"} | others
     assert all("next to __key__/000004.mp4" in rejected[other] for other in others)
     assert "missing caption" in rejected["shard-000000/000002"]
-    assert "no clip among its members (txt)" in rejected["shard-000000/000003"]
+    assert "no clip among the members (txt)" in rejected["shard-000000/000003"]
     by_key = {row.key: row.path for row in load_source(str(source), cache_dir=cache)[0]}
     assert by_key["shard-000000/000000"].read_bytes() == mp4[0]
     assert by_key["shard-000000/000001"].read_bytes() == mp4[1]
@@ -554,7 +554,7 @@ def test_a_full_disk_ends_the_scan(tmp_path: Path, mp4: list[bytes], monkeypatch
     monkeypatch.setattr(TarReader, "_copy", full)
     with TarReader(path) as reader:
         video = reader.samples[0].members["mp4"]
-        with pytest.raises(CacheError, match=r"cannot take 000000\.mp4 .*No space left.*HF_DATASETS_CACHE"):
+        with pytest.raises(CacheError, match=r"cannot store 000000\.mp4 .*No space left.*HF_DATASETS_CACHE"):
             reader.unpack(video, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
