@@ -138,12 +138,12 @@ class DiTShape:
         return self.num_layers * 4 * self.dim
 
     def forward_flops(self, seq_lens: Sequence[int]) -> int:
-        """Return the matmul FLOPs of one forward of the stock model over a pack, with all 512 text tokens of each sample.
+        """Return the matmul FLOPs of one forward of the stock model over a bin, with all 512 text tokens of each sample.
 
         A training step of a full finetune takes three times as many FLOPs.
 
         Args:
-            seq_lens: number of tokens of each sample in the pack.
+            seq_lens: number of tokens of each sample in the bin.
         """
         linear = (
             sum(seq_lens) * self.linear_flops_per_token() + len(seq_lens) * self.linear_flops_per_sample()

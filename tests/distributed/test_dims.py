@@ -85,7 +85,8 @@ def test_contradicting_degrees_are_refused_with_the_recipe(overrides: tuple[str,
 def test_a_world_that_groups_do_not_divide():
     check_world(ParallelConfig(cp_size=4), 8)
     with pytest.raises(
-        ConfigError, match=r"parallel.ring_degree=3: 3 ranks share each pack, which must divide world_size=8"
+        ConfigError,
+        match=r"parallel.ring_degree=3: 3 ranks share each bin, but world_size=8 is not a multiple",
     ):
         check_world(ParallelConfig(ring_degree=3), 8)
 

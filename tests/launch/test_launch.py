@@ -408,6 +408,6 @@ def test_a_mistake_ends_both_nodes_with_its_sentence(
     for node, text in zip(nodes, texts, strict=True):
         assert node.returncode == 1  # torchrun's own
         assert re.search(r"exitcode\s+: 2 ", text)
-    sentence = "parallel.ulysses_degree=3: 3 ranks share each pack, which must divide world_size=4"
+    sentence = "parallel.ulysses_degree=3: 3 ranks share each bin, but world_size=4 is not a multiple"
     assert "".join(texts).count(sentence) == 1
     assert not (tmp_path / "run" / "checkpoints").exists()

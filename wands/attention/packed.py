@@ -1,6 +1,6 @@
 """Packed sequences: segment boundaries for attention, and the metadata that the model needs for each token.
 
-Letters: T tokens of a pack, L local tokens of a rank, S samples, R ring degree.
+Letters: T tokens of a bin, L local tokens of a rank, S samples, R ring degree.
 """
 
 from __future__ import annotations
@@ -145,5 +145,5 @@ class PackedMeta:
 
 
 def segment_ids_of(seq_lens: Sequence[int]) -> Tensor:
-    """Return the sample index of each token of a pack, int64 [T]."""
+    """Return the sample index of each token of a bin, int64 [T]."""
     return torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(seq_lens, dtype=torch.int64))

@@ -77,7 +77,7 @@ class UlyssesAttention(DistributedAttention):
             q: [L, H, D].
             k: [L, H, D].
             v: [L, H, D].
-            meta: chunk lengths of the pack.
+            meta: chunk lengths of the bin.
 
         Returns:
             [L, H, D].

@@ -219,8 +219,8 @@ class PackingConfig(StrictModel):
     enabled: bool = True
     """Process each bin in one forward. False processes the same bins one sample at a time: equal steps, slower."""
     max_tokens: int = Field(default=32760, gt=0)
-    """Bin capacity in video tokens. The default is one clip of 480 x 832 pixels and 81 frames. Raise it until memory is full;
-    it must be at least the longest sample."""
+    """Capacity of a bin in video tokens. A bin holds the clips of one forward pass. The default is one clip of 480 x 832 pixels
+    and 81 frames. Increase the capacity until memory is full. It must be at least the tokens of the longest sample."""
     level_bins: int | None = Field(default=None, gt=0)
     """Number of bins that are balanced to equal cost; must divide `train.bins_per_step`. Unset balances all bins of a step. Set
     it to dp_size (ranks / cp_size) if a step has several micro steps: the samples of a step then have more different lengths."""

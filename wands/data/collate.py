@@ -1,6 +1,8 @@
 """Collate samples into a packed batch, and slice the batch for each rank.
 
-Letters: T tokens of a pack, L local tokens of a rank, S samples, P channels of a token, D width of the text encoder, I CLIP
+A bin holds the clips of one forward pass.
+
+Letters: T tokens of a bin, L local tokens of a rank, S samples, P channels of a token, D width of the text encoder, I CLIP
 tokens of a sample's images, E width of CLIP.
 """
 
@@ -23,7 +25,7 @@ from wands.flow.rng import SampleKey, rng
 from wands.variants import TEXT_LEN, DiTShape
 
 PADDING_ID = "<padding>"
-"""Sample id of the zero token in a padding pack."""
+"""Sample id of the zero token in a padding bin."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ class RankSlice:
         tokens: fp32 [L, P], clean tokens; padding is zero.
         meta: positions, samples and lengths of the tokens.
         text_embeds: [sum of text_lens, D], of the whole batch: every rank of a context-parallel group attends to all text.
-        keys: key of each sample of the pack.
-        weights: fp32 [S], 0 for the sample of a padding pack, else 1.
-        layout: positions of the tokens in the pack.
+        keys: key of each sample of the bin.
+        weights: fp32 [S], 0 for the sample of a padding bin, else 1.
+        layout: positions of the tokens in the bin.
         num_cond_tokens: number of conditioning tokens at the start of each sample, on all ranks.
         condition_tokens: fp32 [L, P'], conditioning channels that follow the channels of the noisy tokens, or None.
         image_embeds: [S, I, E], of the whole batch, or None.
@@ -96,7 +98,7 @@ class RankSlice:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Samples of one pack, concatenated without padding.
+    """Samples of one bin, concatenated without padding.
 
     Attributes:
         tokens: fp32 [T, P], clean tokens.
@@ -105,7 +107,7 @@ class PackedBatch:
         text_embeds: [sum of text lengths, D], without padding; dropped captions are already replaced.
         cu_seqlens_text: int32 [S+1], cumulative text lengths.
         keys: key of each sample, for noise and sigma.
-        weights: fp32 [S], 0 for the sample of a padding pack, else 1.
+        weights: fp32 [S], 0 for the sample of a padding bin, else 1.
         num_cond_tokens: number of conditioning tokens at the start of each sample: the clean first frame of TI2V, or 0.
         condition_tokens: fp32 [T, P'], see `wands.data.conditions`, or None.
         image_embeds: [S, I, E], or None.
@@ -152,7 +154,7 @@ class PackedBatch:
         """Slice the batch for one rank.
 
         Args:
-            layout: layout of a pack with this batch's `seq_lens`, for the rank.
+            layout: layout of a bin with this batch's `seq_lens`, for the rank.
         """
         assert layout.seq_lens == self.seq_lens
         is_padding = layout.token_index < 0
@@ -221,7 +223,7 @@ class PackingCollator:
         """Collate `samples` in the given order.
 
         Args:
-            samples: samples of one pack. No samples give a padding pack of one zero token with weight 0, so that all ranks run
+            samples: samples of one bin. No samples give a padding bin of one zero token with weight 0, so that all ranks run
                 the same number of forwards.
             repeat_indices: repeat index of each sample within the epoch.
             epoch: number of the pass over the data.
@@ -230,7 +232,7 @@ class PackingCollator:
             DataError: if the latents, text or images of a sample do not fit the model.
         """
         if not samples:
-            return self._padding_pack(epoch)
+            return self._padding_bin(epoch)
         keys = tuple(
             SampleKey(sample.sample_id, repeat_index, epoch)
             for sample, repeat_index in zip(samples, repeat_indices, strict=True)
@@ -286,7 +288,7 @@ class PackingCollator:
             return self.null_text_embeds.to(sample.text_embeds.dtype)
         return sample.text_embeds
 
-    def _padding_pack(self, epoch: int) -> PackedBatch:
+    def _padding_bin(self, epoch: int) -> PackedBatch:
         shape, volume, key = self.shape, math.prod(self.shape.patch_size), SampleKey(PADDING_ID, 0, epoch)
         conditions = torch.zeros(1, shape.condition_channels * volume)
         return PackedBatch(

@@ -35,12 +35,12 @@ class ParallelDims:
 
     @property
     def cp_size(self) -> int:
-        """Number of ranks that share one pack."""
+        """Number of ranks that share one bin."""
         return self.ulysses_degree * self.ring_degree
 
     @property
     def dp_size(self) -> int:
-        """Number of context-parallel groups; each group processes different packs."""
+        """Number of context-parallel groups; each group processes different bins."""
         return self.world_size // self.cp_size
 
     @property
@@ -80,8 +80,8 @@ def check_world(parallel: ParallelConfig, world_size: int) -> None:
     size = parallel.group_size
     if world_size % size:
         raise ConfigError(
-            f"{_given_keys(parallel)}: {size} ranks share each pack, which must divide world_size={world_size}. Start a "
-            f"multiple of {size} processes, or change the degrees."
+            f"{_given_keys(parallel)}: {size} ranks share each bin, but world_size={world_size} is not a multiple of "
+            f"{size}. Start a multiple of {size} processes, or change the degrees."
         )
 
 
@@ -134,7 +134,7 @@ class ProcessGroups:
         ring: send and receive of keys and values.
         ring_grad: send and receive of the gradients of keys and values. With one communicator for both, the two directions of a
             ring would wait for each other.
-        cp: all ranks that share a pack.
+        cp: all ranks that share a bin.
     """
 
     dims: ParallelDims

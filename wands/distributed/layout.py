@@ -1,10 +1,10 @@
-"""Assign the tokens of a pack to the ranks of a context-parallel group: index arithmetic only, no process group.
+"""Assign the tokens of a bin to the ranks of a context-parallel group: index arithmetic only, no process group.
 
-A pack is cut twice. First the ring cuts every sample into `ring_degree` chunks, and ring row r holds the r-th chunk of each
-sample. All ring rows then have nearly equal numbers of tokens *and* of score pairs; one cut of the whole pack would not give
-that. Then Ulysses cuts each ring row into `ulysses_degree` equal slices. Its all-to-all joins the slices in rank order, which is
-the order of the ring row, so the chunk lengths describe the rows that a kernel sees. Only the end of a ring row is padded, to
-the common length of all ring rows.
+A bin holds the clips of one forward pass. The bin is cut twice. First the ring cuts every sample into `ring_degree` chunks,
+and ring row r holds the r-th chunk of each sample. All ring rows then have nearly equal numbers of tokens *and* of score
+pairs; one cut of the whole bin would not give equal numbers of pairs. Then Ulysses cuts each ring row into `ulysses_degree`
+equal slices. The all-to-all of Ulysses joins the slices in rank order, which is the order of the ring row, so the chunk
+lengths describe the rows that a kernel gets. Only the end of a ring row is padded, to the common length of all ring rows.
 
 Letters: L local tokens of a rank, S samples, R ring degree.
 """
@@ -38,7 +38,7 @@ class CommBytes:
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """Cut of a pack over a whole context-parallel group.
+    """Cut of a bin over a whole context-parallel group.
 
     Attributes:
         seq_lens: number of tokens of each sample, in packed order.
@@ -56,7 +56,7 @@ class ContextPlan:
 
     @classmethod
     def build(cls, seq_lens: Sequence[int], *, ulysses_degree: int = 1, ring_degree: int = 1) -> ContextPlan:
-        """Cut a pack of samples with the given positive lengths."""
+        """Cut a bin of samples with the given positive lengths."""
         assert min(seq_lens, default=0) > 0, f"samples of {list(seq_lens)} tokens"
         chunk_lens = split_over_ring(tuple(seq_lens), ring_degree)
         longest = max(map(sum, chunk_lens))
@@ -95,11 +95,11 @@ class ContextPlan:
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """Tokens of a pack that one rank holds.
+    """Tokens of a bin that one rank holds.
 
     Attributes:
-        plan: cut of the pack over the whole group.
-        token_index: int64 [L], index in the pack of each local token; -1 for tail padding.
+        plan: cut of the bin over the whole group.
+        token_index: int64 [L], index in the bin of each local token; -1 for tail padding.
         segment_ids: int64 [L], sample index of each local token; tail padding belongs to the last sample.
         local_seq_lens: number of tokens of each sample on this rank, without padding.
         token_ranges: (start, stop) of each sample's local tokens among all tokens of the sample; (0, 0) if none is local.
@@ -115,7 +115,7 @@ class ContextLayout:
     def build(
         cls, seq_lens: Sequence[int], *, ulysses_degree: int = 1, ring_degree: int = 1, cp_rank: int = 0
     ) -> ContextLayout:
-        """Lay out a pack for one rank of a context-parallel group.
+        """Lay out a bin for one rank of a context-parallel group.
 
         Args:
             seq_lens: number of tokens of each sample, in packed order.
@@ -149,7 +149,7 @@ class ContextLayout:
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
-        """Number of tokens of each sample of the whole pack."""
+        """Number of tokens of each sample of the whole bin."""
         return self.plan.seq_lens
 
     @property

@@ -42,7 +42,7 @@ def loss_weights(
 
     Args:
         trained_lens: number of trained tokens of each sample, on all ranks.
-        batch_weights: fp32 [S], 0 for the sample of a padding pack, else 1.
+        batch_weights: fp32 [S], 0 for the sample of a padding bin, else 1.
         sigma_weights: fp32 [S], from `sigma_weight`.
         reduction: "sample": the tokens of a sample have the total weight 1; "token": every token has the weight 1.
 

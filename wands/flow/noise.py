@@ -50,12 +50,12 @@ def add_noise(
 ) -> NoisyBatch:
     """Add noise to this rank's tokens, with one noise level per sample.
 
-    Noise and sigma depend on (seed, key) only, and not on the pack, the order of samples, the rank or the device.
+    Noise and sigma depend on (seed, key) only, and not on the bin, the order of samples, the rank or the device.
 
     Args:
         tokens: [L, P], clean local tokens; padding is zero and stays zero.
-        layout: positions of the local tokens in the pack.
-        keys: key of each sample of the pack.
+        layout: positions of the local tokens in the bin.
+        keys: key of each sample of the bin.
         flow: distribution of sigma.
         seed: `train.seed`.
         num_cond_tokens: number of conditioning tokens at the start of each sample, which stay clean. Empty means none.

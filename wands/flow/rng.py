@@ -1,7 +1,7 @@
 """Random number generators of training, keyed by the use of the number.
 
 No generator keeps a state from one draw to the next. The same (seed, sample, repeat_index, epoch, purpose) therefore gives the
-same bits on every rank, in every pack and order, and after every restart.
+same bits on every rank, in every bin and order, and after every restart.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Dropout whose masks depend only on the sample, the layer, the row's position in its sample, and the channel.
 
-A mask is a hash, not a stream of random numbers. A sample therefore has the same mask in every pack, on every rank, when a block
+A mask is a hash, not a stream of random numbers. A sample therefore has the same mask in every bin, on every rank, when a block
 runs again in backward, after a restart, and on CPU and GPU. Backward computes the mask again, so no mask is stored.
 
 Letters: N rows, C channels, S samples.
@@ -35,10 +35,10 @@ class RowKeys:
         return self._keys[side]
 
     def set(self, meta: PackedMeta, image_len: int) -> None:
-        """Compute the keys of a pack. They are valid until the next call.
+        """Compute the keys of a bin. They are valid until the next call.
 
         Args:
-            meta: metadata of the pack, with `dropout_keys`.
+            meta: metadata of the bin, with `dropout_keys`.
             image_len: number of CLIP tokens of each sample, 0 without CLIP.
         """
         assert len(meta.dropout_keys) == len(meta.local_seq_lens), "dropout needs meta.dropout_keys"

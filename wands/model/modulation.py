@@ -1,7 +1,7 @@
 """Scale, shift and gate packed tokens with a table that has one row per timestep, not one row per token.
 
 The tokens of a timestep are contiguous, so each table row applies to a slice of tokens. The backward sums each slice in a fixed
-order, so it is deterministic, and the gradient of a sample does not depend on other samples in the pack. Tokens are saved
+order, so it is deterministic, and the gradient of a sample does not depend on other samples in the bin. Tokens are saved
 for backward only if the table needs a gradient. With LoRA the table needs no gradient.
 
 Letters: L tokens, M timesteps, D width.

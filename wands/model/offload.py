@@ -21,7 +21,7 @@ from torch import Tensor
 from wands.errors import ConfigError
 
 PAGE_BYTES = 1 << 24
-"""Size of a page of host memory. Packs of any length reuse the same pages, because pinning memory takes longer than a copy, and
+"""Size of a page of host memory. Bins of any length reuse the same pages, because pinning memory takes longer than a copy, and
 torch rounds the size of a pinned buffer up to a power of two."""
 _GROUPS_ON_DEVICE = 2
 

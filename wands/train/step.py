@@ -33,7 +33,7 @@ class StepResult:
 
     Attributes:
         loss: this rank's part of the loss sum, fp32 scalar.
-        samples: loss of each sample of this rank's packs.
+        samples: loss of each sample of this rank's bins.
         grad_norm: norm of the whole gradient before clipping, equal on every rank.
     """
 
@@ -66,7 +66,7 @@ def train_step(
     total, micro_losses = torch.zeros((), device=device), []
     for number, host_slice in enumerate(slices, start=1):
         batch = host_slice.to(device)
-        # A function of (seed, sample, repeat, epoch), independent of the rank and the pack.
+        # A function of (seed, sample, repeat, epoch), independent of the rank and the bin.
         noisy = add_noise(
             batch.tokens,
             batch.layout,
@@ -104,7 +104,7 @@ def train_step(
 def _sample_losses(
     micro_losses: list[tuple[RankSlice, torch.Tensor, torch.Tensor]], groups: ProcessGroups
 ) -> list[SampleLoss]:
-    """Return the loss of each sample of a step, without the samples of padding packs."""
+    """Return the loss of each sample of a step, without the samples of padding bins."""
     sums = torch.cat([errors for _, _, errors in micro_losses])
     if groups.cp is not None:  # each rank has the sum over its local tokens
         dist.all_reduce(sums, group=groups.cp)

@@ -1,8 +1,8 @@
-"""Checks of a DiT: training's computation on a pack against stock diffusers sample by sample, or against one process.
+"""Checks of a DiT: training's computation on a bin against stock diffusers sample by sample, or against one process.
 
 The stock model is loaded, run and dropped before training's code loads the packed model.
 
-Letters: T tokens of the pack, P channels of a token, C latent channels, f h w latent frames, rows, columns.
+Letters: T tokens of the bin, P channels of a token, C latent channels, f h w latent frames, rows, columns.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Comparison:
         return Outcome(passed, f"{number} to {self.origin}{degrees}", text)
 
 
-class Pack:
+class PackedSamples:
     """Unequal samples of random latents, text and images, packed by training's code; equal on every rank."""
 
     def __init__(self, setup: Setup, num_samples: int = len(GRIDS), i2v_ratio: float = 0.0) -> None:
@@ -144,7 +144,7 @@ class Pack:
         Args:
             model: model with its attention set.
             dtype: dtype of the computation.
-            layout: this rank's part, if all ranks share the pack and call this method.
+            layout: this rank's part, if all ranks share the bin and call this method.
         """
         device, mine = self.setup.device, layout or self.whole
         shard = self.batch.rank_slice(mine).to(device)
@@ -207,50 +207,50 @@ def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
 
     Each model is loaded once; the stock model is dropped before the packed model is loaded.
     """
-    packs = {"packed": Pack(setup)}
+    bins = {"packed": PackedSamples(setup)}
     if "first_frame" in setup.variant.conditions:
-        packs["first_frame"] = Pack(setup, num_samples=1, i2v_ratio=1.0)
+        bins["first_frame"] = PackedSamples(setup, num_samples=1, i2v_ratio=1.0)
     subfolder = setup.expert.subfolder
     source = DiTSource(str(setup.folder), subfolder, f"--model={setup.folder}: {subfolder}")
     answers = []
     for dtype in dict.fromkeys((torch.float32, setup.dtype)):
         stock = load_dit(source, dtype).to(setup.device).eval()
         _choose_trained(stock)
-        answers.append({name: pack.run_stock(stock) for name, pack in packs.items()})
+        answers.append({name: bin.run_stock(stock) for name, bin in bins.items()})
         del stock
         clear_device_cache(garbage_collection=True)
     expected, rounded = answers[0], answers[-1]
     model = _load_packed(setup, setup.dtype)
     return {
         name: Comparison(
-            pack.run_packed(model, setup.dtype), expected[name], rounded[name], "stock diffusers"
+            bin.run_packed(model, setup.dtype), expected[name], rounded[name], "stock diffusers"
         )
-        for name, pack in packs.items()
+        for name, bin in bins.items()
     }
 
 
 def compare_to_one_process(setup: Setup) -> Comparison:
-    """Compare the pack shared by all ranks with the whole pack on every rank alone."""
+    """Compare the bin shared by all ranks with the whole bin on every rank alone."""
     groups = _form_groups(setup)
-    dims, pack, dtype = groups.dims, Pack(setup, i2v_ratio=1.0), setup.dtype
+    dims, bin, dtype = groups.dims, PackedSamples(setup, i2v_ratio=1.0), setup.dtype
     # If ranks have GPUs, at most one copy of the model at a time is in a node's host memory.
     for turn in range(dist.get_world_size()):
         if turn == int(os.environ["LOCAL_RANK"]):
             model = _load_packed(setup, torch.float32)
         dist.barrier()
-    expected = rounded = pack.run_packed(model, torch.float32)
+    expected = rounded = bin.run_packed(model, torch.float32)
     if dtype == torch.bfloat16:
         _set_attention(setup, model, dtype)
-        rounded = pack.run_packed(model, dtype)
+        rounded = bin.run_packed(model, dtype)
     _set_attention(setup, model, dtype, groups)
     layout = ContextLayout.build(
-        pack.batch.seq_lens,
+        bin.batch.seq_lens,
         ulysses_degree=dims.ulysses_degree,
         ring_degree=dims.ring_degree,
         cp_rank=dims.cp_rank,
     )
     degrees = f"Ulysses {dims.ulysses_degree} x ring {dims.ring_degree}"
-    return Comparison(pack.run_packed(model, dtype, layout), expected, rounded, "one process", degrees)
+    return Comparison(bin.run_packed(model, dtype, layout), expected, rounded, "one process", degrees)
 
 
 def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
