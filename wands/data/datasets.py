@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from wands.config.recipe import DataConfig, SourceConfig
 from wands.data.cache.reader import LatentCache
@@ -22,26 +21,6 @@ from wands.files import first_difference
 from wands.variants import DiTShape, Variant
 
 Data = LatentCache | MockDataset
-
-
-class Dataset(Protocol):
-    """Interface of latent caches, combined caches and mock data. A sample may have several rows."""
-
-    keys: list[str]
-    null_text_embeds: Tensor
-
-    @property
-    def places(self) -> np.ndarray:
-        """Shard and position of every sample, int64 [N, 2]."""
-
-    def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Return the video tokens of every sample, int64 [N]."""
-
-    def latent_shape(self, index: int) -> tuple[int, int, int]:
-        """Return the latent (frames, height, width) of a sample without reading it."""
-
-    def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Return a sample; with `frames`, only these latent frames are read."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +100,10 @@ class CombinedDataset:
         return self.sources[self._source_of[i]].data, int(self._position_of[i])
 
 
+Dataset = Data | CombinedDataset
+"""Data of a run; all three classes have the same attributes and methods for reading. A sample may have several rows."""
+
+
 def open_data(
     section: DataConfig,
     *,
@@ -176,12 +159,9 @@ def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
         data: result of `open_data`.
     """
     if isinstance(data, CombinedDataset):
-        sources = [
-            (source.name, len(source.chosen), len(source.data.keys), source.repeat) for source in data.sources
-        ]
+        sources = [(part.name, len(part.chosen), len(part.data.keys), part.repeat) for part in data.sources]
     else:
-        name = _configured_sources(section)[0].path
-        sources = [(name, len(data.keys), len(data.keys), Fraction(1))]
+        sources = [(_configured_sources(section)[0].path, len(data.keys), len(data.keys), Fraction(1))]
     return [
         {"path": path, "num_samples": num, "num_other_side": of - num, "repeat": float(repeat)}
         for path, num, of, repeat in sources
@@ -237,22 +217,20 @@ def _open_caches(
             if section.sources is None or str(error).startswith(name):
                 raise
             raise CacheError(f"{name}: {error}") from None
-        if caches and (
-            difference := first_difference(_encoders(caches[0], variant), _encoders(cache, variant))
-        ):
+        caches.append(cache)
+        if difference := first_difference(_encoders(caches[0], variant), _encoders(cache, variant)):
             key, first, this = difference
             raise CacheError(
                 f"{name}={source.path} was encoded with {key}={this} but {configs[0].path} with {first}; encode "
                 "both with wands preprocess --model of the model you train."
             )
-        caches.append(cache)
     return [*caches]
 
 
 def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
     """Return the part of a fingerprint that all caches of a run share: not settings of clips, not encoders without use."""
-    ignored = (
-        {"settings"} if "clip" in variant.conditions else {"settings", "image_encoder", "image_processor"}
+    ignored = ["settings"] + (
+        ["image_encoder", "image_processor"] if "clip" not in variant.conditions else []
     )
     return {part: value for part, value in cache.fingerprint.items() if part not in ignored}
 

@@ -46,15 +46,9 @@ class IndexEntry:
     @classmethod
     def of(cls, meta: Mapping[str, Any], **stored: Any) -> IndexEntry:
         """Return the entry of a sample from its metadata and the other fields."""
-        return cls(
-            num_frames=meta["num_frames"],
-            fps=meta["fps"],
-            content=meta["content"],
-            video=meta.get("video", ""),
-            last=meta.get("last", False),
-            display_size=tuple(meta.get("display_size", ())),
-            **stored,
-        )
+        required = {name: meta[name] for name in ("num_frames", "fps", "content")}
+        optional = {name: meta[name] for name in ("video", "last") if name in meta}
+        return cls(display_size=tuple(meta.get("display_size", ())), **required, **optional, **stored)
 
 
 def shard_name(number: int) -> str:

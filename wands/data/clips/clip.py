@@ -218,13 +218,6 @@ def further_specs(spec: ClipSpec, more_pixels: Sequence[int]) -> list[ClipSpec]:
     return [spec, *(replace(spec, max_pixels=pixels) for pixels in more_pixels)]
 
 
-def split_bounds(max_pixels: int | Sequence[int] | None) -> tuple[int | None, tuple[int, ...]]:
-    """Split `--max-pixels` into the first area limit (None: the default) and the further limits."""
-    if max_pixels is None or isinstance(max_pixels, int):
-        return max_pixels, ()
-    return next(iter(max_pixels), None), tuple(max_pixels[1:])
-
-
 def split_suffix(suffix: str) -> tuple[str, str]:
     """Split the suffix of a sample's key into window and size: ("#0003" or "", "#640x352" or "")."""
     match = re.fullmatch(r"((?:#\d+)?)((?:#\d+x\d+)?)", suffix)

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +51,19 @@ def read_range(row: dict[str, Any], path: Path) -> Range:
 
 def _read_seconds(row: dict[str, Any]) -> Range:
     """Return a row's optional columns start and end."""
-    limits: list[float | None] = []
-    for name in ("start", "end"):
-        value = row.get(name)
-        if value is None or (isinstance(value, str) and not value.strip()):
-            limits.append(None)
-            continue
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise DataError(f"{name}={value} is not a number of seconds; correct it")
-        limits.append(number)
-    start, end = limits
+    start, end = (_seconds(name, row.get(name)) for name in ("start", "end"))
     if (start or 0.0) < 0 or (end is not None and end <= (start or 0.0)):
         raise DataError(f"start={start} end={end} must be 0 <= start < end; correct them")
     return start, end
+
+
+def _seconds(name: str, value: Any) -> float | None:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    with suppress(TypeError, ValueError, OverflowError):
+        if math.isfinite(number := float(value)):
+            return number
+    raise DataError(f"{name}={value} is not a number of seconds; correct it")
 
 
 def _read_frames(row: dict[str, Any]) -> tuple[int, int] | None:
@@ -74,13 +71,11 @@ def _read_frames(row: dict[str, Any]) -> tuple[int, int] | None:
     first, last = row.get("start_frame"), row.get("end_frame")
     if first in (None, "") and last in (None, ""):
         return None
-    try:
+    with suppress(ValueError):
         # pandas writes 9.0 in a column that has an empty cell.
         limits = [float(str(value)) for value in (first, last)]
         if all(map(float.is_integer, limits)) and 0 <= limits[0] <= limits[1]:
             return int(limits[0]), int(limits[1])
-    except ValueError:
-        pass
     raise DataError(
         f"start_frame={first} end_frame={last} must be whole numbers, 0 <= start_frame <= end_frame; correct them"
     )

@@ -141,8 +141,11 @@ class VideoReader:
         self.reached = 0.0
         self.interlaced = False
         self._steps = (math.inf, 0.0)  # shortest and longest time between two frames
-        self._open()
+        if not path.is_file():  # a pipe or a device would block forever
+            raise self.error("is not a regular file", "check the path")
+        self._container = _open_container(path)
         try:
+            self._choose_stream()
             self._frames = self._decode()
             first = next(self._frames, None)
             if first is None:
@@ -159,30 +162,21 @@ class VideoReader:
     def error(self, problem: str, cure: str) -> DataError:
         return DataError(f"video={self.path} {problem}; {cure}")
 
-    def _open(self) -> None:
-        if not self.path.is_file():  # a pipe or a device would block forever
-            raise self.error("is not a regular file", "check the path")
-        self._container = _open_container(self.path)
-        try:
-            name = self._container.format.name
-            if name in _PLAYLISTS:
-                raise self.error(f"is a {name} text, not a video", "use the clip itself")
-            # Cover art of an audio file is a video stream of one image.
-            streams = [
-                s for s in self._container.streams.video if not s.disposition & Disposition.attached_pic
-            ]
-            if not streams:
-                raise self.error("has no video stream", "remove it or replace it by a video")
-            self._stream = streams[0]
-            if self._stream.codec_context is None:
-                raise self.error("is in a codec that FFmpeg does not know", "convert it to H.264")
-            self._stream.thread_type = "AUTO"
-            if self._stream.codec_context.name == "mjpeg":
-                # By default the decoder fills missing parts of a truncated image with grey and reports no error.
-                self._stream.codec_context.options = {"err_detect": "explode"}
-        except BaseException:
-            self._container.close()
-            raise
+    def _choose_stream(self) -> None:
+        name = self._container.format.name
+        if name in _PLAYLISTS:
+            raise self.error(f"is a {name} text, not a video", "use the clip itself")
+        # Cover art of an audio file is a video stream of one image.
+        streams = [s for s in self._container.streams.video if not s.disposition & Disposition.attached_pic]
+        if not streams:
+            raise self.error("has no video stream", "remove it or replace it by a video")
+        self._stream = streams[0]
+        if self._stream.codec_context is None:
+            raise self.error("is in a codec that FFmpeg does not know", "convert it to H.264")
+        self._stream.thread_type = "AUTO"
+        if self._stream.codec_context.name == "mjpeg":
+            # By default the decoder fills missing parts of a truncated image with grey and reports no error.
+            self._stream.codec_context.options = {"err_detect": "explode"}
         self._is_avi = name == "avi"
         self._can_seek = name in _SEEKABLE and len(self._stream.index_entries) > 0
         self._rate = float(self._stream.average_rate or self._stream.guessed_rate or 25)
@@ -304,7 +298,8 @@ class VideoReader:
             if first is not None and first.time <= start + TIME_SLACK:
                 return chain([first], sought)
             self._container.close()  # the seek ended too late, so read from the beginning
-            self._open()
+            self._container = _open_container(self.path)
+            self._choose_stream()
             return self._decode()
         return chain([self.first], self._frames)
 
