@@ -1,9 +1,9 @@
 """Pack clips into as few bins as possible, then balance the cost of the bins by exchanging clips.
 
 Three simple packers compete for the fewest bins; the number of bins depends on the lengths alone. Then pairs of bins
-exchange clips until their costs are balanced, differently in every epoch. All steps work on distinct lengths, which are
-few, and not on clips; clips of one length fill the positions in random order. Sums are sums of integers, exact in any
-order: the bins are the same on every machine.
+exchange clips until their costs are balanced, differently in every epoch. All steps work on distinct lengths, because there are
+fewer lengths than clips. The clips of a length fill the positions in random order. All sums are sums of integers, exact in any
+order, so the bins are the same on every machine.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ROUNDED = 4096
 PART = 20_000
 """Number of clips packed at once; larger data is cut into equal parts with equal bins."""
 ROUNDS = 30
-"""Rounds of exchanges; further rounds gain little."""
+"""Number of rounds of exchanges; more rounds improve the balance only a little."""
 SPLITS = 512
-"""Random splits of the clips of two bins that a round tries."""
+"""Number of random splits of the clips of two bins that each pair of bins tries in a round."""
 EXACT = 2**32
-"""Integer cost of the costliest clip: sums of millions of costs are exact in float64."""
+"""Integer cost of the most expensive clip. Sums of millions of such costs are exact in float64."""
 
 
 def pack_bins(
@@ -122,8 +122,8 @@ def even_out(
 def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
     """Return the best of three packings: best-fit decreasing, and exact filling with two choices of lengths.
 
-    The best packing depends on the data. Taking the longest length that leads to a full bin wastes least if few clips fill
-    a bin; best fit wastes least if short clips must last until the end.
+    The best packing depends on the data. If few clips fill a bin, the longest length that leads to a full bin
+    wastes least. If short clips must last until the end, best fit wastes least.
 
     Args:
         lengths: int64 [D], ascending.
@@ -172,7 +172,7 @@ def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Conten
 def fill_exactly(
     lengths: np.ndarray, counts: np.ndarray, max_tokens: int, choose: Callable[[np.ndarray, np.ndarray], int]
 ) -> Contents:
-    """Start each bin with the longest length left, and add lengths whose sum comes nearest to the free room.
+    """Start each bin with the longest remaining length, and add the lengths whose sum is closest to the free room.
 
     Args:
         lengths: int64 [D], ascending.
@@ -228,10 +228,11 @@ class _Sums:
 def level(
     bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, key: tuple[int | str, ...]
 ) -> Contents:
-    """Balance costs: pairs of bins split their samples anew, so that their costs become more similar.
+    """Balance costs: pairs of bins exchange samples, so that the costs of the two bins become more similar.
 
-    The pairs alternate: costly bin and cheap bin by rank, costly bin and random cheap bin, random bins. Of `SPLITS` random
-    splits that keep both bins within `max_tokens` the best is taken, if it is better than the present split.
+    The rounds alternate between three kinds of pairs: an expensive bin and the cheap bin at the same rank, an expensive bin and a
+    random cheap bin, two random bins. A pair tries `SPLITS` random splits of its samples. The best split that keeps both bins
+    within `max_tokens` replaces the present split, if it is better.
 
     Args:
         bins: bins of lengths.

@@ -310,7 +310,7 @@ class PackingCollator:
         if len(shape) != 4 or shape[0] != self.shape.out_channels:
             raise DataError(
                 f"sample={sample.sample_id} has latents {list(shape)}, but the model takes "
-                f"[{self.shape.out_channels}, frames, height, width]. Preprocess the clip with this model's VAE."
+                f"[{self.shape.out_channels}, frames, height, width]. Preprocess the clip again with this model's VAE."
             )
         patch_size = self.shape.patch_size
         if any(size == 0 or size % patch for size, patch in zip(shape[1:], patch_size, strict=True)):

@@ -152,7 +152,7 @@ def open_data(
 
 
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
-    """Return what each source contributes: path, num_samples, num_other_side (of the split), repeat.
+    """Describe each source: path, num_samples, num_other_side (samples on the other side of the split), repeat.
 
     Args:
         section: `data` of the recipe.
@@ -228,7 +228,7 @@ def _open_caches(
 
 
 def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
-    """Return the part of a fingerprint that all caches of a run share: not settings of clips, not encoders without use."""
+    """Return the part of a fingerprint that all caches of a run must share: all encoders that the variant uses."""
     ignored = ["settings"] + (
         ["image_encoder", "image_processor"] if "clip" not in variant.conditions else []
     )
@@ -243,7 +243,7 @@ def _choose_side(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray
     num_held, total = sum(int(mask.sum()) for mask in held), sum(map(len, held))
     if num_held in (0, total):
         raise ConfigError(
-            f"data.holdout={section.holdout} holds out {num_held} of {total} samples, and both sides need one; "
+            f"data.holdout={section.holdout} holds out {num_held} of {total} samples, but each side needs a sample; "
             f"{'raise' if num_held == 0 else 'lower'} it, or add clips."
         )
     return [np.flatnonzero(mask == (section.split == "holdout")) for mask in held]

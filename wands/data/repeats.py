@@ -88,7 +88,7 @@ class RepeatSchedule:
 
 
 def exact(number: float) -> Fraction:
-    """Return the fraction that a decimal number stands for: 0.1 is one tenth."""
+    """Convert a decimal number to the exact fraction: 0.1 is one tenth."""
     return Fraction(str(number))
 
 
@@ -99,7 +99,7 @@ def repeats_of_weights(num_samples: Sequence[int], weights: Sequence[float]) -> 
 
     Args:
         num_samples: number of samples of each source.
-        weights: weight of each source, above 0, of any sum. The weight of a source without samples is ignored.
+        weights: weight of each source, above 0; the sum need not be 1. The weight of a source without samples is ignored.
     """
     shares = [exact(weight) if num else Fraction(0) for num, weight in zip(num_samples, weights, strict=True)]
     total, summed = sum(num_samples), sum(shares)

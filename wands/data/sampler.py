@@ -1,4 +1,4 @@
-"""Map a global step to its samples. The step is the only state, so a resume needs nothing else."""
+"""Map a global step to the samples of the step. The step is the only state, so a resumed run needs nothing else."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class StepPlan:
     Attributes:
         step: global step, from 0.
         epoch: pass over the data, from 0.
-        step_in_epoch: from 0.
+        step_in_epoch: step inside the epoch, from 0.
         bins: sample indices of every bin; () pads the last step of an epoch.
-        num_samples: samples of all bins.
-        num_tokens: tokens of all bins.
-        mean_samples: mean samples of the steps of this epoch.
-        mean_tokens: mean tokens of the steps of this epoch.
+        num_samples: number of samples in all bins.
+        num_tokens: number of tokens in all bins.
+        mean_samples: mean number of samples per step of this epoch.
+        mean_tokens: mean number of tokens per step of this epoch.
         repeat_index_of: for every row of the data, how many earlier rows have the same key.
     """
 

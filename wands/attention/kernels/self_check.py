@@ -1,4 +1,4 @@
-"""Check of a kernel before its use: does it keep the contract on this device, in this dtype, with this head dim?
+"""Check before the use of a kernel that the kernel satisfies the contract on this device, in this dtype, with this head dim.
 
 Letters: T rows, H heads, D head dim.
 """

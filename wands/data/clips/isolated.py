@@ -23,11 +23,11 @@ Result = TypeVar("Result")
 
 
 class Crash(Exception):
-    """The subprocess died or took too long; the text is the reason, such as "the process ended by SIGSEGV"."""
+    """Error of a subprocess that died or took too long; the text is the reason, such as "the process ended by SIGSEGV"."""
 
 
 class Hang(Crash):
-    """The subprocess was killed because a value took longer than the time limit."""
+    """Error of a subprocess that was killed because a value took longer than the time limit."""
 
 
 def num_cores() -> int:

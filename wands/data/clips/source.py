@@ -57,8 +57,8 @@ class Source:
         for kind, wanted in (("video", self.video_names), ("caption", self.caption_names)):
             if not names.intersection(wanted):
                 raise DataError(
-                    f"source={self.name} has no {kind} column: looked for {', '.join(wanted)} among "
-                    f"{', '.join(sorted(names)) or 'none'}; name it with --{kind}-column"
+                    f"source={self.name} has no {kind} column: expected one of {', '.join(wanted)}, found "
+                    f"{', '.join(sorted(names)) or 'none'}; set the name with --{kind}-column"
                 )
 
     def pick(self, row: dict[str, Any]) -> tuple[Any, Any]:

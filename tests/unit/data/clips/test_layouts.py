@@ -298,11 +298,12 @@ def test_named_columns_win(tmp_path: Path) -> None:
     )
     assert (keys(rows), rows[0].caption, rejections) == (["c"], "yes", [])
     with pytest.raises(
-        DataError, match=r"no video column: looked for film among caption, clip, long_text, video;"
+        DataError, match=r"no video column: expected one of film, found caption, clip, long_text, video;"
     ):
         load_source(str(tmp_path / "metadata.json"), video_column="film")
     with pytest.raises(
-        DataError, match=r"no caption column: looked for poem among .*; name it with --caption-column"
+        DataError,
+        match=r"no caption column: expected one of poem, found .*; set the name with --caption-column",
     ):
         load_source(str(tmp_path / "metadata.json"), caption_column="poem")
 
