@@ -108,7 +108,7 @@ def check_tensors_agree(names: Sequence[str], checksums: Tensor) -> None:
     columns = np.flatnonzero((table != table[0]).any(axis=0))
     if not len(columns):
         return
-    by_groups: dict[str, list[str]] = {}
+    by_groups: dict[str, list[str]] = {}  # description of the ranks -> names of the tensors that differ so
     for column in columns:
         reference, *others = group_ranks(table[:, column].tolist())
         key = f"of {name_ranks(sorted(chain(*others)))} against {name_ranks(reference)}"

@@ -103,13 +103,10 @@ def choose_degrees(
         ConfigError: if the Ulysses degree does not divide the number of heads.
     """
     size, ulysses, ring = parallel.group_size, parallel.ulysses_degree, parallel.ring_degree
-    if ulysses is None:
-        if ring is not None:
-            ulysses = size // ring
-        else:
-            ulysses = max(
-                n for n in range(1, size + 1) if not (num_heads % n or size % n or ranks_per_node % n)
-            )
+    if ulysses is None and ring is not None:
+        ulysses = size // ring
+    elif ulysses is None:
+        ulysses = max(n for n in range(1, size + 1) if not (num_heads % n or size % n or ranks_per_node % n))
     if num_heads % ulysses:
         valid = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         degree = f"parallel.ulysses_degree={ulysses}"

@@ -127,10 +127,8 @@ class ContextLayout:
         assert 0 <= cp_rank < ulysses_degree * ring_degree, f"cp_rank {cp_rank}"
         ring_rank, ulysses_rank = divmod(cp_rank, ulysses_degree)
         num_tokens = plan.row_len // ulysses_degree
-        begin, end = (
-            ulysses_rank * num_tokens,
-            (ulysses_rank + 1) * num_tokens,
-        )  # of this rank's slice of the ring row
+        begin = ulysses_rank * num_tokens  # start of this rank's slice of the ring row
+        end = begin + num_tokens
         ranges, index = [], []
         row_start = pack_start = 0
         for sample, length in enumerate(plan.seq_lens):

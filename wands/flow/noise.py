@@ -72,9 +72,7 @@ def add_noise(
     token_sigmas = sigmas[layout.segment_ids.to(**to_device)].unsqueeze(1)
     timesteps, trained = sigmas * NUM_TRAIN_TIMESTEPS, slice(layout.num_valid)
     if any(num_cond_tokens):
-        is_cond = _cond_mask(
-            layout, num_cond_tokens
-        )  # on the host, so that nonzero does not wait for the device
+        is_cond = _cond_mask(layout, num_cond_tokens)  # on the host: nonzero would wait for the device
         trained = (~is_cond[: layout.num_valid]).nonzero().squeeze(1).to(**to_device)
         token_sigmas = token_sigmas.masked_fill(is_cond.to(**to_device).unsqueeze(1), 0.0)
         # A sample with conditioning tokens has a second timestep in front, also on ranks without these tokens.
