@@ -108,7 +108,9 @@ def test_only_one_process_writes_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "cache" / ".work" / "a.journal"
     path.parent.mkdir(parents=True)
     first = WriteAheadLog(path)
-    with pytest.raises(CacheError, match=r"cache is being written by workers of another run\. Wait for them"):
+    with pytest.raises(
+        CacheError, match=r"cache is being written by workers of another run\. Wait for that run"
+    ):
         WriteAheadLog(path, patience=0)
     first.close()
     WriteAheadLog(path, patience=0).close()

@@ -24,7 +24,7 @@ TIME_SLACK = 1e-3
 
 
 class TooSmallError(DataError):
-    """An area limit leaves less than the smallest allowed side."""
+    """Error of an area limit at which a side of the frame would be too short."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class ClipSpec:
 
     Attributes:
         fps: frames per second of the samples.
-        height: pixels; both ``height`` and ``width`` or neither.
-        width: pixels.
+        height: exact height of a frame in pixels; set both ``height`` and ``width``, or neither.
+        width: exact width of a frame in pixels.
         center_crop: crop to ``height`` x ``width`` instead of stretching.
-        max_pixels: largest height * width; excludes ``height``.
+        max_pixels: largest height x width of a frame in pixels; cannot be combined with ``height``.
         max_frames: largest number of frames of a window; None takes the whole clip.
         clip_mode: ``head`` takes the first frames, ``middle`` the central frames, ``slide`` consecutive windows without
             overlap. The last window may be shorter. A later window of at most ``frame_stride`` frames is dropped.
@@ -65,27 +65,29 @@ class ClipSpec:
     def __post_init__(self) -> None:
         multiple = self.size_multiple
         if not (math.isfinite(self.fps) and self.fps > 0):
-            raise ConfigError(f"fps={self.fps} must be positive; use the variant's frame rate, e.g. 16")
+            raise ConfigError(f"--fps={self.fps} must be positive; use the variant's frame rate, e.g. 16")
         if (self.height is None) != (self.width is None):
-            raise ConfigError(f"height={self.height} width={self.width} come together; give both or neither")
-        for name, size in (("height", self.height), ("width", self.width)):
+            raise ConfigError(
+                f"--height={self.height} and --width={self.width} must be set together; give both or neither"
+            )
+        for name, size in (("--height", self.height), ("--width", self.width)):
             if size is not None and (size < multiple or size % multiple):
                 near = max(multiple, round(size / multiple) * multiple)
                 raise ConfigError(f"{name}={size} must be a multiple of {multiple}; use {near}")
         if self.center_crop and self.height is None:
-            raise ConfigError("center_crop=True needs a size to cut to; give height and width")
+            raise ConfigError("--center-crop needs a size to crop to; give --height and --width")
         if self.max_pixels is not None and self.height is not None:
             raise ConfigError(
-                f"max_pixels={self.max_pixels} and height={self.height} exclude each other; drop one"
+                f"--max-pixels={self.max_pixels} and --height={self.height} cannot be combined; drop one"
             )
         if self.max_pixels is not None and self.max_pixels < multiple**2:
-            raise ConfigError(f"max_pixels={self.max_pixels} must be at least {multiple**2}; raise it")
+            raise ConfigError(f"--max-pixels={self.max_pixels} must be at least {multiple**2}; raise it")
         if self.max_frames is not None and self.max_frames < 1:
-            raise ConfigError(f"max_frames={self.max_frames} must be at least 1; use 81, for example")
+            raise ConfigError(f"--max-frames={self.max_frames} must be at least 1; use 81, for example")
         if self.clip_mode not in ("head", "middle", "slide"):
-            raise ConfigError(f"clip_mode={self.clip_mode} is unknown; use head, middle or slide")
+            raise ConfigError(f"--clip-mode={self.clip_mode} is unknown; use head, middle or slide")
         if self.clip_mode == "slide" and self.max_frames is None:
-            raise ConfigError("clip_mode=slide needs a window length; give max_frames")
+            raise ConfigError("--clip-mode=slide needs a window length; give --max-frames")
         assert multiple >= 2, "yuv420p and the VAE both need even sizes"
         assert self.frame_stride >= 1
 
@@ -116,7 +118,8 @@ class ClipSpec:
         shortest = variant.vae_stride[0] + 1
         if variant.num_images and max_frames is not None and max_frames < shortest:
             raise ConfigError(
-                f"max_frames={max_frames} makes stills, but {variant.name} is given the first frame; use {shortest} or more"
+                f"--max-frames={max_frames} makes stills, but {variant.name} needs a first frame and frames to generate; "
+                f"use {shortest} or more"
             )
         return cls(
             fps=variant.fps if fps is None else fps,
@@ -162,7 +165,7 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
         if min(target) < multiple:
             raise TooSmallError(
                 f"size={float(width):.0f}x{float(height):.0f} is below {multiple} px on a side "
-                f"(max_pixels={spec.max_pixels}); use a larger clip or a larger max_pixels"
+                f"(--max-pixels={spec.max_pixels}); use a larger clip or a larger --max-pixels"
             )
     cover = max(target[0] / width, target[1] / height)
     scaled = (max(target[0], round(width * cover)), max(target[1], round(height * cover)))
@@ -175,7 +178,7 @@ class Sizes:
 
     Attributes:
         by_suffix: suffix of the sample's key -> size; all sizes differ.
-        error: error of an area limit that gives no size.
+        error: error of the first area limit at which a side would be too short; None if every limit gives a size.
     """
 
     by_suffix: dict[str, FrameSize]
@@ -226,7 +229,7 @@ def split_suffix(suffix: str) -> tuple[str, str]:
 
 
 def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> None:
-    """Raise if an image-to-video model, which is given the first frame, has nothing to predict in a sample.
+    """Raise if a sample is a still, but the model generates the frames after a given first frame.
 
     Args:
         path: path of the clip.
@@ -238,13 +241,13 @@ def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> Non
     """
     if num_frames == 1 and "image" in conditions:
         raise DataError(
-            f"video={path} gives one frame, but an image-to-video model needs more than the given frame; "
+            f"video={path} gives one frame, but an image-to-video model needs a first frame and frames to generate; "
             "remove stills, or use a longer clip"
         )
 
 
 def plan_windows(spec: ClipSpec, begin: float, finish: float) -> Iterator[tuple[float, int]]:
-    """Choose the windows inside [begin, finish) seconds. Lazily, because a damaged header may promise years.
+    """Choose the windows inside [begin, finish) seconds. Lazy, because a damaged header may contain a length of years.
 
     Yields:
         (start in seconds, number of frames) of each window, in time order; nothing if no frame fits.

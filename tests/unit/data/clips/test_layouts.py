@@ -516,7 +516,7 @@ def test_rows_of_a_csv_are_numbered_by_the_line_where_they_begin(tmp_path: Path)
         (
             {"metadata.csv": "a", "metadata.json": "[]"},
             "",
-            "contains metadata.csv and metadata.json; name the one",
+            "contains metadata.csv and metadata.json; use the path of one of these files",
         ),
     ],
 )
