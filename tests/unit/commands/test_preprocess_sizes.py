@@ -202,7 +202,7 @@ def test_sizes_of_a_picture() -> None:
         "#1280x720": (1280, 720),
         "#1920x1072": (1920, 1072),
     }
-    with pytest.raises(TooSmallError, match="max_pixels=256"):
+    with pytest.raises(TooSmallError, match="--max-pixels=256"):
         plan_sizes(ClipSpec(fps=16, max_pixels=256), (), *size)
     for suffix in ("", "#0012", "#1280x720", "#0012#1280x720"):
         assert "".join(split_suffix(suffix)) == suffix

@@ -300,15 +300,15 @@ def test_sizes_of_known_cases() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fps": 0}, "fps=0"),
+        ({"fps": 0}, "--fps=0"),
         ({"height": 480}, "must be set together"),
         ({"height": 480, "width": 850}, r"--width=850 must be a multiple of 16; use 848"),
-        ({"center_crop": True}, "center_crop"),
+        ({"center_crop": True}, "--center-crop needs"),
         ({"max_pixels": 9999, "height": 64, "width": 64}, "cannot be combined"),
         ({"max_pixels": 100}, "at least 256"),
-        ({"max_frames": 0}, "max_frames=0"),
+        ({"max_frames": 0}, "--max-frames=0"),
         ({"clip_mode": "tail"}, "head, middle or slide"),
-        ({"clip_mode": "slide"}, "give max_frames"),
+        ({"clip_mode": "slide"}, "give --max-frames"),
     ],
 )
 def test_impossible_specs_are_refused(options: dict, message: str) -> None:
