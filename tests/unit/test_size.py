@@ -18,14 +18,14 @@ CORE_FILES = (
 )
 FOLDERS = {
     ".": 483,
-    "attention": 888,
+    "attention": 807,
     "commands": 3840,
     "config": 1132,
-    "data": 4061,
-    "distributed": 390,
+    "data": 3898,
+    "distributed": 385,
     "encoders": 342,
     "export": 421,
-    "flow": 188,
+    "flow": 182,
     "model": 2054,
     "planning": 694,
     "recipes": 0,

@@ -222,9 +222,7 @@ def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
     expected, rounded = answers[0], answers[-1]
     model = _load_packed(setup, setup.dtype)
     return {
-        name: Comparison(
-            bin.run_packed(model, setup.dtype), expected[name], rounded[name], "stock diffusers"
-        )
+        name: Comparison(bin.run_packed(model, setup.dtype), expected[name], rounded[name], "stock diffusers")
         for name, bin in bins.items()
     }
 
