@@ -1,8 +1,8 @@
 """Write a latent cache: shards, each complete or absent, then the index.
 
-Every file is written under a temporary name, synced and renamed. HDF5 files of a killed process are lost, so a shard is the
-unit of resume. A folder without an index is an unfinished cache, which no reader opens. The index is sorted by key, so the
-order of writing and interruptions do not affect training.
+Every file is written under a temporary name, synced and renamed. HDF5 files of a killed process are lost, so a resumed run
+continues after the last whole shard. Readers open no folder without an index. The index is sorted by key, so the order of
+writing and interruptions do not affect training.
 """
 
 from __future__ import annotations
@@ -59,15 +59,11 @@ SLACK = 1 << 17
 
 
 class ShardWriter:
-    """Writes samples to new shards. Several processes may each have a writer for the same folder.
-
-    Creating the temporary file of a shard claims its number, so two writers never share a shard.
+    """Writes samples to new shards. Several processes may write to the same folder, because each shard belongs to one writer.
 
     Attributes:
         path: cache folder.
         digest: digest of the manifest's fingerprint; stored in each shard.
-        max_samples: largest number of samples of a shard.
-        max_bytes: size at which a shard is finished.
     """
 
     def __init__(
@@ -227,8 +223,7 @@ class ShardWriter:
     def _open_shard(self, num_bytes: int) -> h5py.File:
         """Return the shard being written, with `num_bytes` more of the disk reserved.
 
-        A failed write inside HDF5 leaves a file that cannot be closed, and the process ends by a segmentation fault. So the
-        space is reserved before HDF5 needs it.
+        A failed write inside HDF5 ends the process by a segmentation fault, so the space is reserved before HDF5 needs it.
         """
         try:
             if self._file is None:
@@ -305,7 +300,7 @@ class CacheWriter(ShardWriter):
             variant: variant for which the samples are made.
             fingerprint: fingerprint of encoders and settings, nested JSON values.
             max_samples: largest number of samples of a shard.
-            max_bytes: size at which a shard is finished; the last sample may exceed it.
+            max_bytes: size at which a shard is finished.
 
         Raises:
             CacheError: if the folder contains other files or a cache with another fingerprint (both values are named), or
