@@ -1,1 +1,1 @@
-"""Attention over packed sequences: kernels behind one contract, variable-length attention, Ulysses and ring attention."""
+"""Attention on packed sequences: attention kernels, variable-length attention, Ulysses attention and ring attention."""

@@ -1,6 +1,9 @@
 """Packed sequences: segment boundaries for attention, and the metadata that the model needs for each token.
 
-Letters: T tokens of a bin, L local tokens of a rank, S samples, R ring degree.
+A bin is the list of samples that are packed into one sequence for one forward pass. A ring row is the part of a bin that
+one Ulysses group holds. Without ring attention, the whole bin is one ring row.
+
+Letters: T tokens of a bin, L local tokens of a rank with padding, S samples, R ring degree.
 """
 
 from __future__ import annotations
@@ -13,18 +16,20 @@ import torch
 from torch import Tensor
 
 ChunkLens = tuple[tuple[int, ...], ...]
-"""[R][S]: number of tokens of each sample in each ring row."""
+"""Type of a table of lengths: entry [r][s] is the number of tokens of sample s in ring row r."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Block-diagonal attention pattern: rows of q in segment i attend to rows of k in segment i only.
+    """Block-diagonal attention pattern: rows of q in segment i attend only to rows of k in segment i.
+
+    Segments are contiguous: each segment starts at the row after the previous segment.
 
     Attributes:
-        lens_q: number of rows of q per segment; host integers, so that planning never waits for a device.
-        lens_k: number of rows of k per segment. Zero is allowed for q and for k.
-        cu_seqlens_q: int32 [S+1], cumulative `lens_q`, starting with 0.
-        cu_seqlens_k: int32 [S+1], cumulative `lens_k`, starting with 0.
+        lens_q: number of rows of q in each segment. The numbers are host integers, so that planning never waits for a GPU.
+        lens_k: number of rows of k in each segment. The numbers in `lens_q` and `lens_k` can be 0.
+        cu_seqlens_q: int32 [S+1] for S segments, cumulative sum of `lens_q`, starting with 0.
+        cu_seqlens_k: int32 [S+1] for S segments, cumulative sum of `lens_k`, starting with 0.
     """
 
     lens_q: tuple[int, ...]
@@ -36,7 +41,13 @@ class Segments:
     def build(
         cls, lens_q: Sequence[int], lens_k: Sequence[int] | None = None, device: torch.device | str = "cpu"
     ) -> Segments:
-        """Build segments from their lengths. Without `lens_k`, every segment attends to itself."""
+        """Build segments from the number of rows in each segment.
+
+        Args:
+            lens_q: number of rows of q in each segment.
+            lens_k: number of rows of k in each segment. None means the numbers in `lens_q`.
+            device: device of the cumulative lengths.
+        """
         queries = tuple(lens_q)
         keys = queries if lens_k is None else tuple(lens_k)
         assert len(queries) == len(keys), f"{len(queries)} segments of q, {len(keys)} segments of k"
@@ -46,21 +57,21 @@ class Segments:
 
     @property
     def max_seqlen_q(self) -> int:
-        """Number of rows of the longest segment of q."""
+        """Largest number of rows of q in a segment; 0 without segments."""
         return max(self.lens_q, default=0)
 
     @property
     def max_seqlen_k(self) -> int:
-        """Number of rows of the longest segment of k."""
+        """Largest number of rows of k in a segment; 0 without segments."""
         return max(self.lens_k, default=0)
 
     def to(self, device: torch.device | str) -> Segments:
-        """Copy the segments to `device`."""
+        """Return a copy of the segments with the cumulative lengths on `device`."""
         cu_q, cu_k = (x.to(device, non_blocking=True) for x in (self.cu_seqlens_q, self.cu_seqlens_k))
         return Segments(self.lens_q, self.lens_k, cu_q, cu_k)
 
     def pairs(self) -> Iterator[tuple[slice, slice]]:
-        """Yield the rows of q and the rows of k of every segment that has both."""
+        """Yield (slice of q, slice of k) for every segment that has rows of q and rows of k."""
         start_q = start_k = 0
         for len_q, len_k in zip(self.lens_q, self.lens_k, strict=True):
             if len_q and len_k:
@@ -68,11 +79,23 @@ class Segments:
             start_q, start_k = start_q + len_q, start_k + len_k
 
     def idle_q(self, num_rows: int) -> Iterator[slice]:
-        """Yield the rows of q that attend to nothing: no keys in the segment, or rows after the last segment."""
+        """Yield the slices of q whose rows attend to no key.
+
+        These rows are in segments without rows of k, or come after the last segment.
+
+        Args:
+            num_rows: number of rows of q.
+        """
         yield from _idle(self.lens_q, self.lens_k, num_rows)
 
     def idle_k(self, num_rows: int) -> Iterator[slice]:
-        """Yield the rows of k that no row of q attends to."""
+        """Yield the slices of k that no row of q attends to.
+
+        These rows are in segments without rows of q, or come after the last segment.
+
+        Args:
+            num_rows: number of rows of k.
+        """
         yield from _idle(self.lens_k, self.lens_q, num_rows)
 
 
@@ -89,18 +112,24 @@ def _idle(lens: Sequence[int], partner_lens: Sequence[int], num_rows: int) -> It
 
 @dataclass(frozen=True)
 class PackedMeta:
-    """Positions, samples and lengths of a rank's tokens.
+    """Positions, sample indices and lengths of the tokens that one rank holds.
+
+    L is the number of tokens on this rank, padding included. A ring row is the part of the bin (the packed samples) that one
+    Ulysses group holds.
 
     Attributes:
-        positions: int64 [L, 3], (frame, row, column) of each token in the token grid of its sample.
+        positions: int64 [L, 3], (frame, row, column) of each token in the token grid of the token's sample.
         segment_ids: int64 [L], sample index of each token, ascending.
-        chunk_lens: number of tokens of each sample in each ring row, for self-attention; one ring row without a ring.
-        local_seq_lens: number of local tokens of each sample. Tail padding, if any, follows the last sample.
+        chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r, for self-attention. Without ring
+            attention,
+            there is one ring row.
+        local_seq_lens: number of tokens of each sample on this rank. Padding can follow the last sample.
         text_lens: number of text tokens of each sample, without padding.
-        timestep_lens: number of local tokens of each timestep, if a sample can have several timesteps. Empty means one
-            timestep per sample.
-        timestep_samples: sample index of each timestep. Empty means one timestep per sample.
-        dropout_keys: 64 random bits per sample for the dropout masks. Empty without dropout.
+        timestep_lens: number of tokens on this rank for each timestep, if a sample can have several timesteps. Empty means
+            that
+            every sample has one timestep.
+        timestep_samples: sample index of each timestep. Empty means that every sample has one timestep.
+        dropout_keys: 64 random bits for each sample, from which its dropout masks are computed. Empty without dropout.
     """
 
     positions: Tensor
@@ -123,12 +152,18 @@ class PackedMeta:
 
     @property
     def padded_seq_lens(self) -> tuple[int, ...]:
-        """`local_seq_lens` with the tail padding added to the last sample; the sum is L."""
+        """Number of tokens of each sample on this rank.
+
+        The padding at the end counts as tokens of the last sample, so the sum is the length of `segment_ids`.
+        """
         return self._with_padding(self.local_seq_lens)
 
     @property
     def padded_timestep_lens(self) -> tuple[int, ...]:
-        """`timestep_lens` with the tail padding added to the last timestep; the sum is L."""
+        """Number of tokens on this rank for each timestep.
+
+        The padding at the end counts as tokens of the last timestep, so the sum is the length of `segment_ids`.
+        """
         return self._with_padding(self.timestep_lens or self.local_seq_lens)
 
     def _with_padding(self, lens: tuple[int, ...]) -> tuple[int, ...]:
@@ -136,7 +171,7 @@ class PackedMeta:
         return *first, last + len(self.segment_ids) - sum(lens)
 
     def to(self, device: torch.device | str) -> PackedMeta:
-        """Copy the tensors to `device`."""
+        """Return a copy of the metadata with the tensors on `device`."""
         return replace(
             self,
             positions=self.positions.to(device, non_blocking=True),
@@ -145,5 +180,5 @@ class PackedMeta:
 
 
 def segment_ids_of(seq_lens: Sequence[int]) -> Tensor:
-    """Return the sample index of each token of a bin, int64 [T]."""
+    """Return the sample index of each token of the packed samples, int64 [sum of `seq_lens`]."""
     return torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(seq_lens, dtype=torch.int64))

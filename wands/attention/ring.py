@@ -1,15 +1,19 @@
 """Ring attention on packed rows.
 
-A block is the keys and values of one ring row. The blocks travel around the ring, and every rank attends to each block that the
-rank receives.
+A bin is the list of samples that are packed into one sequence. A ring row is the part of a bin that one Ulysses group holds.
+A block is the keys and values of one ring row. The blocks travel around the ring, and every rank attends to each block that
+the rank receives.
 
-Forward and backward are custom operators, so activation checkpointing sees each operator as one node. Activation checkpointing
-can then keep the result of the forward instead of repeating the ring. torch.compile uses the registered gradient. An operator
-takes only tensors, numbers and strings. The chunk lengths are therefore one flat list, and process groups are names.
+The forward pass and the backward pass are custom operators, so activation checkpointing sees each pass as one node.
+Activation
+checkpointing can then keep the result of the forward pass instead of repeating the ring. torch.compile uses the registered
+gradient. An operator takes only tensors, numbers and strings. The chunk lengths are therefore one flat list, and process
+groups
+are passed by name.
 
 Letters: N tokens of a ring row, H heads, D head dim, R ring degree, S samples.
-Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers". Backward: Dao et al. 2022, "FlashAttention", algorithm 4;
-the gradient of a block needs the log-sum-exp over all blocks.
+Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers". Backward pass: Dao et al. 2022, "FlashAttention",
+algorithm 4; the gradient of a block needs the log-sum-exp over all blocks.
 """
 
 from __future__ import annotations
@@ -31,12 +35,14 @@ from wands.distributed.layout import ring_rounds
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Self-attention of a ring row: the callable (q, k, v, meta) -> out for `ring_attention`.
+    """Self-attention of a ring row: a callable that maps (q, k, v, meta) to the output of `ring_attention`.
+
+    A ring row is the part of the packed samples that one Ulysses group holds.
 
     Attributes:
         backend: attention kernel.
-        group: ranks of the ring; None if R is 1.
-        grad_group: a second communicator over the ranks of `group`.
+        group: ranks of the ring; None if the ring has one rank.
+        grad_group: a second communicator over the ranks of `group`, for the gradients of k and v.
     """
 
     backend: Backend
@@ -44,7 +50,17 @@ class RingAttention:
     grad_group: dist.ProcessGroup | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
-        """Attend inside samples: [N, H, D] three times -> [N, H, D]."""
+        """Run self-attention inside each sample.
+
+        Args:
+            q: [N, H, D], for the N tokens of this rank's ring row, H heads and head dim D.
+            k: [N, H, D].
+            v: [N, H, D].
+            meta: metadata of the packed samples, with the chunk lengths.
+
+        Returns:
+            [N, H, D] in q's dtype.
+        """
         return ring_attention(q, k, v, meta.chunk_lens, self.backend, self.group, self.grad_group)
 
 
@@ -57,15 +73,20 @@ def ring_attention(
     group: dist.ProcessGroup | None = None,
     grad_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Attend inside samples whose chunks are spread over the ring rows.
+    """Run self-attention inside each sample, where the tokens of a sample are spread over the ring.
+
+    A ring row is the part of the packed samples that one Ulysses group holds. A chunk is the part of a sample in one ring
+    row.
 
     Args:
-        q: [N, H, D], this rank's ring row. Rows after the last sample are padding, and their output is 0.
+        q: [N, H, D], for the N tokens of this rank's ring row, H heads and head dim D. Rows after the last sample are
+            padding, and
+            their output is 0.
         k: [N, H, D].
         v: [N, H, D].
-        chunk_lens: number of tokens of each sample in each ring row, [R][S].
+        chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r.
         backend: attention kernel.
-        group: ranks of the ring; None if R is 1.
+        group: ranks of the ring; None if there is one ring row.
         grad_group: a second communicator over the ranks of `group`, for the gradients of k and v.
 
     Returns:
@@ -91,10 +112,21 @@ def ring_forward(
     backend: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward of `ring_attention`. Only the backward uses `grad_group`.
+    """Run the forward pass of `ring_attention` as a custom operator.
+
+    Args:
+        q: [N, H, D], for N tokens, H heads and head dim D.
+        k: [N, H, D].
+        v: [N, H, D].
+        lens: the chunk lengths of `ring_attention` as a flat list.
+        degree: number of ranks in the ring.
+        group: name of the ring's process group; empty if `degree` is 1.
+        grad_group: name of the process group for gradients. Only the backward pass uses this group.
+        backend: name of the attention kernel.
+        scale: factor on the attention scores.
 
     Returns:
-        out [N, H, D], and the log-sum-exp of the scores [H, N].
+        (out, lse): the output [N, H, D], and the log-sum-exp of the scores [H, N].
     """
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:
@@ -128,10 +160,11 @@ def ring_backward(
     backend: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v.
+    """Return the gradients of q, k and v for `ring_forward`.
 
-    The gradient of a block follows the block around the ring. Each rank adds a part to the gradient and sends the sum to the next
-    rank. The last transfer brings the sum to the rank that owns the block.
+    A block is the keys and values of one rank. The gradient of a block follows the block around the ring. Each rank adds a
+    summand to
+    the gradient and sends the sum to the next rank. The last transfer brings the sum to the rank that owns the block.
     """
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:
@@ -142,7 +175,7 @@ def ring_backward(
     rank, rounds = dist.get_rank(ring), ring_rounds(chunk_lens)
     dq = torch.zeros_like(q, dtype=_fp32_or_wider(q), memory_format=torch.contiguous_format)
     block = torch.stack([k, v])
-    own_dblock: Tensor | None = None  # this rank's part of the gradient of this rank's block; never sent
+    own_dblock: Tensor | None = None  # this rank's summand of the gradient of this rank's block; never sent
     grad_transfer: _RingTransfer | None = None
     for step in range(rounds):
         transfer = _RingTransfer(block, ring) if step + 1 < rounds else None
@@ -161,12 +194,12 @@ def ring_backward(
     if grad_transfer:
         own_dblock += grad_transfer.wait()
     dk, dv = own_dblock.unbind()
-    # Copies, because the results of an operator must not share memory.
+    # Copy dk and dv, because the results of an operator must not share memory.
     return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
 
 class _RingTransfer:
-    """Asynchronous transfer: send a block to the next rank of the ring, receive a block from the previous rank."""
+    """Asynchronous transfer: send a block to the next rank of the ring, and receive a block from the previous rank."""
 
     def __init__(self, block: Tensor, group: dist.ProcessGroup) -> None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -177,16 +210,23 @@ class _RingTransfer:
         )
 
     def wait(self) -> Tensor:
-        """Wait for both directions and return the received block."""
+        """Wait until the block is sent and another block is received. Return the received block."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge the attention to one block of keys into `out` and `lse`, in place, in fp32 or wider."""
+    """Add one block of keys to the attention result in `out` and `lse`, in place.
+
+    Args:
+        out: [N, H, D] in fp32 or wider, attention output over the blocks merged so far.
+        lse: [H, N] in fp32 or wider, log-sum-exp of the scores over the blocks merged so far.
+        block_out: [N, H, D], attention output over the new block.
+        block_lse: [H, N], log-sum-exp of the scores over the new block.
+    """
     merged = torch.logaddexp(lse, block_lse)
-    finite = merged.masked_fill(merged == -torch.inf, 0.0)  # rows without a key so far stay 0
+    finite = merged.masked_fill(merged == -torch.inf, 0.0)  # the output of rows without a key so far stays 0
     weight, block_weight = ((x - finite).exp().mT.unsqueeze(-1) for x in (lse, block_lse))
     out.mul_(weight).addcmul_(block_out.to(out.dtype), block_weight)
     lse.copy_(merged)
@@ -204,7 +244,7 @@ def _split_rows(lens: tuple[int, ...], degree: int) -> ChunkLens:
 
 @lru_cache(maxsize=512)
 def _segments(lens_q: tuple[int, ...], lens_k: tuple[int, ...], device: torch.device) -> Segments:
-    """Build segments once for all layers, because every `cu_seqlens` is a copy to the device."""
+    """Build segments once for all layers, because each call copies the cumulative lengths to the device."""
     return Segments.build(lens_q, lens_k, device)
 
 

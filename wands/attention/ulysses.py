@@ -1,9 +1,9 @@
-"""Ulysses attention: DeepSpeed's DistributedAttention, with ring attention as its local attention.
+"""Ulysses attention: DeepSpeed's DistributedAttention with ring attention as the local attention.
 
-The two exchanges are custom operators, and each is the gradient of the other. Activation checkpointing therefore sees every
-exchange as one node, and can keep the received tensors instead of sending them again.
+The two all-to-alls are custom operators, and each is the gradient of the other. Activation checkpointing therefore sees each
+all-to-all as one node, and can keep the received tensors instead of sending them again.
 
-Letters: L local tokens, N = L * U tokens of a ring row, H heads, D head dim, U Ulysses degree.
+Letters: L local tokens of a rank, U Ulysses degree, N = L * U tokens of a Ulysses group, H heads, D head dim.
 Sources: Jacobs et al. 2023, "DeepSpeed Ulysses"; Fang and Zhao 2024, "USP".
 """
 
@@ -22,7 +22,7 @@ from wands.attention.packed import PackedMeta
 from wands.attention.ring import RingAttention
 
 BATCH_AXIS, TOKEN_AXIS, HEAD_AXIS = 0, 1, 2
-"""Axes of a [B, L, H, D] tensor."""
+"""Axes of a tensor of shape [batch, tokens, heads, head dim]."""
 
 
 def context_attention(
@@ -33,31 +33,33 @@ def context_attention(
     *,
     fused: bool = True,
 ) -> UlyssesAttention | RingAttention:
-    """Build the self-attention of packed tokens that a context-parallel group shares.
+    """Build the self-attention of packed samples whose tokens are split over a context-parallel group.
 
     Args:
         backend: attention kernel of every rank.
         ulysses: ranks that share heads; None if the Ulysses degree is 1.
-        ring: ranks that share samples; None if the ring degree is 1.
-        ring_grad: a second communicator over the ranks of `ring`.
+        ring: ranks that exchange keys and values in a ring; None if the ring degree is 1.
+        ring_grad: a second communicator over the ranks of `ring`, for the gradients of k and v.
         fused: send q, k and v in one all-to-all instead of three.
 
     Returns:
-        A callable (q, k, v, meta) -> out, with all tensors [L, H, D]; see `wands.model.transformer.SelfAttention`.
+        A callable that maps (q, k, v, meta) to the attention output. q, k, v and the output have the shape [L, H, D], for L
+        local
+        tokens, H heads and head dim D. See `wands.model.transformer.SelfAttention`.
     """
     attention = RingAttention(backend, ring, ring_grad)
     return attention if ulysses is None else UlyssesAttention(attention, ulysses, fused=fused)
 
 
 class UlyssesAttention(DistributedAttention):
-    """DistributedAttention on packed tokens, with one all-to-all for q, k and v.
+    """DeepSpeed's DistributedAttention for packed tokens, with one all-to-all for q, k and v.
 
-    Without `fused`, the forward is DeepSpeed's own, with three all-to-alls. Both return the same bits.
+    If `fused` is False, DeepSpeed's own forward pass runs, with three all-to-alls. Both forward passes return the same bits.
 
     Args:
-        local_attention: attention of the tokens of a ring row and some of the heads, (q, k, v, meta) -> out.
-        group: ranks that share heads; the group size U divides H.
-        fused: send q, k and v in one all-to-all.
+        local_attention: attention of all tokens of the Ulysses group for some of the heads.
+        group: ranks that share heads. The number of ranks must divide the number of heads.
+        fused: send q, k and v in one all-to-all instead of three.
     """
 
     def __init__(
@@ -71,13 +73,13 @@ class UlyssesAttention(DistributedAttention):
         self._group = group.group_name, group.size()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
-        """Attend inside samples whose tokens the context-parallel group shares.
+        """Run self-attention inside each sample, where the tokens of a sample are split over the context-parallel group.
 
         Args:
-            q: [L, H, D].
+            q: [L, H, D], for L local tokens, H heads and head dim D.
             k: [L, H, D].
             v: [L, H, D].
-            meta: chunk lengths of the bin.
+            meta: metadata of the packed samples, with the chunk lengths.
 
         Returns:
             [L, H, D].
@@ -91,22 +93,31 @@ class UlyssesAttention(DistributedAttention):
 
 @torch.library.custom_op("wands::to_heads", mutates_args=())
 def to_heads(x: Tensor, group: str, degree: int) -> Tensor:
-    """Exchange local tokens of all heads for all tokens of some heads.
+    """Exchange the local tokens of all heads for the group's tokens of some heads.
 
     Args:
-        x: [B, L, H, D].
+        x: [B, L, H, D], for batch size B, L local tokens, H heads and head dim D.
         group: name of the Ulysses group.
-        degree: U, the number of ranks in the group; U divides H.
+        degree: U, the number of ranks in the group; U must divide H.
 
     Returns:
-        [B, N, H / U, D].
+        [B, L * U, H / U, D].
     """
     return _all_to_all(x, HEAD_AXIS, TOKEN_AXIS, group)
 
 
 @torch.library.custom_op("wands::to_tokens", mutates_args=())
 def to_tokens(x: Tensor, group: str, degree: int) -> Tensor:
-    """Undo `to_heads`: [B, N, H / U, D] -> [B, L, H, D]."""
+    """Undo `to_heads`.
+
+    Args:
+        x: [B, L * U, H / U, D], for batch size B, L local tokens, H heads and head dim D.
+        group: name of the Ulysses group.
+        degree: U, the number of ranks in the group.
+
+    Returns:
+        [B, L, H, D].
+    """
     return _all_to_all(x, TOKEN_AXIS, HEAD_AXIS, group)
 
 
@@ -145,7 +156,9 @@ OPERATORS = {
     "attn_input": (torch.ops.wands.to_heads.default,),
     "attn_output": (torch.ops.wands.ring_forward.default, torch.ops.wands.to_tokens.default),
 }
-"""Tensor names of `wands.model.checkpointing` -> operators whose results activation checkpointing keeps under the name.
+"""Maps tensor names of `wands.model.checkpointing` to operators whose results have these names.
 
-With `fused=False`, DeepSpeed's own exchanges are repeated in backward: they are not operators.
+Activation checkpointing can keep the results of these operators.
+
+With `fused=False`, DeepSpeed's all-to-alls are not operators. They are therefore always repeated in the backward pass.
 """

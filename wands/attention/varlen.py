@@ -1,4 +1,4 @@
-"""Variable-length attention on packed rows, with gradients, for tokens that are all on this rank.
+"""Variable-length attention on packed rows, with gradients. All tokens must be on this rank.
 
 Letters: T rows, H heads, D head dim.
 """
@@ -21,30 +21,31 @@ __all__ = ["Backend", "PaddedSegments", "Segments", "choose_backend", "padded_at
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, backend: Backend, scale: float | None = None
 ) -> Tensor:
-    """Attend inside segments.
+    """Run attention in which rows of q attend only to rows of k in the same segment.
 
     Args:
-        q: [Tq, H, D].
+        q: [Tq, H, D], for Tq rows, H heads and head dim D.
         k: [Tk, H, D].
         v: [Tk, H, D].
-        segments: rows of q and of k in each segment.
+        segments: number of rows of q and of k in each segment.
         backend: attention kernel.
-        scale: factor on the scores; None means 1/sqrt(D).
+        scale: factor on the attention scores; None means 1/sqrt(D).
 
     Returns:
-        [Tq, H, D] in q's dtype; 0 in rows that attend to nothing.
+        [Tq, H, D] in q's dtype. Rows of q that attend to no key are 0.
     """
     return _VarlenAttention.apply(q, k, v, segments, backend, _scale(q, scale))
 
 
 @dataclass(frozen=True)
 class PaddedSegments:
-    """Segments whose keys are padded to a common length with copies of one pad key, without storing the copies.
+    """Segments whose keys are padded to a common length with copies of one padding key. The copies are not stored.
 
     Attributes:
         segments: rows of q and of k in each segment, without padding.
-        pad_segment: one segment of all rows of q and the pad key.
-        log_num_pads: fp64 [Tq], logarithm of the number of pad keys that each row of q attends to; -inf for no pad keys.
+        pad_segment: one segment that contains all rows of q and the single padding key.
+        log_num_pads: fp64 [Tq] for Tq rows of q, logarithm of the number of padding keys that each row of q attends to. The
+            logarithm is -inf for rows without padding keys.
     """
 
     segments: Segments
@@ -83,20 +84,21 @@ def padded_attention(
     backend: Backend,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend inside segments whose keys are padded with copies of `pad_k`, at the cost of the segments without padding.
+    """Run attention inside segments whose keys are padded with copies of the key `pad_k`.
 
-    n equal keys have the weight n * exp(score) in the softmax. The pad keys are therefore one block of one key with log-sum-exp
-    score + log(n), and this block is merged with the other keys.
+    The padding costs almost nothing. n equal keys have the weight n * exp(score) in the softmax. All padding keys are
+    therefore one
+    block of one key with log-sum-exp score + log(n). The result for this block is merged with the result for the other keys.
 
     Args:
-        q: [Tq, H, D].
+        q: [Tq, H, D], for Tq rows, H heads and head dim D.
         k: [Tk, H, D], without padding.
         v: [Tk, H, D], without padding.
-        pad_k: [H, D].
-        pad_v: [H, D].
-        padded: rows of q and of k in each segment, and the number of pad keys.
+        pad_k: [H, D], key of the padding.
+        pad_v: [H, D], value of the padding.
+        padded: rows of q and of k in each segment, and the number of padding keys.
         backend: attention kernel.
-        scale: factor on the scores; None means 1/sqrt(D).
+        scale: factor on the attention scores; None means 1/sqrt(D).
 
     Returns:
         [Tq, H, D] in q's dtype.
@@ -140,8 +142,8 @@ class _PaddedAttention(torch.autograd.Function):
         out, lse = backend.forward(q, k, v, padded.segments, scale)
         _, pad_lse = backend.forward(q, pad_k[None], pad_v[None], padded.pad_segment, scale)
         pad_lse = pad_lse + padded.log_num_pads.to(lse.dtype)
-        # Softmax weights of the pad keys and of the other keys, each rounded from fp32. In bf16, 1 - pad_weight would be only
-        # rounding error for a short text with many pads.
+        # Softmax weights of the padding keys and of the other keys, each rounded from fp32. For a short text with many padding
+        # keys, 1 - pad_weight in bf16 would be only rounding error.
         pad_weight, weight = (
             torch.sigmoid(x).mT[..., None].to(out.dtype) for x in (pad_lse - lse, lse - pad_lse)
         )
@@ -155,7 +157,7 @@ class _PaddedAttention(torch.autograd.Function):
         q, k, v, pad_k, pad_v, out, lse = ctx.saved_tensors
         padded, backward = ctx.padded, ctx.backend.backward
         dq, dk, dv = backward(dout, q, k, v, out, lse, padded.segments, ctx.scale)
-        # exp(score - (lse - log n)) is the probability of all n pad keys together.
+        # exp(score - (lse - log n)) is the probability of all n padding keys together.
         pad_lse = lse - padded.log_num_pads.to(lse.dtype)
         pad_block = (q, pad_k[None], pad_v[None], out, pad_lse, padded.pad_segment, ctx.scale)
         pad_dq, dpad_k, dpad_v = backward(dout, *pad_block)

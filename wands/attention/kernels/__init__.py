@@ -1,1 +1,1 @@
-"""Attention kernels. The contract, and the steps to add a kernel, are in contract.py."""
+"""Attention kernels. The module contract.py describes their interface and the steps to add a kernel."""

@@ -1,23 +1,34 @@
-"""Contract of an attention kernel: forward with log-sum-exp, and backward. `REFERENCE` implements it in plain PyTorch.
+"""Interface of an attention kernel: a forward pass that also returns the log-sum-exp, and a backward pass.
+
+`REFERENCE` implements the interface in plain PyTorch.
 
 Letters: T rows, H heads, D head dim, S segments. All tensors are packed, [T, H, D], without a batch axis.
 
-The backward takes `out` and `lse` as arguments and does not compute them again. A ring merges the results of several blocks of
-keys and passes the *merged* `out` and `lse`. exp(score - lse) is then the probability over the whole row, and the backward of a
-block returns exactly the block's part of the gradient. Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
+The backward pass takes `out` and `lse` as arguments and does not compute them again. A ring merges the results of several
+blocks
+of keys and passes the *merged* `out` and `lse`. exp(score - lse) is then the probability over all keys of a row. The
+backward pass
+of a block therefore returns exactly the summand of the gradient that comes from this block.
+Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
 
 How to add a kernel:
 
-1. Write the kernel's two calls (`run_forward`, `run_backward`) in flash.py. Kernel for CUDA: add a `FlashBackend` row to
-   `FLASH_BACKENDS`, at its rank under `attention.backend=auto`. Other kernel: add a `Backend` to `BACKENDS` in registry.py, and
-   its requirements to `_unmet_requirement`. `Backend` fills the rows that attend to nothing and skips calls without keys.
+1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. For a CUDA kernel, add a `FlashBackend` to
+   `FLASH_BACKENDS`; `attention.backend=auto` tries this list from the top. For another kernel, add a `Backend` to `BACKENDS`
+   in
+   registry.py, and add its requirements to `_unmet_requirement`. The `Backend` class sets the result of rows that attend to
+   no
+   key, and does not call the kernel if there are no keys.
 2. Add the name to `AttentionConfig.backend` in wands/config/recipe.py.
-3. An optional package: import it inside the two calls, add an extra to pyproject.toml, and add the package to `ONE_IMPORTER`
-   in tests/unit/test_layering.py.
-4. Tests: add the name to `CUDA_BACKENDS` or `CPU_DTYPES` in tests/support/plain.py, and a fake module with the package's
-   signatures to tests/unit/attention/test_kernels.py, so that the calls are tested on machines without a GPU.
-5. `python -m pytest tests/unit/attention -m gpu` compares the kernel with float64 attention on the GPU. In a training run,
-   `choose_backend` checks the kernel once per process with self_check.py and rejects a kernel whose results are wrong.
+3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the package
+   to
+   `ONE_IMPORTER` in tests/unit/test_layering.py.
+4. Add the name to `CUDA_BACKENDS` or `CPU_DTYPES` in tests/support/plain.py. Add a fake module with the package's signatures
+   to
+   tests/unit/attention/test_kernels.py, so that machines without a GPU test the two functions.
+5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. In a
+   training
+   run, `choose_backend` checks the kernel once per process with self_check.py and rejects a kernel whose results are wrong.
 """
 
 from __future__ import annotations
@@ -36,12 +47,16 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Backend:
-    """An attention kernel over segments.
+    """An attention kernel for packed rows. Rows of q attend only to rows of k in the same segment.
 
     Attributes:
         name: value of `attention.backend` that selects the kernel.
-        run_forward: the kernel's forward; rows that attend to nothing may contain any values.
-        run_backward: the kernel's backward; rows without a partner may contain any values.
+        run_forward: the kernel's forward pass, with the arguments and results of `forward`. Rows of q that attend to no key
+            may
+            contain any values.
+        run_backward: the kernel's backward pass, with the arguments and results of `backward`. Rows of q that attend to no
+            key, and
+            rows of k that no row of q attends to, may contain any values.
     """
 
     name: str
@@ -51,18 +66,20 @@ class Backend:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend inside segments.
+        """Run attention in which rows of q attend only to rows of k in the same segment.
 
         Args:
-            q: [Tq, H, D].
+            q: [Tq, H, D], for Tq rows, H heads and head dim D.
             k: [Tk, H, D].
             v: [Tk, H, D].
-            segments: rows of q and of k in each segment.
-            scale: factor on the scores.
+            segments: number of rows of q and of k in each segment.
+            scale: factor on the attention scores.
 
         Returns:
-            out [Tq, H, D] in q's dtype, and lse [H, Tq] in fp32 (fp64 for fp64): the natural logarithm of the sum of exp of
-            the scaled scores. Rows that attend to nothing have out 0 and lse -inf.
+            (out, lse). out is the attention output, [Tq, H, D] in q's dtype. lse is the natural logarithm of the sum of
+            exp(scale * score) over the keys, [H, Tq] in fp32 (fp64 for fp64 inputs). Rows of q that attend to no key have
+            out 0 and
+            lse -inf.
         """
         if _has_no_pairs(segments):
             return torch.zeros_like(q), _new_lse(q)
@@ -83,20 +100,24 @@ class Backend:
         segments: Segments,
         scale: float,
     ) -> Grads:
-        """Compute the part of the gradients that comes from these keys, given the final `out` and `lse` of every row.
+        """Compute the gradients that come from one block of keys.
+
+        `out` and `lse` are the results over all blocks of keys, not only over this block.
 
         Args:
             dout: [Tq, H, D], gradient of `out`.
-            q: [Tq, H, D].
-            k: [Tk, H, D].
-            v: [Tk, H, D].
-            out: [Tq, H, D], the output over all blocks of keys.
-            lse: [H, Tq], the log-sum-exp over all blocks of keys. A row with +inf contributes to no gradient.
-            segments: rows of q and of k in each segment.
-            scale: factor on the scores.
+            q: [Tq, H, D], for Tq rows, H heads and head dim D.
+            k: [Tk, H, D], this block of keys.
+            v: [Tk, H, D], values of this block.
+            out: [Tq, H, D], attention output over all blocks.
+            lse: [H, Tq], log-sum-exp of the scores over all blocks. A row with +inf contributes to no gradient.
+            segments: number of rows of q and of k in each segment.
+            scale: factor on the attention scores.
 
         Returns:
-            dq, dk and dv in the shapes and dtypes of q, k and v; 0 in rows without a partner.
+            (dq, dk, dv) in the shapes and dtypes of q, k and v. Rows of q that attend to no key, and rows of k that no row
+            of q attends
+            to, have the gradient 0.
         """
         if _has_no_pairs(segments):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -110,12 +131,12 @@ class Backend:
 
 
 def _has_no_pairs(segments: Segments) -> bool:
-    """Return whether no row of q has a key: some kernels would then launch an empty grid, which is a CUDA error."""
+    """Return whether no row of q has a key. Some CUDA kernels would then launch an empty grid, which is an error."""
     return next(segments.pairs(), None) is None
 
 
 def _new_lse(q: Tensor) -> Tensor:
-    """Return the lse of rows that attend to nothing."""
+    """Return the log-sum-exp of rows that attend to no key: -inf, [H, T] for q of shape [T, H, D]."""
     return q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_score_dtype(q))
 
 
@@ -155,9 +176,13 @@ def _score_dtype(x: Tensor) -> torch.dtype:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[T, H, D] -> [H, T, D] in the dtype of the scores."""
+    """Transpose [T, H, D] to [H, T, D], and cast the tensor to at least fp32."""
     return x.transpose(0, 1).to(_score_dtype(x))
 
 
 REFERENCE = Backend("reference", _reference_forward, _reference_backward)
-"""Explicit softmax, segment by segment: runs on any device in any dtype, and stores whole score matrices."""
+"""Softmax attention in plain PyTorch, one segment after another.
+
+It runs on any device in any dtype. It stores whole score matrices, so its memory grows with the square of the segment
+length.
+"""

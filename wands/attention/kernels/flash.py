@@ -1,8 +1,10 @@
-"""Flash attention kernels: PyTorch's for CPUs and for CUDA, and the flash-attn packages 2, 3 and 4.
+"""Flash attention kernels: PyTorch's kernels for CPUs and for CUDA, and the flash-attn packages 2, 3 and 4.
 
-Letters: T rows, H heads, D head dim. The calls use the signatures of torch 2.11 to 2.13, flash-attn 2.8.3, the
-``flash_attn_interface.py`` of flash-attn 3 since September 2025 (earlier versions have no defaults and fail the self-check), and
-flash-attn-4 4.0.0b36. For packed rows, every kernel returns lse as natural logarithms, fp32 [H, T].
+Letters: T rows, H heads, D head dim. The calls use the signatures of torch 2.11 to 2.13, flash-attn 2.8.3, flash-attn-4
+4.0.0b36,
+and the ``flash_attn_interface.py`` of flash-attn 3 since September 2025. Earlier versions of flash-attn 3 have no defaults
+and
+fail the self-check. For packed rows, every kernel returns the log-sum-exp as natural logarithms, fp32 [H, T].
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def _cpu_backward(
 
 
 CPU = Backend("cpu", _cpu_forward, _cpu_backward)
-"""PyTorch's flash attention for CPUs, called once per segment: a loop costs less than padding or masking."""
+"""PyTorch's flash attention for CPUs, called once per segment. A loop over segments costs less than padding or masking."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class FlashBackend(Backend):
     """A flash attention kernel for CUDA in bf16 or fp16.
 
     Attributes:
-        min_major: smallest major compute capability that runs forward and backward.
-        max_major: largest major compute capability that does; None if newer GPUs run the kernel too.
+        min_major: smallest major compute capability that runs the kernel's forward pass and backward pass.
+        max_major: largest major compute capability that runs the kernel. None means that all newer GPUs run the kernel.
         package: distribution that contains the kernel; None for PyTorch.
         install: instruction that installs the package, for error messages.
     """
@@ -63,12 +65,12 @@ class FlashBackend(Backend):
     install: str = ""
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Return whether a GPU of this compute capability runs the kernel forward and backward."""
+        """Return whether a GPU with this (major, minor) compute capability runs the kernel's forward pass and backward pass."""
         return self.min_major <= capability[0] <= (self.max_major or capability[0])
 
     @property
     def capability(self) -> str:
-        """Compute capabilities that run the kernel, for error messages."""
+        """Text for error messages: the compute capabilities that run the kernel, such as "9.0 to 12.x"."""
         newest = "or newer" if self.max_major is None else f"to {self.max_major}.x"
         return f"{self.min_major}.0 {newest}"
 
@@ -188,7 +190,7 @@ def _empty_grads(q: Tensor, k: Tensor, v: Tensor) -> Grads:
 
 
 def _batched(x: Tensor) -> Tensor:
-    """[T, H, D] -> [1, H, T, D], a view."""
+    """Return a view [1, H, T, D] of x [T, H, D]."""
     return x.transpose(0, 1)[None]
 
 
@@ -197,7 +199,7 @@ FLASH_BACKENDS = (
         "flash4",
         _flash4_forward,
         _flash4_backward,
-        min_major=9,  # 8.x has a forward and no backward
+        min_major=9,  # on 8.x, the package has a forward pass but no backward pass
         max_major=12,
         package="flash-attn-4",
         install="Run pip install 'wands[flash4]'",
@@ -206,8 +208,8 @@ FLASH_BACKENDS = (
         "flash3",
         _flash3_forward,
         _flash3_backward,
-        min_major=9,  # newer GPUs would start the kernels compiled for Hopper
-        max_major=9,
+        min_major=9,
+        max_major=9,  # newer GPUs would start the kernels compiled for Hopper
         package="flash-attn-3",
         install="Build the hopper folder of the flash-attention repository",
     ),
@@ -221,4 +223,4 @@ FLASH_BACKENDS = (
     ),
     FlashBackend("torch", _torch_forward, _torch_backward, min_major=8),
 )
-"""Kernels for CUDA, in the order in which `attention.backend=auto` tries them."""
+"""Kernels for CUDA. `attention.backend=auto` tries them in this order."""

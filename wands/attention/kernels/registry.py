@@ -1,8 +1,9 @@
-"""Select the attention kernel: the one that `attention.backend` names, or the fastest that runs here with right results.
+"""Select the attention kernel: the kernel that `attention.backend` names, or the fastest kernel that gives right results.
 
-A kernel for CUDA is used only after a check of its results (self_check.py), once per process: its log-sum-exp, and its backward
-with the log-sum-exp of several blocks. The check runs in the dtype and head dim of the run, on this GPU, with the installed
-versions.
+A kernel for CUDA is used only after a check of its results (self_check.py), once per process. The check covers the kernel's
+log-sum-exp, and its backward pass with the log-sum-exp of several blocks of keys. The check runs on this GPU, in the dtype
+and
+head dim of the training run, with the installed versions.
 """
 
 from __future__ import annotations
@@ -26,21 +27,23 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (REFERENCE,
 
 
 def get_backend(name: str) -> Backend:
-    """Return the kernel called `name`, without checking that it runs here; see `choose_backend`."""
+    """Return the kernel called `name`. Use `choose_backend` to check that the kernel runs on this machine."""
     return BACKENDS[name]
 
 
 def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int = 128) -> Backend:
-    """Return the kernel for `attention.backend`, and log its name once.
+    """Return the attention kernel for a value of `attention.backend`, and log the kernel's name once.
 
-    On a GPU, `auto` takes the first of flash4, flash3, flash2 and torch that is installed, supports the GPU and passes the check
-    of its results. It logs a warning for each kernel that fails the check. If no kernel is left, it takes the reference. On a
-    CPU, `auto` takes cpu.
+    On a GPU, `auto` tries flash4, flash3, flash2 and torch, in this order. It returns the first kernel that is installed,
+    supports the
+    GPU, and passes the check of its results. It logs a warning for each kernel that fails the check. If no kernel is left,
+    it returns
+    the reference kernel. On a CPU, `auto` returns the cpu kernel.
 
     Args:
         name: auto, reference, cpu, torch, flash2, flash3 or flash4.
         device: device of q, k and v.
-        dtype: dtype of q, k and v; under autocast, autocast's dtype.
+        dtype: dtype of q, k and v. Under autocast, this is the dtype of autocast.
         head_dim: last dimension of q, k and v.
 
     Raises:
@@ -84,7 +87,7 @@ def _fastest_backend(device: torch.device, dtype: torch.dtype, head_dim: int) ->
 
 
 def _unmet_requirement(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str] | None:
-    """Return the reason why a kernel cannot run at all, and the fix; None if it can."""
+    """Return (reason, fix) if the kernel cannot run on the device in the dtype; None if the kernel can run."""
     backend, use_auto = get_backend(name), "Use attention.backend=auto"
     if name == "cpu" and device.type != "cpu":
         return "the kernel is for CPUs", use_auto
@@ -102,7 +105,8 @@ def _unmet_requirement(name: str, device: torch.device, dtype: torch.dtype) -> t
 
 
 def _installed(package: str) -> bool:
-    # By distribution: flash-attn 2 and 4 share the module `flash_attn`, and some releases of 2 contain an old copy of 4.
+    # Look for the distribution, not the module: flash-attn 2 and 4 share the module `flash_attn`, and some releases of
+    # flash-attn 2 contain an old copy of flash-attn 4.
     try:
         importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
@@ -112,7 +116,7 @@ def _installed(package: str) -> bool:
 
 @cache
 def _fault(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return the error in a kernel's results; empty if the results are right."""
+    """Return a description of the error in a kernel's results; an empty text if the results are right."""
     try:
         check_backend(get_backend(name), device, dtype, head_dim)
     except Exception as error:  # packages of another version or build raise errors of any class
@@ -123,5 +127,5 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -
 
 @cache
 def _log_once(level: int, message: str) -> None:
-    """Log a message once per process: the run summary asks for the kernel too, not only the model."""
+    """Log a message once per process. The model and the run summary both choose the kernel."""
     logger.log(level, message)

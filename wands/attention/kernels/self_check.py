@@ -1,4 +1,6 @@
-"""Check before the use of a kernel that the kernel satisfies the contract on this device, in this dtype, with this head dim.
+"""Check that a kernel satisfies its interface (contract.py) before the kernel is used.
+
+The check uses the device, dtype and head dim of the training run.
 
 Letters: T rows, H heads, D head dim.
 """
@@ -13,45 +15,56 @@ from torch import Tensor
 from wands.attention.kernels.contract import REFERENCE, Backend
 from wands.attention.packed import Segments
 
-# Segments longer and shorter than a kernel's tile, without keys, without queries; and rows after the last segment.
+# Number of rows of each segment. Segments are longer or shorter than a kernel's tile; one has no keys, and one has no queries.
 LENS_Q = (130, 40, 257, 0, 5)
 LENS_K = (200, 0, 33, 20, 300)
 FIRST_BLOCK = (0, 0, 20, 7, 129)  # number of keys of each segment in the first of two blocks
-SPARE_ROWS = 6
+SPARE_ROWS = 6  # rows after the last segment
 NUM_HEADS = 2
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5, torch.float64: 1e-12}
-"""Largest allowed error of out and of the gradients, relative to the largest value of the exact tensor."""
+"""Maps each dtype to the largest allowed error of the output and of the gradients.
+
+The error is relative to the largest value of the exact tensor.
+"""
 LSE_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 2e-3, torch.float32: 2e-5, torch.float64: 1e-12}
-"""Largest allowed absolute error of lse, which is a relative error of every probability. Kernels compute lse in fp32."""
+"""Maps each dtype to the largest allowed absolute error of the log-sum-exp (lse), which kernels compute in fp32.
+
+An absolute error of the lse is a relative error of every attention probability.
+"""
 
 
 class KernelError(Exception):
-    """A kernel's result violates the contract of `Backend`."""
+    """A kernel's result violates the interface that `Backend` describes."""
 
 
 @torch.no_grad()
 def check_backend(
     backend: Backend, device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
 ) -> float:
-    """Compare a kernel with the reference in float64, in the way in which a ring uses the kernel.
+    """Compare a kernel with the reference kernel in float64. Use the kernel as ring attention does.
 
-    The inputs are random packed rows. The kernel attends to all keys at once, then to two blocks of keys whose results are
-    merged. Each block's backward uses the merged `out` and `lse`. The global random state does not change.
+    The inputs are random packed rows. The kernel first attends to all keys at once. It then attends to two blocks of keys,
+    and the two
+    results are merged. The backward pass of each block gets the merged `out` and `lse`. Two more tests set `lse` to +inf,
+    and attend
+    to a single key. The global random state does not change.
 
     Args:
         backend: the kernel.
         device: device of the kernel. The reference runs on the CPU, so the device's matmul precision does not matter.
         dtype: dtype of q, k and v.
-        head_dim: D.
+        head_dim: last dimension of q, k and v.
 
     Returns:
-        The largest error: absolute for lse, relative to the tensor's largest value for the other tensors.
+        The largest error of all compared tensors. The error is absolute for lse, and relative to the tensor's largest value
+        for the
+        other tensors.
 
     Raises:
-        KernelError: if the shape, dtype or values of a result are wrong; the message has the numbers.
+        KernelError: if the shape, dtype or values of a result are wrong. The message contains the numbers.
     """
-    scale = 1.5 * head_dim**-0.5  # not the default, so that a kernel that ignores it fails
+    scale = 1.5 * head_dim**-0.5  # not the default scale, so that a kernel that ignores the scale fails
     q, k, v, dout = (x.to(dtype) for x in _draw(head_dim))
     whole = Segments.build(LENS_Q, LENS_K)
     q64, k64, v64, dout64 = (x.double() for x in (q, k, v, dout))
@@ -98,13 +111,17 @@ def check_backend(
     compare("lse of a single key", lse, exact_lse)
     grads = backend.backward(dout, q, *pad, out, lse, single.to(device), scale)
     exact_grads = REFERENCE.backward(dout64, q64, *pad64, exact_out, exact_lse, single, scale)
-    compare("dv of a single key", grads[2], exact_grads[2])  # dq and dk are differences of equal numbers
+    # The exact dq and dk are 0, so their results are only rounding error.
+    compare("dv of a single key", grads[2], exact_grads[2])
 
     return compare.worst
 
 
 class _Comparer:
-    """Raises KernelError for a wrong tensor; stores the largest error of the right tensors in `worst`."""
+    """Callable that compares a tensor with the exact tensor and raises KernelError if the tensor is wrong.
+
+    The attribute `worst` is the largest error of the tensors that were right.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -118,9 +135,9 @@ class _Comparer:
                 f"{name} is {result.dtype} {list(result.shape)}, must be {dtype} {list(exact.shape)}"
             )
         result, exact = result.double().cpu(), exact.double()
-        idle = (exact == 0) | exact.isneginf()  # rows without a partner
+        idle = (exact == 0) | exact.isneginf()  # rows of q without keys, or of k without queries
         if not torch.equal(result[idle], exact[idle]):
-            raise KernelError(f"{name} must be {'-inf' if is_lse else '0'} in rows without a partner")
+            raise KernelError(f"{name} must be {'-inf' if is_lse else '0'} in rows without a key or query")
         result, exact = result[~idle], exact[~idle]
         if not exact.numel():
             return
@@ -132,7 +149,7 @@ class _Comparer:
 
 
 def _draw(head_dim: int) -> list[Tensor]:
-    """Return random q, k, v and dout, fp32 [T, H, D], as views that are not contiguous."""
+    """Return random q, k, v and dout, each fp32 [T, H, D], as views that are not contiguous."""
     generator = torch.Generator().manual_seed(0)
     rows_q, rows_k = sum(LENS_Q) + SPARE_ROWS, sum(LENS_K) + SPARE_ROWS
     shapes = [(rows, NUM_HEADS, 2 * head_dim) for rows in (rows_q, rows_k, rows_k, rows_q)]
@@ -143,7 +160,13 @@ def _draw(head_dim: int) -> list[Tensor]:
 
 
 def _blocks() -> list[tuple[Tensor, Segments]]:
-    """Return the row indices and the segments of two blocks of keys; each block ends with the spare rows."""
+    """Split the keys into two blocks.
+
+    Returns:
+        (rows, segments) for each block: the indices of the block's rows in k, and the segments of these rows. Each block
+        ends with
+        the rows that follow the last segment.
+    """
     starts = [0, *accumulate(LENS_K)]
     rows: tuple[list[int], list[int]] = ([], [])
     for start, stop, cut in zip(starts, starts[1:], FIRST_BLOCK, strict=False):
