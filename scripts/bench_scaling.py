@@ -15,22 +15,21 @@ B: bytes/s of the link). The backward needs 1.2 times this length, and less with
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from wands.config.deepspeed import build_ds_config
+from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.recipe_loading import load_recipe
-from wands.planning.hardware import MACHINES
+from wands.distributed.dims import choose_degrees
+from wands.planning.hardware import MACHINES, Machine
 from wands.planning.memory import estimate_memory
-from wands.planning.step_time import Prediction, Setting, predict
-from wands.planning.workload import RankWorkload, Weight
+from wands.planning.step_time import Prediction, predict
+from wands.planning.workload import Weight, Workload
 from wands.train.weights import list_weights
 from wands.variants import VARIANTS, DiTShape, legal_frames
 
-ROOT = Path(__file__).resolve().parents[1]
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 H100 = MACHINES["h100"]
 SIZES = {"480p": (480, 832), "720p": (720, 1280)}
@@ -64,42 +63,58 @@ def weights_of(shape: DiTShape) -> tuple[Weight, ...]:
     return list_weights(load_recipe(None), shape.to_config(), ())
 
 
-def memory(shape: DiTShape, one: Prediction) -> float:
-    """Return the memory of one rank with ds_configs/zero3.json, in bytes."""
-    plan, setting = one.plan, one.setting
-    asked = [f"model.checkpointing={setting.checkpointing}", f"packing.max_tokens={sum(plan.seq_lens)}"]
-    asked += [
-        f"parallel.cp_size={one.cp}",
-        f"train.bins_per_step={setting.bins}",
-        f"precision.reduce={setting.reduce}",
-    ]
-    recipe = load_recipe(None, asked)
-    zero = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
-    ds_config = build_ds_config(zero, recipe, world_size=one.gpus, device_type="cuda")
-    workload = RankWorkload(
+@dataclass(frozen=True)
+class Setting:
+    """Settings that all rows of a table share."""
+
+    machine: Machine = H100
+    checkpointing: str = "selective"
+    reduce: str = "fp32"
+    bins: int = 64
+
+
+def workload_of(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: Setting) -> Workload:
+    """Return a full finetune with ds_configs/zero3.json on `gpus` ranks, of which `cp` share a bin."""
+    keys = [f"model.checkpointing={setting.checkpointing}", f"packing.max_tokens={sum(lens)}"]
+    keys += [f"parallel.cp_size={cp}", f"train.bins_per_step={setting.bins}"]
+    recipe = load_recipe(None, [*keys, f"precision.reduce={setting.reduce}"])
+    in_node = min(gpus, setting.machine.ranks_per_node)
+    degrees = choose_degrees(
+        recipe.parallel, num_heads=shape.num_heads, ranks_per_node=in_node, model="the model"
+    )
+    return Workload(
+        recipe,
         shape,
         weights_of(shape),
         num_models=1,
-        world_size=one.gpus,
-        ulysses_degree=plan.ulysses_degree,
-        ring_degree=plan.ring_degree,
-        micro_steps=one.micro_steps,
-        max_tokens=sum(plan.seq_lens),
-        max_samples=len(plan.seq_lens),
-        device_type="cuda",
+        world_size=gpus,
+        ds_config=build_ds_config(load_ds_config("zero3"), recipe, world_size=gpus, device_type="cuda"),
+        ulysses_degree=degrees.ulysses,
+        ring_degree=degrees.ring,
+        micro_steps=setting.bins // (gpus // cp),
+        max_tokens=sum(lens),
+        max_samples=len(lens),
     )
-    return estimate_memory(workload, recipe, ds_config).needed
 
 
-def fits(shape: DiTShape, one: Prediction) -> bool:
+def prediction(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: Setting) -> Prediction:
+    return predict(workload_of(shape, lens, gpus, cp, setting), setting.machine, lens)
+
+
+def memory(one: Prediction) -> float:
+    """Return the memory of one rank in bytes."""
+    return estimate_memory(one.workload).needed
+
+
+def fits(one: Prediction) -> bool:
     """Return whether the prediction fits in the memory of a rank."""
-    return memory(shape, one) <= USABLE * one.setting.machine.memory
+    return memory(one) <= USABLE * one.machine.memory
 
 
 def smallest_fit(shape: DiTShape, lens: Sequence[int], gpus: int, setting: Setting) -> Prediction | None:
     """Return the prediction with the fewest ranks per bin; None if no number of ranks fits."""
-    predictions = (predict(shape, lens, gpus, cp, setting) for cp in cp_sizes(gpus, setting.bins))
-    return next((one for one in predictions if fits(shape, one)), None)
+    predictions = (prediction(shape, lens, gpus, cp, setting) for cp in cp_sizes(gpus, setting.bins))
+    return next(filter(fits, predictions), None)
 
 
 def cp_sizes(gpus: int, bins: int) -> list[int]:
@@ -113,18 +128,20 @@ HEADER = (
 )
 
 
-def line(shape: DiTShape, one: Prediction) -> str:
+def line(one: Prediction) -> str:
     plan, micro_steps = one.plan, one.micro_steps
     seconds = [micro_steps * x for x in (one.compute, one.all_to_all.total)]
-    cells = f"{one.gpus:6}{one.dp:5}{f'{plan.ring_degree} x {plan.ulysses_degree}':>16}{one.seconds:9.2f}"
+    cells = f"{one.workload.world_size:6}{one.dp:5}{f'{plan.ring_degree} x {plan.ulysses_degree}':>16}{one.seconds:9.2f}"
     cells += f"{seconds[0]:9.2f}{seconds[1]:8.2f}"
     ring, zero = one.ring_traffic * micro_steps, one.zero * micro_steps
     cells += f"{ring.total:8.2f}{ring.hidden:8.0%}" if ring.total else f"{'':16}"
     cells += f"{zero.total:8.2f}{zero.hidden:8.0%}"
     hides = "yes" if one.l_eff >= one.l_needed else "no"
     cells += f"{one.l_needed:13,.0f}{hides:>12}" if ring.total else f"{'':25}"
-    tokens = one.setting.bins * sum(plan.seq_lens) / one.seconds
-    return f"{cells}{one.mfu:7.1%}{memory(shape, one) / 1e9:8.1f}{tokens:12,.0f}{'' if fits(shape, one) else '  does not fit'}"
+    tokens = one.workload.recipe.train.bins_per_step * sum(plan.seq_lens) / one.seconds
+    return (
+        f"{cells}{one.mfu:7.1%}{memory(one) / 1e9:8.1f}{tokens:12,.0f}{'' if fits(one) else '  does not fit'}"
+    )
 
 
 def save_plot(path: Path, rows: dict[str, list[Prediction]], title: str) -> None:
@@ -137,11 +154,10 @@ def save_plot(path: Path, rows: dict[str, list[Prediction]], title: str) -> None
     panels = figure.subplots(1, 3)
     for i, (axes, label) in enumerate(zip(panels, ("seconds per step", "MFU, %", "GB per GPU"), strict=True)):
         for name, ones in rows.items():
-            shape = MODELS[name.split()[0]][0]
-            values = [(one.seconds, 100 * one.mfu, memory(shape, one) / 1e9)[i] for one in ones]
+            values = [(one.seconds, 100 * one.mfu, memory(one) / 1e9)[i] for one in ones]
             style = {"color": f"C{list(MODELS).index(name.split()[0])}", "marker": "o", "markersize": 3}
             dashes = "-" if name.endswith("480p") else "--"
-            axes.plot([one.gpus for one in ones], values, dashes, label=name, **style)
+            axes.plot([one.workload.world_size for one in ones], values, dashes, label=name, **style)
         axes.set(xscale="log", xticks=GPUS, xticklabels=list(map(str, GPUS)), xlabel="GPUs", ylabel=label)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
@@ -191,11 +207,11 @@ def main() -> None:
             print(f"the smallest cp that fits\n{HEADER}")
             found = {gpus: smallest_fit(shape, lens, gpus, setting) for gpus in GPUS}
             for gpus, one in found.items():
-                print(line(shape, one) if one else f"{gpus:6}  no cp fits")
+                print(line(one) if one else f"{gpus:6}  no cp fits")
             rows[f"{model} {size}"] = [one for one in found.values() if one]
             print(f"every cp on {args.every_cp_at} GPUs")
             for cp in cp_sizes(args.every_cp_at, args.bins):
-                print(line(shape, predict(shape, lens, args.every_cp_at, cp, setting)))
+                print(line(prediction(shape, lens, args.every_cp_at, cp, setting)))
     save_plot(args.plot, rows, title)
     print(f"\nplot: {args.plot}")
 

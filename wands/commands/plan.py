@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,8 @@ from wands.errors import ConfigError
 from wands.files import write_text
 from wands.planning.hardware import MACHINES, Machine, machine_named
 from wands.planning.memory import to_gib
-from wands.planning.search import SHIPPED, Candidate, Task, build_candidate, search
+from wands.planning.search import SHIPPED, Candidate, Task, build_candidates, search
+from wands.planning.workload import Workload
 from wands.train.checkpoint import checkpoint_bytes
 from wands.train.weights import choose_experts, list_weights, read_model
 from wands.variants import VARIANTS, Expert, Variant, legal_frames
@@ -34,8 +33,8 @@ _MACHINE_OPTIONS = {"gpu_memory", "host_memory", "node_bandwidth", "network_band
 _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "deepspeed": lambda one: one.ds_name,
     "ring x ulysses": lambda one: f"{one.workload.ring_degree} x {one.workload.ulysses_degree}",
-    "checkpointing": lambda one: one.recipe.model.checkpointing,
-    "bin": lambda one: f"{one.recipe.packing.max_tokens:,}",
+    "checkpointing": lambda one: one.workload.recipe.model.checkpointing,
+    "bin": lambda one: f"{one.workload.recipe.packing.max_tokens:,}",
     "GiB/GPU": lambda one: f"{one.memory.needed / 2**30:.1f}",
     "host GiB": lambda one: f"{one.host / 2**30:.0f}" if one.host else "",
     "s/step": lambda one: f"{one.seconds:.2f}",
@@ -58,26 +57,25 @@ def plan(options: PlanOptions) -> str:
     """
     if options.table:
         return what_fits()
-    machine, gpus = _machine_of(options), options.gpus
+    machine = _machine_of(options)
     recipe = load_recipe(options.recipe, options.overrides)
     variant, experts, config = _find_model(recipe, options)
     lens = _lengths(recipe, variant, options)
     names = SHIPPED if options.deepspeed is None else (str(options.deepspeed),)
-    weights, ds_configs = (
-        list_weights(recipe, config, experts),
-        {name: load_ds_config(name) for name in names},
+    workload = Workload(
+        recipe, variant.dit, list_weights(recipe, config, experts), len(experts), options.gpus
     )
-    task = Task(variant.dit, weights, len(experts), recipe, lens, machine, gpus, ds_configs)
+    task = Task(workload, lens, machine, {name: load_ds_config(name) for name in names})
     candidates = search(task)
     if not candidates:
         raise ConfigError(_describe_smallest(task))
     best = candidates[0]
     if options.out is not None:
-        write_text(options.out / "recipe.yaml", best.recipe.to_yaml())
+        write_text(options.out / "recipe.yaml", best.workload.recipe.to_yaml())
         ds_config = json.dumps(task.ds_configs[best.ds_name], indent=2)
         write_text(options.out / "deepspeed.json", ds_config + "\n")
     kind = "LoRA" if recipe.lora else "full finetune"
-    head = f"{variant.name}, {kind}, on {gpus} x {machine.name}; this is a prediction, nothing is measured"
+    head = f"{variant.name}, {kind}, on {options.gpus} x {machine.name}; this is a prediction, nothing is measured"
     return "\n\n".join(
         [head, _table(candidates[:_NUM_ROWS]), _describe_best(best, variant), _start_command(best, options)]
     )
@@ -130,12 +128,12 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
             changes["lora"] = recipe.lora.model_copy(update={"quantize": quantize})
         recipe = recipe.model_copy(update=changes)  # skips the checks of the local installation
         weights = list_weights(recipe, variant.dit.to_config(), variant.experts)
+        workload = Workload(recipe, variant.dit, weights, len(variant.experts), gpus)
         ds_configs = {ds_name: load_ds_config(ds_name) for ds_name in SHIPPED}
-        task = Task(variant.dit, weights, len(variant.experts), recipe, lens, machine, gpus, ds_configs)
-        if candidates := search(task):
-            best = candidates[0]
-            words = [best.ds_name.replace("_offload", " offload")]
-            words += [f"cp {best.cp}"] if best.cp > 1 else []
+        if candidates := search(Task(workload, lens, machine, ds_configs)):
+            best = candidates[0].workload
+            words = [candidates[0].ds_name.replace("_offload", " offload")]
+            words += [f"cp {best.cp_size}"] if best.cp_size > 1 else []
             words += [best.recipe.model.checkpointing]
             words += [quantize] if quantize != "none" else []
             return ", ".join(words)
@@ -195,7 +193,7 @@ def _table(candidates: Sequence[Candidate]) -> str:
 
 
 def _describe_best(best: Candidate, variant: Variant) -> str:
-    task, recipe = best.task, best.recipe
+    task, recipe = best.task, best.workload.recipe
     parts = ", ".join(f"{name} {to_gib(size)}" for name, size in best.memory.device.items())
     margin = to_gib(best.memory.needed - best.memory.peak)
     host = f"{to_gib(best.host)} of {to_gib(task.machine.host_memory)} in each node"
@@ -216,40 +214,38 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
 
 
 def _start_command(best: Candidate, options: PlanOptions) -> str:
-    task = best.task
+    gpus, per_node = options.gpus, best.task.ranks_per_node
     if options.out is not None:
         ds_json = shlex.quote(str(options.out / "deepspeed.json"))
         words = [shlex.quote(str(options.out / "recipe.yaml")), f"--deepspeed {ds_json}"]
     else:
-        model = [] if best.recipe.model.path else ["model.path=DIR_OR_HUB_ID"]
+        model = [] if best.workload.recipe.model.path else ["model.path=DIR_OR_HUB_ID"]
         words = [*([options.recipe] if options.recipe else []), f"--deepspeed {best.ds_name}"]
         words += [f"--set {shlex.quote(key)}" for key in (*model, *options.overrides, *best.changes())]
-    launcher = f"deepspeed --num_gpus {task.gpus} --module wands train"
-    if task.gpus > task.ranks_per_node:
-        nodes = task.gpus // task.ranks_per_node
+    launcher = f"deepspeed --num_gpus {gpus} --module wands train"
+    if gpus > per_node:
+        nodes = gpus // per_node
         launcher = f"bash scripts/launch_multinode.sh --nnodes {nodes} --node-rank R --master-addr HOST --"
     return f"start it with\n  {launcher} {' '.join(words)}"
 
 
 def _describe_smallest(task: Task) -> str:
     """Describe the setting that needs least memory, and the changes that would help."""
-    settings = []
-    for name, cp, checkpointing in itertools.product(
-        task.ds_configs, (1, task.ranks_per_node), ("offload", "full")
-    ):
-        with suppress(ConfigError):
-            settings.append(build_candidate(task, name, cp, checkpointing, task.longest))
+    gpus, longest = task.workload.world_size, task.longest
+    cp_sizes = (1, task.ranks_per_node)
+    settings = list(build_candidates(task, task.ds_configs, [longest], cp_sizes, ("offload", "full")))
     if not settings:
-        return f"--gpus {task.gpus}: no DeepSpeed config is valid for this recipe; wands train --dry-run prints the reasons."
+        return f"--gpus {gpus}: no DeepSpeed config is valid for this recipe; wands train --dry-run prints the reasons."
     least = min(settings, key=lambda setting: setting.memory.needed)
     host = (
         f" and {to_gib(least.host)} of each node's {to_gib(task.machine.host_memory)}" if least.host else ""
     )
-    lora = "" if task.recipe.lora else " a LoRA (--set lora.rank=32),"
-    how = f"{least.ds_name}, cp {least.cp}, checkpointing {least.recipe.model.checkpointing}"
+    lora = "" if task.workload.recipe.lora else " a LoRA (--set lora.rank=32),"
+    load = least.workload
+    how = f"{least.ds_name}, cp {load.cp_size}, checkpointing {load.recipe.model.checkpointing}"
     return (
-        f"nothing fits {task.gpus} x {task.machine.name}: the smallest setting needs {to_gib(least.memory.needed)} of the "
-        f"{to_gib(task.usable)} of a GPU{host} ({how}, clips of up to {task.longest:,} tokens); use more or larger GPUs,"
+        f"nothing fits {gpus} x {task.machine.name}: the smallest setting needs {to_gib(least.memory.needed)} of the "
+        f"{to_gib(task.usable)} of a GPU{host} ({how}, clips of up to {longest:,} tokens); use more or larger GPUs,"
         f"{lora} lora.quantize, or shorter or smaller clips."
     )
 
@@ -264,9 +260,6 @@ def _cache_bytes(task: Task, variant: Variant) -> float:
 
 
 def _checkpoint_bytes(best: Candidate) -> int:
-    load, recipe = best.workload, best.recipe
-    trained = [(weight.name, weight.shape) for weight in load.weights if weight.trained]
-    num_saved = load.trained if recipe.lora else sum(weight.numel for weight in load.weights)
-    stage = int(best.ds_config["zero_optimization"].get("stage", 0))
-    num_bytes = sum(checkpoint_bytes(num_saved, trained, recipe.optim.name, stage))
-    return best.task.num_models * (num_bytes + (4 * load.trained if recipe.ema else 0))
+    load = best.workload
+    num_bytes = sum(checkpoint_bytes(load.weights, load.recipe, load.zero_stage))
+    return load.num_models * (num_bytes + (4 * load.trained if load.recipe.ema else 0))

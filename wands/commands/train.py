@@ -69,23 +69,9 @@ def run_train(options: TrainOptions, log: Log) -> None:
 def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:
     """Raise a ConfigError if this rank's machine has too little memory; with --force or --dry-run only log the problem."""
     device_type, name = accelerator_type(), str(options.deepspeed or "zero2")
-    workload = run.workload(device_type)
-    task = Task(
-        run.shape,
-        run.weights,
-        len(run.experts),
-        run.recipe,
-        run.seq_lens,
-        machine_here(device_type, ranks_per_node()),
-        run.world_size,
-        {
-            name: load_ds_config(options.deepspeed),
-            **{key: load_ds_config(key) for key in SHIPPED if key != name},
-        },
-        device_type,
-        workload.text_len,
-    )
-    problem = check_memory(task, workload, name, run.ds_config)
+    machine = machine_here(device_type, ranks_per_node())
+    ds_configs = {key: load_ds_config(key) for key in SHIPPED} | {name: load_ds_config(options.deepspeed)}
+    problem = check_memory(Task(run.workload(device_type), run.seq_lens, machine, ds_configs), name)
     if problem is None:
         return
     if not (options.force or options.dry_run):

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from wands.config.recipe import Recipe
-from wands.planning.workload import RankWorkload
+from wands.planning.workload import Workload
 
 FP32, BF16 = 4, 2
 
@@ -31,20 +30,14 @@ class SavedRows(NamedTuple):
 
 
 class Activations:
-    """Bytes of the activations of one rank during the backward.
+    """Bytes of the activations of one rank during the backward."""
 
-    Args:
-        workload: sizes of the rank.
-        recipe: precision, checkpointing, LoRA.
-        zero_stage: ZeRO stage.
-    """
-
-    def __init__(self, workload: RankWorkload, recipe: Recipe, zero_stage: int) -> None:
-        self.shape, self.recipe, self.stage = workload.shape, recipe, zero_stage
+    def __init__(self, workload: Workload) -> None:
+        self.shape, self.recipe, self.stage = workload.shape, workload.recipe, workload.zero_stage
         self.tokens, self.exchanged = workload.tokens, workload.ulysses_degree > 1
         self.text_rows = workload.max_samples * (workload.text_len + workload.shape.image_len)
-        self.narrow = BF16 if recipe.precision.compute == "bf16" else FP32
-        self._quantized = recipe.lora is not None and recipe.lora.quantize != "none"
+        self.narrow = BF16 if self.recipe.precision.compute == "bf16" else FP32
+        self._quantized = self.recipe.lora is not None and self.recipe.lora.quantize != "none"
 
     def moments(self) -> Iterator[tuple[int, float]]:
         """Yield for each block, from the last to the first, the number of remaining blocks and the peak bytes."""

@@ -8,16 +8,13 @@ is the larger sum. tests/distributed/planning/test_memory.py compares the estima
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from wands.config.deepspeed_rules import offload_device
 from wands.config.optimizer_kinds import kind_of, state_bytes_per_param
-from wands.config.recipe import Recipe
 from wands.planning.activations import FP32, Activations
-from wands.planning.workload import RankWorkload
+from wands.planning.workload import Workload
 
 MARGIN = 1.06
 """Factor on the predicted bytes for rounding and fragmentation in the allocator."""
@@ -61,16 +58,9 @@ def to_gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
-def estimate_memory(workload: RankWorkload, recipe: Recipe, ds_config: Mapping[str, Any]) -> Memory:
-    """Predict the bytes of one rank at the peak of a step.
-
-    Args:
-        workload: sizes of the rank.
-        recipe: precision, checkpointing, LoRA.
-        ds_config: result of `build_ds_config`.
-    """
-    states = _States(workload, recipe, ds_config)
-    activations = Activations(workload, recipe, states.stage)
+def estimate_memory(workload: Workload) -> Memory:
+    """Predict the bytes of one rank at the peak of a step."""
+    states, activations = _States(workload), Activations(workload)
     moments = [states.during_update()]
     for blocks_left, held in activations.moments():
         moments.append(states.during_backward(blocks_left) | {"activations": held})
@@ -82,11 +72,10 @@ def estimate_memory(workload: RankWorkload, recipe: Recipe, ds_config: Mapping[s
 class _States:
     """Memory of weights, gradients and optimizer states."""
 
-    def __init__(self, workload: RankWorkload, recipe: Recipe, ds_config: Mapping[str, Any]) -> None:
-        self.workload, self.recipe = workload, recipe
-        self.zero = {**_ZERO_DEFAULTS, **ds_config["zero_optimization"]}
-        self.stage = int(self.zero.get("stage", 0))
-        self._optimizer = str(ds_config["optimizer"]["type"])
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.ema, self.stage = workload, workload.recipe.ema, workload.zero_stage
+        self.zero = {**_ZERO_DEFAULTS, **workload.ds_config["zero_optimization"]}
+        self._optimizer = str(workload.ds_config["optimizer"]["type"])
         self._optimizer_away = offload_device(self.zero) != "none"
         self._weights_away = offload_device(self.zero, "offload_param") != "none"
         self._share = [workload.world_size if self.stage >= stage else 1 for stage in range(4)]
@@ -128,7 +117,7 @@ class _States:
             host["gradients"] = workload.num_models * FP32 * workload.trained / workload.world_size
         if self._weights_away:
             host["weights"] = workload.num_models * workload.stored / self._share[3]
-        if self.recipe.ema and self.recipe.ema.device == "cpu":
+        if self.ema and self.ema.device == "cpu":
             host["ema"] = self._average()
         return host
 
@@ -140,7 +129,7 @@ class _States:
         held["weights"] = 0.0 if self._weights_away else models * workload.stored / self._share[3]
         if not self._optimizer_away:
             held["optimizer"] = models * (self._masters() + self._moments())
-        if self.recipe.ema and self.recipe.ema.device == "gpu":
+        if self.ema and self.ema.device == "gpu":
             held["ema"] = self._average()
         if self.stage == 3:
             # Each DiT has its own partition of gradients and its own bucket.

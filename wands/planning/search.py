@@ -7,7 +7,8 @@ Every combination is checked with the functions that a run uses (`build_ds_confi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -15,16 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from wands.config.deepspeed import build_ds_config, offloads_optimizer
-from wands.config.deepspeed_rules import offload_device
-from wands.config.recipe import ParallelConfig, Recipe
+from wands.config.deepspeed import build_ds_config
+from wands.config.recipe import ParallelConfig
 from wands.distributed.dims import choose_degrees
 from wands.errors import ConfigError
 from wands.planning.hardware import Machine
 from wands.planning.memory import CUDA_CONTEXT, Memory, estimate_memory, to_gib
-from wands.planning.step_time import Prediction, Setting, predict
-from wands.planning.workload import RankWorkload, Weight
-from wands.variants import TEXT_LEN, DiTShape
+from wands.planning.step_time import Prediction, predict
+from wands.planning.workload import Workload
 
 CHECKPOINTING = ("none", "selective", "offload", "full")
 SHIPPED = ("zero2", "zero3", "zero3_offload")
@@ -35,41 +34,29 @@ HOST_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Task:
-    """Training task and machine.
+    """Training run whose settings are searched, and its machine.
 
     Attributes:
-        shape: the DiT.
-        weights: stored parameters of each DiT.
-        num_models: number of trained DiTs.
-        recipe: the recipe.
+        workload: the run. The search replaces recipe keys, DeepSpeed config, degrees and bin size.
         seq_lens: int64 [N], tokens of the data's clips.
         machine: GPUs and links.
-        gpus: number of ranks.
         ds_configs: name -> DeepSpeed JSON that the search tries.
-        device_type: "cuda" or "cpu".
-        text_len: tokens of the longest caption.
     """
 
-    shape: DiTShape
-    weights: tuple[Weight, ...]
-    num_models: int
-    recipe: Recipe
+    workload: Workload
     seq_lens: np.ndarray
     machine: Machine
-    gpus: int
     ds_configs: Mapping[str, Mapping[str, Any]]
-    device_type: str = "cuda"
-    text_len: int = TEXT_LEN
 
     @property
     def ranks_per_node(self) -> int:
         """Number of ranks on each node."""
-        return min(self.gpus, self.machine.ranks_per_node)
+        return min(self.workload.world_size, self.machine.ranks_per_node)
 
     @property
     def usable(self) -> float:
         """Bytes of a GPU available for tensors."""
-        return self.machine.memory - (CUDA_CONTEXT if self.device_type == "cuda" else 0.0)
+        return self.machine.memory - (CUDA_CONTEXT if self.workload.device_type == "cuda" else 0.0)
 
     @cached_property
     def by_length(self) -> np.ndarray:
@@ -105,26 +92,17 @@ class Candidate:
     Attributes:
         task: the task.
         ds_name: name of the DeepSpeed JSON.
-        ds_config: completed DeepSpeed config.
-        recipe: recipe with this combination's keys.
-        workload: sizes that determine a rank's memory.
+        workload: the run with this combination's settings.
     """
 
     task: Task
     ds_name: str
-    ds_config: dict[str, Any]
-    recipe: Recipe
-    workload: RankWorkload
+    workload: Workload
 
     @cached_property
     def memory(self) -> Memory:
         """Predicted memory of a rank."""
-        return estimate_memory(self.workload, self.recipe, self.ds_config)
-
-    @property
-    def cp(self) -> int:
-        """Number of ranks that share a bin."""
-        return self.workload.ulysses_degree * self.workload.ring_degree
+        return estimate_memory(self.workload)
 
     @property
     def host(self) -> float:
@@ -134,7 +112,7 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """Whether the memory of GPU and host suffices."""
-        if self.task.device_type == "cpu":  # device and host share the memory
+        if self.workload.device_type == "cpu":  # device and host share the memory
             return self.memory.needed + sum(self.memory.host.values()) <= self.task.usable
         fits_host = self.host <= HOST_SHARE * self.task.machine.host_memory
         return fits_host and self.memory.needed <= self.task.usable
@@ -142,26 +120,15 @@ class Candidate:
     @cached_property
     def prediction(self) -> Prediction:
         """Predicted step of one DiT."""
-        zero, task = self.ds_config["zero_optimization"], self.task
-        setting = Setting(
-            task.machine,
-            self.recipe.model.checkpointing,
-            self.recipe.precision.reduce,
-            self.recipe.train.bins_per_step,
-            zero_stage=int(zero.get("stage", 0)),
-            num_trained=self.workload.trained,
-            offload_optimizer=offloads_optimizer(self.ds_config),
-            offload_weights=offload_device(zero, "offload_param") != "none",
-        )
-        lens = task.full_bin(self.recipe.packing.max_tokens)
-        return predict(task.shape, lens, task.gpus, self.cp, setting)
+        lens = self.task.full_bin(self.workload.recipe.packing.max_tokens)
+        return predict(self.workload, self.task.machine, lens)
 
     def changes(self) -> list[str]:
         """Return the keys that differ from the recipe, as ``key=value`` strings."""
-        before, after = self.task.recipe, self.recipe
+        before, after = self.task.workload.recipe, self.workload.recipe
         keys = {
             "model.checkpointing": (before.model.checkpointing, after.model.checkpointing),
-            "parallel.cp_size": (before.parallel.group_size, self.cp),
+            "parallel.cp_size": (before.parallel.group_size, self.workload.cp_size),
             "packing.max_tokens": (before.packing.max_tokens, after.packing.max_tokens),
             "train.bins_per_step": (before.train.bins_per_step, after.train.bins_per_step),
         }
@@ -170,12 +137,13 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """Seconds of an optimizer step of all DiTs."""
-        return self.prediction.seconds * self.task.num_models
+        return self.prediction.seconds * self.workload.num_models
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second over all GPUs; every DiT trains on every token."""
-        return self.recipe.train.bins_per_step * sum(self.prediction.plan.seq_lens) / self.seconds
+        tokens = self.workload.recipe.train.bins_per_step * sum(self.prediction.plan.seq_lens)
+        return tokens / self.seconds
 
 
 def machine_here(device_type: str, ranks_per_node: int) -> Machine:
@@ -197,21 +165,17 @@ def machine_here(device_type: str, ranks_per_node: int) -> Machine:
     return Machine(name=name, memory=memory, host_memory=host, ranks_per_node=ranks_per_node)
 
 
-def check_memory(
-    task: Task, workload: RankWorkload, ds_name: str, ds_config: Mapping[str, Any]
-) -> str | None:
+def check_memory(task: Task, ds_name: str) -> str | None:
     """Check whether a run fits a machine.
 
     Args:
-        task: recipe and machine of the run. `ds_configs` has the run's JSON under `ds_name`, and others to suggest.
-        workload: sizes of a rank of the run.
-        ds_name: name of the run's DeepSpeed JSON.
-        ds_config: completed DeepSpeed config of the run.
+        task: the run, with the DeepSpeed config and the bins that it uses. `ds_configs` has JSONs to suggest.
+        ds_name: name of the run's JSON in `ds_configs`.
 
     Returns:
         None if the run fits; otherwise a text with the missing memory and the smallest change that fits.
     """
-    run = Candidate(task, ds_name, dict(ds_config), task.recipe, workload)
+    run = Candidate(task, ds_name, task.workload)
     if run.fits:
         return None
     host = ""
@@ -234,7 +198,8 @@ def search(task: Task) -> list[Candidate]:
     """
     candidates: list[Candidate | None] = []
     errors = []
-    for combination in product(task.ds_configs, _cp_sizes(task), CHECKPOINTING):
+    cp_sizes = _cp_sizes(task.workload.recipe.parallel, task.workload.world_size)
+    for combination in product(task.ds_configs, cp_sizes, CHECKPOINTING):
         try:
             candidates.append(_largest_bin(task, *combination))
         except ConfigError as error:
@@ -253,17 +218,30 @@ def _sort_key(candidate: Candidate) -> int:
     return -round(float(np.log(speed)) * 50)
 
 
-def build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tokens: int) -> Candidate:
-    """Build one combination, whether it fits or not.
+def build_candidates(
+    task: Task, names: Iterable[str], max_tokens: Iterable[int], cp_sizes: Iterable[int], modes: Iterable[str]
+) -> Iterator[Candidate]:
+    """Yield all valid combinations, whether a combination fits or not.
 
-    Raises:
-        ConfigError: if the combination is not valid.
+    Args:
+        task: the task.
+        names: names of JSONs in `task.ds_configs`.
+        max_tokens: values of `packing.max_tokens`.
+        cp_sizes: numbers of ranks that share a bin.
+        modes: values of `model.checkpointing`.
     """
-    recipe, model, parallel = task.recipe, task.recipe.model, task.recipe.parallel
+    for name, tokens, cp, mode in product(names, max_tokens, cp_sizes, modes):
+        with suppress(ConfigError):
+            yield _build_candidate(task, name, cp, mode, tokens)
+
+
+def _build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tokens: int) -> Candidate:
+    base, recipe = task.workload, task.workload.recipe
+    model, parallel = recipe.model, recipe.parallel
     if checkpointing != model.checkpointing:
         kept = {"saved_tensors": None, "offloaded_tensors": None}
         model = model.model_copy(update={"checkpointing": checkpointing, **kept})
-    dp_size = task.gpus // cp
+    dp_size = base.world_size // cp
     bins = -(-recipe.train.bins_per_step // dp_size) * dp_size
     if cp != parallel.group_size:
         parallel = ParallelConfig(cp_size=cp, fused_all_to_all=parallel.fused_all_to_all)
@@ -272,48 +250,50 @@ def build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_toke
     recipe = recipe.model_copy(
         update={"model": model, "parallel": parallel, "packing": packing, "train": train}
     )
-    world: dict[str, Any] = {"world_size": task.gpus, "device_type": task.device_type}
-    ds_config = build_ds_config(task.ds_configs[name], recipe, **world, names=(name, "the recipe"))
-    degrees = choose_degrees(
-        parallel, num_heads=task.shape.num_heads, ranks_per_node=task.ranks_per_node, model="the model"
+    ds_config = build_ds_config(
+        task.ds_configs[name],
+        recipe,
+        world_size=base.world_size,
+        device_type=base.device_type,
+        names=(name, "the recipe"),
     )
-    workload = RankWorkload(
-        task.shape,
-        task.weights,
-        num_models=task.num_models,
-        **world,
+    degrees = choose_degrees(
+        parallel, num_heads=base.shape.num_heads, ranks_per_node=task.ranks_per_node, model="the model"
+    )
+    workload = replace(
+        base,
+        recipe=recipe,
+        ds_config=ds_config,
         ulysses_degree=degrees.ulysses,
         ring_degree=degrees.ring,
         micro_steps=bins // dp_size if packing.enabled else 2,
         max_tokens=max_tokens if packing.enabled else task.longest,
         max_samples=task.most_samples(max_tokens) if packing.enabled else 1,
-        text_len=task.text_len,
     )
-    return Candidate(task, name, ds_config, recipe, workload)
+    return Candidate(task, name, workload)
 
 
 def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidate | None:
     """Return the candidate with the recipe's bin size, or with the largest smaller size that fits; None if none fits."""
-    low, high = task.longest, max(task.recipe.packing.max_tokens, task.longest)
-    best = build_candidate(task, name, cp, checkpointing, high)
+    low, high = task.longest, max(task.workload.recipe.packing.max_tokens, task.longest)
+    best = _build_candidate(task, name, cp, checkpointing, high)
     if best.fits:
         return best
-    best = build_candidate(task, name, cp, checkpointing, low)
+    best = _build_candidate(task, name, cp, checkpointing, low)
     if not best.fits:
         return None
     while high - low > max(task.longest // 8, 1):
         middle = (low + high) // 2
-        candidate = build_candidate(task, name, cp, checkpointing, middle)
+        candidate = _build_candidate(task, name, cp, checkpointing, middle)
         low, high, best = (middle, high, candidate) if candidate.fits else (low, middle, best)
     return best
 
 
-def _cp_sizes(task: Task) -> list[int]:
+def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
     """Return the recipe's size if the recipe sets the size; otherwise the powers of two that divide the number of GPUs."""
-    parallel = task.recipe.parallel
     if parallel != ParallelConfig(fused_all_to_all=parallel.fused_all_to_all):
         return [parallel.group_size]
-    return [1 << i for i in range(task.gpus.bit_length()) if task.gpus % (1 << i) == 0]
+    return [1 << i for i in range(gpus.bit_length()) if gpus % (1 << i) == 0]
 
 
 def find_cure(task: Task, ds_name: str) -> str:
@@ -323,24 +303,19 @@ def find_cure(task: Task, ds_name: str) -> str:
         task: `ds_configs` contains the run's JSON under `ds_name`, and other JSONs to try.
         ds_name: name of the run's JSON.
     """
-    recipe, longest, cp = task.recipe, task.longest, task.recipe.parallel.group_size
-    sizes = [cp]
+    recipe, longest = task.workload.recipe, task.longest
+    sizes = [recipe.parallel.group_size]
     # Another cp_size would contradict explicit degrees.
     if not (recipe.parallel.ulysses_degree or recipe.parallel.ring_degree):
-        any_size = replace(task, recipe=recipe.model_copy(update={"parallel": ParallelConfig()}))
-        sizes += [size for size in _cp_sizes(any_size) if size > cp]
+        sizes += [size for size in _cp_sizes(ParallelConfig(), task.workload.world_size) if size > sizes[0]]
     names = dict.fromkeys((ds_name, *task.ds_configs))
     max_tokens = dict.fromkeys((max(recipe.packing.max_tokens, longest), longest))
     checkpointing = dict.fromkeys((recipe.model.checkpointing, *CHECKPOINTING[1:]))
-    for name, tokens, size, mode in product(names, max_tokens, sizes, checkpointing):
-        try:
-            candidate = build_candidate(task, name, size, mode, tokens)
-        except ConfigError:
-            continue
+    for candidate in build_candidates(task, names, max_tokens, sizes, checkpointing):
         if candidate.fits:
             changes = candidate.changes()
             words = [f"set {' and '.join(changes)}"] if changes else []
-            if name != ds_name:
-                words.append(f"{'with' if changes else 'use'} --deepspeed {name}")
+            if candidate.ds_name != ds_name:
+                words.append(f"{'with' if changes else 'use'} --deepspeed {candidate.ds_name}")
             return " ".join(words)
     return "no setting fits; use more or larger GPUs, shorter or smaller clips, or a LoRA with lora.quantize"

@@ -20,42 +20,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from wands.config.deepspeed import offloads_optimizer
+from wands.config.deepspeed_rules import offload_device
 from wands.config.recipe import ParallelConfig
 from wands.data.step_groups import LEVEL
 from wands.distributed.dims import choose_degrees
 from wands.distributed.layout import ContextPlan
 from wands.planning.activations import BF16, FP32
-from wands.planning.hardware import MACHINES, Machine
-from wands.variants import DiTShape
+from wands.planning.hardware import Machine
+from wands.planning.workload import Workload
 
 LINEAR_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # in forwards
 # Bytes per parameter: the update reads gradient, weight and two moments, and writes the last three.
 _ADAM_ON_HOST = 28
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Settings that determine the time of a step, in addition to the model and the bins.
-
-    Attributes:
-        machine: GPUs and links.
-        checkpointing: `model.checkpointing`, with the default tensors of this mode.
-        reduce: `precision.reduce`.
-        bins: bins per optimizer step.
-        zero_stage: ZeRO stage.
-        num_trained: number of trained parameters; None for all.
-        offload_optimizer: whether the optimizer's states are on the host.
-        offload_weights: whether the weights are on the host.
-    """
-
-    machine: Machine = MACHINES["h100"]
-    checkpointing: str = "selective"
-    reduce: str = "fp32"
-    bins: int = 64
-    zero_stage: int = 3
-    num_trained: int | None = None
-    offload_optimizer: bool = False
-    offload_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,8 +59,8 @@ class Prediction:
     """Predicted optimizer step of one DiT.
 
     Attributes:
-        setting: settings of the prediction.
-        gpus: number of ranks.
+        workload: the run.
+        machine: GPUs and links.
         plan: layout of a bin.
         flops: FLOPs of one micro step on one rank, without recomputation.
         compute: seconds of a micro step on one rank.
@@ -93,8 +70,8 @@ class Prediction:
         once: seconds of a step outside the micro steps.
     """
 
-    setting: Setting
-    gpus: int
+    workload: Workload
+    machine: Machine
     plan: ContextPlan
     flops: float
     compute: float
@@ -111,12 +88,12 @@ class Prediction:
     @property
     def dp(self) -> int:
         """Number of rank groups with different bins."""
-        return self.gpus // self.cp
+        return self.workload.world_size // self.cp
 
     @property
     def micro_steps(self) -> int:
         """Micro steps per optimizer step."""
-        return self.setting.bins // self.dp
+        return self.workload.recipe.train.bins_per_step // self.dp
 
     @property
     def seconds(self) -> float:
@@ -128,7 +105,7 @@ class Prediction:
     @property
     def mfu(self) -> float:
         """Model FLOP/s as a share of the peak, without recomputation."""
-        return self.flops * self.micro_steps / self.seconds / self.setting.machine.peak
+        return self.flops * self.micro_steps / self.seconds / self.machine.peak
 
     @property
     def l_eff(self) -> float:
@@ -139,32 +116,27 @@ class Prediction:
     @property
     def l_needed(self) -> float:
         """Smallest `l_eff` at which the messages of the ring's forward overlap with compute completely."""
-        machine = self.setting.machine
-        flops = machine.peak * machine.attention_efficiency
-        return self.plan.ring_degree * flops / machine.ring_bandwidth(self.cp)
+        flops = self.machine.peak * self.machine.attention_efficiency
+        return self.plan.ring_degree * flops / self.machine.ring_bandwidth(self.cp)
 
 
-def predict(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: Setting) -> Prediction:
+def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Prediction:
     """Predict a step in which every group of ranks forwards equal bins.
 
     Args:
-        shape: the DiT.
+        workload: the run.
+        machine: GPUs and links.
         lens: tokens of each clip of a bin.
-        gpus: number of ranks.
-        cp: number of ranks that share a bin.
-        setting: other settings.
 
     Raises:
-        ConfigError: if `cp` ranks cannot share a bin of this model.
+        ConfigError: if the ranks of a group cannot share a bin of this model.
     """
-    machine, layers = setting.machine, shape.num_layers
-    in_node = min(gpus, machine.ranks_per_node)
-    degrees = choose_degrees(
-        ParallelConfig(cp_size=cp), num_heads=shape.num_heads, ranks_per_node=in_node, model=""
-    )
+    shape, cp, checkpointing = workload.shape, workload.cp_size, workload.recipe.model.checkpointing
+    layers, in_node = shape.num_layers, min(workload.world_size, machine.ranks_per_node)
+    parallel = ParallelConfig(cp_size=cp)
+    degrees = choose_degrees(parallel, num_heads=shape.num_heads, ranks_per_node=in_node, model="")
     plan = ContextPlan.build(lens, ulysses_degree=degrees.ulysses, ring_degree=degrees.ring)
-    trained = shape.num_params if setting.num_trained is None else min(setting.num_trained, shape.num_params)
-    share = trained / shape.num_params
+    share = min(workload.trained, shape.num_params) / shape.num_params
 
     pairs = shape.attention_flops_per_squared_token() * sum(length * length for length in lens)
     # Text and time embeddings are computed by every rank of the group.
@@ -172,8 +144,8 @@ def predict(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: S
     matmuls = (shape.forward_flops(lens) - pairs - whole) / cp + whole
     linear = matmuls / (machine.peak * machine.linear_efficiency)
     attention = pairs / cp * plan.cost_balance() / (machine.peak * machine.attention_efficiency)
-    again = setting.checkpointing != "none"
-    attend_again = setting.checkpointing in ("full", "offload")
+    again = checkpointing != "none"
+    attend_again = checkpointing in ("full", "offload")
     linear_backward = 1.0 + (LINEAR_BACKWARD - 1.0) * share
     forward = linear + attention
     backward = (linear_backward + again) * linear + (ATTENTION_BACKWARD + attend_again) * attention
@@ -185,54 +157,49 @@ def predict(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: S
     one_way, back = ring_traffic(plan, shape.dim, attention / layers, machine.ring_bandwidth(cp))
     ring_forward, ring_backward = one_way * layers, (back + one_way * attend_again) * layers
 
-    compute, rings = (forward, backward), (ring_forward, ring_backward)
-    zero, once = _zero_traffic(shape, gpus, trained, setting, compute, rings)
-    if setting.checkpointing == "offload":
+    compute = ((forward, ring_forward), (backward, ring_backward))
+    zero, once = _zero_traffic(workload, machine, compute)
+    if checkpointing == "offload":
         # Each block's input moves to the host and back, overlapping with the computation.
         moved = 2 * FP32 * shape.dim * layers * sum(lens) / cp / machine.host_bandwidth
         zero += Traffic(moved, max(0.0, moved - forward - backward))
     flops = (2 + share) * (shape.forward_flops(lens) - pairs) / cp + 3 * pairs / cp
-    return Prediction(
-        setting,
-        gpus,
-        plan,
-        flops,
-        forward + backward,
-        Traffic(exchanged, exchanged),
-        ring_forward + ring_backward,
-        zero,
-        once,
-    )
+    all_to_all, ring = Traffic(exchanged, exchanged), ring_forward + ring_backward
+    return Prediction(workload, machine, plan, flops, forward + backward, all_to_all, ring, zero, once)
 
 
 def _zero_traffic(
-    shape: DiTShape,
-    gpus: int,
-    trained: int,
-    setting: Setting,
-    compute: tuple[float, float],
-    rings: tuple[Traffic, Traffic],
+    workload: Workload, machine: Machine, compute: Sequence[tuple[float, Traffic]]
 ) -> tuple[Traffic, float]:
     """Return ZeRO's traffic of a micro step, and the seconds once per step.
 
     The traffic overlaps with compute that the ring leaves free.
+
+    Args:
+        workload: the run.
+        machine: GPUs and links.
+        compute: seconds and ring traffic of the forward and of the backward.
     """
-    machine, size = setting.machine, FP32 if setting.reduce == "fp32" else BF16
+    gpus, num_params, stage = workload.world_size, workload.shape.num_params, workload.zero_stage
+    trained, size = (
+        min(workload.trained, num_params),
+        FP32 if workload.recipe.precision.reduce == "fp32" else BF16,
+    )
     wire = (gpus - 1) / gpus / machine.world_bandwidth(gpus)
-    weights, gradients = shape.num_params * size * wire, trained * size * wire
-    once = 0.0
-    if setting.zero_stage == 3:
-        fetched = FP32 * shape.num_params / gpus / machine.host_bandwidth if setting.offload_weights else 0.0
+    weights, gradients, once = num_params * size * wire, trained * size * wire, 0.0
+    if stage == 3:
+        on_host = offload_device(workload.ds_config["zero_optimization"], "offload_param") != "none"
+        fetched = FP32 * num_params / gpus / machine.host_bandwidth if on_host else 0.0
         messages = (weights + fetched, weights + gradients + fetched)
     else:
-        messages = (0.0, gradients if setting.zero_stage == 2 else 0.0)
+        messages = (0.0, gradients if stage == 2 else 0.0)
         # Stages 0 and 1 reduce the gradients once per step. Stages 1 and 2 gather the updated weights. At stage 0 the second term
         # is the second half of the all-reduce.
-        once = (gradients if setting.zero_stage < 2 else 0.0) + trained * FP32 * wire
-    if setting.offload_optimizer:
+        once = (gradients if stage < 2 else 0.0) + trained * FP32 * wire
+    if offloads_optimizer(workload.ds_config):
         once += (2 * FP32 + _ADAM_ON_HOST) * trained / gpus / machine.host_bandwidth
     exposed = 0.0
-    for message, seconds, ring in zip(messages, compute, rings, strict=True):
+    for message, (seconds, ring) in zip(messages, compute, strict=True):
         exposed += max(0.0, message - (seconds - (ring.total - ring.exposed)))
     return Traffic(sum(messages), exposed), once
 

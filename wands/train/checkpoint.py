@@ -7,7 +7,6 @@ follows, the folder gets its name, and `latest` is replaced last. A kill at any 
 from __future__ import annotations
 
 import json
-import math
 import resource
 import shutil
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 from wands.config.optimizer_kinds import state_bytes_per_param
+from wands.config.recipe import Recipe
 from wands.errors import CheckpointError
 from wands.files import publish, sync, write_text
 from wands.model.files.checkpoint_files import STATE_FILE, TrainState, list_steps, step_name
+from wands.planning.workload import Weight
 from wands.train.ema import WeightAverage
 from wands.train.metrics import thin
 from wands.train.run import TrainingRun
@@ -65,19 +66,17 @@ def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int
 
 
 def save_checkpoint(
+    run: TrainingRun,
     engines: Mapping[str, Any],
-    folder: Path,
     state: TrainState,
-    keep: int,
     averages: Mapping[str, WeightAverage] = MappingProxyType({}),
 ) -> Path:
-    """Write one checkpoint; a collective call.
+    """Write one checkpoint and delete the oldest; a collective call.
 
     Args:
+        run: the checked run.
         engines: subfolder of each DiT -> its DeepSpeed engine.
-        folder: `<output_dir>/checkpoints`.
         state: contents of `wands_state.json`; this function fills in `files`.
-        keep: number of newest checkpoints to keep.
         averages: subfolder of each DiT -> moving average of its weights.
 
     Returns:
@@ -86,7 +85,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: if the disk is full or not writable; the previous checkpoint is untouched.
     """
-    rank = dist.get_rank()
+    rank, folder = dist.get_rank(), run.output_dir / "checkpoints"
     target = folder / step_name(state.step)
     partial = folder / f"{target.name}.tmp"
     if rank == 0:
@@ -94,11 +93,11 @@ def save_checkpoint(
         for stale in folder.glob("step_*.tmp"):  # left by a save that was killed
             shutil.rmtree(stale)
     dist.barrier()
-    _check_space(engines, folder, state, more=sum(average.num_bytes for average in averages.values()))
+    _check_space(run, folder, more=sum(average.num_bytes for average in averages.values()))
     try:
         options = {
             "save_latest": False,  # DeepSpeed's own `latest` is neither atomic nor last
-            "exclude_frozen_parameters": state.recipe["lora"] is not None,
+            "exclude_frozen_parameters": run.recipe.lora is not None,
         }
         for part, engine in engines.items():
             engine.save_checkpoint(str(partial), tag=part, **options)
@@ -108,7 +107,7 @@ def save_checkpoint(
         if rank == 0:
             _finish(partial, target, state)
             older = [path for path in list_steps(folder) if path.name <= target.name]
-            for path in older[:-keep]:
+            for path in older[: -run.recipe.checkpoint.keep]:
                 shutil.rmtree(path)
     except (OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(text in str(error) for text in _WRITE_ERRORS):
@@ -120,48 +119,35 @@ def save_checkpoint(
     return target
 
 
-def checkpoint_bytes(
-    num_saved: int, trained: Sequence[tuple[str, Sequence[int]]], optimizer: str, zero_stage: int
-) -> tuple[int, int]:
+def checkpoint_bytes(weights: Sequence[Weight], recipe: Recipe, zero_stage: int) -> tuple[int, int]:
     """Return the bytes of one DiT in a checkpoint over all ranks: of the weights, and of the optimizer's masters and states.
 
     Args:
-        num_saved: number of saved parameters.
-        trained: names and shapes of the trained parameters.
-        optimizer: `optim.name`.
+        weights: parameters of the DiT. A LoRA run saves only the trained parameters.
+        recipe: optimizer and LoRA.
         zero_stage: at stage 0 the weights are the masters; at stage 3 the masters replace the trained weights.
     """
-    num_trained = sum(math.prod(shape) for _, shape in trained)
-    states = state_bytes_per_param(optimizer, trained, zero_stage) + (4 if zero_stage else 0)
+    trained = [(weight.name, weight.shape) for weight in weights if weight.trained]
+    num_trained = sum(weight.numel for weight in weights if weight.trained)
+    num_saved = num_trained if recipe.lora else sum(weight.numel for weight in weights)
+    states = state_bytes_per_param(recipe.optim.name, trained, zero_stage) + (4 if zero_stage else 0)
     in_weights = num_saved - num_trained if zero_stage == 3 else num_saved
     return 4 * in_weights, round(states * num_trained)
 
 
-def _check_space(engines: Mapping[str, Any], folder: Path, state: TrainState, more: int) -> None:
+def _check_space(run: TrainingRun, folder: Path, more: int) -> None:
     """Raise the same error on all ranks before the first byte, because a failed write would leave the other ranks waiting.
 
     Args:
-        engines: engines to save.
+        run: the checked run.
         folder: target folder.
-        state: training state of the run.
         more: bytes of further files of this rank.
     """
-    world_size, stage = dist.get_world_size(), state.zero_stage
-    sizes = []
-    for engine in engines.values():
-        shapes = {
-            name: (tuple(getattr(p, "ds_shape", p.shape)), p.requires_grad)
-            for name, p in engine.module.named_parameters()
-        }
-        trained = [(name, shape) for name, (shape, is_trained) in shapes.items() if is_trained]
-        # A LoRA run does not save the base.
-        saved = [shape for shape, is_trained in shapes.values() if is_trained or state.recipe["lora"] is None]
-        num_saved = sum(map(math.prod, saved))
-        sizes.append(checkpoint_bytes(num_saved, trained, state.recipe["optim"]["name"], stage))
-    needed = sum(map(sum, sizes)) + more * world_size
+    world_size, stage = run.world_size, run.zero_stage
+    weights, states = checkpoint_bytes(run.weights, run.recipe, stage)
+    needed = len(run.experts) * (weights + states) + more * world_size
     free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    weights, states = max(sizes)
     # Each rank writes a file with its masters and states. One more file has the weights; ZeRO-3 partitions the frozen ones.
     largest = max(states // world_size, weights // world_size if stage == 3 else weights)
     if stage == 0:

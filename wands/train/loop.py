@@ -96,8 +96,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path |
             is_due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
             if is_due or request.save or step == total_steps:
                 state = build_state(run, step, plan.epoch, writer.history if writer else [])
-                folder = run.output_dir / "checkpoints"
-                saved = save_checkpoint(engines, folder, state, recipe.checkpoint.keep, averages)
+                saved = save_checkpoint(run, engines, state, averages)
                 log(f"saved {saved}")
                 timer.start_step()
             if request.quit:

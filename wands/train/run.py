@@ -21,7 +21,7 @@ from wands.data.sampler import PlanSampler, StepPlan
 from wands.distributed.dims import ContextDegrees, ParallelDims
 from wands.flow.rng import SampleKey
 from wands.model.files.checkpoint_files import Checkpoint
-from wands.planning.workload import RankWorkload, Weight
+from wands.planning.workload import Weight, Workload
 from wands.variants import TEXT_LEN, DiTShape, Expert, Variant
 
 
@@ -137,8 +137,8 @@ class TrainingRun:
                     value -= self.collator.num_cond_tokens(key, grid)
         return value
 
-    def workload(self, device_type: str) -> RankWorkload:
-        """Return the sizes that determine the memory of a rank.
+    def workload(self, device_type: str) -> Workload:
+        """Return the run as the estimates of memory and step time see it.
 
         Args:
             device_type: "cuda" or "cpu".
@@ -150,18 +150,20 @@ class TrainingRun:
             text_len = max(self.recipe.data.mock.text_lens)
         elif isinstance(self.data, LatentCache):
             text_len = int(self.data.index.text_lens.max())
-        return RankWorkload(
+        return Workload(
+            self.recipe,
             self.shape,
             self.weights,
-            num_models=len(self.experts),
-            world_size=self.world_size,
+            len(self.experts),
+            self.world_size,
+            device_type,
+            text_len,
+            self.ds_config,
             ulysses_degree=self.degrees.ulysses,
             ring_degree=self.degrees.ring,
             micro_steps=self.recipe.train.bins_per_step // self.dp_size if packs else 2,
             max_tokens=max(sum(int(self.seq_lens[i]) for i in bin) for bin in forwards),
             max_samples=max(map(len, forwards)),
-            device_type=device_type,
-            text_len=text_len,
         )
 
     @property

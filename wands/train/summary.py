@@ -139,7 +139,7 @@ def _checkpointing(model: ModelConfig) -> str:
 
 
 def _memory_line(run: TrainingRun) -> str:
-    memory = estimate_memory(run.workload(accelerator_type()), run.recipe, run.ds_config)
+    memory = estimate_memory(run.workload(accelerator_type()))
     inner = ", ".join(f"{name} {to_gib(size)}" for name, size in memory.device.items())
     host = ", ".join(f"{name} {to_gib(size)}" for name, size in memory.host.items())
     return f"about {to_gib(memory.needed)} per rank: {inner}" + (f"; on the host {host}" if host else "")

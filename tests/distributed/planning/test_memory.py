@@ -17,6 +17,7 @@ from wands.distributed.bootstrap import init_process_group
 from wands.planning.hardware import Machine
 from wands.planning.memory import Memory, estimate_memory
 from wands.planning.search import SHIPPED, Task, search
+from wands.planning.workload import Workload
 from wands.train.batches import prefetched
 from wands.train.engine import build_engine, build_model
 from wands.train.step import train_step
@@ -122,7 +123,7 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
                 if average:
                     average.update(step + 1)
         batches.close()
-        found.append((peak.bytes, estimate_memory(run.workload("cpu"), run.recipe, run.ds_config)))
+        found.append((peak.bytes, estimate_memory(run.workload("cpu"))))
         release(engine)
         del engine, batches, plan, mine, average
     return found
@@ -168,21 +169,18 @@ def test_the_whole_grid(tmp_path, new_world, stage):
 def test_what_a_plan_proposes_has_room(tmp_path, new_world):
     """On two ranks with 50 MB each: the fastest of each DeepSpeed config, run as the plan says."""
     recipe = load_recipe(None, [*DATA, "precision.compute=fp32", "train.bins_per_step=2"])
-    shape = DiTShape.from_config(CONFIG)
+    shape, weights = DiTShape.from_config(CONFIG), list_weights(recipe, CONFIG, ())
     task = Task(
-        shape,
-        list_weights(recipe, CONFIG, ()),
-        num_models=1,
-        recipe=recipe,
+        Workload(recipe, shape, weights, num_models=1, world_size=2, device_type="cpu"),
         seq_lens=np.full(16, 1056),
         machine=Machine(memory=50e6, host_memory=1e9, ranks_per_node=2),
-        gpus=2,
         ds_configs={name: load_ds_config(name) for name in SHIPPED},
-        device_type="cpu",
     )
     found = search(task)
     assert len(found) > 3
-    assert not any(one.recipe.model.checkpointing == "none" and one.cp == 1 for one in found)
+    assert not any(
+        one.workload.recipe.model.checkpointing == "none" and one.workload.cp_size == 1 for one in found
+    )
     first = {one.ds_name: one for one in reversed(found)}.values()
     cases = [
         (("precision.compute=fp32", *one.changes()), dict(task.ds_configs[one.ds_name])) for one in first
@@ -201,7 +199,7 @@ def test_what_is_offloaded_is_on_the_host_alone(tmp_path, stage):
         run = make_run(
             tmp_path, tmp_path / "run", (*DATA, "train.bins_per_step=4"), {"zero_optimization": zero}, 2
         )
-        found[away] = estimate_memory(run.workload("cuda"), run.recipe, run.ds_config)
+        found[away] = estimate_memory(run.workload("cuda"))
     share = run.num_trained / 2
     assert not found[False].host
     assert found[True].host == {"optimizer": 12 * share, "gradients": 4 * share}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import threading
@@ -16,14 +15,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from tests.support.runs import make_run, run_training
+from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint, list_steps, load_state
-from wands.model.files.loading import build_empty, load_config
+from wands.planning.workload import Weight
 from wands.train import checkpoint
 from wands.train.checkpoint import save_checkpoint
 from wands.train.control import ControlRequest, ControlRequests
@@ -243,9 +242,7 @@ def save_without_space(model: Path, out: Path) -> str:
     )
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     with pytest.raises(CheckpointError) as caught:
-        save_checkpoint(
-            {"transformer": engine}, out / "checkpoints", build_state(training_run, 1, 0, []), keep=1
-        )
+        save_checkpoint(training_run, {"transformer": engine}, build_state(training_run, 1, 0, []))
     assert caught.value.agreed
     return str(caught.value)
 
@@ -264,21 +261,22 @@ def test_frozen_weights_need_room_for_themselves_alone(
     whole: bool, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """And none where only what is trained is saved; other bytes of both ranks come on top."""
-    module = torch.nn.Sequential(
-        torch.nn.Linear(1000, 250, bias=False).requires_grad_(False), torch.nn.Linear(250, 100, bias=False)
-    )
+    weights = [Weight("0.weight", (250, 1000), 4, False), Weight("1.weight", (100, 250), 4, True)]
     free = needed + 2 * 1000
-    world = SimpleNamespace(
-        get_world_size=lambda: 2, all_gather_object=lambda found, mine: found.__setitem__(0, mine)
-    )
+    world = SimpleNamespace(all_gather_object=lambda found, mine: found.__setitem__(0, mine))
     monkeypatch.setattr(checkpoint, "dist", world)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
 
     def check(more: int) -> None:
-        engines = {"transformer": SimpleNamespace(module=module)}
-        recipe = {"lora": None if whole else {}, "optim": {"name": "adamw"}}
-        state = SimpleNamespace(zero_stage=2, recipe=recipe)
-        checkpoint._check_space(engines, tmp_path, state, more)
+        recipe = load_recipe(None, [] if whole else ["lora.rank=4"])
+        run = {
+            "world_size": 2,
+            "zero_stage": 2,
+            "recipe": recipe,
+            "weights": weights,
+            "experts": ["transformer"],
+        }
+        checkpoint._check_space(SimpleNamespace(**run), tmp_path, more)
 
     check(more=1000)
     with pytest.raises(CheckpointError, match="are free; free space"):
@@ -294,11 +292,8 @@ def test_the_room_that_is_asked_for_is_what_a_checkpoint_takes(
     settings = ("train.max_steps=1", f"optim.name={optimizer}")
     worlds[2].run(run_training, tiny_pipeline, tmp_path, settings, {"zero_optimization": {"stage": stage}})
     files = (tmp_path / "checkpoints" / "step_00000001" / "transformer").iterdir()
-    shapes = [
-        (name, tuple(p.shape)) for name, p in build_empty(load_config(tiny_pipeline)).named_parameters()
-    ]
-    held = sum(math.prod(shape) for _, shape in shapes)
-    expected = sum(checkpoint.checkpoint_bytes(held, shapes, optimizer, stage))
+    run = make_run(tiny_pipeline, tmp_path / "like", settings, {"zero_optimization": {"stage": stage}}, 2)
+    expected = sum(checkpoint.checkpoint_bytes(run.weights, run.recipe, stage))
     # Names, offsets and what aligns shards come to 64 KB a file, whatever the model.
     assert expected <= sum(file.stat().st_size for file in files) <= 1.02 * expected + 3 * 65_536
 

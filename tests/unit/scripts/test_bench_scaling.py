@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import bench_scaling
 import pytest
-from bench_scaling import MODELS, SIZES
+from bench_scaling import H100, MODELS, SIZES, Setting, prediction, workload_of
 
 from wands.data.step_groups import LEVEL
 from wands.distributed.layout import ContextPlan
 from wands.planning.hardware import Machine
-from wands.planning.step_time import ATTENTION_BACKWARD, BF16, Setting, Traffic, predict, ring_traffic
+from wands.planning.step_time import ATTENTION_BACKWARD, BF16, Traffic, predict, ring_traffic
+from wands.planning.workload import Weight
 
 SHAPE = MODELS["1.3B"][0]
 FAR = Machine(ranks_per_node=1)  # every rank on its own node: no Ulysses, all ring, over the network
@@ -44,7 +45,7 @@ def test_the_ring_hides_where_l_eff_says(degree: int, rounds: str, factor: float
     """R * F / B, and 1.2 times that where blocks and gradients share a round; two ranks never do."""
     if rounds == "backward" and degree == 2:
         factor = 0.4
-    one = predict(SHAPE, [8000, 24000], 8, degree, Setting(FAR))
+    one = prediction(SHAPE, [8000, 24000], 8, degree, Setting(FAR))
     assert one.plan.ring_degree == degree
     attention = SHAPE.attention_flops_per_squared_token() * sum(n * n for n in one.plan.seq_lens)
     seconds = attention / SHAPE.num_layers / degree / (FAR.peak * FAR.attention_efficiency)
@@ -61,7 +62,7 @@ def test_the_ring_hides_where_l_eff_says(degree: int, rounds: str, factor: float
 @pytest.mark.parametrize("cp", [1, 4, 8])
 def test_traffic_is_the_bytes_of_the_plan(checkpointing: str, cp: int):
     machine = Machine(network_bandwidth=1e9, node_bandwidth=1e9)
-    one = predict(SHAPE, LENS, 16, cp, Setting(machine, checkpointing))
+    one = prediction(SHAPE, LENS, 16, cp, Setting(machine, checkpointing))
     comm = one.plan.comm_bytes(SHAPE.dim, BF16)
     forwards = {"none": (1, 1), "selective": (1.75, 1), "full": (2, 2)}[checkpointing]
     exchanged = SHAPE.num_layers * (forwards[0] * comm.ulysses_forward + comm.ulysses_backward)
@@ -76,8 +77,8 @@ def test_traffic_is_the_bytes_of_the_plan(checkpointing: str, cp: int):
     [("none", 3, 1 + ATTENTION_BACKWARD), ("selective", 4, 3.5), ("full", 4, 4.5)],
 )
 def test_compute_is_the_planners_cost(checkpointing: str, linear_passes: float, attention_passes: float):
-    ideal = dataclasses.replace(INSTANT, linear_efficiency=1.0, attention_efficiency=1.0)
-    one = predict(SHAPE, LENS, 8, 1, Setting(ideal, checkpointing))
+    ideal = replace(INSTANT, linear_efficiency=1.0, attention_efficiency=1.0)
+    one = prediction(SHAPE, LENS, 8, 1, Setting(ideal, checkpointing))
     attention = SHAPE.attention_flops_per_squared_token() * sum(n * n for n in LENS)
     linear = SHAPE.forward_flops(LENS) - attention
     work = linear_passes * linear + attention_passes * attention
@@ -87,11 +88,11 @@ def test_compute_is_the_planners_cost(checkpointing: str, linear_passes: float, 
 
 
 def test_more_ranks_per_bin_keep_the_work_and_add_traffic():
-    slower = [predict(SHAPE, LENS, 64, cp, Setting()) for cp in (1, 2, 4, 8, 16, 32)]
+    slower = [prediction(SHAPE, LENS, 64, cp, Setting()) for cp in (1, 2, 4, 8, 16, 32)]
     assert [one.cp * one.dp for one in slower] == [64] * 6
     assert [one.plan.ulysses_degree for one in slower] == [1, 2, 4, 4, 4, 4]  # 12 heads, 8 ranks in a node
     assert sorted(one.seconds for one in slower) == [one.seconds for one in slower]
-    held = [bench_scaling.memory(SHAPE, one) for one in slower]
+    held = [bench_scaling.memory(one) for one in slower]
     assert sorted(held, reverse=True) == held
     for traffic in (traffic for one in slower for traffic in (one.ring_traffic, one.zero)):
         assert 0 <= traffic.exposed <= traffic.total + 1e-9
@@ -99,14 +100,17 @@ def test_more_ranks_per_bin_keep_the_work_and_add_traffic():
 
 def test_memory_is_that_of_ds_configs_zero3():
     """Weights, gradients and two moments, over all ranks; activations over those of a bin."""
-    held = {cp: bench_scaling.memory(SHAPE, predict(SHAPE, LENS, 64, cp, Setting())) for cp in (1, 2, 64)}
+    held = {cp: bench_scaling.memory(prediction(SHAPE, LENS, 64, cp, Setting())) for cp in (1, 2, 64)}
     assert 0.5 * held[1] < held[2] < 0.75 * held[1]  # Ulysses keeps the result of attention twice
     assert 16 * SHAPE.num_params / 64 < held[64] < 0.2 * held[1]
 
 
 def test_frozen_weights_cost_no_gradients_of_their_own():
+    base = workload_of(SHAPE, [1000] * 32, 8, 1, Setting())
+    base = replace(base, ds_config={**base.ds_config, "zero_optimization": {"stage": 2}})
     full, lora = (
-        predict(SHAPE, [1000] * 32, 8, 1, Setting(num_trained=n, zero_stage=2)) for n in (None, 10_000_000)
+        predict(replace(base, weights=weights), H100, [1000] * 32)
+        for weights in (base.weights, [Weight("lora_A", (10_000_000,), 4, True)])
     )
     assert lora.compute < 0.85 * full.compute
     assert lora.zero.total < 0.01 * full.zero.total
@@ -114,16 +118,18 @@ def test_frozen_weights_cost_no_gradients_of_their_own():
 
 
 def test_what_is_offloaded_goes_over_the_hosts_link():
-    near, far = Setting(bins=8), Setting(bins=8, offload_optimizer=True, offload_weights=True)
-    plain, offloaded = (predict(SHAPE, LENS, 8, 1, setting) for setting in (near, far))
-    assert offloaded.once == pytest.approx(36 * SHAPE.num_params / 8 / near.machine.host_bandwidth)
-    more = 2 * 4 * SHAPE.num_params / 8 / near.machine.host_bandwidth
+    near = workload_of(SHAPE, LENS, 8, 1, Setting(bins=8))
+    on_host = {"stage": 3} | {key: {"device": "cpu"} for key in ("offload_optimizer", "offload_param")}
+    far = replace(near, ds_config={**near.ds_config, "zero_optimization": on_host})
+    plain, offloaded = (predict(workload, H100, LENS) for workload in (near, far))
+    assert offloaded.once == pytest.approx(36 * SHAPE.num_params / 8 / H100.host_bandwidth)
+    more = 2 * 4 * SHAPE.num_params / 8 / H100.host_bandwidth
     assert offloaded.zero.total - plain.zero.total == pytest.approx(more)
     assert offloaded.seconds > plain.seconds
 
 
 def test_traffic_that_is_instant_hides():
-    one = predict(SHAPE, LENS, 64, 16, Setting(INSTANT))
+    one = prediction(SHAPE, LENS, 64, 16, Setting(INSTANT))
     assert one.seconds == pytest.approx(one.compute / LEVEL * 16)
     assert Traffic().hidden == 1.0
 
@@ -133,12 +139,11 @@ def test_the_smallest_cp_that_fits(gpus: int):
     shape, setting = MODELS["14B"][0], Setting()
     one = bench_scaling.smallest_fit(shape, [75600], gpus, setting)
     assert one is not None
-    assert bench_scaling.fits(shape, one)
+    assert bench_scaling.fits(one)
     assert one.dp <= setting.bins
     half = one.cp // 2
-    assert gpus // half > setting.bins or not bench_scaling.fits(
-        shape, predict(shape, [75600], gpus, half, setting)
-    )
+    smaller = prediction(shape, [75600], gpus, half, setting)
+    assert gpus // half > setting.bins or not bench_scaling.fits(smaller)
     nothing = Setting(Machine(memory=1e9))
     assert bench_scaling.smallest_fit(shape, [75600], gpus, nothing) is None
 
