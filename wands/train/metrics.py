@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from wands.data.sampler import StepPlan
 from wands.planning.hardware import PEAK_TFLOPS
+from wands.train.run import TrainingRun
 
 
 def peak_tflops(device: torch.device) -> float | None:
@@ -21,62 +22,75 @@ def peak_tflops(device: torch.device) -> float | None:
     return next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """Metrics of one optimizer step over all ranks.
+def step_metrics(
+    run: TrainingRun,
+    plan: StepPlan,
+    device: torch.device,
+    losses: Sequence[float],
+    grad_norms: Sequence[float],
+    lr: float,
+    ema_decay: float | None,
+    seconds: float,
+    data_wait: float,
+) -> dict[str, Any]:
+    """Return the metrics of one optimizer step over all ranks: a row of metrics.jsonl.
 
-    Attributes:
-        step: number of optimizer steps made, including this step.
-        epoch: epoch of the step's samples.
-        loss: mean weighted squared error of the step's samples or tokens; with two experts, the mean of both.
+    Args:
+        run: the checked run.
+        plan: plan of the step.
+        device: device of this rank.
+        losses: for each trained DiT, the mean weighted squared error of the step's samples or tokens. `loss` is their mean.
+        grad_norms: for each trained DiT, the norm of the whole gradient before clipping. `grad_norm` is the largest norm.
         lr: learning rate of this step.
-        grad_norm: norm of the whole gradient before clipping.
-        tokens: video tokens of the step.
-        samples: clips of the step.
+        ema_decay: decay of the moving average in this step; None without `ema`.
         seconds: wall time of the step, including the wait for data.
         data_wait: seconds that the slowest rank waited for data.
-        tflops: model TFLOP/s per device (three forwards; recomputation is not counted).
-        mfu: share of the device's bf16 peak; None if the peak is unknown.
-        fill: tokens / (bins x packing.max_tokens).
-        imbalance: cost of the slowest rank / mean cost of the ranks, each summed over the micro steps.
-        expert_losses: name of each trained expert -> loss; empty for a model with one DiT.
-        expert_norms: name of each trained expert -> `grad_norm`; empty for a model with one DiT.
-        ema_decay: decay of the moving average in this step; None without `ema`.
+
+    Returns:
+        The arguments and these values:
+            step: number of optimizer steps made, including this step.
+            tokens, samples: video tokens and clips of the step.
+            tflops: model TFLOP/s per device (three forwards; recomputation is not counted).
+            mfu: share of the device's bf16 peak; None if the peak is unknown.
+            fill: tokens / (bins x packing.max_tokens).
+            imbalance: cost of the slowest rank / mean cost of the ranks, each summed over the micro steps.
+            loss_NAME, grad_norm_NAME: loss and norm of each trained expert of a model with two experts.
     """
+    peak, tflops = peak_tflops(device), run.step_flops(plan.bins) / seconds / run.world_size / 1e12
+    names = [expert.name for expert in run.experts if expert.name]
+    return {
+        "step": plan.step + 1,
+        "epoch": plan.epoch,
+        "loss": sum(losses) / len(losses),
+        "lr": lr,
+        "grad_norm": max(grad_norms),
+        "tokens": plan.num_tokens,
+        "samples": plan.num_samples,
+        "seconds": seconds,
+        "data_wait": data_wait,
+        "tflops": tflops,
+        "mfu": tflops / peak if peak else None,
+        "fill": plan.num_tokens / (sum(map(bool, plan.bins)) * run.recipe.packing.max_tokens),
+        "imbalance": run.imbalance(plan.bins),
+        "ema_decay": ema_decay,
+        "tokens_per_second": plan.num_tokens / seconds,
+        **{f"loss_{name}": loss for name, loss in zip(names, losses, strict=False)},
+        **{f"grad_norm_{name}": norm for name, norm in zip(names, grad_norms, strict=False)},
+    }
 
-    step: int
-    epoch: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens: int
-    samples: int
-    seconds: float
-    data_wait: float
-    tflops: float
-    mfu: float | None
-    fill: float
-    imbalance: float
-    expert_losses: dict[str, float] = field(default_factory=dict)
-    expert_norms: dict[str, float] = field(default_factory=dict)
-    ema_decay: float | None = None
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Video tokens per second over all ranks."""
-        return self.tokens / self.seconds
-
-    def line(self, total_steps: int) -> str:
-        """Return the step as one line of text."""
-        mfu = f" ({self.mfu:.1%} MFU)" if self.mfu is not None else ""
-        experts = ", ".join(f"{name} {loss:.5f}" for name, loss in self.expert_losses.items())
-        loss = f"{self.loss:.5f} ({experts})" if len(self.expert_losses) > 1 else f"{self.loss:.5f}"
-        return (
-            f"step {self.step:>{len(str(total_steps))}}/{total_steps}  loss {loss}  lr {self.lr:.2e}  "
-            f"grad {self.grad_norm:.3f}  {self.samples} clips {self.tokens} tokens  {self.tokens_per_second:,.0f} tok/s  "
-            f"{self.seconds:.2f} s (data {self.data_wait:.2f})  {self.tflops:.3g} TFLOP/s{mfu}  "
-            f"fill {self.fill:.0%}  imbalance {self.imbalance:.2f}"
-        )
+def describe_step(row: Mapping[str, Any], total_steps: int) -> str:
+    """Return the metrics of a step as one line of text."""
+    mfu = f" ({row['mfu']:.1%} MFU)" if row["mfu"] is not None else ""
+    experts = ""
+    if "loss_high" in row and "loss_low" in row:
+        experts = f" (high {row['loss_high']:.5f}, low {row['loss_low']:.5f})"
+    return (
+        f"step {row['step']:>{len(str(total_steps))}}/{total_steps}  loss {row['loss']:.5f}{experts}  lr {row['lr']:.2e}  "
+        f"grad {row['grad_norm']:.3f}  {row['samples']} clips {row['tokens']} tokens  {row['tokens_per_second']:,.0f} tok/s  "
+        f"{row['seconds']:.2f} s (data {row['data_wait']:.2f})  {row['tflops']:.3g} TFLOP/s{mfu}  "
+        f"fill {row['fill']:.0%}  imbalance {row['imbalance']:.2f}"
+    )
 
 
 class MetricsWriter:
@@ -99,19 +113,15 @@ class MetricsWriter:
         if kept:
             self.history = [(row["step"], row["loss"]) for row in kept]
 
-    def write(self, report: StepReport) -> None:
-        """Add one step to the file, to TensorBoard and to `history`."""
-        self.history.append((report.step, report.loss))
-        row = asdict(report) | {"tokens_per_second": report.tokens_per_second}
-        experts = {f"loss_{name}": loss for name, loss in row.pop("expert_losses").items()}
-        experts |= {f"grad_norm_{name}": norm for name, norm in row.pop("expert_norms").items()}
-        self._rows.write(json.dumps(row | experts) + "\n")
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Add the metrics of one step to the file, to TensorBoard and to `history`."""
+        self.history.append((row["step"], row["loss"]))
+        self._rows.write(json.dumps(row) + "\n")
         self._rows.flush()
-        of_training = {"loss", "lr", "grad_norm", "epoch", "ema_decay", *experts}
-        for name, value in (row | experts).items():
+        for name, value in row.items():
             if name != "step" and value is not None:
-                group = "train" if name in of_training else "speed"
-                self._board.add_scalar(f"{group}/{name}", value, report.step)
+                of_training = name.startswith(("loss", "lr", "grad_norm", "epoch", "ema_decay"))
+                self._board.add_scalar(f"{'train' if of_training else 'speed'}/{name}", value, row["step"])
 
     def close(self) -> None:
         """Flush and close both."""
