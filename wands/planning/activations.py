@@ -1,32 +1,15 @@
 """Activation memory: tensors that a block keeps for its backward, and their bytes at each moment of the backward.
 
-D is the width of the residual stream, F the hidden width of the feed-forward.
+D is the width of the residual stream, F the hidden width of the feed-forward. A row has D or F values for each token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from wands.planning.workload import Workload
 
 FP32, BF16 = 4, 2
-
-
-class SavedRows(NamedTuple):
-    """Tensors that one block keeps for its backward, as rows per token.
-
-    Attributes:
-        wide: fp32 rows of D.
-        narrow: rows of D in the compute dtype.
-        hidden: rows of F in the compute dtype.
-        low: rows of the LoRA's rank in the compute dtype.
-    """
-
-    wide: int
-    narrow: int
-    hidden: int
-    low: int
 
 
 class Activations:
@@ -87,38 +70,28 @@ class Activations:
         return self.tokens * rows.get(name, self.narrow * shape.dim)
 
     def _block(self) -> float:
-        """Return the bytes that the forward of one block keeps, with autocast's copies of the weights."""
-        shape, kept, narrow = self.shape, self._rows(), self.narrow
-        rank = self.recipe.lora.rank if self.recipe.lora else 0
-        row = (FP32 * kept.wide + narrow * kept.narrow) * shape.dim
-        row += narrow * (kept.hidden * shape.ffn_dim + kept.low * rank)
+        """Return the bytes that the forward of one block keeps, with autocast's copies of the weights.
+
+        Always kept: in fp32 the inputs of the three norms and of the norms of queries and keys; in the compute dtype the inputs
+        of the projections and the tensors that both attentions save. Trained layers also keep their input; ZeRO-3's linear
+        layer always does. See PackedWanBlock.forward.
+        """
+        shape, lora, narrow = self.shape, self.recipe.lora, self.narrow
+        attention_only = lora is not None and lora.targets == "attention"
+        always = self.stage == 3 and not self._quantized
+        ffn, table = not attention_only or always, self._table_learns()
+        # Rows of D in fp32, rows of D and of F in the compute dtype, and rows of the LoRA's rank.
+        wide, narrow_rows, hidden = 6 + 3 * (lora is None) + 2 * table, 8 + ffn + 2 * table, 1 + ffn
+        low = (6 if attention_only else 8) * lora.rank if lora else 0
+        if lora and lora.dropout:
+            # With dropout every LoRA layer has another input; then only ZeRO-3's layer keeps the shared input.
+            both = always and not attention_only
+            narrow_rows, hidden = narrow_rows + (6 if always else 4) + both, hidden + both
+        row = (FP32 * wide + narrow * narrow_rows) * shape.dim + narrow * (hidden * shape.ffn_dim + low)
         row += FP32 * (2 * shape.num_heads + 15)  # log-sum-exps of both attentions, statistics of the norms
         # Every rank has the keys and values of text and images of all samples in the bin.
         context = self.text_rows * (2 * FP32 + 2 * narrow) * shape.dim
         return row * self.tokens + context + self._copies()
-
-    def _rows(self) -> SavedRows:
-        """Count the rows in PackedWanBlock.forward.
-
-        Always kept: in fp32 the inputs of the three norms and of the norms of queries and keys; in the compute dtype the inputs
-        of the projections and the tensors that both attentions save. Trained layers also keep their input; ZeRO-3's linear
-        layer always does.
-        """
-        lora = self.recipe.lora
-        targets = lora.targets if lora else None
-        always = self.stage == 3 and not self._quantized
-        ffn, table, norms = targets != "attention" or always, self._table_learns(), lora is None
-        rows = SavedRows(
-            wide=6 + 3 * norms + 2 * table,
-            narrow=8 + ffn + 2 * table,
-            hidden=1 + ffn,
-            low=(6 if targets == "attention" else 8) if lora else 0,
-        )
-        if lora and lora.dropout:
-            # With dropout every LoRA layer has another input; then only ZeRO-3's layer keeps the shared input.
-            both = always and targets != "attention"
-            rows = rows._replace(narrow=rows.narrow + (6 if always else 4) + both, hidden=rows.hidden + both)
-        return rows
 
     def _table_learns(self) -> bool:
         return self.recipe.lora is None or self.recipe.lora.targets == "all-linear"

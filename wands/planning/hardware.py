@@ -14,7 +14,7 @@ from wands.errors import ConfigError
 GB, TERA = 1e9, 1e12
 
 
-# Dense bf16 peak of one device in TFLOP/s. The first key that the name of a device contains applies.
+# Dense bf16 peak of one GPU in TFLOP/s. The first key that the name of a GPU contains applies.
 PEAK_TFLOPS = {
     "GB300": 2500.0,
     "B300": 2500.0,
@@ -73,25 +73,29 @@ class Machine:
         return self.node_bandwidth if gpus <= self.ranks_per_node else min(self.node_bandwidth, cards)
 
 
-_NVLINK = Machine()
-_A100 = replace(_NVLINK, peak=PEAK_TFLOPS["A100"] * TERA, node_bandwidth=200 * GB, network_bandwidth=22 * GB)
-_PCIE = replace(
-    _NVLINK, node_bandwidth=20 * GB, network_bandwidth=10 * GB, host_memory=256 * GB, host_bandwidth=12 * GB
-)
+def peak_tflops(gpu: str) -> float | None:
+    """Return the dense bf16 peak of a GPU in TFLOP/s by the GPU's name, or None if unknown."""
+    return next((peak for key, peak in PEAK_TFLOPS.items() if key in gpu), None)
 
-MACHINES: dict[str, Machine] = {
-    "h100": _NVLINK,
-    "h200": replace(_NVLINK, name="H200 141 GB", memory=141 * GB),
-    "b200": replace(
-        _NVLINK, name="B200 180 GB", memory=180 * GB, peak=PEAK_TFLOPS["B200"] * TERA, node_bandwidth=600 * GB
-    ),
-    "a100-80gb": replace(_A100, name="A100 80 GB"),
-    "a100-40gb": replace(_A100, name="A100 40 GB", memory=40 * GB),
-    "l40s": replace(_PCIE, name="L40S 48 GB", memory=48 * GB, peak=PEAK_TFLOPS["L40S"] * TERA),
-    "a6000": replace(_PCIE, name="RTX A6000 48 GB", memory=48 * GB, peak=PEAK_TFLOPS["A6000"] * TERA),
-    "rtx5090": replace(_PCIE, name="RTX 5090 32 GB", memory=32 * GB, peak=PEAK_TFLOPS["RTX 5090"] * TERA),
-    "rtx4090": replace(_PCIE, name="RTX 4090 24 GB", memory=24 * GB, peak=PEAK_TFLOPS["RTX 4090"] * TERA),
-    "rtx3090": replace(_PCIE, name="RTX 3090 24 GB", memory=24 * GB, peak=PEAK_TFLOPS["RTX 3090"] * TERA),
+
+_A100 = {"node_bandwidth": 200e9, "network_bandwidth": 22e9}
+_PCIE = {"node_bandwidth": 20e9, "network_bandwidth": 10e9, "host_memory": 256e9, "host_bandwidth": 12e9}
+# Name for --hardware: GPU, memory in GB, other numbers than those of an NVLink node.
+_GPUS: dict[str, tuple[str, int, dict[str, float]]] = {
+    "h100": ("H100", 80, {}),
+    "h200": ("H200", 141, {}),
+    "b200": ("B200", 180, {"node_bandwidth": 600e9}),
+    "a100-80gb": ("A100", 80, _A100),
+    "a100-40gb": ("A100", 40, _A100),
+    "l40s": ("L40S", 48, _PCIE),
+    "a6000": ("RTX A6000", 48, _PCIE),
+    "rtx5090": ("RTX 5090", 32, _PCIE),
+    "rtx4090": ("RTX 4090", 24, _PCIE),
+    "rtx3090": ("RTX 3090", 24, _PCIE),
+}
+MACHINES = {
+    name: Machine(f"{gpu} {memory} GB", memory * GB, (peak_tflops(gpu) or 0.0) * TERA, **numbers)  # type: ignore[arg-type]
+    for name, (gpu, memory, numbers) in _GPUS.items()
 }
 """The machines that `wands plan --hardware` knows by name."""
 

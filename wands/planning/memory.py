@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
 
 from wands.config.deepspeed_rules import offload_device
 from wands.config.optimizer_kinds import kind_of, state_bytes_per_param
@@ -70,126 +69,107 @@ def estimate_memory(workload: Workload) -> Memory:
 
 
 class _States:
-    """Memory of weights, gradients and optimizer states."""
+    """Memory of weights, gradients and optimizer states; all sizes are bytes on this rank."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.ema, self.stage = workload, workload.recipe.ema, workload.zero_stage
-        self.zero = {**_ZERO_DEFAULTS, **workload.ds_config["zero_optimization"]}
-        self._optimizer = str(workload.ds_config["optimizer"]["type"])
-        self._optimizer_away = offload_device(self.zero) != "none"
-        self._weights_away = offload_device(self.zero, "offload_param") != "none"
-        self._share = [workload.world_size if self.stage >= stage else 1 for stage in range(4)]
+        zero = {**_ZERO_DEFAULTS, **workload.ds_config["zero_optimization"]}
+        world_size, weights = workload.world_size, workload.weights
+        self.optimizer_away = offload_device(zero) != "none"
+        self.weights_away = offload_device(zero, "offload_param") != "none"
+        # One fp32 copy of the trained weights, partitioned over the ranks.
+        self.share = FP32 * workload.trained / world_size
+        # Each trained DiT has its own weights, optimizer states and average.
+        self.weights = workload.num_models * workload.stored / (world_size if self.stage == 3 else 1)
+        self.average = workload.num_models * FP32 * workload.trained / world_size
+        self.kind = kind_of(str(workload.ds_config["optimizer"]["type"]))
+        trained = [(weight.name, weight.shape) for weight in weights if weight.trained]
+        per_param = state_bytes_per_param(self.kind, trained, self.stage) if self.kind else 2 * FP32
+        self.moments = per_param * workload.trained / (world_size if self.stage else 1)
+        # build_engine limits the bucket to the size of all gradients.
+        bucket = FP32 * min(float(zero["reduce_bucket_size"]), workload.trained)
+        self.bucket = bucket * (2 if self.stage < 3 and zero.get("overlap_comm") else 1)
+        # Small parameters that ZeRO-3 keeps whole on every rank, and whole weights that ranks have gathered while a block runs.
+        threshold = float(zero["stage3_param_persistence_threshold"])
+        persistent = sum(w.numel * w.element_size for w in weights if w.numel < threshold)
+        element_size = workload.stored / max(sum(w.numel for w in weights), 1)
+        gathered = min(workload.stored, persistent + element_size * float(zero["stage3_max_live_parameters"]))
+        self.persistent, self.gathered = (
+            (0.0, 0.0) if world_size == 1 else (float(persistent), float(gathered))
+        )
+        self.gradients = self._gradients()
 
     def during_backward(self, blocks_left: int) -> dict[str, float]:
         """Return the bytes without activations while the backward of `blocks_left` blocks remains."""
-        workload, held = self.workload, defaultdict(float, self._held)
+        workload, held = self.workload, self._during_step()
         done = 1 - blocks_left / workload.shape.num_layers
         # At stage 2 DeepSpeed allocates the rank's partition of the gradients with the first bucket.
         if workload.micro_steps > 1 or self.stage == 3 or (self.stage == 2 and done):
             done = 1.0
-        held["gradients"] += done * self._gradients
-        held["buffers"] += self._bucket() if self.stage in (1, 2) else 0.0
+        held["gradients"] += done * self.gradients
+        held["buffers"] += self.bucket if self.stage in (1, 2) else 0.0
         if self.stage == 3:
-            held["gathered weights"] = self._gathered
+            held["gathered weights"] = self.gathered
             if workload.world_size > 1:
-                held["buffers"] += self._bucket()  # a second buffer while gradients are partitioned
+                held["buffers"] += self.bucket  # a second buffer while gradients are partitioned
         return held
 
     def during_update(self) -> dict[str, float]:
         """Return the bytes during the optimizer's update, without activations."""
-        workload, held = self.workload, defaultdict(float, self._held)
-        share = FP32 * workload.trained / workload.world_size
-        held["gradients"] += self._gradients
-        if self.stage and not self._optimizer_away:
-            held["gradients"] += share  # DeepSpeed's flattened copy
+        held = self._during_step()
+        held["gradients"] += self.gradients
+        if self.stage and not self.optimizer_away:
+            held["gradients"] += self.share  # DeepSpeed's flattened copy
         if self.stage == 3:
-            held["gathered weights"] = self._persistent
-        if workload.device_type == "cpu" and self.stage and kind_of(self._optimizer) == "adamw":
+            held["gathered weights"] = self.persistent
+        if self.workload.device_type == "cpu" and self.stage and self.kind == "adamw":
             # Temporaries of torch's AdamW on one flat tensor: a root and a quotient.
-            held["update"] = 2 * share
+            held["update"] = 2 * self.share
         return held
 
     def on_host(self) -> dict[str, float]:
         """Return the bytes in host memory."""
-        workload, host = self.workload, {}
-        if self._optimizer_away:
-            host["optimizer"] = workload.num_models * (self._masters(apart=True) + self._moments())
-            host["gradients"] = workload.num_models * FP32 * workload.trained / workload.world_size
-        if self._weights_away:
-            host["weights"] = workload.num_models * workload.stored / self._share[3]
+        models, host = self.workload.num_models, {}
+        if self.optimizer_away:
+            # Masters of all trained weights, also at stage 3.
+            host["optimizer"] = models * ((self.share if self.stage else 0.0) + self.moments)
+            host["gradients"] = models * FP32 * self.workload.trained / self.workload.world_size
+        if self.weights_away:
+            host["weights"] = self.weights
         if self.ema and self.ema.device == "cpu":
-            host["ema"] = self._average()
+            host["ema"] = self.average
         return host
 
-    @cached_property
-    def _held(self) -> dict[str, float]:
-        """Bytes in device memory during the whole step."""
-        workload, held = self.workload, {}
-        models = workload.num_models
-        held["weights"] = 0.0 if self._weights_away else models * workload.stored / self._share[3]
-        if not self._optimizer_away:
-            held["optimizer"] = models * (self._masters() + self._moments())
+    def _during_step(self) -> dict[str, float]:
+        """Return the bytes in device memory during the whole step."""
+        models, held = self.workload.num_models, defaultdict(float)
+        held["weights"] = 0.0 if self.weights_away else self.weights
+        if not self.optimizer_away:
+            held["optimizer"] = models * (self._masters() + self.moments)
         if self.ema and self.ema.device == "gpu":
-            held["ema"] = self._average()
+            held["ema"] = self.average
         if self.stage == 3:
             # Each DiT has its own partition of gradients and its own bucket.
-            held["gradients"] = (models - 1) * self._gradients
-            held["buffers"] = models * self._bucket()
+            held["gradients"] = (models - 1) * self.gradients
+            held["buffers"] = models * self.bucket
         return held
 
-    def _masters(self, apart: bool = False) -> float:
-        """Return the bytes of the fp32 master weights on this rank.
+    def _masters(self) -> float:
+        """Return the bytes of the fp32 master weights.
 
-        Stage 0 updates the weights directly, and stage 3 updates the fp32 partition of the weights.
-
-        Args:
-            apart: count the masters of all trained weights, as for masters in host memory.
+        Stage 0 updates the weights directly. At stage 3, fp32 weights are their own masters.
         """
-        trained = self.workload.trained
-        if self.stage == 3 and not apart:
-            trained = sum(w.numel for w in self.workload.weights if w.trained and w.element_size != FP32)
-        return FP32 * trained / self.workload.world_size if self.stage else 0.0
+        if self.stage < 3:
+            return self.share if self.stage else 0.0
+        copied = sum(w.numel for w in self.workload.weights if w.trained and w.element_size != FP32)
+        return FP32 * copied / self.workload.world_size
 
-    def _moments(self) -> float:
-        kind, trained = kind_of(self._optimizer), self.workload.trained
-        named = [(weight.name, weight.shape) for weight in self.workload.weights if weight.trained]
-        each = state_bytes_per_param(kind, named, self.stage) if kind else 2 * FP32
-        return each * trained / self._share[1]
-
-    @cached_property
     def _gradients(self) -> float:
-        if self.stage >= 2 and self._optimizer_away:
-            return 0.0
         if self.stage >= 2:
-            return FP32 * self.workload.trained / self.workload.world_size
+            return 0.0 if self.optimizer_away else self.share
         trained = [weight for weight in self.workload.weights if weight.trained]
         size = sum(weight.numel * weight.element_size for weight in trained)
         if self.stage == 1 and self.workload.micro_steps > 1:
             # Gradients computed in bf16 are summed over micro batches in a separate fp32 buffer.
             size += sum(weight.numel * FP32 for weight in trained if weight.element_size < FP32)
         return float(size)
-
-    def _bucket(self) -> float:
-        # build_engine limits the bucket to the size of all gradients.
-        size = FP32 * min(float(self.zero["reduce_bucket_size"]), self.workload.trained)
-        return size * (2 if self.stage < 3 and self.zero.get("overlap_comm") else 1)
-
-    def _average(self) -> float:
-        return self.workload.num_models * FP32 * self.workload.trained / self.workload.world_size
-
-    @cached_property
-    def _persistent(self) -> float:
-        """Bytes of small parameters that ZeRO-3 keeps whole on every rank."""
-        if self.workload.world_size == 1:
-            return 0.0
-        threshold = float(self.zero["stage3_param_persistence_threshold"])
-        return float(sum(w.numel * w.element_size for w in self.workload.weights if w.numel < threshold))
-
-    @cached_property
-    def _gathered(self) -> float:
-        """Bytes of whole weights that ZeRO-3 has gathered on every rank while a block runs."""
-        if self.workload.world_size == 1:
-            return 0.0
-        live = float(self.zero["stage3_max_live_parameters"])
-        size = self.workload.stored / max(sum(w.numel for w in self.workload.weights), 1)
-        return min(float(self.workload.stored), self._persistent + size * live)

@@ -10,16 +10,8 @@ from typing import Any, TextIO
 import torch
 
 from wands.data.sampler import StepPlan
-from wands.planning.hardware import PEAK_TFLOPS
+from wands.planning.hardware import peak_tflops
 from wands.train.run import TrainingRun
-
-
-def peak_tflops(device: torch.device) -> float | None:
-    """Return the dense bf16 peak of a device in TFLOP/s, or None if unknown (a CPU, or a GPU not in the table)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
 
 
 def step_metrics(
@@ -56,7 +48,8 @@ def step_metrics(
             imbalance: cost of the slowest rank / mean cost of the ranks, each summed over the micro steps.
             loss_NAME, grad_norm_NAME: loss and norm of each trained expert of a model with two experts.
     """
-    peak, tflops = peak_tflops(device), run.step_flops(plan.bins) / seconds / run.world_size / 1e12
+    tflops = run.step_flops(plan.bins) / seconds / run.world_size / 1e12
+    peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     names = [expert.name for expert in run.experts if expert.name]
     return {
         "step": plan.step + 1,
