@@ -91,8 +91,8 @@ class Checkout:
         return self.once(f"model-{variant}", lambda path: self.run(script, str(path), "--variant", variant))
 
     def clips(self) -> Path:
-        """The demo's four real clips with captions."""
-        report = str(self.root / "scripts" / "demo_report.py")
+        """The demo's four real clips, with the captions of this checkout for both commits."""
+        report = str(ROOT / "scripts" / "demo_report.py")
         source = os.environ.get("WANDS_CLIPS", str(ROOT / ".setup" / "clips"))
         return self.once("clips", lambda path: self.run(report, "clips", source, str(path)))
 
