@@ -109,7 +109,7 @@ def test_the_readme_from_clips_to_the_hub(home: FakeHub, tiny_variant, monkeypat
         if command not in after_demo:
             run(command, home, monkeypatch, dry=False)
     assert "pytorch_lora_weights.safetensors" in home.files("you/my-lora")
-    assert list(Path("samples").glob("*.mp4"))
+    assert list(Path("my-lora/samples").glob("*.mp4"))
     assert Path("report.html").is_file()
 
     Path("demo_out").mkdir()
