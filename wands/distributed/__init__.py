@@ -1,1 +1,1 @@
-"""Process groups, parallel dimensions, and the tokens of a bin that each rank holds."""
+"""Process groups, parallel dimensions, and the assignment of packed tokens to ranks."""

@@ -1,4 +1,4 @@
-"""Process group start-up: the accelerator, the ranks per node, and errors that every rank raises together."""
+"""Process group start-up: the accelerator, the number of ranks per node, and errors that all ranks raise together."""
 
 from __future__ import annotations
 
@@ -15,16 +15,22 @@ from wands.errors import ConfigError, WandsError
 
 
 def accelerator_type() -> str:
-    """Return DeepSpeed's accelerator on this machine, "cuda" or "cpu"; DS_ACCELERATOR overrides the detection."""
+    """Return the type of DeepSpeed's accelerator on this machine: "cuda" if it is a CUDA GPU, else "cpu".
+
+    The environment variable DS_ACCELERATOR overrides the detection.
+    """
     from deepspeed.accelerator import get_accelerator
 
     return "cuda" if get_accelerator().device_name() == "cuda" else "cpu"
 
 
 def ranks_per_node() -> int:
-    """Return the number of processes per node, equal on every rank: the mean if nodes have different numbers."""
-    # The context-parallel degrees depend on this number. A rank that counted only the processes of its node would choose
-    # other degrees than a rank on a larger node, and both would hang.
+    """Return the number of processes per node. The number is the same on every rank.
+
+    If nodes have different numbers of processes, this is the mean, rounded down.
+    """
+    # The context-parallel degrees depend on this number. If each rank counted the processes of its own node, ranks on nodes of
+    # different sizes would choose different degrees and hang.
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     for nodes in ("GROUP_WORLD_SIZE", "CROSS_SIZE"):  # torchrun, DeepSpeed's launcher
         if nodes in os.environ:
@@ -33,10 +39,10 @@ def ranks_per_node() -> int:
 
 
 def init_process_group() -> tuple[int, int, torch.device]:
-    """Join the process group that the launcher describes; without a launcher, create a group of one process.
+    """Join the process group that the launcher describes. Without a launcher, create a group of one process.
 
     Returns:
-        Rank, world size, and this rank's device, already set as the current device.
+        (rank, world size, device). The device is this rank's device, and it is already set as the current device.
     """
     import deepspeed
 
@@ -58,7 +64,7 @@ def init_process_group() -> tuple[int, int, torch.device]:
 
 
 def check_gpus() -> None:
-    """Check that this node has a GPU for each of its processes.
+    """Check that this node has one GPU for each process on this node.
 
     Raises:
         ConfigError: if the launcher started more processes on this node than the node has GPUs.
@@ -76,14 +82,19 @@ def check_gpus() -> None:
 
 @contextlib.contextmanager
 def start_together() -> Iterator[None]:
-    """Run the body on every rank, then exchange the outcome, so that either no rank raises or all ranks raise.
+    """Run the body on every rank, then exchange the errors, so that either no rank raises an error or all ranks raise one.
 
-    Without the exchange, a rank that fails alone leaves the ranks of other nodes waiting, and the launcher stops the other
-    ranks before they print their errors. Under a launcher the process group exists afterwards.
+    Without the exchange, one rank could fail while the ranks of other nodes wait for it. The launcher could also stop the
+    other ranks
+    before they print their errors. Under a launcher, the process group exists after the body. Without a launcher, the body
+    runs
+    without an exchange.
 
     Raises:
         WandsError: on every rank, with the message of the lowest rank that failed.
-        Exception: on a rank whose body raised anything but a WandsError; other ranks raise a WandsError that names it.
+        Exception: on a rank whose body raised an exception that is not a WandsError. The other ranks raise a WandsError that
+            names
+            this exception.
     """
     has_launcher = os.environ.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in os.environ
     if not has_launcher:

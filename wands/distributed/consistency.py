@@ -1,6 +1,6 @@
 """Compare values across ranks, bit by bit, and name the ranks that differ.
 
-Ranks with another configuration, other data or other weights do not fail by themselves: they hang, or train on silently.
+If ranks have different configurations, data or weights, they do not fail. They hang, or train on with wrong results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from wands.files import differences
 Fixes = Mapping[str, tuple[type[WandsError], str]]
 NUM_NAMED = 3
 _CHUNK = 1 << 22
-"""Elements per hashing chunk: a few int64 temporaries of 32 MiB, for a tensor of any size."""
+"""Number of elements that are hashed at a time. This limits the temporary int64 tensors to a few times 32 MiB."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _MULTIPLIERS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 
@@ -31,19 +31,21 @@ _MULTIPLIERS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 def check_agreement(
     parts: Mapping[str, str], device: torch.device, fixes: Fixes = MappingProxyType({})
 ) -> None:
-    """Compare named texts over all ranks; a collective call.
+    """Check that named texts are equal on all ranks. This is a collective call: every rank must make it.
 
-    If all ranks agree, this costs one all-gather of 32 bytes. The texts travel only if there is a difference to name.
+    If all ranks agree, the check costs one all-gather of 32 bytes. The texts are sent only if they differ.
 
     Args:
-        parts: name -> digest, or a JSON object whose first differing key the message names. Causes come before their
-            consequences. Ranks may have different names.
-        device: device of this rank, which the process group's backend can send from.
-        fixes: name -> class and fix of the error.
+        parts: maps a name to a text: a digest or a JSON object. For JSON objects, the error message names the first key that
+            differs.
+            A text must come before the texts that depend on it. Ranks may have different names.
+        device: device of this rank, from which the process group's backend can send.
+        fixes: maps a name to the class of the error and to the text of its fix.
 
     Raises:
-        ConfigError: or the class in `fixes`, if a part differs. All ranks raise the same message: the part, the ranks that
-            differ from the largest group, and the fix.
+        ConfigError: if a text differs between ranks. `fixes` can name another class. All ranks raise the same message. The
+            message
+            contains the name of the text, the ranks that differ from the largest group of equal ranks, and the fix.
     """
     text = json.dumps(sorted(parts.items()))
     digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
@@ -52,7 +54,8 @@ def check_agreement(
         return
     rank_parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(rank_parts, dict(parts))
-    by_groups: dict[str, list[str]] = {}  # grouping of the ranks -> the parts with this grouping
+    # Maps a grouping of the ranks to the names of the texts that are equal inside each group.
+    by_groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(chain(*rank_parts)):
         groups = group_ranks([texts.get(name) for texts in rank_parts])
         if len(groups) > 1:
@@ -66,7 +69,13 @@ def check_agreement(
 
 
 def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None]) -> str:
-    """Describe a part that differs, with the parts that differ between the same ranks as its consequences."""
+    """Return a sentence about a text that differs between ranks.
+
+    Args:
+        name: name of the text.
+        consequences: names of other texts that differ between the same ranks.
+        texts: the text on each rank; None for a rank without this text.
+    """
     reference, *others = group_ranks(texts)
     odd = [f"of {name_ranks(ranks)}{_first_key(texts[ranks[0]], texts[reference[0]])}" for ranks in others]
     if rest := list(chain(*others[NUM_NAMED:])):
@@ -76,7 +85,7 @@ def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None
 
 
 def _first_key(odd: str | None, usual: str | None) -> str:
-    """Return the first differing key of two JSON objects in brackets; nothing for digests."""
+    """Return the first key at which two JSON objects differ, with both values, in brackets; an empty text for digests."""
     if odd is None or usual is None:
         return " (missing)" if odd is None else ""
     try:
@@ -95,23 +104,24 @@ def _shorten(text: str, most: int = 60) -> str:
 
 
 def check_tensors_agree(names: Sequence[str], checksums: Tensor) -> None:
-    """Compare checksums over all ranks; a collective call.
+    """Check that the checksums of tensors are equal on all ranks. This is a collective call: every rank must make it.
 
     Args:
-        names: names of the tensors, equal on all ranks.
-        checksums: int64 [N], from `tensor_checksum`, on a device that the process group's backend can send from.
+        names: names of the N tensors, equal on all ranks.
+        checksums: int64 [N], from `tensor_checksum`, on a device from which the process group's backend can send.
 
     Raises:
-        DataError: if a checksum differs. All ranks raise the same message with the names and the ranks.
+        DataError: if a checksum differs. All ranks raise the same message with the names of the tensors and the ranks.
     """
     table = all_gather(checksums).cpu().numpy()
     columns = np.flatnonzero((table != table[0]).any(axis=0))
     if not len(columns):
         return
-    by_groups: dict[str, list[str]] = {}  # description of the ranks -> names of the tensors that differ so
+    # Maps a description of ranks to the names of the tensors that differ between these ranks.
+    by_groups: dict[str, list[str]] = {}
     for column in columns:
         reference, *others = group_ranks(table[:, column].tolist())
-        key = f"of {name_ranks(sorted(chain(*others)))} against {name_ranks(reference)}"
+        key = f"between {name_ranks(sorted(chain(*others)))} and {name_ranks(reference)}"
         by_groups.setdefault(key, []).append(names[int(column)])
     clauses = []
     for ranks, differing in by_groups.items():
@@ -119,7 +129,7 @@ def check_tensors_agree(names: Sequence[str], checksums: Tensor) -> None:
         listed = ", ".join(differing[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
         clauses.append(f"{listed} {ranks}")
     raise DataError(
-        f"the weights of the ranks differ ({len(columns)} of {len(names)} parameters): {'; '.join(clauses[:NUM_NAMED])}; "
+        f"the weights differ between ranks ({len(columns)} of {len(names)} parameters): {'; '.join(clauses[:NUM_NAMED])}; "
         "continue from the last checkpoint with --resume. If the error returns, test the memory and the network of the "
         "machine of these ranks.",
         agreed=True,
@@ -129,14 +139,16 @@ def check_tensors_agree(names: Sequence[str], checksums: Tensor) -> None:
 def tensor_checksum(tensor: Tensor) -> Tensor:
     """Hash the bits of a tensor to an int64 scalar on the tensor's device.
 
-    A bijection of 64-bit integers maps the bits and the position of each element, and the results are added modulo 2^64. So a
-    change of one element always changes the sum. Any other change, such as a permutation, is missed with probability 2^-64. The
-    integer sum does not depend on the order, and NaNs are compared by their bits.
+    A one-to-one function maps the bits and the index of each element to a 64-bit integer, and these integers are added
+    modulo 2^64. A
+    change of one element therefore always changes the sum. Any other change, such as a permutation, is missed with
+    probability 2^-64.
+    The sum does not depend on the order of addition. NaNs are compared by their bits.
 
     Args:
-        tensor: any shape, elements of 1, 2, 4 or 8 bytes.
+        tensor: tensor of any shape, with elements of 1, 2, 4 or 8 bytes.
 
-    Source: the finaliser of MurmurHash3 (Appleby), its multipliers and shifts.
+    Source: the finaliser of MurmurHash3 (Appleby), with its multipliers and shifts.
     """
     bits = tensor.contiguous().flatten().view(_BITS[tensor.element_size()])
     assert bits.numel() < 1 << 32, "a position has 32 bits"
@@ -154,19 +166,26 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
 
 
 def _high_bits(values: Tensor) -> Tensor:
-    """Return the upper 31 bits as unsigned values; torch shifts int64 with its sign."""
+    """Return the upper 31 bits of each int64 value as a non-negative number. A plain right shift would copy the sign bit."""
     return values.bitwise_right_shift(33).bitwise_and_((1 << 31) - 1)
 
 
 def all_gather(values: Tensor) -> Tensor:
-    """Gather a tensor from every rank: row r of [world_size, *values.shape] is rank r's."""
+    """Gather a tensor of the same shape from every rank into one tensor [world_size, *values.shape]; row r is from rank r."""
     rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, values)
     return torch.stack(rows)
 
 
 def group_ranks(values: Sequence[Any]) -> list[list[int]]:
-    """Group the ranks by value, the largest group first; of equally large groups the one with the lowest rank first."""
+    """Group the ranks that have equal values.
+
+    Args:
+        values: the value of each rank.
+
+    Returns:
+        Lists of ranks, the largest list first. Among lists of equal length, the list with the lowest rank comes first.
+    """
     groups: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
@@ -174,7 +193,7 @@ def group_ranks(values: Sequence[Any]) -> list[list[int]]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return text such as `rank 3` or `ranks 0-2, 7`."""
+    """Return a text for a list of ranks in ascending order, such as "rank 3" or "ranks 0-2, 7"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

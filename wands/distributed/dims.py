@@ -1,4 +1,4 @@
-"""Parallel dimensions and their process groups: world = dp x ring x ulysses.
+"""Parallel dimensions and their process groups: world size = data parallel x ring x Ulysses.
 
 Ulysses is the innermost dimension, so that its all-to-all stays inside a node.
 """
@@ -17,15 +17,15 @@ from wands.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Sizes of the parallel dimensions, and this rank's position in each of them.
+    """Sizes of the parallel dimensions, and this rank's index in each dimension.
 
-    DeepSpeed does not know these dimensions: ZeRO partitions and averages over the whole world.
+    DeepSpeed does not use these dimensions: ZeRO partitions parameters and averages gradients over all ranks.
 
     Attributes:
         world_size: number of ranks.
         rank: global rank.
         ulysses_degree: number of consecutive ranks that share attention heads.
-        ring_degree: number of ranks that share the tokens of each sample.
+        ring_degree: number of ranks in a ring, which exchange keys and values.
     """
 
     world_size: int
@@ -35,12 +35,12 @@ class ParallelDims:
 
     @property
     def cp_size(self) -> int:
-        """Number of ranks that share one bin."""
+        """Number of ranks in a context-parallel group. These ranks share the samples of one packed sequence."""
         return self.ulysses_degree * self.ring_degree
 
     @property
     def dp_size(self) -> int:
-        """Number of context-parallel groups; each group processes different bins."""
+        """Number of context-parallel groups. Each group processes different samples."""
         return self.world_size // self.cp_size
 
     @property
@@ -50,29 +50,32 @@ class ParallelDims:
 
     @property
     def cp_rank(self) -> int:
-        """Position inside the context-parallel group: ring rank * ulysses_degree + Ulysses rank."""
+        """Index of this rank in its context-parallel group: ring_rank * ulysses_degree + ulysses_rank."""
         return self.rank % self.cp_size
 
     @property
     def ring_rank(self) -> int:
-        """Index of this rank's ring row."""
+        """Index of this rank in its ring."""
         return self.cp_rank // self.ulysses_degree
 
     @property
     def ulysses_rank(self) -> int:
-        """Index of this rank's heads, and of its slice of the ring row."""
+        """Index of this rank in its Ulysses group. It selects this rank's attention heads and tokens."""
         return self.cp_rank % self.ulysses_degree
 
 
 class ContextDegrees(NamedTuple):
-    """Degrees of context parallelism: ranks that share heads, and ranks that share the tokens of each sample."""
+    """Degrees of context parallelism.
+
+    `ulysses` is the number of ranks that share attention heads. `ring` is the number of ranks that exchange keys and values.
+    """
 
     ulysses: int
     ring: int
 
 
 def check_world(parallel: ParallelConfig, world_size: int) -> None:
-    """Check that context-parallel groups of the recipe's size fill the world.
+    """Check that the number of processes is a multiple of the recipe's context-parallel group size.
 
     Raises:
         ConfigError: if the world size is not divisible by the group size.
@@ -88,16 +91,19 @@ def check_world(parallel: ParallelConfig, world_size: int) -> None:
 def choose_degrees(
     parallel: ParallelConfig, *, num_heads: int, ranks_per_node: int, model: str
 ) -> ContextDegrees:
-    """Choose the Ulysses and ring degrees for the recipe's `parallel` section.
+    """Choose the Ulysses degree and the ring degree for the recipe's `parallel` section.
 
-    If only `cp_size` is set, the Ulysses degree is the largest one that divides the heads, the group and the node, and the ring
-    degree is the rest. An all-to-all sends less than a ring at every degree.
+    If only `cp_size` is set, the Ulysses degree is the largest number that divides the number of heads, the group size and
+    the number
+    of ranks per node. The ring degree is the group size divided by the Ulysses degree. The reason is that an all-to-all
+    always sends
+    less than a ring of the same degree.
 
     Args:
-        parallel: section checked by `load_recipe`.
-        num_heads: attention heads of the DiT.
+        parallel: `parallel` section of a recipe that `load_recipe` has checked.
+        num_heads: number of attention heads of the DiT.
         ranks_per_node: number of processes per node.
-        model: name of the model for errors.
+        model: name of the model, for error messages.
 
     Raises:
         ConfigError: if the Ulysses degree does not divide the number of heads.
@@ -123,15 +129,16 @@ def _given_keys(parallel: ParallelConfig) -> str:
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Process groups of a rank; a group is None if its degree is 1.
+    """Process groups of a rank. A group is None if it would contain only this rank.
 
     Attributes:
         dims: parallel dimensions of this rank.
-        ulysses: all-to-all of heads.
-        ring: send and receive of keys and values.
-        ring_grad: send and receive of the gradients of keys and values. With one communicator for both, the two directions of a
-            ring would wait for each other.
-        cp: all ranks that share a bin.
+        ulysses: ranks that share attention heads, for the all-to-all.
+        ring: ranks that exchange keys and values, for send and receive.
+        ring_grad: a second communicator over the ranks of `ring`, for the gradients of keys and values. With one
+            communicator for
+            both, transfers of keys and values and transfers of gradients would wait for each other.
+        cp: all ranks of the context-parallel group, which share the samples of one packed sequence.
     """
 
     dims: ParallelDims
@@ -142,13 +149,15 @@ class ProcessGroups:
 
     @classmethod
     def build(cls, dims: ParallelDims, device: torch.device | str = "cpu") -> ProcessGroups:
-        """Create the groups, in the same order on every rank, and run one collective in each group.
+        """Create the process groups, in the same order on every rank, and run one collective in each group.
 
-        All members set up a communicator at its first use. If the first use were inside a ring, the set-up would deadlock.
+        The first collective of a group sets up its communicator, and all members must do so at the same time. If the first
+        use were inside
+        ring attention, the set-up would deadlock.
 
         Args:
             dims: parallel dimensions of this rank.
-            device: device of the tensors to communicate.
+            device: device of the tensors that the groups send.
         """
         cp, ulysses = dims.cp_size, dims.ulysses_degree
         cp_groups = [range(start, start + cp) for start in range(0, dims.world_size, cp)]

@@ -1,12 +1,18 @@
-"""Assign the tokens of a bin to the ranks of a context-parallel group: index arithmetic only, no process group.
+"""Assign the tokens of a bin to the ranks of a context-parallel group. This is index arithmetic without process groups.
 
-A bin holds the clips of one forward pass. The bin is cut twice. First the ring cuts every sample into `ring_degree` chunks,
-and ring row r holds the r-th chunk of each sample. All ring rows then have nearly equal numbers of tokens *and* of score
-pairs; one cut of the whole bin would not give equal numbers of pairs. Then Ulysses cuts each ring row into `ulysses_degree`
-equal slices. The all-to-all of Ulysses joins the slices in rank order, which is the order of the ring row, so the chunk
-lengths describe the rows that a kernel gets. Only the end of a ring row is padded, to the common length of all ring rows.
+A bin is the list of samples that are packed into one sequence for one forward pass. The bin is split twice. First, the ring
+splits
+every sample into `ring_degree` chunks, and ring row r holds chunk r of each sample. All ring rows then have nearly equal
+numbers
+of tokens *and* of (query, key) pairs. A split of the whole bin into equal parts would not balance the pairs. Second, Ulysses
+splits
+each ring row into `ulysses_degree` equal slices. The all-to-all of Ulysses joins the slices in the order of the ranks, which
+is the
+order of the tokens in the ring row. The chunk lengths therefore describe the rows that an attention kernel gets. Padding is
+added
+only at the end of a ring row, so that all ring rows have the same length.
 
-Letters: L local tokens of a rank, S samples, R ring degree.
+Letters: L local tokens of a rank with padding, S samples, R ring degree.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from wands.attention.packed import ChunkLens, segment_ids_of
 
 @dataclass(frozen=True)
 class CommBytes:
-    """Bytes that a rank sends for one attention layer."""
+    """Number of bytes that a rank sends for one attention layer, by kind of communication and by pass."""
 
     ulysses_forward: int
     ulysses_backward: int
@@ -32,20 +38,22 @@ class CommBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of forward and backward, Ulysses and ring."""
+        """Number of bytes of Ulysses and the ring in the forward pass and the backward pass together."""
         return self.ulysses_forward + self.ulysses_backward + self.ring_forward + self.ring_backward
 
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """Cut of a bin over a whole context-parallel group.
+    """Split of a bin (the samples packed into one sequence) over all ranks of a context-parallel group.
+
+    A ring row is the part of the bin that one Ulysses group holds.
 
     Attributes:
         seq_lens: number of tokens of each sample, in packed order.
         ulysses_degree: number of ranks that share attention heads.
         ring_degree: number of ring rows.
-        chunk_lens: number of tokens of each sample in each ring row.
-        row_len: number of tokens of every ring row, tail padding included; a multiple of `ulysses_degree`.
+        chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r.
+        row_len: number of tokens of every ring row, with padding at the end; a multiple of `ulysses_degree`.
     """
 
     seq_lens: tuple[int, ...]
@@ -56,7 +64,13 @@ class ContextPlan:
 
     @classmethod
     def build(cls, seq_lens: Sequence[int], *, ulysses_degree: int = 1, ring_degree: int = 1) -> ContextPlan:
-        """Cut a bin of samples with the given positive lengths."""
+        """Split the packed samples over the ranks of a context-parallel group.
+
+        Args:
+            seq_lens: number of tokens of each sample, in packed order. Every number must be positive.
+            ulysses_degree: number of ranks that share attention heads.
+            ring_degree: number of ranks in a ring.
+        """
         assert min(seq_lens, default=0) > 0, f"samples of {list(seq_lens)} tokens"
         chunk_lens = split_over_ring(tuple(seq_lens), ring_degree)
         longest = max(map(sum, chunk_lens))
@@ -65,11 +79,14 @@ class ContextPlan:
 
     @property
     def num_pads(self) -> int:
-        """Number of padding tokens on all ranks together."""
+        """Number of padding tokens, summed over all ranks of the group."""
         return self.ring_degree * self.row_len - sum(self.seq_lens)
 
     def cost_balance(self) -> float:
-        """Return the time of the ring in lockstep, relative to an even split of the score pairs; 1 is perfect."""
+        """Return the attention time of the ring, divided by the time of an even split of the (query, key) pairs; 1 is best.
+
+        In each round, all ranks wait for the rank with the most pairs.
+        """
         lens, degree = self.chunk_lens, self.ring_degree
         lockstep = sum(
             max(_num_pairs(lens[row], lens[(row - step) % degree]) for row in range(degree))
@@ -78,31 +95,35 @@ class ContextPlan:
         return lockstep * degree / sum(length * length for length in self.seq_lens)
 
     def comm_bytes(self, dim: int, itemsize: int, *, grad_itemsize: int = 4) -> CommBytes:
-        """Predict the bytes that each rank sends for one attention layer.
+        """Predict the number of bytes that each rank sends for one attention layer.
 
         Args:
-            dim: number of heads x head dim of the model.
+            dim: number of heads times head dim of the model.
             itemsize: bytes per element of q, k and v.
             grad_itemsize: bytes per element of the gradients of k and v that the ring sends.
         """
         ulysses = self.ulysses_degree
         # A rank sends q, k, v and out, except the heads that the rank keeps.
         exchanged = 4 * (self.row_len // ulysses) * (dim - dim // ulysses) * itemsize
-        # Keys and values visit every other ring row. Their gradients travel the same number of hops back to their ring row.
+        # Keys and values are sent to every other ring row. Their gradients are sent the same number of times.
         sent = (ring_rounds(self.chunk_lens) - 1) * 2 * self.row_len * (dim // ulysses)
         return CommBytes(exchanged, exchanged, sent * itemsize, sent * (itemsize + grad_itemsize))
 
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """Tokens of a bin that one rank holds.
+    """Tokens of a bin (the samples packed into one sequence) that one rank holds.
+
+    L is the number of tokens on this rank, padding included.
 
     Attributes:
-        plan: cut of the bin over the whole group.
-        token_index: int64 [L], index in the bin of each local token; -1 for tail padding.
-        segment_ids: int64 [L], sample index of each local token; tail padding belongs to the last sample.
+        plan: split of the bin over all ranks of the context-parallel group.
+        token_index: int64 [L], index in the bin of each local token; -1 for padding, which is at the end.
+        segment_ids: int64 [L], sample index of each local token. Padding has the index of the last sample.
         local_seq_lens: number of tokens of each sample on this rank, without padding.
-        token_ranges: (start, stop) of each sample's local tokens among all tokens of the sample; (0, 0) if none is local.
+        token_ranges: (start, stop) for each sample: the range of the local tokens among all tokens of the sample. The range
+            is (0, 0)
+            if this rank holds no token of the sample.
     """
 
     plan: ContextPlan
@@ -115,13 +136,13 @@ class ContextLayout:
     def build(
         cls, seq_lens: Sequence[int], *, ulysses_degree: int = 1, ring_degree: int = 1, cp_rank: int = 0
     ) -> ContextLayout:
-        """Lay out a bin for one rank of a context-parallel group.
+        """Compute the tokens of a bin (the samples packed into one sequence) that one rank holds.
 
         Args:
             seq_lens: number of tokens of each sample, in packed order.
             ulysses_degree: number of ranks that share attention heads.
-            ring_degree: number of ring rows.
-            cp_rank: ring rank * ulysses_degree + Ulysses rank.
+            ring_degree: number of ranks in a ring.
+            cp_rank: index of the rank in the context-parallel group: ring rank * ulysses_degree + Ulysses rank.
         """
         plan = ContextPlan.build(seq_lens, ulysses_degree=ulysses_degree, ring_degree=ring_degree)
         assert 0 <= cp_rank < ulysses_degree * ring_degree, f"cp_rank {cp_rank}"
@@ -147,25 +168,35 @@ class ContextLayout:
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
-        """Number of tokens of each sample of the whole bin."""
+        """Number of tokens of each sample of the bin, on all ranks together."""
         return self.plan.seq_lens
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of this rank, tail padding included; equal on all ranks of the group."""
+        """Number of tokens on this rank, with padding. The number is equal on all ranks of the group."""
         return len(self.token_index)
 
     @property
     def num_valid(self) -> int:
-        """Number of tokens of this rank before the tail padding."""
+        """Number of tokens on this rank, without padding."""
         return sum(self.local_seq_lens)
 
 
 @lru_cache(maxsize=256)
 def split_over_ring(seq_lens: tuple[int, ...], ring_degree: int) -> ChunkLens:
-    """Cut every sample into chunks that differ by at most one token, with ring rows as even as that allows.
+    """Split every sample into one chunk per ring row, so that the ring rows have nearly equal numbers of tokens.
 
-    A sample with fewer tokens than ring rows is not cut. A cut would leave empty chunks, and the ring would still send the keys.
+    A ring row is the part of the packed samples that one Ulysses group holds. The chunks of a sample differ by at most one
+    token. A
+    sample with fewer tokens than ring rows is not split. Its split would have empty chunks, and the ring would still send
+    their keys.
+
+    Args:
+        seq_lens: number of tokens of each sample.
+        ring_degree: number of ring rows.
+
+    Returns:
+        Table of lengths: entry [r][s] is the number of tokens of sample s in ring row r.
     """
     chunks = [[0] * len(seq_lens) for _ in range(ring_degree)]
     totals = [0] * ring_degree
@@ -190,9 +221,14 @@ def split_over_ring(seq_lens: tuple[int, ...], ring_degree: int) -> ChunkLens:
 
 @lru_cache(maxsize=256)
 def ring_rounds(chunk_lens: ChunkLens) -> int:
-    """Return the number of key blocks that each ring row attends to: R, or 1 if no sample is cut.
+    """Return the number of rounds of the ring: the number of ranks in the ring, or 1 if no sample is split over the ring.
 
-    All ranks compute this number before they communicate, so that no rank waits for a block that is never sent.
+    In each round, a rank attends to the keys of one rank of the ring. All ranks compute the number of rounds before they
+    communicate,
+    so that no rank waits for keys that are never sent.
+
+    Args:
+        chunk_lens: entry [r][s] is the number of tokens of sample s on rank r of the ring.
     """
     has_cut = any(sum(length > 0 for length in lens) > 1 for lens in zip(*chunk_lens, strict=True))
     return len(chunk_lens) if has_cut else 1

@@ -1,1 +1,1 @@
-"""Flow matching: sigmas, noise and loss, as pure functions without process groups or files."""
+"""Flow matching: noise levels (sigma), noise and loss. The functions are pure and use no process group and no file."""

@@ -1,7 +1,11 @@
-"""Flow-matching loss as a sum, with weights that count every sample or every token once.
+"""Flow-matching loss as a sum, with weights that count every sample once or every token once.
 
-The loss of a step is the sum over all ranks and micro steps, divided by one denominator from the plan: the mean number of samples
-(`loss.reduction=sample`) or tokens (`token`) per step of the epoch. No rank divides by a number of local samples or tokens.
+The loss of a training step is a sum over all ranks and micro steps, divided by one denominator from the training plan. With
+`loss.reduction=sample`, the denominator is the mean number of samples per step of the epoch. With `token`, it is the mean
+number
+of tokens. No rank divides by the number of samples or tokens on that rank.
+
+Letters: L local tokens of a rank, P channels of a token, S samples.
 """
 
 from __future__ import annotations
@@ -15,17 +19,24 @@ from torch import Tensor
 def flow_matching_loss(
     pred: Tensor, target: Tensor, segment_ids: Tensor, sample_weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sum the weighted squared error, averaged over channels, over this rank's tokens.
+    """Return the weighted sum of squared errors over this rank's tokens.
+
+    The squared error of a token is the mean over the token's channels.
 
     Args:
-        pred: [L, P], predicted velocity of any float dtype, without padding. The arithmetic is fp32 (fp64 for fp64).
+        pred: [L, P], predicted velocity of L tokens with P channels, without padding, in any float dtype. The loss is
+            computed in fp32
+            (in fp64 for fp64 inputs).
         target: [L, P], target velocity.
         segment_ids: int64 [L], sample index of each token.
-        sample_weights: fp32 [S], from `loss_weights`.
+        sample_weights: fp32 [S], factor of each sample's squared errors, from `loss_weights`.
 
     Returns:
-        The weighted sum, a scalar with gradient; and the unweighted squared error of each sample, summed over local tokens,
-        [S] without gradient. Summed over all ranks and divided by the sample's tokens, it is the sample's mean squared error.
+        (loss, sample_errors). loss is the weighted sum, a scalar with gradient. sample_errors is [S] without gradient: the
+        unweighted
+        squared errors of each sample, summed over local tokens. The sum of sample_errors over all ranks, divided by the
+        number of
+        tokens of a sample, is the mean squared error of that sample.
     """
     dtype = torch.promote_types(pred.dtype, torch.float32)
     errors = (pred.to(dtype) - target.to(dtype)).square().mean(dim=1)
@@ -38,13 +49,15 @@ def flow_matching_loss(
 def loss_weights(
     trained_lens: Sequence[int], batch_weights: Tensor, sigma_weights: Tensor, reduction: str
 ) -> Tensor:
-    """Return the factor of each sample's squared error per token.
+    """Return the factor by which `flow_matching_loss` multiplies the squared errors of each sample's tokens.
 
     Args:
-        trained_lens: number of trained tokens of each sample, on all ranks.
-        batch_weights: fp32 [S], 0 for the sample of a padding bin, else 1.
-        sigma_weights: fp32 [S], from `sigma_weight`.
-        reduction: "sample": the tokens of a sample have the total weight 1; "token": every token has the weight 1.
+        trained_lens: number of tokens of each sample that are in the loss, summed over the ranks that share the sample.
+        batch_weights: fp32 [S] for S samples, 0 for the sample of a padding bin (an empty bin that fills up a step), else 1.
+        sigma_weights: fp32 [S], weight of each sample's noise level, from `sigma_weight`.
+        reduction: "sample": the weights of a sample's tokens sum to 1. "token": the weight of every token is 1. Both are
+            then
+            multiplied by `batch_weights` and `sigma_weights`.
 
     Returns:
         fp32 [S].

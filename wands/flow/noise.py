@@ -1,4 +1,4 @@
-"""Add noise to clean tokens: model input and target velocity.
+"""Add noise to clean tokens: compute the model input and the target velocity.
 
 Letters: L local tokens, S samples, M timesteps, P channels of a token.
 """
@@ -23,13 +23,18 @@ from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS, sample_sigma
 class NoisyBatch:
     """Noisy tokens and their targets, on the device of the clean tokens.
 
+    L is the number of local tokens, P the number of channels of a token, S the number of samples, and x0 are the clean
+    tokens.
+
     Attributes:
-        tokens: fp32 [L, P], x_t = (1 - sigma) * x0 + sigma * noise; x0 for conditioning tokens.
+        tokens: fp32 [L, P], (1 - sigma) * x0 + sigma * noise. Conditioning tokens are x0 without noise.
         target: fp32 [L, P], the velocity noise - x0.
         sigmas: fp32 [S], noise level of each sample.
-        timesteps: fp32 [M], 1000 * sigma per sample. A sample with conditioning tokens has two timesteps: 0 for these tokens,
-            then 1000 * sigma. Never bf16, whose 8 bits would turn 997 into 996.
-        trained: rows of the tokens in the loss, a slice or int64 indices: all except conditioning tokens and tail padding.
+        timesteps: fp32 [M] for M timesteps, 1000 * sigma for each sample. A sample with conditioning tokens has two
+            timesteps: 0 for
+            its conditioning tokens, then 1000 * sigma. The dtype must not be bf16, whose 8 bits would turn 997 into 996.
+        trained: slice or int64 indices of the tokens in the loss: all tokens except conditioning tokens and padding at the
+            end.
     """
 
     tokens: Tensor
@@ -48,18 +53,21 @@ def add_noise(
     num_cond_tokens: Sequence[int] = (),
     sigma_range: tuple[float, float] = (0.0, 1.0),
 ) -> NoisyBatch:
-    """Add noise to this rank's tokens, with one noise level per sample.
+    """Add noise to this rank's tokens, with one noise level (sigma) per sample.
 
-    Noise and sigma depend on (seed, key) only, and not on the bin, the order of samples, the rank or the device.
+    Noise and sigma depend only on the seed and the key of the sample. They do not depend on the bin (the packed samples),
+    the order of
+    the samples, the rank or the device.
 
     Args:
-        tokens: [L, P], clean local tokens; padding is zero and stays zero.
-        layout: positions of the local tokens in the bin.
-        keys: key of each sample of the bin.
+        tokens: [L, P], clean tokens of this rank, with L tokens of P channels. Padding must be zero and stays zero.
+        layout: positions of this rank's tokens in the bin.
+        keys: random key of each sample of the bin.
         flow: distribution of sigma.
         seed: `train.seed`.
-        num_cond_tokens: number of conditioning tokens at the start of each sample, which stay clean. Empty means none.
-        sigma_range: range of sigma; a narrower range is the range of one expert.
+        num_cond_tokens: number of conditioning tokens at the start of each sample, which get no noise. Empty means 0 for all
+            samples.
+        sigma_range: (smallest, largest) sigma. For a model with two experts, this is the range of one expert.
     """
     assert len(keys) == len(layout.seq_lens)
     assert len(tokens) == len(layout.token_index)
@@ -75,9 +83,9 @@ def add_noise(
         is_cond = _cond_mask(layout, num_cond_tokens)  # on the host: nonzero would wait for the device
         trained = (~is_cond[: layout.num_valid]).nonzero().squeeze(1).to(**to_device)
         token_sigmas = token_sigmas.masked_fill(is_cond.to(**to_device).unsqueeze(1), 0.0)
-        # A sample with conditioning tokens has a second timestep in front, also on ranks without these tokens.
+        # A sample with conditioning tokens has a first timestep 0, even on ranks that hold none of these tokens.
         num_timesteps = torch.tensor(num_cond_tokens).gt(0).int() + 1
-        index = num_timesteps.cumsum(0) - 1  # of each sample's noisy timestep
+        index = num_timesteps.cumsum(0) - 1  # index of each sample's last timestep, 1000 * sigma
         timesteps = timesteps.new_zeros(int(index[-1]) + 1).index_copy_(0, index.to(**to_device), timesteps)
     return NoisyBatch(
         tokens=(1.0 - token_sigmas) * clean + token_sigmas * noise,
@@ -89,17 +97,18 @@ def add_noise(
 
 
 def _cond_mask(layout: ContextLayout, num_cond_tokens: Sequence[int]) -> Tensor:
-    """Return the mask of local conditioning tokens, bool [L]; padding is False."""
+    """Return a mask that is True for local conditioning tokens and False for padding, bool [local tokens]."""
     starts = torch.tensor([0, *layout.seq_lens]).cumsum(0)[:-1]
     index_in_sample = layout.token_index - starts[layout.segment_ids]
     return (layout.token_index >= 0) & (index_in_sample < torch.tensor(num_cond_tokens)[layout.segment_ids])
 
 
 def draw_noise(layout: ContextLayout, keys: Sequence[SampleKey], seed: int, channels: int) -> Tensor:
-    """Return standard normal noise for the local tokens, fp32 [L, channels] on the host, zero for padding.
+    """Return standard normal noise for the local tokens, fp32 [local tokens, channels] on the host, with zeros for padding.
 
-    The noise is drawn for all tokens of a sample and then sliced, so that ranks that share the sample use parts of one draw. A
-    host generator gives the same bits on every machine; a GPU generator does not.
+    The noise is drawn for all tokens of a sample, and then the local tokens are selected. Ranks that share a sample
+    therefore use
+    parts of one draw. A host generator gives the same bits on every machine; a GPU generator does not.
     """
     whole = np.empty((sum(layout.seq_lens), channels), dtype=np.float32)
     start = 0

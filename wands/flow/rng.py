@@ -1,7 +1,8 @@
-"""Random number generators of training, keyed by the use of the number.
+"""Random number generators of training. Each generator is keyed by the purpose of its numbers.
 
-No generator keeps a state from one draw to the next. The same (seed, sample, repeat_index, epoch, purpose) therefore gives the
-same bits on every rank, in every bin and order, and after every restart.
+No generator keeps a state from one draw to the next. The same (seed, sample, repeat_index, epoch, purpose) therefore gives
+the
+same bits on every rank, in every bin, in every order of samples, and after every restart.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SampleKey:
-    """Key of one use of a sample.
+    """Key of the random numbers for one use of a sample in training.
 
     Attributes:
         sample_id: stable and unique name of the clip, from the index of the cache.
-        repeat_index: 0, 1, ... for a clip that is repeated within an epoch.
+        repeat_index: 0 for the first use of the clip in an epoch, 1 for the second use, and so on.
         epoch: number of the pass over the data, starting with 0.
     """
 
@@ -31,8 +32,9 @@ class SampleKey:
 def philox(*parts: int | str) -> np.random.Generator:
     """Return a new Philox generator keyed by the 128-bit blake2b digest of `parts`.
 
-    JSON separates the parts (("a", "bc") differs from ("ab", "c")) and the types (1 differs from "1"). Python's ``hash`` is not
-    used because it differs between processes.
+    The digest is computed from JSON, which distinguishes ("a", "bc") from ("ab", "c"), and 1 from "1". Python's ``hash`` is
+    not used
+    because its values change from process to process.
     """
     digest = hashlib.blake2b(json.dumps(parts).encode("ascii"), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
@@ -43,17 +45,19 @@ def rng(seed: int, key: SampleKey, purpose: str) -> np.random.Generator:
 
     Args:
         seed: `train.seed`.
-        key: sample, repeat_index and epoch.
-        purpose: "noise", "sigma", "first_frame", "cfg_dropout" or "dropout"; draws for different purposes are independent.
+        key: sample_id, repeat_index and epoch of the use.
+        purpose: "noise", "sigma", "first_frame", "cfg_dropout" or "dropout". Generators for different purposes are
+            independent.
     """
     return philox(seed, key.sample_id, key.repeat_index, key.epoch, purpose)
 
 
 def permutation(length: int, *parts: int | str) -> np.ndarray:
-    """Return a random permutation of 0..length-1, int64.
+    """Return a random permutation of 0..length-1, int64, keyed by `parts`.
 
-    The permutation sorts raw Philox words, because numpy guarantees the bits of raw words across versions, and does not guarantee
-    the bits of ``Generator.permutation``.
+    The permutation sorts raw Philox words. numpy guarantees that raw words have the same bits in every numpy version. numpy
+    does not
+    guarantee this for ``Generator.permutation``.
     """
     words = philox(*parts).bit_generator.random_raw(length)
     return np.argsort(np.asarray(words, dtype=np.uint64), kind="stable")

@@ -1,7 +1,8 @@
-"""Noise levels: draw, shift and weight sigma.
+"""Noise levels (sigma): draw, shift and weight them.
 
-sigma is the fraction of noise in x_t = (1 - sigma) * x0 + sigma * noise; the model's timestep is 1000 * sigma. Host arithmetic is
-float64, and every returned sigma is exact in fp32.
+sigma is the fraction of noise in x_t = (1 - sigma) * x0 + sigma * noise, where x0 is the clean sample. The timestep that the
+model
+gets is 1000 * sigma. Python floats (float64) are used on the host, and every returned sigma is exact in fp32.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from torch import Tensor
 from wands.config.recipe import FlowConfig
 
 NUM_TRAIN_TIMESTEPS = 1000
-"""Timestep of pure noise; Wan's sinusoidal features expect 0..1000."""
+"""Timestep of pure noise (sigma 1). Wan's sinusoidal timestep features expect timesteps from 0 to 1000."""
 
 _NORMAL = NormalDist()
 
 
 def shift_sigma(sigma: float, shift: float) -> float:
-    """Shift a noise level up (shift > 1) or down: s * x / (1 + (s - 1) * x). The inverse is a shift by 1/s.
+    """Shift a noise level: return shift * sigma / (1 + (shift - 1) * sigma).
+
+    A shift above 1 increases sigma, and a shift below 1 decreases sigma. The inverse is a shift by 1 / shift.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 23.
     """
@@ -32,17 +35,19 @@ def shift_sigma(sigma: float, shift: float) -> float:
 def sample_sigma(
     generator: np.random.Generator, flow: FlowConfig, low: float = 0.0, high: float = 1.0
 ) -> float:
-    """Draw a noise level from the recipe's distribution, truncated to [low, high].
+    """Draw a noise level from the recipe's distribution, truncated to the range from `low` to `high`.
 
-    The range applies to sigma after the shift. The inverse CDF is truncated, so no draw is rejected and every call takes the same
-    two numbers from the generator. With `mix_uniform`, the probability of the uniform part is its fraction of the mass inside the
-    range.
+    The range applies to sigma after the shift. The inverse CDF is truncated. No draw is therefore rejected, and every call
+    takes two
+    numbers from the generator. With `mix_uniform`, sigma is sometimes drawn from a uniform distribution. The probability of
+    this is
+    the share of the uniform distribution in the total probability mass of the range.
 
     Args:
         generator: source of two uniform numbers.
-        flow: distribution, shift and mixture.
-        low: smallest sigma of the range, such as the boundary of an expert.
-        high: end of the range. It is excluded unless it is 1, so that adjacent ranges do not overlap.
+        flow: distribution, shift and `mix_uniform`.
+        low: smallest sigma, such as the boundary between two experts.
+        high: largest sigma. It is excluded unless it is 1, so that adjacent ranges do not overlap.
 
     Returns:
         sigma, exact in fp32.
@@ -62,13 +67,14 @@ def sample_sigma(
 
 
 def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
-    """Return the loss weight of each noise level.
+    """Return the loss weight of each noise level, according to `flow.weighting`.
 
-    none: 1. linear: 1 + flow_shift * sigma. bell: exp(-2 (sigma - 1/2)^2), minus its value at 0 and 1, scaled to a mean of 1 over
-    uniform sigma.
+    "none": 1. "linear": 1 + flow_shift * sigma. "bell": exp(-2 (sigma - 1/2)^2), minus the value of this function at sigma 0
+    and 1. The
+    bell is then scaled so that its mean over uniform sigma is 1.
 
     Args:
-        sigmas: fp32 [S].
+        sigmas: fp32 [S] for S samples.
         flow: weighting and shift.
 
     Returns:
@@ -79,12 +85,12 @@ def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
     if flow.weighting == "linear":
         return 1.0 + flow.flow_shift * sigmas
     ends = math.exp(-0.5)
-    mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - ends  # of the numerator below over [0, 1]
+    mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - ends  # mean over [0, 1] of the numerator below
     return (torch.exp(-2.0 * (sigmas - 0.5) ** 2) - ends) / mean
 
 
 def _mass(flow: FlowConfig, low: float, high: float) -> float:
-    """Return the probability of [low, high] under the distribution before the shift."""
+    """Return the probability that sigma before the shift is between `low` and `high`."""
     if flow.timestep_sampling == "uniform":
         return high - low
     if flow.timestep_sampling == "logit_normal":
@@ -94,7 +100,7 @@ def _mass(flow: FlowConfig, low: float, high: float) -> float:
 
 
 def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -> float:
-    """Return the inverse CDF of the distribution before the shift, truncated to [low, high].
+    """Return the inverse CDF, at `quantile`, of the distribution of sigma before the shift, truncated to [low, high].
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
     """
@@ -112,7 +118,10 @@ def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -
 
 
 def _z_bounds(flow: FlowConfig, low: float, high: float) -> tuple[float, float]:
-    """Return [low, high] in standard deviations, mirrored for a range above the mean: near 1, a CDF has no digits left."""
+    """Return `low` and `high` as logits, in standard deviations from the mean logit.
+
+    If the range is above the mean, both numbers are negated and swapped. The reason is that a CDF near 1 has too few digits.
+    """
     z = [(_logit(bound) - flow.logit_mean) / flow.logit_std for bound in (low, high)]
     return (-z[1], -z[0]) if _mirrored(flow, low) else (z[0], z[1])
 
@@ -128,12 +137,12 @@ def _logit(value: float) -> float:
 
 
 def _mode(uniform: float, scale: float) -> float:
-    """Map `uniform` in [0, 1] to sigma, which falls from 1 to 0; for scale > 0 it falls most slowly in the middle."""
+    """Map `uniform` in [0, 1] to sigma, which falls from 1 to 0. If scale > 0, sigma falls most slowly in the middle."""
     return 1.0 - uniform - scale * (math.cos(math.pi * uniform / 2) ** 2 - 1.0 + uniform)
 
 
 def _mode_inverse(value: float, scale: float) -> float:
-    """Invert `_mode` by bisection, because there is no closed form."""
+    """Invert `_mode` by bisection, because the inverse has no closed form."""
     left, right = 0.0, 1.0
     for _ in range(60):
         middle = 0.5 * (left + right)
@@ -145,9 +154,10 @@ def _mode_inverse(value: float, scale: float) -> float:
 
 
 def _to_fp32_inside(sigma: float, low: float, high: float) -> float:
-    """Round sigma to fp32 so that sigma and its fp32 timestep stay inside the range.
+    """Round sigma to fp32 so that sigma and the fp32 timestep of sigma stay inside the range from `low` to `high`.
 
-    Otherwise a sample rounded onto the boundary would belong to the other expert, because the timestep selects the expert.
+    The timestep selects the expert. Without this step, rounding could move a sample onto the boundary and so to the wrong
+    expert.
     """
     value, up, down = np.float32(min(max(sigma, low), high)), np.float32(2.0), np.float32(-1.0)
     while min(float(value) - low, _timestep(value) - NUM_TRAIN_TIMESTEPS * low) < 0.0:

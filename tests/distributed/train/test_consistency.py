@@ -395,8 +395,8 @@ def test_weights_that_drifted_are_named(
     results = run_world(world_size, drift, tiny_pipeline, tmp_path, zero(stage), odd)
     first, last, clean, one, end, two, every, num_whole, restored = zip(*results, strict=True)
     assert clean == restored == (None,) * world_size
-    who = f"of rank {odd} against {others}; continue from the last checkpoint"
-    assert "DataError: the weights of the ranks differ (1 of " in sentence(one)
+    who = f"between rank {odd} and {others}; continue from the last checkpoint"
+    assert "DataError: the weights differ between ranks (1 of " in sentence(one)
     assert f"parameters): {first[0]} {who}" in sentence(one)
     assert f"parameters): {last[0]} {who}" in sentence(end)
     assert f"parameters): {first[0]} {who}" in sentence(two)
@@ -424,7 +424,7 @@ def test_two_ranks_drift_apart(tiny_pipeline: Path, tmp_path: Path, run_world):
     said, names = zip(*run_world(3, two_drifts, tiny_pipeline, tmp_path), strict=True)
     one, two = names[0]
     assert (
-        f"{one} of rank 0 against ranks 1-2; {two} of rank 1 against ranks 0, 2; continue from"
+        f"{one} between rank 0 and ranks 1-2; {two} between rank 1 and ranks 0, 2; continue from"
         in sentence(said)
     )
 
@@ -540,7 +540,7 @@ def test_a_step_compares_its_plan_and_the_weights(tiny_pipeline: Path, tmp_path:
     assert same == (None, None)
     assert "the plan of rank 1 (bins=" in sentence(bins)
     assert "the plan of rank 1 (step=2, not 1)" in sentence(step)
-    assert "(1 of 2 parameters): weight of rank 1 against rank 0" in sentence(weight)
+    assert "(1 of 2 parameters): weight between rank 1 and rank 0" in sentence(weight)
 
 
 # ---- in the loop
@@ -596,10 +596,10 @@ def train_with_drift(model: Path, out: Path, resume: bool) -> Said:
 
 def test_training_stops_when_weights_drift_in_its_first_step(tiny_pipeline: Path, tmp_path: Path, run_world):
     said = run_world(2, train_with_drift, tiny_pipeline, tmp_path, False)
-    assert "the weights of the ranks differ (1 of" in sentence(said)
+    assert "the weights differ between ranks (1 of" in sentence(said)
     assert not (tmp_path / "checkpoints").exists()  # nothing bad was saved
     run_world(2, run_training, tiny_pipeline, tmp_path, ("train.max_steps=2", "checkpoint.every=1"), zero(0))
-    assert "the weights of the ranks differ" in sentence(
+    assert "the weights differ between ranks" in sentence(
         run_world(2, train_with_drift, tiny_pipeline, tmp_path, True)
     )
 
@@ -631,7 +631,7 @@ def test_a_check_on_demand(drift: bool, tiny_pipeline: Path, tmp_path: Path, run
     said, lines, left = zip(*results, strict=True)
     assert not any(left)
     if drift:
-        assert "weights of the ranks differ" in sentence(said)
+        assert "weights differ between ranks" in sentence(said)
     else:
         assert said == (None, None)
         assert any(
