@@ -29,7 +29,7 @@ def ranks_per_node() -> int:
 
     If nodes have different numbers of processes, this is the mean, rounded down.
     """
-    # The context-parallel degrees depend on this number. If each rank counted the processes of its own node, ranks on nodes of
+    # The context-parallel degrees depend on this number. If each rank counted the processes of its node, ranks on nodes of
     # different sizes would choose different degrees and hang.
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     for nodes in ("GROUP_WORLD_SIZE", "CROSS_SIZE"):  # torchrun, DeepSpeed's launcher
