@@ -178,11 +178,9 @@ class Variant:
         fps: frame rate of the training videos.
         default_shift: flow shift of official inference.
         boundary_ratio: t/1000 at and above which the high-noise expert is used; None for one DiT.
-        conditions: inputs of the model besides noise:
-            "text": the caption; every model has it.
-            "image": the first frame, as 4 mask channels and the latents of a video of this frame and grey frames.
-            "last_image": the last frame, in the same channels.
-            "clip": CLIP hidden states of these frames, in the cross-attention.
+        conditions: inputs of the model besides noise: "text": the caption; every model has it. "image": the first
+            frame, as 4 mask channels and the latents of a video of this frame and grey frames. "last_image": the last
+            frame, in the same channels. "clip": CLIP hidden states of these frames, in the cross-attention.
             "first_frame": the clean first latent frame with timestep 0 for its tokens; optional for each sample.
     """
 

@@ -5,11 +5,9 @@ A block is the keys and values of one ring row. The blocks travel around the rin
 the rank receives.
 
 The forward pass and the backward pass are custom operators, so activation checkpointing sees each pass as one node.
-Activation
-checkpointing can then keep the result of the forward pass instead of repeating the ring. torch.compile uses the registered
-gradient. An operator takes only tensors, numbers and strings. The chunk lengths are therefore one flat list, and process
-groups
-are passed by name.
+Activation checkpointing can then keep the result of the forward pass instead of repeating the ring. torch.compile uses
+the registered gradient. An operator takes only tensors, numbers and strings. The chunk lengths are therefore one flat
+list, and process groups are passed by name.
 
 Letters: N tokens of a ring row, H heads, D head dim, R ring degree, S samples.
 Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers". Backward pass: Dao et al. 2022, "FlashAttention",
@@ -80,8 +78,7 @@ def ring_attention(
 
     Args:
         q: [N, H, D], for the N tokens of this rank's ring row, H heads and head dim D. Rows after the last sample are
-            padding, and
-            their output is 0.
+            padding, and their output is 0.
         k: [N, H, D].
         v: [N, H, D].
         chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r.
@@ -162,9 +159,9 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v for `ring_forward`.
 
-    A block is the keys and values of one rank. The gradient of a block follows the block around the ring. Each rank adds a
-    summand to
-    the gradient and sends the sum to the next rank. The last transfer brings the sum to the rank that owns the block.
+    A block is the keys and values of one rank. The gradient of a block follows the block around the ring. Each rank
+    adds a summand to the gradient and sends the sum to the next rank. The last transfer brings the sum to the rank that
+    owns the block.
     """
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:

@@ -43,9 +43,8 @@ def context_attention(
         fused: send q, k and v in one all-to-all instead of three.
 
     Returns:
-        A callable that maps (q, k, v, meta) to the attention output. q, k, v and the output have the shape [L, H, D], for L
-        local
-        tokens, H heads and head dim D. See `wands.model.transformer.SelfAttention`.
+        A callable that maps (q, k, v, meta) to the attention output. q, k, v and the output have the shape [L, H, D],
+        for L local tokens, H heads and head dim D. See `wands.model.transformer.SelfAttention`.
     """
     attention = RingAttention(backend, ring, ring_grad)
     return attention if ulysses is None else UlyssesAttention(attention, ulysses, fused=fused)

@@ -87,8 +87,8 @@ def padded_attention(
     """Run attention inside segments whose keys are padded with copies of the key `pad_k`.
 
     The padding costs almost nothing. n equal keys have the weight n * exp(score) in the softmax. All padding keys are
-    therefore one
-    block of one key with log-sum-exp score + log(n). The result for this block is merged with the result for the other keys.
+    therefore one block of one key with log-sum-exp score + log(n). The result for this block is merged with the result
+    for the other keys.
 
     Args:
         q: [Tq, H, D], for Tq rows, H heads and head dim D.

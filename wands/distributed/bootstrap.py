@@ -84,17 +84,14 @@ def check_gpus() -> None:
 def start_together() -> Iterator[None]:
     """Run the body on every rank, then exchange the errors, so that either no rank raises an error or all ranks raise one.
 
-    Without the exchange, one rank could fail while the ranks of other nodes wait for it. The launcher could also stop the
-    other ranks
-    before they print their errors. Under a launcher, the process group exists after the body. Without a launcher, the body
-    runs
-    without an exchange.
+    Without the exchange, one rank could fail while the ranks of other nodes wait for it. The launcher could also stop
+    the other ranks before they print their errors. Under a launcher, the process group exists after the body. Without a
+    launcher, the body runs without an exchange.
 
     Raises:
         WandsError: on every rank, with the message of the lowest rank that failed.
-        Exception: on a rank whose body raised an exception that is not a WandsError. The other ranks raise a WandsError that
-            names
-            this exception.
+        Exception: on a rank whose body raised an exception that is not a WandsError. The other ranks raise a WandsError
+            that names this exception.
     """
     has_launcher = os.environ.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in os.environ
     if not has_launcher:

@@ -36,16 +36,15 @@ def check_agreement(
     If all ranks agree, the check costs one all-gather of 32 bytes. The texts are sent only if they differ.
 
     Args:
-        parts: maps a name to a text: a digest or a JSON object. For JSON objects, the error message names the first key that
-            differs.
-            A text must come before the texts that depend on it. Ranks may have different names.
+        parts: maps a name to a text: a digest or a JSON object. For JSON objects, the error message names the first key
+            that differs. A text must come before the texts that depend on it. Ranks may have different names.
         device: device of this rank, from which the process group's backend can send.
         fixes: maps a name to the class of the error and to the text of its fix.
 
     Raises:
-        ConfigError: if a text differs between ranks. `fixes` can name another class. All ranks raise the same message. The
-            message
-            contains the name of the text, the ranks that differ from the largest group of equal ranks, and the fix.
+        ConfigError: if a text differs between ranks. `fixes` can name another class. All ranks raise the same message.
+            The message contains the name of the text, the ranks that differ from the largest group of equal ranks, and
+            the fix.
     """
     text = json.dumps(sorted(parts.items()))
     digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
@@ -140,10 +139,8 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
     """Hash the bits of a tensor to an int64 scalar on the tensor's device.
 
     A one-to-one function maps the bits and the index of each element to a 64-bit integer, and these integers are added
-    modulo 2^64. A
-    change of one element therefore always changes the sum. Any other change, such as a permutation, is missed with
-    probability 2^-64.
-    The sum does not depend on the order of addition. NaNs are compared by their bits.
+    modulo 2^64. A change of one element therefore always changes the sum. Any other change, such as a permutation, is
+    missed with probability 2^-64. The sum does not depend on the order of addition. NaNs are compared by their bits.
 
     Args:
         tensor: tensor of any shape, with elements of 1, 2, 4 or 8 bytes.

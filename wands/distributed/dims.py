@@ -93,11 +93,9 @@ def choose_degrees(
 ) -> ContextDegrees:
     """Choose the Ulysses degree and the ring degree for the recipe's `parallel` section.
 
-    If only `cp_size` is set, the Ulysses degree is the largest number that divides the number of heads, the group size and
-    the number
-    of ranks per node. The ring degree is the group size divided by the Ulysses degree. The reason is that an all-to-all
-    always sends
-    less than a ring of the same degree.
+    If only `cp_size` is set, the Ulysses degree is the largest number that divides the number of heads, the group size
+    and the number of ranks per node. The ring degree is the group size divided by the Ulysses degree. The reason is
+    that an all-to-all always sends less than a ring of the same degree.
 
     Args:
         parallel: `parallel` section of a recipe that `load_recipe` has checked.
@@ -136,8 +134,7 @@ class ProcessGroups:
         ulysses: ranks that share attention heads, for the all-to-all.
         ring: ranks that exchange keys and values, for send and receive.
         ring_grad: a second communicator over the ranks of `ring`, for the gradients of keys and values. With one
-            communicator for
-            both, transfers of keys and values and transfers of gradients would wait for each other.
+            communicator for both, transfers of keys and values and transfers of gradients would wait for each other.
         cp: all ranks of the context-parallel group, which share the samples of one packed sequence.
     """
 
@@ -151,9 +148,8 @@ class ProcessGroups:
     def build(cls, dims: ParallelDims, device: torch.device | str = "cpu") -> ProcessGroups:
         """Create the process groups, in the same order on every rank, and run one collective in each group.
 
-        The first collective of a group sets up its communicator, and all members must do so at the same time. If the first
-        use were inside
-        ring attention, the set-up would deadlock.
+        The first collective of a group sets up its communicator, and all members must do so at the same time. If the
+        first use were inside ring attention, the set-up would deadlock.
 
         Args:
             dims: parallel dimensions of this rank.

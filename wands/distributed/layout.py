@@ -1,16 +1,12 @@
 """Assign the tokens of a bin to the ranks of a context-parallel group. This is index arithmetic without process groups.
 
-A bin is the list of samples that are packed into one sequence for one forward pass. The bin is split twice. First, the ring
-splits
-every sample into `ring_degree` chunks, and ring row r holds chunk r of each sample. All ring rows then have nearly equal
-numbers
-of tokens *and* of (query, key) pairs. A split of the whole bin into equal parts would not balance the pairs. Second, Ulysses
-splits
-each ring row into `ulysses_degree` equal slices. The all-to-all of Ulysses joins the slices in the order of the ranks, which
-is the
-order of the tokens in the ring row. The chunk lengths therefore describe the rows that an attention kernel gets. Padding is
-added
-only at the end of a ring row, so that all ring rows have the same length.
+A bin is the list of samples that are packed into one sequence for one forward pass. The bin is split twice. First, the
+ring splits every sample into `ring_degree` chunks, and ring row r holds chunk r of each sample. All ring rows then have
+nearly equal numbers of tokens *and* of (query, key) pairs. A split of the whole bin into equal parts would not balance
+the pairs. Second, Ulysses splits each ring row into `ulysses_degree` equal slices. The all-to-all of Ulysses joins the
+slices in the order of the ranks, which is the order of the tokens in the ring row. The chunk lengths therefore describe
+the rows that an attention kernel gets. Padding is added only at the end of a ring row, so that all ring rows have the
+same length.
 
 Letters: L local tokens of a rank with padding, S samples, R ring degree.
 """
@@ -121,9 +117,8 @@ class ContextLayout:
         token_index: int64 [L], index in the bin of each local token; -1 for padding, which is at the end.
         segment_ids: int64 [L], sample index of each local token. Padding has the index of the last sample.
         local_seq_lens: number of tokens of each sample on this rank, without padding.
-        token_ranges: (start, stop) for each sample: the range of the local tokens among all tokens of the sample. The range
-            is (0, 0)
-            if this rank holds no token of the sample.
+        token_ranges: (start, stop) for each sample: the range of the local tokens among all tokens of the sample. The
+            range is (0, 0) if this rank holds no token of the sample.
     """
 
     plan: ContextPlan
@@ -186,10 +181,9 @@ class ContextLayout:
 def split_over_ring(seq_lens: tuple[int, ...], ring_degree: int) -> ChunkLens:
     """Split every sample into one chunk per ring row, so that the ring rows have nearly equal numbers of tokens.
 
-    A ring row is the part of the packed samples that one Ulysses group holds. The chunks of a sample differ by at most one
-    token. A
-    sample with fewer tokens than ring rows is not split. Its split would have empty chunks, and the ring would still send
-    their keys.
+    A ring row is the part of the packed samples that one Ulysses group holds. The chunks of a sample differ by at most
+    one token. A sample with fewer tokens than ring rows is not split. Its split would have empty chunks, and the ring
+    would still send their keys.
 
     Args:
         seq_lens: number of tokens of each sample.
@@ -223,9 +217,8 @@ def split_over_ring(seq_lens: tuple[int, ...], ring_degree: int) -> ChunkLens:
 def ring_rounds(chunk_lens: ChunkLens) -> int:
     """Return the number of rounds of the ring: the number of ranks in the ring, or 1 if no sample is split over the ring.
 
-    In each round, a rank attends to the keys of one rank of the ring. All ranks compute the number of rounds before they
-    communicate,
-    so that no rank waits for keys that are never sent.
+    In each round, a rank attends to the keys of one rank of the ring. All ranks compute the number of rounds before
+    they communicate, so that no rank waits for keys that are never sent.
 
     Args:
         chunk_lens: entry [r][s] is the number of tokens of sample s on rank r of the ring.

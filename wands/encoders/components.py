@@ -91,8 +91,9 @@ def loading_part(model: str | Path, part: str) -> Iterator[None]:
 def quiet_loading() -> Iterator[None]:
     """Hide notices of diffusers and transformers while the block loads parts. Without a terminal, hide progress bars too.
 
-    The hidden notices are about unused config keys, unused tensors and fallbacks of image processors. Reports of missing tensors
-    are shown, and `wands --verbose` shows all notices. In a log file, a progress bar would write one line per step.
+    The hidden notices are about unused config keys, unused tensors and fallbacks of image processors. Reports of
+    missing tensors are shown, and `wands --verbose` shows all notices. In a log file, a progress bar would write one
+    line per step.
     """
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging

@@ -22,8 +22,8 @@ from wands.variants import TEXT_LEN
 class TextEncoder:
     """UMT5 encoder and its tokenizer, which encode one caption at a time without padding.
 
-    UMT5 masks padding, so padding would change only the cost and the rounding. Without padding, an embedding depends only on its
-    caption, bit for bit. The DiT of Wan attends to zero padding, which training appends.
+    UMT5 masks padding, so padding would change only the cost and the rounding. Without padding, an embedding depends
+    only on its caption, bit for bit. The DiT of Wan attends to zero padding, which training appends.
     """
 
     def __init__(self, tokenizer: Any, model: UMT5EncoderModel) -> None:

@@ -1,9 +1,8 @@
 """Flow-matching loss as a sum, with weights that count every sample once or every token once.
 
-The loss of a training step is a sum over all ranks and micro steps, divided by one denominator from the training plan. With
-`loss.reduction=sample`, the denominator is the mean number of samples per step of the epoch. With `token`, it is the mean
-number
-of tokens. No rank divides by the number of samples or tokens on that rank.
+The loss of a training step is a sum over all ranks and micro steps, divided by one denominator from the training plan.
+With `loss.reduction=sample`, the denominator is the mean number of samples per step of the epoch. With `token`, it is
+the mean number of tokens. No rank divides by the number of samples or tokens on that rank.
 
 Letters: L local tokens of a rank, P channels of a token, S samples.
 """
@@ -25,18 +24,15 @@ def flow_matching_loss(
 
     Args:
         pred: [L, P], predicted velocity of L tokens with P channels, without padding, in any float dtype. The loss is
-            computed in fp32
-            (in fp64 for fp64 inputs).
+            computed in fp32 (in fp64 for fp64 inputs).
         target: [L, P], target velocity.
         segment_ids: int64 [L], sample index of each token.
         sample_weights: fp32 [S], factor of each sample's squared errors, from `loss_weights`.
 
     Returns:
-        (loss, sample_errors). loss is the weighted sum, a scalar with gradient. sample_errors is [S] without gradient: the
-        unweighted
-        squared errors of each sample, summed over local tokens. The sum of sample_errors over all ranks, divided by the
-        number of
-        tokens of a sample, is the mean squared error of that sample.
+        (loss, sample_errors). loss is the weighted sum, a scalar with gradient. sample_errors is [S] without gradient:
+        the unweighted squared errors of each sample, summed over local tokens. The sum of sample_errors over all ranks,
+        divided by the number of tokens of a sample, is the mean squared error of that sample.
     """
     dtype = torch.promote_types(pred.dtype, torch.float32)
     errors = (pred.to(dtype) - target.to(dtype)).square().mean(dim=1)
@@ -55,9 +51,8 @@ def loss_weights(
         trained_lens: number of tokens of each sample that are in the loss, summed over the ranks that share the sample.
         batch_weights: fp32 [S] for S samples, 0 for the sample of a padding bin (an empty bin that fills up a step), else 1.
         sigma_weights: fp32 [S], weight of each sample's noise level, from `sigma_weight`.
-        reduction: "sample": the weights of a sample's tokens sum to 1. "token": the weight of every token is 1. Both are
-            then
-            multiplied by `batch_weights` and `sigma_weights`.
+        reduction: "sample": the weights of a sample's tokens sum to 1. "token": the weight of every token is 1. Both
+            are then multiplied by `batch_weights` and `sigma_weights`.
 
     Returns:
         fp32 [S].

@@ -31,8 +31,8 @@ class NoisyBatch:
         target: fp32 [L, P], the velocity noise - x0.
         sigmas: fp32 [S], noise level of each sample.
         timesteps: fp32 [M] for M timesteps, 1000 * sigma for each sample. A sample with conditioning tokens has two
-            timesteps: 0 for
-            its conditioning tokens, then 1000 * sigma. The dtype must not be bf16, whose 8 bits would turn 997 into 996.
+            timesteps: 0 for its conditioning tokens, then 1000 * sigma. The dtype must not be bf16, whose 8 bits would
+            turn 997 into 996.
         trained: slice or int64 indices of the tokens in the loss: all tokens except conditioning tokens and padding at the
             end.
     """
@@ -55,9 +55,8 @@ def add_noise(
 ) -> NoisyBatch:
     """Add noise to this rank's tokens, with one noise level (sigma) per sample.
 
-    Noise and sigma depend only on the seed and the key of the sample. They do not depend on the bin (the packed samples),
-    the order of
-    the samples, the rank or the device.
+    Noise and sigma depend only on the seed and the key of the sample. They do not depend on the bin (the packed
+    samples), the order of the samples, the rank or the device.
 
     Args:
         tokens: [L, P], clean tokens of this rank, with L tokens of P channels. Padding must be zero and stays zero.
@@ -107,8 +106,7 @@ def draw_noise(layout: ContextLayout, keys: Sequence[SampleKey], seed: int, chan
     """Return standard normal noise for the local tokens, fp32 [local tokens, channels] on the host, with zeros for padding.
 
     The noise is drawn for all tokens of a sample, and then the local tokens are selected. Ranks that share a sample
-    therefore use
-    parts of one draw. A host generator gives the same bits on every machine; a GPU generator does not.
+    therefore use parts of one draw. A host generator gives the same bits on every machine; a GPU generator does not.
     """
     whole = np.empty((sum(layout.seq_lens), channels), dtype=np.float32)
     start = 0

@@ -1,8 +1,7 @@
 """Random number generators of training. Each generator is keyed by the purpose of its numbers.
 
-No generator keeps a state from one draw to the next. The same (seed, sample, repeat_index, epoch, purpose) therefore gives
-the
-same bits on every rank, in every bin, in every order of samples, and after every restart.
+No generator keeps a state from one draw to the next. The same (seed, sample, repeat_index, epoch, purpose) therefore
+gives the same bits on every rank, in every bin, in every order of samples, and after every restart.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ class SampleKey:
 def philox(*parts: int | str) -> np.random.Generator:
     """Return a new Philox generator keyed by the 128-bit blake2b digest of `parts`.
 
-    The digest is computed from JSON, which distinguishes ("a", "bc") from ("ab", "c"), and 1 from "1". Python's ``hash`` is
-    not used
-    because its values change from process to process.
+    The digest is computed from JSON, which distinguishes ("a", "bc") from ("ab", "c"), and 1 from "1". Python's
+    ``hash`` is not used because its values change from process to process.
     """
     digest = hashlib.blake2b(json.dumps(parts).encode("ascii"), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
@@ -55,9 +53,8 @@ def rng(seed: int, key: SampleKey, purpose: str) -> np.random.Generator:
 def permutation(length: int, *parts: int | str) -> np.ndarray:
     """Return a random permutation of 0..length-1, int64, keyed by `parts`.
 
-    The permutation sorts raw Philox words. numpy guarantees that raw words have the same bits in every numpy version. numpy
-    does not
-    guarantee this for ``Generator.permutation``.
+    The permutation sorts raw Philox words. numpy guarantees that raw words have the same bits in every numpy version.
+    numpy does not guarantee this for ``Generator.permutation``.
     """
     words = philox(*parts).bit_generator.random_raw(length)
     return np.argsort(np.asarray(words, dtype=np.uint64), kind="stable")

@@ -1,8 +1,8 @@
 """Noise levels (sigma): draw, shift and weight them.
 
-sigma is the fraction of noise in x_t = (1 - sigma) * x0 + sigma * noise, where x0 is the clean sample. The timestep that the
-model
-gets is 1000 * sigma. Python floats (float64) are used on the host, and every returned sigma is exact in fp32.
+sigma is the fraction of noise in x_t = (1 - sigma) * x0 + sigma * noise, where x0 is the clean sample. The timestep
+that the model gets is 1000 * sigma. Python floats (float64) are used on the host, and every returned sigma is exact in
+fp32.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ def sample_sigma(
 ) -> float:
     """Draw a noise level from the recipe's distribution, truncated to the range from `low` to `high`.
 
-    The range applies to sigma after the shift. The inverse CDF is truncated. No draw is therefore rejected, and every call
-    takes two
-    numbers from the generator. With `mix_uniform`, sigma is sometimes drawn from a uniform distribution. The probability of
-    this is
-    the share of the uniform distribution in the total probability mass of the range.
+    The range applies to sigma after the shift. The inverse CDF is truncated. No draw is therefore rejected, and every
+    call takes two numbers from the generator. With `mix_uniform`, sigma is sometimes drawn from a uniform distribution.
+    The probability of this is the share of the uniform distribution in the total probability mass of the range.
 
     Args:
         generator: source of two uniform numbers.
@@ -69,9 +67,8 @@ def sample_sigma(
 def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
     """Return the loss weight of each noise level, according to `flow.weighting`.
 
-    "none": 1. "linear": 1 + flow_shift * sigma. "bell": exp(-2 (sigma - 1/2)^2), minus the value of this function at sigma 0
-    and 1. The
-    bell is then scaled so that its mean over uniform sigma is 1.
+    "none": 1. "linear": 1 + flow_shift * sigma. "bell": exp(-2 (sigma - 1/2)^2), minus the value of this function at
+    sigma 0 and 1. The bell is then scaled so that its mean over uniform sigma is 1.
 
     Args:
         sigmas: fp32 [S] for S samples.

@@ -1,8 +1,8 @@
 """Activation checkpointing by tensor name.
 
-Under `torch.utils.checkpoint` a block runs twice, the second time in backward. Tensors that are kept by name are not computed
-again in the second run. They stay on the device (saved) or in host memory (offloaded). The names belong to self-attention and the
-feed-forward:
+Under `torch.utils.checkpoint` a block runs twice, the second time in backward. Tensors that are kept by name are not
+computed again in the second run. They stay on the device (saved) or in host memory (offloaded). The names belong to
+self-attention and the feed-forward:
 
 block_input       residual stream before the block; always kept on the device, unless it is offloaded
 query_proj        result of attn1.to_q, before norm and rotation

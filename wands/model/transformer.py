@@ -3,8 +3,8 @@
 Letters: L local tokens, S samples, M timesteps, P channels of a token, D width of the residual stream, T text tokens, I CLIP
 tokens of a sample's images, H heads.
 
-The forward calls modules and never uses their weights directly, because ZeRO-3 gathers parameters in module hooks. A module that
-needs another forward therefore gets another class and keeps its parameters.
+The forward calls modules and never uses their weights directly, because ZeRO-3 gathers parameters in module hooks. A
+module that needs another forward therefore gets another class and keeps its parameters.
 """
 
 from __future__ import annotations

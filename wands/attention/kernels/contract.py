@@ -4,31 +4,25 @@
 
 Letters: T rows, H heads, D head dim, S segments. All tensors are packed, [T, H, D], without a batch axis.
 
-The backward pass takes `out` and `lse` as arguments and does not compute them again. A ring merges the results of several
-blocks
-of keys and passes the *merged* `out` and `lse`. exp(score - lse) is then the probability over all keys of a row. The
-backward pass
-of a block therefore returns exactly the summand of the gradient that comes from this block.
+The backward pass takes `out` and `lse` as arguments and does not compute them again. A ring merges the results of
+several blocks of keys and passes the *merged* `out` and `lse`. exp(score - lse) is then the probability over all keys
+of a row. The backward pass of a block therefore returns exactly the summand of the gradient that comes from this block.
 Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
 
 How to add a kernel:
 
-1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. For a CUDA kernel, add a `FlashBackend` to
-   `FLASH_BACKENDS`; `attention.backend=auto` tries this list from the top. For another kernel, add a `Backend` to `BACKENDS`
-   in
-   registry.py, and add its requirements to `_unmet_requirement`. The `Backend` class sets the result of rows that attend to
-   no
-   key, and does not call the kernel if there are no keys.
+1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. For a CUDA kernel, add a `FlashBackend`
+   to `FLASH_BACKENDS`; `attention.backend=auto` tries this list from the top. For another kernel, add a `Backend` to
+   `BACKENDS` in registry.py, and add its requirements to `_unmet_requirement`. The `Backend` class sets the result of
+   rows that attend to no key, and does not call the kernel if there are no keys.
 2. Add the name to `AttentionConfig.backend` in wands/config/recipe.py.
-3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the package
-   to
-   `ONE_IMPORTER` in tests/unit/test_layering.py.
-4. Add the name to `CUDA_BACKENDS` or `CPU_DTYPES` in tests/support/plain.py. Add a fake module with the package's signatures
-   to
-   tests/unit/attention/test_kernels.py, so that machines without a GPU test the two functions.
+3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
+   package to `ONE_IMPORTER` in tests/unit/test_layering.py.
+4. Add the name to `CUDA_BACKENDS` or `CPU_DTYPES` in tests/support/plain.py. Add a fake module with the package's
+   signatures to tests/unit/attention/test_kernels.py, so that machines without a GPU test the two functions.
 5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. In a
-   training
-   run, `choose_backend` checks the kernel once per process with self_check.py and rejects a kernel whose results are wrong.
+   training run, `choose_backend` checks the kernel once per process with self_check.py and rejects a kernel whose
+   results are wrong.
 """
 
 from __future__ import annotations
@@ -51,12 +45,10 @@ class Backend:
 
     Attributes:
         name: value of `attention.backend` that selects the kernel.
-        run_forward: the kernel's forward pass, with the arguments and results of `forward`. Rows of q that attend to no key
-            may
-            contain any values.
-        run_backward: the kernel's backward pass, with the arguments and results of `backward`. Rows of q that attend to no
-            key, and
-            rows of k that no row of q attends to, may contain any values.
+        run_forward: the kernel's forward pass, with the arguments and results of `forward`. Rows of q that attend to no
+            key may contain any values.
+        run_backward: the kernel's backward pass, with the arguments and results of `backward`. Rows of q that attend to
+            no key, and rows of k that no row of q attends to, may contain any values.
     """
 
     name: str
@@ -77,9 +69,8 @@ class Backend:
 
         Returns:
             (out, lse). out is the attention output, [Tq, H, D] in q's dtype. lse is the natural logarithm of the sum of
-            exp(scale * score) over the keys, [H, Tq] in fp32 (fp64 for fp64 inputs). Rows of q that attend to no key have
-            out 0 and
-            lse -inf.
+            exp(scale * score) over the keys, [H, Tq] in fp32 (fp64 for fp64 inputs). Rows of q that attend to no key
+            have out 0 and lse -inf.
         """
         if _has_no_pairs(segments):
             return torch.zeros_like(q), _new_lse(q)
@@ -115,9 +106,8 @@ class Backend:
             scale: factor on the attention scores.
 
         Returns:
-            (dq, dk, dv) in the shapes and dtypes of q, k and v. Rows of q that attend to no key, and rows of k that no row
-            of q attends
-            to, have the gradient 0.
+            (dq, dk, dv) in the shapes and dtypes of q, k and v. Rows of q that attend to no key, and rows of k that no
+            row of q attends to, have the gradient 0.
         """
         if _has_no_pairs(segments):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

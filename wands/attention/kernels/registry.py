@@ -1,9 +1,8 @@
 """Select the attention kernel: the kernel that `attention.backend` names, or the fastest kernel that gives right results.
 
-A kernel for CUDA is used only after a check of its results (self_check.py), once per process. The check covers the kernel's
-log-sum-exp, and its backward pass with the log-sum-exp of several blocks of keys. The check runs on this GPU, in the dtype
-and
-head dim of the training run, with the installed versions.
+A kernel for CUDA is used only after a check of its results (self_check.py), once per process. The check covers the
+kernel's log-sum-exp, and its backward pass with the log-sum-exp of several blocks of keys. The check runs on this GPU,
+in the dtype and head dim of the training run, with the installed versions.
 """
 
 from __future__ import annotations
@@ -34,11 +33,9 @@ def get_backend(name: str) -> Backend:
 def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int = 128) -> Backend:
     """Return the attention kernel for a value of `attention.backend`, and log the kernel's name once.
 
-    On a GPU, `auto` tries flash4, flash3, flash2 and torch, in this order. It returns the first kernel that is installed,
-    supports the
-    GPU, and passes the check of its results. It logs a warning for each kernel that fails the check. If no kernel is left,
-    it returns
-    the reference kernel. On a CPU, `auto` returns the cpu kernel.
+    On a GPU, `auto` tries flash4, flash3, flash2 and torch, in this order. It returns the first kernel that is
+    installed, supports the GPU, and passes the check of its results. It logs a warning for each kernel that fails the
+    check. If no kernel is left, it returns the reference kernel. On a CPU, `auto` returns the cpu kernel.
 
     Args:
         name: auto, reference, cpu, torch, flash2, flash3 or flash4.

@@ -44,11 +44,9 @@ def check_backend(
 ) -> float:
     """Compare a kernel with the reference kernel in float64. Use the kernel as ring attention does.
 
-    The inputs are random packed rows. The kernel first attends to all keys at once. It then attends to two blocks of keys,
-    and the two
-    results are merged. The backward pass of each block gets the merged `out` and `lse`. Two more tests set `lse` to +inf,
-    and attend
-    to a single key. The global random state does not change.
+    The inputs are random packed rows. The kernel first attends to all keys at once. It then attends to two blocks of
+    keys, and the two results are merged. The backward pass of each block gets the merged `out` and `lse`. Two more
+    tests set `lse` to +inf, and attend to a single key. The global random state does not change.
 
     Args:
         backend: the kernel.
@@ -57,9 +55,8 @@ def check_backend(
         head_dim: last dimension of q, k and v.
 
     Returns:
-        The largest error of all compared tensors. The error is absolute for lse, and relative to the tensor's largest value
-        for the
-        other tensors.
+        The largest error of all compared tensors. The error is absolute for lse, and relative to the tensor's largest
+        value for the other tensors.
 
     Raises:
         KernelError: if the shape, dtype or values of a result are wrong. The message contains the numbers.
@@ -163,9 +160,8 @@ def _blocks() -> list[tuple[Tensor, Segments]]:
     """Split the keys into two blocks.
 
     Returns:
-        (rows, segments) for each block: the indices of the block's rows in k, and the segments of these rows. Each block
-        ends with
-        the rows that follow the last segment.
+        (rows, segments) for each block: the indices of the block's rows in k, and the segments of these rows. Each
+        block ends with the rows that follow the last segment.
     """
     starts = [0, *accumulate(LENS_K)]
     rows: tuple[list[int], list[int]] = ([], [])
