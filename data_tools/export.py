@@ -28,7 +28,7 @@ from safetensors.torch import save
 
 from data_tools.exit_code import exit_2_on_user_error
 from wands.commands.progress import progress
-from wands.data.cache.format import array_names, disk_error, to_text
+from wands.data.cache.format import array_names, disk_error
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
 from wands.files import publish
@@ -103,7 +103,7 @@ def file_name(i: int, key: str) -> str:
 def _to_bytes(cache: LatentCache, i: int) -> bytes:
     sample = cache.read(i)
     header = {
-        "key": to_text(sample.sample_id),
+        "key": json.dumps(sample.sample_id),
         "meta": json.dumps(cache.meta(i)),
         "crc32": f"{cache.index.crc32[i]:08x}",
     }

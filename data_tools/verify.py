@@ -27,7 +27,7 @@ from data_tools.exit_code import exit_2_on_user_error
 from wands.commands.progress import progress
 from wands.data.cache.format import INDEX_NAME, MANIFEST_NAME, digest, read_manifest, reason
 from wands.data.cache.index import CacheIndex
-from wands.data.cache.shards import NO_ID, read_offsets, sample_path, stored_names
+from wands.data.cache.shards import read_offsets, sample_path, stored_names
 from wands.errors import CacheError
 
 MANIFEST_KEYS = {"format", "schema_version", "variant", "fingerprint", "digest"}
@@ -61,19 +61,16 @@ class VerifyResult:
         problems: problems; empty for an intact cache.
         num_samples: samples in the shards, indexed or not.
         num_bytes: bytes of arrays whose checksum was computed.
-        num_unguarded: samples of an older wands, whose captions have no checksum.
     """
 
     problems: list[Problem] = field(default_factory=list)
     num_samples: int = 0
     num_bytes: int = 0
-    num_unguarded: int = 0
 
     def add(self, other: VerifyResult) -> None:
         self.problems += other.problems
         self.num_samples += other.num_samples
         self.num_bytes += other.num_bytes
-        self.num_unguarded += other.num_unguarded
 
 
 def verify(
@@ -185,8 +182,8 @@ def _check_shard(
                 carried = file.attrs["fingerprint"]
                 if fingerprint is not None and carried != fingerprint:
                     yield Problem(path.name, f"carries fingerprint {carried}, not the manifest's", fix)
-                known = index.shard_ids[index.shard_names.index(path.name)] if index and rows else NO_ID
-                if known not in (NO_ID, file.attrs.get("id")):
+                ids = dict(zip(index.shard_names, index.shard_ids, strict=True)) if index else {}
+                if ids.get(path.name) not in (None, file.attrs.get("id")):
                     yield Problem(path.name, "is not the shard that was indexed", fix)
                 present = {int(name) for name in file["samples"]}
             except DAMAGE as error:
@@ -205,7 +202,6 @@ def _check_shard(
                     continue
                 report.num_samples += 1
                 report.num_bytes += stored["num_bytes"]
-                report.num_unguarded += not stored["guarded"]
                 if stored["crc32"] != stored["computed"]:
                     what = f"wrong checksum of latents and text ({stored['computed']:08x}, "
                     yield Problem(name, f"{what}not {stored['crc32']:08x})", fix)
@@ -243,7 +239,6 @@ def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
         "offsets": list(read_offsets(group)),
         "computed": computed,
         "num_bytes": num_bytes,
-        "guarded": isinstance(attrs["meta"], bytes),
     }
 
 
@@ -251,10 +246,7 @@ def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> It
     """Yield differences of index and shard; the values of the shard have passed their checksums."""
     if stored["key"] != index.keys[i]:
         yield Problem(f"{INDEX_NAME} ({index.keys[i]})", f"{name} holds {stored['key']}", REBUILD)
-    columns = ["latent_shapes", "text_lens", "crc32", "num_frames", "fps"]
-    if index.shard_ids[index.shards[i]] != NO_ID:
-        columns.append("offsets")
-    for column in columns:
+    for column in ("latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets"):
         ours = getattr(index, column)[i].tolist()
         if ours != stored[column]:
             what = f"{column} {ours}, the shard has {stored[column]}"
@@ -277,11 +269,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.cache}: {report.num_samples:,} samples, {report.num_bytes:,} bytes of latents and text read, "
         f"{len(report.problems):,} problem(s)"
     )
-    if report.num_unguarded:
-        print(
-            f"{report.num_unguarded:,} samples come from an older wands: their captions have no checksum; "
-            "python -m data_tools.merge into a new folder adds one."
-        )
     return 1 if report.problems else 0
 
 

@@ -584,7 +584,7 @@ def test_ctrl_c_keeps_finished_samples(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(CacheError, match="unfinished"):
         LatentCache(tmp_path / "c")
     with CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT) as writer:
-        assert writer.keys == {"clip/000", "clip/001"}
+        assert writer.entries.keys() == {"clip/000", "clip/001"}
     write(tmp_path / "c", samples[2:])
     assert_same(LatentCache(tmp_path / "c", verify=True), samples)
 
@@ -635,7 +635,7 @@ def test_full_disk_is_one_sentence_and_leaves_no_litter(tmp_path: Path) -> None:
     names = sorted(p.name for p in (tmp_path / "c").iterdir())
     assert names == ["manifest.json", "shard-00000.h5", "shard-00001.h5"]
     with CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT) as writer:
-        assert writer.keys == {"clip/0", "clip/1", "clip/2", "clip/3"}  # all that fitted
+        assert writer.entries.keys() == {"clip/0", "clip/1", "clip/2", "clip/3"}  # all that fitted
         writer.commit(NULL)
     assert len(LatentCache(tmp_path / "c", verify=True)) == 4
 
@@ -681,7 +681,7 @@ def test_kill_9_never_leaves_a_cache_that_reads_wrongly(tmp_path: Path, survivor
     with pytest.raises(CacheError, match="unfinished"):
         LatentCache(tmp_path / "c")
     with CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT) as writer:
-        kept = writer.keys
+        kept = set(writer.entries)
         assert len(kept) == survivors // 3 * 3
         for sample in samples:
             if sample.sample_id not in kept:
@@ -700,27 +700,6 @@ def test_index_holds_the_keys_asked_for(tmp_path: Path) -> None:
     assert_same(LatentCache(folder), [samples[0], samples[3]])
     write(folder, [])
     assert_same(LatentCache(folder), samples)
-
-
-def test_an_index_without_places_reads_the_same(tmp_path: Path) -> None:
-    """As an older wands wrote it: HDF5 is then asked where each sample lies."""
-    samples = [make_sample(number, text_len=number % 3) for number in range(7)]
-    folder = write(tmp_path / "c", samples, max_samples=3)
-    fast = LatentCache(folder)
-    with np.load(folder / "index.npz") as npz:
-        arrays = {name: npz[name] for name in npz.files if name not in ("offsets", "shard_ids")}
-    np.savez(folder / "index.npz", **arrays)
-    slow = LatentCache(folder)
-    assert set(slow.index.shard_ids) == {"-"}
-    assert len(set(fast.index.shard_ids)) == 3
-    for cache in (fast, slow):
-        assert_same(cache, samples)
-        assert_same(cache, samples)  # places are known now
-        for i, sample in enumerate(samples):
-            frames = sample.latents.shape[1]
-            read = cache.read(i, (frames - 1, frames)).latents
-            assert bits(read[:, -1]) == bits(sample.latents[:, -1])
-            assert not read[:, :-1].any()
 
 
 def test_the_same_samples_in_another_order_are_another_shard(tmp_path: Path) -> None:

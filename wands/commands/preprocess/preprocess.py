@@ -281,7 +281,7 @@ class PreprocessRun:
             variant=variant.name,
             num_accepted=len(cache),
             num_reused=sum(self.contents_before.get(key) == writer.entries[key].content for key in accepted),
-            num_left_out=len(writer.keys - accepted),
+            num_left_out=len(writer.entries.keys() - accepted),
             num_cut_captions=int((cache.index.text_lens == TEXT_LEN).sum()),
             rejected=tuple(self.rejected),
             tokens=cache.num_tokens(variant.dit.patch_size),

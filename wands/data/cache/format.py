@@ -68,11 +68,6 @@ def digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def to_text(value: str) -> str:
-    """Escape all characters but ASCII: file names need not be Unicode, HDF5 strings must be."""
-    return json.dumps(value)
-
-
 # ---- manifest
 
 

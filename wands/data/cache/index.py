@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from wands.data.cache.format import reason
-from wands.data.cache.shards import NO_ID, IndexEntry, read_shard_id
+from wands.data.cache.shards import IndexEntry, read_shard_id
 from wands.errors import CacheError
 
 TEXTS = ("keys", "shard_names", "shard_ids")
@@ -28,7 +28,7 @@ class CacheIndex:
         keys: sample ids, sorted.
         shard_names: file names of the shards.
         shard_bytes: int64 [shards], sizes of the shards.
-        shard_ids: digests of the shards' contents; `NO_ID` for a shard of an older wands, whose offsets are unknown.
+        shard_ids: digests of the shards' contents.
         shards: int32 [N], number of the sample's shard.
         rows: int32 [N], number of the sample in the shard.
         latent_shapes: int32 [N, 4], (C, f, h, w).
@@ -102,11 +102,7 @@ class CacheIndex:
         """
         try:
             with np.load(path, allow_pickle=False) as npz:
-                later = {"offsets", "shard_ids"} - set(npz.files)  # an index of an older wands
-                arrays = {name: npz[name] for name in cls.__dataclass_fields__ if name not in later}
-            if later:
-                arrays["offsets"] = np.zeros((len(arrays["rows"]), 2), np.int64)
-                arrays["shard_ids"] = _join([NO_ID] * len(arrays["shard_bytes"]))
+                arrays = {name: npz[name] for name in cls.__dataclass_fields__}
             index = cls(**{**arrays, **{name: _split(arrays[name]) for name in TEXTS}})
             wrong = {name for name in SAMPLE_ARRAYS if len(arrays[name]) != len(index)}
             if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):

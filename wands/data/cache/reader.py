@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -31,7 +30,7 @@ from wands.data.cache.format import (
     variant_contract,
 )
 from wands.data.cache.index import CacheIndex
-from wands.data.cache.shards import NO_ID, open_shard, read_offsets, sample_path, stored_names
+from wands.data.cache.shards import open_shard, sample_path, stored_names
 from wands.data.cache.writer import CacheWriter
 from wands.data.collate import Sample
 from wands.data.patchify import blank_other_frames
@@ -42,7 +41,7 @@ from wands.variants import Variant
 __all__ = ["CacheIndex", "CacheWriter", "LatentCache"]
 
 MAX_HANDLES = 32
-PER_PROCESS = ("_pid", "_lock", "_handles", "_offsets", "_compared")
+PER_PROCESS = ("_pid", "_lock", "_handles")
 MUST_AGREE = ("vae_stride", "patch_size", "latent_channels", "text_dim")
 GIVEN = {"image", "last_image", "clip"}
 """Conditions with stored arrays. Text is always stored, and a clean first frame is part of the latents."""
@@ -54,9 +53,8 @@ class LatentCache:
     """Random access to the samples of a finished cache.
 
     Each process opens a shard at its first read. Handles are never pickled, so a cache can be passed to worker processes of
-    any start method. The index contains a digest of each shard's content and the place of each sample. The first read of a
-    shard compares both with the shard. Later reads bypass HDF5, in several threads at once and at the speed of plain files.
-    With an index of an older wands, HDF5 is asked once for the place of each sample.
+    any start method. The index contains a digest of each shard's content and the place of each sample. A shard is compared with
+    the index when it is opened. Reads bypass HDF5, in several threads at once and at the speed of plain files.
 
     A cache may be larger than memory. No shard is mapped or kept; each read fills new arrays. Only the index (some hundred
     bytes per sample) and at most `MAX_HANDLES` open shards stay in memory.
@@ -157,11 +155,14 @@ class LatentCache:
         num_frames = self.latent_shape(i)[0]
         first, end = (0, num_frames) if frames is None else frames
         assert 0 <= first <= end <= num_frames, (frames, num_frames)
-        offsets, file = self._place(i)
+        with self._own_handles(), self._reading(i):
+            file = self._shard(i)[1]
         read_all, wanted = self.verify or (first, end) == (0, num_frames), array_names(self.conditions)
         arrays: dict[str, np.ndarray] = {}
         with self._reading(i):
-            for (name, shape), offset in zip(self._shapes(i).items(), offsets, strict=True):
+            for (name, shape), offset in zip(
+                self._shapes(i).items(), self.index.offsets[i].tolist(), strict=True
+            ):
                 if not self.verify and name not in wanted:
                     continue
                 if read_all or name not in LATENTS:
@@ -184,8 +185,8 @@ class LatentCache:
 
     def meta(self, i: int) -> dict[str, Any]:
         """Return the metadata of sample `i`: caption, source file, window, num_frames, fps."""
-        with self._own_handles():
-            return json.loads(self._group(i).attrs["meta"])
+        with self._own_handles(), self._reading(i):
+            return json.loads(self._shard(i)[0][sample_path(int(self.index.rows[i]))].attrs["meta"])
 
     def check_fits(self, variant: Variant, fingerprint: Mapping[str, Any]) -> None:
         """Raise if the cache was made for another model.
@@ -232,7 +233,8 @@ class LatentCache:
 
     def _check_shards(self) -> None:
         for name, size in zip(self.index.shard_names, self.index.shard_bytes.tolist(), strict=True):
-            actual = _file_size(f"{self.path}/{name}")
+            path = self.path / name
+            actual = path.stat().st_size if path.is_file() else None
             if actual != size:
                 what = "is missing" if actual is None else f"has {actual} bytes, not the {size} of the index"
                 raise CacheError(
@@ -244,8 +246,6 @@ class LatentCache:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._handles: OrderedDict[str, tuple[h5py.File, FileIO]] = OrderedDict()
-        self._offsets: dict[int, tuple[int, ...]] = {}
-        self._compared: set[str] = set()
 
     def _own_handles(self) -> threading.Lock:
         if self._pid != os.getpid():  # a forked child: HDF5 does not support handles opened by the parent
@@ -257,21 +257,26 @@ class LatentCache:
         name = self.index.shard_names[self.index.shards[i]]
         if name not in self._handles:
             path = self.path / name
-            self._handles[name] = open_shard(path, digest(self.fingerprint)), FileIO(path)
+            file = open_shard(path, digest(self.fingerprint))
+            self._compare(i, file)
+            self._handles[name] = file, FileIO(path)
         self._handles.move_to_end(name)
         if len(self._handles) > MAX_HANDLES:
-            oldest, (file, _) = self._handles.popitem(last=False)
-            file.close()
-            self._compared.discard(oldest)
+            self._handles.popitem(last=False)[1][0].close()
         return self._handles[name]
 
-    def _group(self, i: int) -> h5py.Group:
-        with self._reading(i):
-            group = self._shard(i)[0][sample_path(int(self.index.rows[i]))]
-            key = json.loads(group.attrs["key"])
-        if key != self.index.keys[i]:
+    def _compare(self, i: int, file: h5py.File) -> None:
+        """Raise CacheError if a shard is not the indexed shard, or sample `i` is not at its place."""
+        group = file[sample_path(int(self.index.rows[i]))]
+        if (key := json.loads(group.attrs["key"])) != self.index.keys[i]:
             raise self._damaged(i, f"is not at its place in the index, where {key} is")
-        return group
+        arrays = {name: group[name] for name in stored_names(group)}
+        shapes = {name: array.shape for name, array in arrays.items()}
+        if shapes != self._shapes(i) or {array.dtype for array in arrays.values()} != {np.dtype(np.uint16)}:
+            stored = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
+            raise self._damaged(i, f"has {stored}, not what the index says")
+        if file.attrs["id"] != self.index.shard_ids[self.index.shards[i]]:
+            raise self._damaged(i, "is in another shard than the one that was indexed")
 
     def _shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all arrays of sample `i` by index and manifest, in the order of offsets."""
@@ -280,31 +285,6 @@ class LatentCache:
         embeds = tuple(self.manifest["variant"].get("image_embeds", ()))
         shapes = {"latents": latents, "text_embeds": text, "image_latents": latents, "image_embeds": embeds}
         return {name: shapes[name] for name in self._names}
-
-    def _place(self, i: int) -> tuple[tuple[int, ...], FileIO]:
-        """Return the start of each array of sample `i` in its shard, in bytes, and the shard as plain file."""
-        with self._own_handles():
-            with self._reading(i):
-                file = self._shard(i)[1]
-            shard = int(self.index.shards[i])
-            name, known = self.index.shard_names[shard], self.index.shard_ids[shard]
-            if name in self._compared:
-                return tuple(self.index.offsets[i].tolist()), file
-            if known != NO_ID or i not in self._offsets:
-                group = self._group(i)
-                with self._reading(i):
-                    shapes = {name: group[name].shape for name in stored_names(group)}
-                    types = {group[name].dtype for name in shapes}
-                    offsets = read_offsets(group)
-                if shapes != self._shapes(i) or types != {np.dtype(np.uint16)}:
-                    stored = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
-                    raise self._damaged(i, f"has {stored}, not what the index says")
-                self._offsets[i] = offsets
-                if known != NO_ID:
-                    if known != self._handles[name][0].attrs.get("id"):
-                        raise self._damaged(i, "is in another shard than the one that was indexed")
-                    self._compared.add(name)
-            return self._offsets[i], file
 
     @contextmanager
     def _reading(self, i: int) -> Iterator[None]:
@@ -336,15 +316,6 @@ def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> l
     if not wanted <= has or ("image" in wanted and "last_image" in has - wanted):
         return ["conditions"]
     return ["image_embeds"] if "clip" in wanted and ours["image_embeds"] != theirs["image_embeds"] else []
-
-
-def _file_size(path: str) -> int | None:
-    """Return the size of a file, or None. One system call, because there may be thousands of shards."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _read_frames(shape: tuple[int, ...], frames: tuple[int, int], file: FileIO, offset: int) -> np.ndarray:

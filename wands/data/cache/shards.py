@@ -17,8 +17,6 @@ from wands.errors import CacheError
 
 LIBVER = ("v110", "v110")
 """File format that HDF5 1.10 and later read; only the newest library reads "latest"."""
-NO_ID = "-"
-"""Digest of a shard that an older version of wands wrote without a digest."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,14 @@ class IndexEntry:
     num_frames: int
     fps: float
     content: str
+    offsets: tuple[int, ...]
+    """Start of each array in the shard, in bytes."""
     video: str = ""
-    """Digest of the input of the latents, without the caption; empty in caches of earlier versions."""
+    """Digest of the input of the latents, without the caption; empty for imported latents."""
     last: bool = False
     """Whether the sample is the last window of its clip."""
-    offsets: tuple[int, ...] = (0, 0)
-    """Start of each array in the shard, in bytes."""
     display_size: tuple[str, ...] = ()
-    """Width and height of the source as fractions, in square pixels; empty in caches of earlier versions."""
+    """Width and height of the source as fractions, in square pixels; empty for imported latents."""
 
     @classmethod
     def of(cls, meta: Mapping[str, Any], **stored: Any) -> IndexEntry:
@@ -108,13 +106,13 @@ def shard_id(entries: Sequence[IndexEntry]) -> str:
 
 
 def read_shard_id(path: Path) -> str:
-    """Return the `shard_id` stored in a finished shard, or `NO_ID`.
+    """Return the `shard_id` stored in a finished shard.
 
     Raises:
         CacheError: if the shard is damaged.
     """
     with _damage_named(path), h5py.File(path, "r", locking=False) as file:
-        return str(file.attrs.get("id", NO_ID))
+        return str(file.attrs["id"])
 
 
 def read_entries(path: Path, fingerprint: str) -> Iterator[IndexEntry]:

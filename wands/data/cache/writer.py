@@ -35,7 +35,6 @@ from wands.data.cache.format import (
     read_manifest,
     reason,
     to_bits,
-    to_text,
     write_whole,
 )
 from wands.data.cache.index import CacheIndex
@@ -64,6 +63,7 @@ class ShardWriter:
     Attributes:
         path: cache folder.
         digest: digest of the manifest's fingerprint; stored in each shard.
+        entries: entries of all samples in finished shards by key.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ShardWriter:
         self.path = path
         self.max_samples, self.max_bytes = max_samples, max_bytes
         self.digest, self._next = fingerprint, first
-        self._entries: dict[str, IndexEntry] = {}
+        self.entries: dict[str, IndexEntry] = {}
         self._begin_shard()
 
     def _begin_shard(self) -> None:
@@ -92,7 +92,7 @@ class ShardWriter:
 
     def has(self, key: str, content: str) -> bool:
         """Return whether a finished shard contains `key`, made from the same `content`."""
-        return key in self._entries and self._entries[key].content == content
+        return key in self.entries and self.entries[key].content == content
 
     def add(
         self,
@@ -137,9 +137,10 @@ class ShardWriter:
                 else:  # for example another caption of the clip: a hard link to the same array
                     group[array] = file[sample_path(same)][array]
             group.create_dataset("text_embeds", data=text_bits)
-            # Strings of fixed length are in the object's header, which HDF5 protects by a checksum.
+            # JSON escapes file names that are not Unicode; HDF5 strings must be Unicode. Strings of fixed length are
+            # in the object's header, which HDF5 protects by a checksum.
             group.attrs.update(
-                key=np.bytes_(to_text(key)), dtype=np.bytes_("bfloat16"), crc32=crc32, meta=np.bytes_(text)
+                key=np.bytes_(json.dumps(key)), dtype=np.bytes_("bfloat16"), crc32=crc32, meta=np.bytes_(text)
             )
             offsets = read_offsets(group)
         except (OSError, RuntimeError) as error:
@@ -203,7 +204,7 @@ class ShardWriter:
                 self._temporary.unlink()
         except (OSError, RuntimeError) as error:
             raise self._drop_shard(self._num_bytes, error) from None
-        self._entries.update((entry.key, entry) for entry in self._pending)
+        self.entries.update((entry.key, entry) for entry in self._pending)
         self._next += bool(self._pending)
         self._begin_shard()
 
@@ -317,16 +318,6 @@ class CacheWriter(ShardWriter):
             os.close(self._lock)
             raise
 
-    @property
-    def keys(self) -> frozenset[str]:
-        """Keys of all samples in finished shards."""
-        return frozenset(self._entries)
-
-    @property
-    def entries(self) -> Mapping[str, IndexEntry]:
-        """Entries of all samples in finished shards by key."""
-        return self._entries
-
     def refresh(self) -> None:
         """Read the entries of shards that other writers have finished.
 
@@ -336,7 +327,7 @@ class CacheWriter(ShardWriter):
         # A clip is encoded again if its caption or file has changed: the later of two samples counts.
         for shard in sorted(self.path.glob("shard-*.h5"), key=shard_number):
             if shard.name not in self._known:
-                self._entries.update((entry.key, entry) for entry in read_entries(shard, self.digest))
+                self.entries.update((entry.key, entry) for entry in read_entries(shard, self.digest))
                 self._known.add(shard.name)
                 self._next = max(self._next, shard_number(shard) + 1)
 
@@ -363,7 +354,7 @@ class CacheWriter(ShardWriter):
             CacheError: if the disk is full.
         """
         self.finish_shard()
-        entries = [entry for key, entry in self._entries.items() if keys is None or key in keys]
+        entries = [entry for key, entry in self.entries.items() if keys is None or key in keys]
         index = CacheIndex.build(self.path, entries, to_bits(null_text_embeds))
         write_whole(self.path / INDEX_NAME, index.to_bytes())
 
