@@ -311,8 +311,7 @@ def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origi
             result.latents
         ) as temporary:  # save_file would make the file readable by its owner only
             temporary.write_bytes(save({"latents": latents.contiguous()}))
-    with atomic_path(result.video) as temporary:
-        save_video(temporary, frames, result.fps)
+    save_video(result.video, frames, result.fps)
     record = result.request.model_dump() | {
         "flow_shift": result.flow_shift,
         "fps": result.fps,

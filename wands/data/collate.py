@@ -8,7 +8,6 @@ tokens of a sample's images, E width of CLIP.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -217,7 +216,15 @@ class PackingCollator:
     has_dropout: bool = False
 
     def __post_init__(self) -> None:
-        self._check_text("the empty caption", self.null_text_embeds)
+        latents, dit = torch.zeros(self.shape.out_channels, *self.shape.patch_size), self.shape
+        self._padding = Sample(
+            PADDING_ID,
+            latents,
+            self.null_text_embeds,
+            image_latents=latents if "image" in self.conditions else None,
+            image_embeds=torch.zeros(dit.image_len, dit.image_dim) if dit.image_dim else None,
+        )
+        self._check(self._padding, "the empty caption")
 
     def __call__(self, samples: Sequence[Sample], repeat_indices: Sequence[int], epoch: int) -> PackedBatch:
         """Collate `samples` in the given order.
@@ -231,14 +238,15 @@ class PackingCollator:
         Raises:
             DataError: if the latents, text or images of a sample do not fit the model.
         """
+        weight = 1.0 if samples else 0.0
         if not samples:
-            return self._padding_bin(epoch)
+            samples, repeat_indices = [self._padding], [0]
         keys = tuple(
             SampleKey(sample.sample_id, repeat_index, epoch)
             for sample, repeat_index in zip(samples, repeat_indices, strict=True)
         )
         for sample in samples:
-            self._check(sample)
+            self._check(sample, f"sample={sample.sample_id}")
         tokens = [patchify(sample.latents, self.shape.patch_size).to(torch.float32) for sample in samples]
         texts = [self._text_of(sample, key) for sample, key in zip(samples, keys, strict=True)]
         grids = [grid_size(tuple(sample.latents.shape[1:]), self.shape.patch_size) for sample in samples]
@@ -250,7 +258,7 @@ class PackingCollator:
             text_embeds=torch.cat(texts),
             cu_seqlens_text=_cu_seqlens([len(rows) for rows in texts]),
             keys=keys,
-            weights=torch.ones(len(samples), dtype=torch.float32),
+            weights=torch.full((len(samples),), weight),
             num_cond_tokens=tuple(map(self.num_cond_tokens, keys, grids)),
             condition_tokens=self._condition_tokens(samples),
             image_embeds=torch.stack(images) if images else None,
@@ -288,65 +296,36 @@ class PackingCollator:
             return self.null_text_embeds.to(sample.text_embeds.dtype)
         return sample.text_embeds
 
-    def _padding_bin(self, epoch: int) -> PackedBatch:
-        shape, volume, key = self.shape, math.prod(self.shape.patch_size), SampleKey(PADDING_ID, 0, epoch)
-        conditions = torch.zeros(1, shape.condition_channels * volume)
-        return PackedBatch(
-            tokens=torch.zeros(1, shape.out_channels * volume),
-            cu_seqlens=_cu_seqlens([1]),
-            grid_sizes=torch.ones(1, 3, dtype=torch.int64),
-            text_embeds=self.null_text_embeds,
-            cu_seqlens_text=_cu_seqlens([len(self.null_text_embeds)]),
-            keys=(key,),
-            weights=torch.zeros(1),
-            num_cond_tokens=(0,),
-            condition_tokens=conditions if shape.condition_channels else None,
-            image_embeds=torch.zeros(1, shape.image_len, shape.image_dim) if shape.image_dim else None,
-            dropout_keys=self._dropout_keys([key]),
-        )
-
-    def _check(self, sample: Sample) -> None:
-        shape = tuple(sample.latents.shape)
-        if len(shape) != 4 or shape[0] != self.shape.out_channels:
-            raise DataError(
-                f"sample={sample.sample_id} has latents {list(shape)}, but the model takes "
-                f"[{self.shape.out_channels}, frames, height, width]. Preprocess the clip again with this model's VAE."
-            )
-        patch_size = self.shape.patch_size
-        if any(size == 0 or size % patch for size, patch in zip(shape[1:], patch_size, strict=True)):
-            raise DataError(
-                f"sample={sample.sample_id} has latents {list(shape)}, which do not divide into patches of "
-                f"{list(patch_size)}. Preprocess the clip again."
-            )
-        self._check_text(f"sample={sample.sample_id}", sample.text_embeds)
-        image_embeds = (self.shape.image_len, self.shape.image_dim) if self.shape.image_dim else None
-        for name, value, expected in (
-            ("image_latents", sample.image_latents, shape if "image" in self.conditions else None),
-            ("image_embeds", sample.image_embeds, image_embeds),
+    def _check(self, sample: Sample, label: str) -> None:
+        """Raise DataError if the shape of an array does not fit the model."""
+        dit, latents, text = self.shape, tuple(sample.latents.shape), tuple(sample.text_embeds.shape)
+        sizes = zip(latents[1:], dit.patch_size, strict=False)
+        fits_model = len(latents) == 4 and latents[0] == dit.out_channels
+        fits_patches = fits_model and all(size and size % patch == 0 for size, patch in sizes)
+        fits_text = len(text) == 2 and 0 < text[0] <= TEXT_LEN and text[1] == dit.text_dim
+        image_latents = _shape(sample.latents) if "image" in self.conditions else "none"
+        image_embeds = str([dit.image_len, dit.image_dim]) if dit.image_dim else "none"
+        patches = f"[{dit.out_channels}, frames, height, width] in patches of {list(dit.patch_size)}"
+        for name, fits, expected in (
+            ("latents", fits_patches, patches),
+            ("text_embeds", fits_text, f"[1 to {TEXT_LEN}, {dit.text_dim}]"),
+            ("image_latents", _shape(sample.image_latents) == image_latents, image_latents),
+            ("image_embeds", _shape(sample.image_embeds) == image_embeds, image_embeds),
         ):
-            actual = None if value is None else tuple(value.shape)
-            if actual != expected:
+            if not fits:
                 raise DataError(
-                    f"sample={sample.sample_id} has {name} {_shape_text(actual)}, but the model takes "
-                    f"{_shape_text(expected)}. Preprocess the clip with this model."
+                    f"{label} has {name} {_shape(getattr(sample, name))}, but the model takes {expected}. "
+                    "Preprocess the clips again with this model."
                 )
 
-    def _check_text(self, owner: str, text_embeds: Tensor) -> None:
-        shape = tuple(text_embeds.shape)
-        if len(shape) != 2 or not 0 < shape[0] <= TEXT_LEN or shape[1] != self.shape.text_dim:
-            raise DataError(
-                f"{owner} has text_embeds {list(shape)}, but the model takes [1 to {TEXT_LEN}, "
-                f"{self.shape.text_dim}]. Preprocess the clips with this model's text encoder."
-            )
+
+def _shape(array: Tensor | None) -> str:
+    return "none" if array is None else str(list(array.shape))
 
 
 def _positions(grid: Sequence[int]) -> Tensor:
     """Return (frame, row, column) of one sample's tokens, int64 [n, 3], in the order of `patchify`."""
     return torch.stack(torch.meshgrid(*map(torch.arange, grid), indexing="ij"), dim=-1).reshape(-1, 3)
-
-
-def _shape_text(shape: tuple[int | None, ...] | None) -> str:
-    return "none" if shape is None else str(list(shape))
 
 
 def _cu_seqlens(lens: Sequence[int]) -> Tensor:

@@ -196,10 +196,10 @@ def _size_suffixes(
     if not display_size:
         return None
     try:
-        sizes = plan_sizes(spec, more_pixels, *map(Fraction, display_size))
+        sizes, size_error = plan_sizes(spec, more_pixels, *map(Fraction, display_size))
     except TooSmallError:
         return None
-    return None if sizes.error else frozenset(sizes.by_suffix)
+    return None if size_error else frozenset(sizes)
 
 
 @dataclass(frozen=True)

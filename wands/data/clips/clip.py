@@ -84,8 +84,6 @@ class ClipSpec:
             raise ConfigError(f"--max-pixels={self.max_pixels} must be at least {multiple**2}; raise it")
         if self.max_frames is not None and self.max_frames < 1:
             raise ConfigError(f"--max-frames={self.max_frames} must be at least 1; use 81, for example")
-        if self.clip_mode not in ("head", "middle", "slide"):
-            raise ConfigError(f"--clip-mode={self.clip_mode} is unknown; use head, middle or slide")
         if self.clip_mode == "slide" and self.max_frames is None:
             raise ConfigError("--clip-mode=slide needs a window length; give --max-frames")
         assert multiple >= 2, "yuv420p and the VAE both need even sizes"
@@ -172,20 +170,9 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
     return FrameSize(scaled, target)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes at which a clip is stored.
-
-    Attributes:
-        by_suffix: suffix of the sample's key -> size; all sizes differ.
-        error: error of the first area limit at which a side would be too short; None if every limit gives a size.
-    """
-
-    by_suffix: dict[str, FrameSize]
-    error: TooSmallError | None = None
-
-
-def plan_sizes(spec: ClipSpec, more_pixels: Sequence[int], width: Fraction, height: Fraction) -> Sizes:
+def plan_sizes(
+    spec: ClipSpec, more_pixels: Sequence[int], width: Fraction, height: Fraction
+) -> tuple[dict[str, FrameSize], TooSmallError | None]:
     """Choose the size under each area limit; equal sizes are stored once.
 
     Args:
@@ -193,6 +180,10 @@ def plan_sizes(spec: ClipSpec, more_pixels: Sequence[int], width: Fraction, heig
         more_pixels: further limits.
         width: displayed width of a frame in square pixels.
         height: displayed height in square pixels.
+
+    Returns:
+        Suffix of the sample's key -> size; all sizes differ. And the error of the first area limit at which a side would be too
+        short; None if every limit gives a size.
 
     Raises:
         TooSmallError: if no limit leaves an allowed size.
@@ -209,7 +200,7 @@ def plan_sizes(spec: ClipSpec, more_pixels: Sequence[int], width: Fraction, heig
             sizes["" if limited is spec else "#{}x{}".format(*size.target)] = size
     if first_error is not None and not sizes:
         raise first_error
-    return Sizes(sizes, first_error)
+    return sizes, first_error
 
 
 def further_specs(spec: ClipSpec, more_pixels: Sequence[int]) -> list[ClipSpec]:

@@ -7,7 +7,6 @@ used, because the processes of `wands check` do not need it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 from wands.data.clips.clip import TIME_SLACK, ClipSpec, FrameSize, TooSmallError, plan_sizes, plan_windows
 from wands.data.clips.video_file import BROKEN, LONGEST_HOLD, VideoFrame, VideoInfo, VideoReader
 from wands.errors import DataError
+from wands.files import atomic_path
 
 if TYPE_CHECKING:
     import torch
@@ -129,8 +129,8 @@ def _read_windows(
             f"is too short: no frame between {begin:.3f} s and {finish:.3f} s of {duration:.3f} s",
             "correct start and end in the row, or remove the row",
         )
-    sizes = plan_sizes(spec, more_pixels, *reader.info.display_size)
-    renders = {suffix: _Renderer(reader, size) for suffix, size in sizes.by_suffix.items()}
+    sizes, size_error = plan_sizes(spec, more_pixels, *reader.info.display_size)
+    renders = {suffix: _Renderer(reader, size) for suffix, size in sizes.items()}
     times = (t + i / spec.fps for t, length in plan_windows(spec, begin, finish) for i in range(length))
     chosen = _choose(reader, reader.frames(first_window[0]), times)
     for index, (window_start, length) in enumerate(plan_windows(spec, begin, finish)):
@@ -161,8 +161,8 @@ def _read_windows(
                 yield DecodedClip(frames[:kept], spec.fps, window_start, window + suffix, reader.info, *flags)
         if filled < length:
             break
-    if sizes.error:
-        raise sizes.error
+    if size_error:
+        raise size_error
 
 
 def decode_clip(
@@ -273,25 +273,22 @@ def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
     assert frames.shape[0] > 0, frames.shape
     height, width = frames.shape[1] + frames.shape[1] % 2, frames.shape[2] + frames.shape[2] % 2
     rate = Fraction(fps).limit_denominator(1001)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with av.open(str(partial), "w", format="mp4", container_options={"movflags": "+faststart"}) as output:
-            stream = output.add_stream("libx264", rate=rate, options={"crf": "17"})
-            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-            context = stream.codec_context
-            context.colorspace, context.color_range = Colorspace.ITU709, ColorRange.MPEG
-            context.color_primaries, context.color_trc = ColorPrimaries.BT709, ColorTrc.BT709
-            for index, frame in enumerate(frames):
-                padded = np.pad(
-                    frame, ((0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0)), "edge"
-                )
-                image = av.VideoFrame.from_ndarray(padded, format="rgb24").reformat(
-                    format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG
-                )
-                image.pts, image.time_base = index, 1 / rate
-                output.mux(stream.encode(image))
-            output.mux(stream.encode(None))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with (
+        atomic_path(path) as partial,
+        av.open(str(partial), "w", format="mp4", container_options={"movflags": "+faststart"}) as output,
+    ):
+        stream = output.add_stream("libx264", rate=rate, options={"crf": "17"})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        context = stream.codec_context
+        context.colorspace, context.color_range = Colorspace.ITU709, ColorRange.MPEG
+        context.color_primaries, context.color_trc = ColorPrimaries.BT709, ColorTrc.BT709
+        for index, frame in enumerate(frames):
+            padded = np.pad(
+                frame, ((0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0)), "edge"
+            )
+            image = av.VideoFrame.from_ndarray(padded, format="rgb24").reformat(
+                format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG
+            )
+            image.pts, image.time_base = index, 1 / rate
+            output.mux(stream.encode(image))
+        output.mux(stream.encode(None))
