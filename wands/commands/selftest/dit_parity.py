@@ -8,8 +8,8 @@ Letters: T tokens of the bin, P channels of a token, C latent channels, f h w la
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wands.attention.ulysses import context_attention
 from wands.attention.varlen import choose_backend
-from wands.commands.selftest.parity_setup import Group, Outcome, Setup, Skipped, judge, relative_error
+from wands.commands.selftest.parity_setup import Outcome, Setup, Skipped, judge_error, relative_error
 from wands.commands.selftest.stock import add_conditions, stock_velocity
 from wands.config.recipe import FlowConfig, MockConfig
 from wands.data.collate import PackingCollator
@@ -38,7 +38,7 @@ from wands.sampling.pipeline import DiTSource, load_dit
 from wands.sampling.sharing import plan_ranks
 
 GRIDS = ((3, 3, 5), (2, 5, 5), (2, 1, 7))
-TEXT_LENS = (9, 40, 1)
+TEXT_LENS = [9, 40, 1]
 SEED = 0
 OUTPUT_BOUND, GRADIENT_BOUND = 1e-4, 1e-3
 """Error of fp32 sums in another order, through 40 blocks and back; a mistake gives 1e-2 and more."""
@@ -63,8 +63,7 @@ Answer = dict[str, Tensor]
 """On the host in fp32: "sample 0", ... -> velocity [tokens, P]; name of each trained parameter -> gradient."""
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Tested answer, expected answer, and a correct answer in the dtype of the tested answer.
 
     Attributes:
@@ -72,66 +71,65 @@ class Comparison:
         expected: the expected answer, in fp32.
         rounded: answer of the model of `expected` in the dtype of `tested`; `expected` itself in fp32.
         origin: computation of `expected`, for the report.
-        degrees: degrees of context parallelism of `tested`, for the report.
     """
 
     tested: Answer
     expected: Answer
     rounded: Answer
     origin: str
-    degrees: str = ""
 
-    def judge_output(self) -> Outcome:
-        """Compare the velocity sample by sample.
 
-        Raises:
-            Skipped: if the model's head is zero, so that every velocity is zero.
-        """
-        names = [name for name in self.expected if name not in PARAMETERS]
-        if not any(self.expected[name].any() for name in names):
-            raise Skipped("the head of this untrained model is zero, so every output is zero")
-        return self._judge(names, OUTPUT_BOUND)
+def check_output(found: Comparison) -> Outcome:
+    """Compare the velocity sample by sample.
 
-    def judge_gradients(self) -> Outcome:
-        """Compare the gradients parameter by parameter."""
-        return self._judge([name for name in self.expected if name in PARAMETERS], GRADIENT_BOUND)
+    Raises:
+        Skipped: if the model's head is zero, so that every velocity is zero.
+    """
+    names = found.expected.keys() - set(PARAMETERS)
+    if not any(found.expected[name].any() for name in names):
+        raise Skipped("the head of this untrained model is zero, so every output is zero")
+    return _judge(found, names, OUTPUT_BOUND)
 
-    def _judge(self, names: Sequence[str], bound: float) -> Outcome:
-        assert self.tested.keys() == self.expected.keys()
-        tested, rounded = (
-            max(relative_error(answer[name], self.expected[name]) for name in names)
-            for answer in (self.tested, self.rounded)
-        )
-        why = "fp32 in another order"
-        if self.rounded is not self.expected:
-            bound, why = BF16_FACTOR * rounded, f"{BF16_FACTOR:g} x the error of {self.origin} in bf16"
-        passed, number, text = judge(tested, bound, why)
-        degrees = f", {self.degrees}" if self.degrees else ""
-        return Outcome(passed, f"{number} to {self.origin}{degrees}", text)
+
+def check_gradients(found: Comparison) -> Outcome:
+    """Compare the gradients parameter by parameter."""
+    return _judge(found, found.expected.keys() & set(PARAMETERS), GRADIENT_BOUND)
+
+
+def _judge(found: Comparison, names: Collection[str], bound: float) -> Outcome:
+    assert found.tested.keys() == found.expected.keys()
+    tested, rounded = (
+        max(relative_error(answer[name], found.expected[name]) for name in names)
+        for answer in (found.tested, found.rounded)
+    )
+    why = "fp32 in another order"
+    if found.rounded is not found.expected:
+        bound, why = BF16_FACTOR * rounded, f"{BF16_FACTOR:g} x the error of a correct answer in bf16"
+    passed, number, text = judge_error(tested, bound, why)
+    return Outcome(passed, f"{number} to {found.origin}", text)
 
 
 class PackedSamples:
     """Unequal samples of random latents, text and images, packed by training's code; equal on every rank."""
 
-    def __init__(self, setup: Setup, num_samples: int = len(GRIDS), i2v_ratio: float = 0.0) -> None:
-        """Draw and pack the samples.
+    def __init__(self, setup: Setup, i2v_ratio: float = 0.0) -> None:
+        """Draw and bin the samples.
 
         Args:
             setup: the tested DiT, whose noise levels are drawn.
-            num_samples: number of samples, the first of `GRIDS`.
             i2v_ratio: TI2V's share of samples whose first frame is given.
         """
         self.setup, self.shape, self.sigma_range = setup, setup.variant.dit, setup.expert.sigma_range
-        self.conditions = setup.variant.conditions
         self.flow = FlowConfig(cfg_dropout=0.0, i2v_ratio=i2v_ratio)
         pt, ph, pw = self.shape.patch_size
-        latent_shapes = [(f * pt, h * ph, w * pw) for f, h, w in GRIDS]
-        mock = MockConfig(num_samples=num_samples, shapes=latent_shapes, text_lens=list(TEXT_LENS))
+        shapes = [(f * pt, h * ph, w * pw) for f, h, w in GRIDS]
+        mock = MockConfig(num_samples=len(GRIDS), shapes=shapes, text_lens=TEXT_LENS)
         data = MockDataset(mock, self.shape, SEED)
-        self.samples = [data.read(i) for i in range(num_samples)]
-        null_text = data.null_text_embeds
-        collator = PackingCollator(self.shape, self.flow, SEED, null_text, self.conditions)
-        self.batch = collator(self.samples, [0] * num_samples, 0)
+        self.samples = [data.read(i) for i in range(len(GRIDS))]
+        collator = PackingCollator(
+            self.shape, self.flow, SEED, data.null_text_embeds, setup.variant.conditions
+        )
+        self.batch = collator(self.samples, [0] * len(GRIDS), 0)
         self.whole = ContextLayout.build(self.batch.seq_lens)
         generator = torch.Generator().manual_seed(SEED)
         self.directions = torch.randn(self.batch.tokens.shape, generator=generator)
@@ -154,52 +152,50 @@ class PackedSamples:
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             tokens = shard.model_input(noisy.tokens)
             out = model(tokens, shard.meta, noisy.timesteps, shard.text_embeds, shard.image_embeds)
-        index = mine.token_index[: mine.num_valid]
-        out = out[: mine.num_valid].float()
+        out, index = out[: mine.num_valid].float(), mine.token_index[: mine.num_valid]
         (out * self.directions[index].to(device)).sum().backward()
         outputs = torch.zeros(self.directions.shape, device=device)
         outputs.index_add_(0, index.to(device), out.detach())
-        names = [sample.sample_id for sample in self.samples]
-        velocities = zip(names, outputs.split(self.batch.seq_lens), strict=True)
-        answer = dict(velocities) | _take_gradients(model)
-        if layout is not None:
-            for tensor in answer.values():
-                dist.all_reduce(tensor)
-        return {name: value.cpu() for name, value in answer.items()}
+        answer = _answer(list(outputs.split(self.batch.seq_lens)), model)
+        for tensor in () if layout is None else answer.values():
+            dist.all_reduce(tensor)
+        return {name: tensor.cpu() for name, tensor in answer.items()}
 
     def run_stock(self, model: WanTransformer3DModel) -> Answer:
         """Run forward and backward sample by sample, as diffusers' pipelines call the model."""
         batch, device, patch = self.batch, self.setup.device, self.shape.patch_size
+        has = self.setup.has
         sigmas = add_noise(
             batch.tokens, self.whole, batch.keys, self.flow, SEED, sigma_range=self.sigma_range
         ).sigmas
         noises = draw_noise(self.whole, batch.keys, SEED, batch.tokens.shape[1]).split(batch.seq_lens)
-        directions, answer = self.directions.split(batch.seq_lens), {}
+        directions = self.directions.to(device).split(batch.seq_lens)
+        velocities = []
         for i, sample in enumerate(self.samples):
             clean, sigma = sample.latents.float(), sigmas[i]
             noise = unpatchify(noises[i], GRIDS[i], self.shape.out_channels, patch)
-            is_given = self.flow.i2v_ratio and "first_frame" in self.conditions
             latents, timesteps = add_conditions(
                 (1 - sigma) * clean + sigma * noise,
                 sigma * NUM_TRAIN_TIMESTEPS,
-                first_frame=clean[:, :1] if is_given else None,
+                first_frame=clean[:, :1] if self.flow.i2v_ratio and has("first_frame") else None,
                 image_latents=sample.image_latents,
-                last_image="last_image" in self.conditions,
+                last_image=has("last_image"),
             )
             velocity = stock_velocity(model, latents, timesteps, sample.text_embeds, sample.image_embeds)
             rows = patchify(velocity.float(), patch)
-            (rows * directions[i].to(device)).sum().backward()
-            answer[sample.sample_id] = rows.detach()
-        return {name: value.cpu() for name, value in (answer | _take_gradients(model)).items()}
+            (rows * directions[i]).sum().backward()
+            velocities.append(rows.detach())
+        return {name: tensor.cpu() for name, tensor in _answer(velocities, model).items()}
 
 
-def _take_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    gradients = {}
+def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:
+    """Return the velocities by the number of the sample, and the gradients of the model, which are reset."""
+    answer = {f"sample {i}": velocity for i, velocity in enumerate(velocities)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None, name
-            gradients[name], parameter.grad = parameter.grad.float(), None
-    return gradients
+            answer[name], parameter.grad = parameter.grad.float(), None
+    return answer
 
 
 def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
@@ -208,8 +204,8 @@ def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
     Each model is loaded once; the stock model is dropped before the packed model is loaded.
     """
     bins = {"packed": PackedSamples(setup)}
-    if "first_frame" in setup.variant.conditions:
-        bins["first_frame"] = PackedSamples(setup, num_samples=1, i2v_ratio=1.0)
+    if setup.has("first_frame"):
+        bins["first_frame"] = PackedSamples(setup, i2v_ratio=1.0)
     subfolder = setup.expert.subfolder
     source = DiTSource(str(setup.folder), subfolder, f"--model={setup.folder}: {subfolder}")
     answers = []
@@ -219,18 +215,29 @@ def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
         answers.append({name: bin.run_stock(stock) for name, bin in bins.items()})
         del stock
         clear_device_cache(garbage_collection=True)
-    expected, rounded = answers[0], answers[-1]
     model = _load_packed(setup, setup.dtype)
     return {
-        name: Comparison(bin.run_packed(model, setup.dtype), expected[name], rounded[name], "stock diffusers")
+        name: Comparison(
+            bin.run_packed(model, setup.dtype), answers[0][name], answers[-1][name], "stock diffusers"
+        )
         for name, bin in bins.items()
     }
 
 
 def compare_to_one_process(setup: Setup) -> Comparison:
     """Compare the bin shared by all ranks with the whole bin on every rank alone."""
-    groups = _form_groups(setup)
-    dims, bin, dtype = groups.dims, PackedSamples(setup, i2v_ratio=1.0), setup.dtype
+    _, _, device = init_process_group()
+    if device.type != setup.device.type:
+        raise ConfigError(
+            f"--device={setup.device.type}, but DeepSpeed runs these processes on {device.type}; set DS_ACCELERATOR="
+            f"{setup.device.type}.",
+            agreed=True,
+        )
+    dims, problems = plan_ranks(setup.variant)
+    if problems:
+        raise ConfigError(problems)
+    groups = ProcessGroups.build(dims, device)
+    bin, dtype = PackedSamples(setup, i2v_ratio=1.0), setup.dtype
     # If ranks have GPUs, at most one copy of the model at a time is in a node's host memory.
     for turn in range(dist.get_world_size()):
         if turn == int(os.environ["LOCAL_RANK"]):
@@ -240,15 +247,15 @@ def compare_to_one_process(setup: Setup) -> Comparison:
     if dtype == torch.bfloat16:
         _set_attention(setup, model, dtype)
         rounded = bin.run_packed(model, dtype)
-    _set_attention(setup, model, dtype, groups)
+    _set_attention(setup, model, dtype, groups.ulysses, groups.ring, groups.ring_grad)
     layout = ContextLayout.build(
         bin.batch.seq_lens,
         ulysses_degree=dims.ulysses_degree,
         ring_degree=dims.ring_degree,
         cp_rank=dims.cp_rank,
     )
-    degrees = f"Ulysses {dims.ulysses_degree} x ring {dims.ring_degree}"
-    return Comparison(bin.run_packed(model, dtype, layout), expected, rounded, "one process", degrees)
+    origin = f"one process, Ulysses {dims.ulysses_degree} x ring {dims.ring_degree}"
+    return Comparison(bin.run_packed(model, dtype, layout), expected, rounded, origin)
 
 
 def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
@@ -260,31 +267,15 @@ def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
 
 
 def _set_attention(
-    setup: Setup, model: PackedWanTransformer, dtype: torch.dtype, groups: ProcessGroups | None = None
+    setup: Setup, model: PackedWanTransformer, dtype: torch.dtype, *groups: dist.ProcessGroup | None
 ) -> None:
     backend = choose_backend("auto", setup.device, dtype, setup.variant.dit.head_dim)
-    rings = () if groups is None else (groups.ulysses, groups.ring, groups.ring_grad)
-    model.set_attention(context_attention(backend, *rings), backend)
+    model.set_attention(context_attention(backend, *groups), backend)
 
 
 def _choose_trained(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in PARAMETERS)
-
-
-def _form_groups(setup: Setup) -> ProcessGroups:
-    """Return the process groups of all ranks as one context-parallel group."""
-    _, _, device = init_process_group()
-    if device.type != setup.device.type:
-        raise ConfigError(
-            f"--device={setup.device.type}, but DeepSpeed runs these processes on {device.type}; set DS_ACCELERATOR="
-            f"{setup.device.type}.",
-            agreed=True,
-        )
-    dims, problems = plan_ranks(setup.variant)
-    if problems:
-        raise ConfigError(problems)
-    return ProcessGroups.build(dims, device)
 
 
 def check_names(setup: Setup) -> Outcome:
@@ -297,20 +288,3 @@ def check_names(setup: Setup) -> Outcome:
         return Outcome(False, str(error), "one to one")
     same = sum(official[stored] == name for name, stored in back.items())
     return Outcome(same == len(names), f"{same} of {len(names)} names come back", "all")
-
-
-DIT_GROUPS: tuple[Group, ...] = (
-    (lambda setup: setup, {"names": check_names}),
-    (
-        compare_to_stock,
-        {
-            "packed.output": lambda found: found["packed"].judge_output(),
-            "packed.gradients": lambda found: found["packed"].judge_gradients(),
-            "first_frame.timesteps": lambda found: found["first_frame"].judge_output(),
-        },
-    ),
-    (
-        compare_to_one_process,
-        {"cp.output": Comparison.judge_output, "cp.gradients": Comparison.judge_gradients},
-    ),
-)

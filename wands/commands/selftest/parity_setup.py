@@ -1,31 +1,29 @@
-"""Model, clip and result of the checks of `wands selftest`."""
+"""Model, clip and settings of a selftest, and the result of the checks of `wands selftest`."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 
 from wands.config.options import SelftestOptions
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip
+from wands.encoders.components import read_variant
 from wands.errors import ConfigError, DataError
 from wands.model.files.hub import is_hub_id
-from wands.model.files.loading import load_config, load_index
-from wands.variants import VARIANTS, Expert, Variant, variant_of
+from wands.model.files.loading import load_index
+from wands.sampling.pipeline import CLASSES
+from wands.variants import VARIANTS, Expert, Variant
 
 NUM_FRAMES, HEIGHT, WIDTH = 13, 128, 192
 """Size of the synthetic clip. A given clip is cut to as many frames and to 1.5 x 1.5 as many pixels."""
-PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 
 
 class Skipped(Exception):
@@ -52,12 +50,12 @@ class Result:
 
     Attributes:
         name: name of the check, followed by the DiT if the model has two.
-        status: status of the check.
+        status: "pass", "fail" or "skipped".
         text: number and bound, or the reason.
     """
 
     name: str
-    status: Literal["pass", "fail", "skipped"]
+    status: str
     text: str
 
     def __str__(self) -> str:
@@ -69,23 +67,21 @@ class Setup:
     """The tested model and the settings of the checks.
 
     Attributes:
+        options: options of the command.
         folder: diffusers pipeline.
         variant: variant that the configs describe.
         device: device of all computations.
         dtype: dtype of the text encoder, and of the DiT under autocast; VAE and CLIP stay in fp32, as in preprocess.
         frames: uint8 [F, H, W, 3], F = 4k + 1 >= 5.
-        has_clip: the frames come from a video of the user.
-        command: the user's command without options other than --model.
         expert: the tested DiT, for the checks of a DiT.
     """
 
+    options: SelftestOptions
     folder: Path
     variant: Variant
     device: torch.device
     dtype: torch.dtype
     frames: np.ndarray
-    has_clip: bool
-    command: str
     expert: Expert
 
     @property
@@ -93,9 +89,9 @@ class Setup:
         """Whether the model has the shape of a published Wan model, whose VAE's statistics are known."""
         return self.variant.name in VARIANTS
 
-
-Group = tuple[Callable[[Setup], Any], Mapping[str, Callable[[Any], Outcome]]]
-"""Loader of a part of the model, and the checks of what it returns."""
+    def has(self, condition: str) -> bool:
+        """Return whether the model takes a condition."""
+        return condition in self.variant.conditions
 
 
 def load_setup(options: SelftestOptions) -> Setup:
@@ -105,32 +101,27 @@ def load_setup(options: SelftestOptions) -> Setup:
         ConfigError: if the model is not on this machine or not a Wan pipeline, or the device does not exist.
         DataError: if the clip cannot be used.
     """
-    label = f"--model={options.model}"
     folder = find_folder(options.model)
-    index = load_index(folder, key="--model")
-    if (name := index.get("_class_name")) not in PIPELINES:
+    if (name := load_index(folder, key="--model").get("_class_name")) not in CLASSES:
         raise ConfigError(
-            f"{label} is not a Wan pipeline in diffusers layout (model_index.json names {name}); give one, or make one with "
-            "wands convert."
+            f"--model={options.model} is not a Wan pipeline in diffusers layout (model_index.json names {name}); give one, "
+            "or make one with wands convert."
         )
-    try:
-        variant = variant_of(load_config(folder, key="--model"), index)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"{label}: {error}; give a pipeline of Wan 2.1 or 2.2.") from None
+    variant = read_variant(folder)
     has_gpu = torch.cuda.is_available()
     if options.device == "cuda" and not has_gpu:
         raise ConfigError("--device=cuda, but PyTorch finds no GPU on this machine; use --device=cpu.")
     on_gpu = has_gpu and options.device != "cpu"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     dtype = options.dtype or ("bf16" if on_gpu else "fp32")
     return Setup(
-        folder=folder,
-        variant=variant,
-        device=device,
+        options,
+        folder,
+        variant,
+        device=torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if on_gpu
+        else torch.device("cpu"),
         dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
         frames=_make_frames() if options.clip is None else _read_frames(options.clip, variant),
-        has_clip=options.clip is not None,
-        command=f"wands selftest --model {options.model}",
         expert=variant.experts[0],
     )
 
@@ -147,7 +138,7 @@ def find_folder(model: str) -> Path:
     if is_hub_id(model):
         try:
             return Path(snapshot_download(model, local_files_only=True))
-        except (LocalEntryNotFoundError, HFValidationError, OSError):
+        except (OSError, ValueError):
             fix = f"download it first: hf download {model}"
     raise ConfigError(
         f"--model={model} is neither a folder nor in the Hub's cache on this machine, and selftest downloads nothing; {fix}."
@@ -168,8 +159,20 @@ def _make_frames() -> np.ndarray:
     """Return smooth moving colours over the full range."""
     axes = (np.linspace(0, 3, NUM_FRAMES), np.linspace(0, 4, HEIGHT), np.linspace(0, 6, WIDTH))
     t, y, x = np.meshgrid(*axes, indexing="ij")
-    waves = [np.sin(x + t), np.cos(y - t), np.sin(x * y / 3 + t)]
-    return np.stack([(127.5 + 127.5 * wave).round() for wave in waves], -1).astype(np.uint8)
+    waves = np.stack([np.sin(x + t), np.cos(y - t), np.sin(x * y / 3 + t)], -1)
+    return (127.5 + 127.5 * waves).round().astype(np.uint8)
+
+
+def judge(
+    measured: Tensor, expected: Tensor, bound: float = 1e-5, why: str = "fp32 in another order"
+) -> Outcome:
+    """Return the outcome of a comparison of two tensors by their relative error."""
+    return judge_error(relative_error(measured, expected), bound, why)
+
+
+def judge_error(error: float, bound: float, why: str) -> Outcome:
+    """Return the outcome of a relative error."""
+    return Outcome(error <= bound, f"relative error {error:.2g}", f"<= {bound:.2g}, {why}")
 
 
 def relative_error(measured: Tensor, expected: Tensor) -> float:
@@ -179,20 +182,3 @@ def relative_error(measured: Tensor, expected: Tensor) -> float:
         return float("inf")
     error = float((measured - expected).norm() / expected.norm().clamp(min=1e-30))
     return error if np.isfinite(error) else float("inf")
-
-
-def judge(error: float, bound: float, why: str = "") -> Outcome:
-    """Return the outcome of a relative error."""
-    return Outcome(error <= bound, f"relative error {error:.2g}", f"<= {bound:.2g}{why and f', {why}'}")
-
-
-@contextlib.contextmanager
-def exact_fp32() -> Iterator[None]:
-    """Switch off TF32 in the block: by default PyTorch lets cuDNN's convolutions round to TF32, an error of 1e-3."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before

@@ -4,30 +4,71 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from typing import Any, NamedTuple
 
+import torch
 from accelerate.utils.memory import clear_device_cache
 
-from wands.commands.selftest.dit_parity import DIT_GROUPS
-from wands.commands.selftest.encoder_parity import ENCODER_GROUPS
-from wands.commands.selftest.expert_ranges import EXPERT_GROUP
-from wands.commands.selftest.parity_setup import Group, Result, Setup, Skipped, exact_fp32, load_setup
+from wands.commands.selftest import dit_parity as dit
+from wands.commands.selftest import encoder_parity as encoders
+from wands.commands.selftest import expert_ranges as experts
+from wands.commands.selftest.parity_setup import Outcome, Result, Setup, Skipped, load_setup
 from wands.config.options import SelftestOptions
 from wands.encoders.components import quiet_loading
 from wands.errors import ConfigError, WandsError, one_line
 
 log = logging.getLogger(__name__)
 
-GROUPS = (*ENCODER_GROUPS, EXPERT_GROUP)
-NAMES = [name for _, checks in (*GROUPS, *DIT_GROUPS) for name in checks]
-CONDITIONS = {
-    "image.condition": "image",
-    "image.embeds": "clip",
-    "first_frame.latents": "first_frame",
-    "first_frame.timesteps": "first_frame",
-}
-"""Check -> condition that the model must have."""
+
+class Check(NamedTuple):
+    """One line of the report.
+
+    Attributes:
+        name: name of the line.
+        load: loader of the part that the check needs; None if the check needs only the setup.
+        run: check of the loaded part, or of the setup.
+        condition: condition that the model must have.
+    """
+
+    name: str
+    load: Callable[[Setup], Any] | None
+    run: Callable[[Any], Outcome]
+    condition: str = ""
+
+
+CHECKS = (
+    Check("vae.pixels", encoders.VaePart, encoders.check_pixels),
+    Check("vae.latents", encoders.VaePart, encoders.check_latents),
+    Check("vae.statistics", encoders.VaePart, encoders.check_statistics),
+    Check("vae.roundtrip", encoders.VaePart, encoders.check_roundtrip),
+    Check("image.condition", encoders.VaePart, encoders.check_condition, "image"),
+    Check("first_frame.latents", encoders.VaePart, encoders.check_first_frame, "first_frame"),
+    Check("text.tied", encoders.TextPart, encoders.check_tied),
+    Check("text.embeds", encoders.TextPart, encoders.check_embeds),
+    Check("text.pads", encoders.TextPart, encoders.check_pads),
+    Check("text.length", encoders.TextPart, encoders.check_length),
+    Check("image.embeds", None, encoders.check_image_embeds, "clip"),
+    Check("experts.boundary", None, experts.check_boundary),
+    Check("experts.draws", None, experts.check_draws),
+)
+DIT_CHECKS = (
+    Check("names", None, dit.check_names),
+    Check("packed.output", dit.compare_to_stock, lambda part: dit.check_output(part["packed"])),
+    Check("packed.gradients", dit.compare_to_stock, lambda part: dit.check_gradients(part["packed"])),
+    Check(
+        "first_frame.timesteps",
+        dit.compare_to_stock,
+        lambda part: dit.check_output(part["first_frame"]),
+        "first_frame",
+    ),
+    Check("cp.output", dit.compare_to_one_process, dit.check_output),
+    Check("cp.gradients", dit.compare_to_one_process, dit.check_gradients),
+)
+"""Checks of each DiT of the model."""
+NAMES = [check.name for check in (*CHECKS, *DIT_CHECKS)]
 
 
 def selftest(options: SelftestOptions) -> Iterator[Result]:
@@ -45,66 +86,66 @@ def selftest(options: SelftestOptions) -> Iterator[Result]:
     Raises:
         WandsError: if the model or the clip does not exist, or a part that a check needs is missing or damaged.
     """
-    for name in options.only:
-        if not any(_is_chosen(known, [name]) for known in NAMES):
-            raise ConfigError(f"--only={name} is not a check; choose from {', '.join(NAMES)}.")
+    for choice in options.only:
+        if not any(_is_chosen(name, (choice,)) for name in NAMES):
+            raise ConfigError(f"--only={choice} is not a check; choose from {', '.join(NAMES)}.")
     setup = load_setup(options)
     log.info("selftest of %s: %s on %s in %s", options.model, setup.variant.name, setup.device, setup.dtype)
-    with exact_fp32(), quiet_loading():
-        for group in GROUPS:
-            yield from _run(setup, group, options.only)
+    # By default PyTorch lets cuDNN's convolutions round to TF32, an error of 1e-3.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    with quiet_loading():
+        yield from _run(setup, CHECKS)
         for expert in setup.variant.experts:
             suffix = f" {expert.subfolder}" if expert.name else ""
-            for group in DIT_GROUPS:
-                for result in _run(replace(setup, expert=expert), group, options.only):
-                    yield replace(result, name=result.name + suffix)
+            for result in _run(replace(setup, expert=expert), DIT_CHECKS):
+                yield replace(result, name=result.name + suffix)
 
 
-def _run(setup: Setup, group: Group, only: Sequence[str]) -> Iterator[Result]:
-    """Run the checks of a group on one part of the model, which is loaded for the first check and dropped after the last."""
-    load, checks = group
-    part, problem = None, ""
-    for name, check in checks.items():
-        if not _is_chosen(name, only):
-            continue
-        try:
-            if reason := _inapplicable(name, setup) or problem:
-                raise Skipped(reason)
-            if part is None:
-                problem = "its part of the model does not run, see above"
-                part = load(setup)
-                problem = ""
-            passed, number, bound = check(part)
-        except Skipped as reason:
-            yield Result(name, "skipped", str(reason))
-        except WandsError:
-            raise
-        except Exception as error:  # a failing library, GPU or memory fails its check; the next check runs
-            log.debug("%s", name, exc_info=error)
-            yield Result(name, "fail", f"{type(error).__name__}: {one_line(error, 300)}")
-        else:
-            if passed is None:
-                yield Result(name, "skipped", f"{number} (no bound: {bound})")
+def _run(setup: Setup, checks: Sequence[Check]) -> Iterator[Result]:
+    """Run checks. A part of the model is loaded for its first check and dropped after its last check."""
+    for load, checks_of_part in groupby(checks, key=lambda check: check.load):
+        part, problem = None, ""
+        for check in checks_of_part:
+            if not _is_chosen(check.name, setup.options.only):
+                continue
+            try:
+                if reason := _inapplicable(check, setup) or problem:
+                    raise Skipped(reason)
+                if part is None:
+                    problem = "its part of the model does not run, see above"
+                    part = load(setup) if load else setup
+                    problem = ""
+                passed, number, bound = check.run(part)
+            except Skipped as reason:
+                yield Result(check.name, "skipped", str(reason))
+            except WandsError:
+                raise
+            except (
+                Exception
+            ) as error:  # a failing library, GPU or memory fails its check; the next check runs
+                log.debug("%s", check.name, exc_info=error)
+                yield Result(check.name, "fail", f"{type(error).__name__}: {one_line(error, 300)}")
             else:
-                yield Result(name, "pass" if passed else "fail", f"{number} ({bound})")
-    del part
-    clear_device_cache(garbage_collection=True)
+                status = "skipped" if passed is None else "pass" if passed else "fail"
+                yield Result(check.name, status, f"{number} ({bound})")
+        del part
+        clear_device_cache(garbage_collection=True)
 
 
-def _is_chosen(name: str, only: Sequence[str]) -> bool:
-    return not only or any(name == choice or name.startswith(f"{choice}.") for choice in only)
+def _is_chosen(name: str, only: tuple[str, ...]) -> bool:
+    return not only or any(f"{name}.".startswith(f"{choice}.") for choice in only)
 
 
-def _inapplicable(name: str, setup: Setup) -> str:
+def _inapplicable(check: Check, setup: Setup) -> str:
     """Return the reason why a check does not apply to this model or number of processes, or an empty text."""
-    is_alone, variant = int(os.environ.get("WORLD_SIZE", "1")) == 1, setup.variant
-    condition = CONDITIONS.get(name)
-    if condition and condition not in variant.conditions:
-        return f"{variant.name} takes no {condition}"
-    if name.startswith("experts") and variant.boundary_ratio is None:
-        return f"{variant.name} has one DiT"
-    if name.startswith("cp.") and is_alone:
-        return f"one process; torchrun --nproc-per-node 2 -m {setup.command} --only cp"
-    if not (name.startswith("cp.") or is_alone):
-        return f"several processes; {setup.command}"
+    is_alone, needs_ranks = os.environ.get("WORLD_SIZE", "1") == "1", check.name.startswith("cp.")
+    name, command = setup.variant.name, f"wands selftest --model {setup.options.model}"
+    if check.condition and not setup.has(check.condition):
+        return f"{name} takes no {check.condition}"
+    if check.name.startswith("experts") and setup.variant.boundary_ratio is None:
+        return f"{name} has one DiT"
+    if needs_ranks and is_alone:
+        return f"one process; torchrun --nproc-per-node 2 -m {command} --only cp"
+    if not (needs_ranks or is_alone):
+        return f"several processes; {command}"
     return ""
