@@ -25,11 +25,6 @@ class WeightDtypePolicy:
     weights: str = "fp32"
     quantize: str = "none"
 
-    @property
-    def is_plain(self) -> bool:
-        """True if all parameters are fp32."""
-        return self == WeightDtypePolicy()
-
     def apply(self, model: nn.Module) -> None:
         """Convert the parameters of a model on the meta device to the dtypes of the policy, without values."""
         if self.weights == "bf16":

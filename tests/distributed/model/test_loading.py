@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tests.support.packs import CONFIG, build_pair, make_pack, run_packed, set_attention
 from wands.errors import CheckpointError, ConfigError
-from wands.model.files import hub, loading
+from wands.model.files import hub
 from wands.model.files.loading import WEIGHTS_NAME, load_config, load_transformer
+from wands.model.files.tensor_files import TensorFiles
 from wands.model.transformer import Fp32Linear, PackedWanBlock, PackedWanTransformer
 
 
@@ -80,17 +81,11 @@ def test_bf16_files_become_fp32_masters(pipeline: Path):
     model = load_transformer(pipeline)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert_same_weights(model, {name: value.float() for name, value in saved_weights(pipeline).items()})
-    assert {p.dtype for p in load_transformer(pipeline, dtype=torch.bfloat16).parameters()} == {
-        torch.bfloat16
-    }
 
 
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_angles_are_the_stock_model_s(pipeline: Path, init: str):
-    stock, model = (
-        WanTransformer3DModel(**CONFIG),
-        load_transformer(pipeline, init=init, dtype=torch.bfloat16),
-    )
+    stock, model = WanTransformer3DModel(**CONFIG), load_transformer(pipeline, init=init)
     for name in ("freqs_cos", "freqs_sin"):
         found, expected = getattr(model.rope, name), getattr(stock.rope, name)
         assert torch.equal(found, expected)
@@ -100,15 +95,15 @@ def test_angles_are_the_stock_model_s(pipeline: Path, init: str):
 
 def test_reads_one_tensor_at_a_time(pipeline: Path, monkeypatch: pytest.MonkeyPatch):
     """When a tensor is read, every earlier one is gone: only the parameters are left."""
-    read, seen, alive = loading._Weights.read, [], []
+    read, seen, alive = TensorFiles.read, [], []
 
-    def spy(self: loading._Weights, name: str) -> Tensor:
+    def spy(self: TensorFiles, name: str) -> Tensor:
         alive.append(sum(ref() is not None for ref in seen))
         value = read(self, name)
         seen.append(weakref.ref(value))
         return value
 
-    monkeypatch.setattr(loading._Weights, "read", spy)
+    monkeypatch.setattr(TensorFiles, "read", spy)
     load_transformer(pipeline)
     assert len(alive) == len(saved_weights(pipeline))
     assert set(alive) == {0}
@@ -268,8 +263,8 @@ def load_partitioned(pipeline: str, init: str) -> dict[str, Tensor]:
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles for half a minute
     deepspeed.init_distributed("gloo")
     reads = []
-    read = loading._Weights.read
-    loading._Weights.read = lambda self, name: reads.append(name) or read(self, name)
+    read = TensorFiles.read
+    TensorFiles.read = lambda self, name: reads.append(name) or read(self, name)
     zero3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     context = deepspeed.zero.Init(config_dict_or_path=zero3)
     model = load_transformer(pipeline, init=init, zero_init_context=context)

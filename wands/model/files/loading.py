@@ -1,7 +1,7 @@
 """Load weights into a `PackedWanTransformer` one tensor at a time, without a second copy of the model.
 
-The model is built without memory: on the meta device, or partitioned by ZeRO-3. Each parameter is then filled from
-safetensors files or with official Wan's initial values. Folders of official Wan repositories are read directly: their names
+The model is built on the meta device, without memory. Each parameter is then filled from safetensors files or with official
+Wan's initial values, and under ZeRO-3 partitioned at once. Folders of official Wan repositories are read directly: their names
 and configs are translated to the names and configs of diffusers.
 """
 
@@ -11,7 +11,8 @@ import ctypes
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,7 @@ def load_transformer(
     subfolder: str = "transformer",
     init: str = "pretrained",
     seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    zero_init_context: AbstractContextManager[Any] | None = None,
+    zero_init_context: Any = None,
     merge: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
     storage: WeightDtypePolicy = WeightDtypePolicy(),  # noqa: B008, frozen
     key: str = "model.path",
@@ -102,12 +102,11 @@ def load_transformer(
         subfolder: folder of the DiT, as for `load_config`.
         init: "pretrained" reads the weights; "random" reads only the config and initialises as official Wan does.
         seed: seed of random weights, which are equal at any world size.
-        dtype: dtype of the parameters, whatever the dtype in the file; ignored with a ZeRO-3 context.
-        zero_init_context: `deepspeed.zero.Init(...)` to partition each parameter when it is created. Every rank
+        zero_init_context: `deepspeed.zero.Init(...)` to partition each parameter right after it is filled. Every rank
             must then call this function, and rank 0 reads the files.
         merge: function of a parameter's name and fp32 value that returns the value to store, such as
             `wands.model.lora.MergedLoras`.
-        storage: dtypes in which the parameters are stored after `merge`. A policy that is not plain replaces `dtype`.
+        storage: dtypes in which the parameters are stored after `merge`, whatever the dtypes in the files.
         key: option or recipe key that the user typed, for errors.
 
     Returns:
@@ -118,26 +117,18 @@ def load_transformer(
         CheckpointError: if the weights are missing, damaged, or do not fit the config.
     """
     assert init in ("pretrained", "random"), init
-    assert storage.is_plain or dtype == torch.float32, "the storage policy sets the dtype"
     where = f"{key}={path}"
     folder = _find_folder(path, subfolder, _MODEL_FILES[:1] if init == "random" else _MODEL_FILES, key)
+    model = build_empty(_read_config(where, folder))
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    fill = partial(_fill, model, merge, storage, zero_init_context)
     with _freed_is_returned():
-        model = build_empty(_read_config(where, folder), zero_init_context if storage.is_plain else None)
-        num_params = sum(torch.Size(_shape(p)).numel() for p in model.parameters())
-
-        def fill(make: Callable[[str, tuple[int, ...]], Tensor]) -> None:
-            if storage.is_plain:
-                _fill(model, make, dtype)
-            else:
-                _fill_stored(model, make, storage, zero_init_context)
-
         if init == "random":
-            fill(lambda name, shape: merge(name, _initial_value(name, shape, seed)))
+            fill(lambda name, shape: _initial_value(name, shape, seed))
         else:
-            with _Weights(where, folder) as weights:
-                weights.check_fit(model)
+            with _open_weights(where, folder, model) as read:
                 # Cast to fp32 before merging, because bf16 would lose a small update.
-                fill(lambda name, _: merge(name, weights.read(name).to(torch.float32)))
+                fill(lambda name, _: read(name).to(torch.float32))
     logger.info("%s: %.1f M parameters, %s", where, num_params / 1e6, init)
     return model
 
@@ -151,16 +142,13 @@ def load_weights(path: str | Path, subfolder: str = "transformer", **options: An
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def build_empty(
-    config: dict[str, Any], zero_init_context: AbstractContextManager[Any] | None = None
-) -> PackedWanTransformer:
-    """Return a DiT without values: on the meta device, or partitioned by ZeRO-3."""
-    with zero_init_context or torch.device("meta"), no_init_weights():
+def build_empty(config: dict[str, Any]) -> PackedWanTransformer:
+    """Return a DiT without values, on the meta device."""
+    with torch.device("meta"), no_init_weights():
         model: PackedWanTransformer = PackedWanTransformer.from_config(config)
-    # The table of RoPE angles has no values on the meta device, and zero.Init would round its fp64 values to fp32.
+    # The table of RoPE angles has no values on the meta device.
     c = model.config
-    rope = WanRotaryPosEmbed(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)
-    model.rope = rope.to(model.proj_out.weight.device if zero_init_context else "cpu")
+    model.rope = WanRotaryPosEmbed(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)
     return model.train()
 
 
@@ -172,8 +160,8 @@ def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
         CheckpointError: if the weights are missing, damaged, or do not fit the config.
     """
     where, folder = f"model.path={path}", _find_folder(path, subfolder, _MODEL_FILES, "model.path")
-    with _Weights(where, folder) as weights:
-        weights.check_fit(build_empty(_read_config(where, folder)))
+    with _open_weights(where, folder, build_empty(_read_config(where, folder))):
+        pass  # opening checks the weights
 
 
 def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key: str) -> Path:
@@ -210,56 +198,6 @@ def _read_object(where: str, file: Path) -> dict[str, Any]:
     return read_json_object(file, label=f"{where}: {file}")
 
 
-def _fill(
-    model: PackedWanTransformer, make: Callable[[str, tuple[int, ...]], Tensor], dtype: torch.dtype
-) -> None:
-    is_reader = not dist.is_initialized() or dist.get_rank() == 0
-    for name, param in list(model.named_parameters()):
-        shape = _shape(param)
-        if hasattr(param, "ds_id"):
-            from deepspeed import zero
-
-            # Gathered for the copy; the values that rank 0 writes are kept.
-            with zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
-                if is_reader:
-                    param.copy_(make(name, shape))
-        else:
-            owner, _, leaf = name.rpartition(".")
-            value = make(name, shape).to(dtype, copy=True)  # `make` may return a tensor that it keeps
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
-
-
-def _fill_stored(
-    model: PackedWanTransformer,
-    make: Callable[[str, tuple[int, ...]], Tensor],
-    storage: WeightDtypePolicy,
-    zero_init_context: Any,
-) -> None:
-    """Fill each parameter in its storage dtype. Under ZeRO-3, partition each parameter right after it is filled."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    storage.apply(model)
-    if zero_init_context is not None:
-        with zero_init_context:  # installs DeepSpeed's linear, which keeps no gathered weight for backward
-            pass
-    is_reader = zero_init_context is None or dist.get_rank() == 0
-    for name, shape in shapes.items():
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        coded = isinstance(owner, QuantizedLinear) and leaf == "weight"
-        empty = {key: getattr(owner, key) for key in (("weight", "scale") if coded else (leaf,))}
-        if is_reader:
-            value = make(name, shape)
-            values = owner.encode(value) if coded else {leaf: value}
-        else:
-            values = {key: torch.empty(like.shape, dtype=like.dtype) for key, like in empty.items()}
-        for key, like in empty.items():
-            parameter = nn.Parameter(values[key].to(like.dtype, copy=True), requires_grad=like.requires_grad)
-            assert parameter.shape == like.shape, (name, key, parameter.shape, like.shape)
-            setattr(owner, key, parameter)
-            if zero_init_context is not None:
-                zero_init_context._convert_to_zero_parameters([parameter])  # partitions rank 0's values
-
-
 @contextmanager
 def _freed_is_returned() -> Iterator[None]:
     """Make the C library return freed tensors to the system at once.
@@ -283,41 +221,62 @@ def _freed_is_returned() -> Iterator[None]:
         mallopt(trim_threshold, 64 * kib * kib)
 
 
-def _shape(param: nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(param, "ds_shape", param.shape))
+@contextmanager
+def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> Iterator[Callable[[str], Tensor]]:
+    """Open the weights of a DiT, compare them with the model, and return a function that reads a tensor by diffusers name.
+
+    Raises:
+        CheckpointError: if tensors are missing, unexpected or have another shape.
+    """
+    paths = find_weights(folder, DIT_STEM)
+    if not paths:
+        raise CheckpointError(
+            f"{where} has no weights (neither {WEIGHTS_NAME} nor an index of weights). Give a complete pipeline, or set "
+            "model.init=random."
+        )
+    with TensorFiles(paths, where) as files:
+        shapes = files.shapes
+        rename = DIT.to_diffusers if "head.head.weight" in shapes else str
+        stored_names = rename_all(shapes, rename, where)
+        stored = {name: shapes[stored_name] for name, stored_name in stored_names.items()}
+        expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        check_fit(stored, expected, where, model._keys_to_ignore_on_load_unexpected or ())
+        yield lambda name: files.read(stored_names[name])
 
 
-class _Weights(TensorFiles):
-    """Safetensors files of one DiT; tensors are read by their diffusers names."""
-
-    def __init__(self, where: str, folder: Path) -> None:
-        super().__init__(find_weights(folder, DIT_STEM), where)
-        if not self.files:
-            raise CheckpointError(
-                f"{self.where} has no weights (neither {WEIGHTS_NAME} nor an index of weights). Give a complete pipeline, or "
-                "set model.init=random."
-            )
-
-    def __enter__(self) -> _Weights:
-        super().__enter__()
-        rename = DIT.to_diffusers if "head.head.weight" in self.shapes else str
-        self._stored = rename_all(self.shapes, rename, self.where)
-        return self
-
-    def check_fit(self, model: PackedWanTransformer) -> None:
-        """Compare names and shapes with the parameters of a model, from headers.
-
-        Raises:
-            CheckpointError: if tensors are missing, unexpected or have another shape.
-        """
-        shapes = self.shapes
-        stored = {name: shapes[stored_name] for name, stored_name in self._stored.items()}
-        expected = {name: _shape(param) for name, param in model.named_parameters()}
-        check_fit(stored, expected, self.where, model._keys_to_ignore_on_load_unexpected or ())
-
-    def read(self, name: str) -> Tensor:
-        """Read one tensor by its diffusers name."""
-        return super().read(self._stored[name])
+def _fill(
+    model: PackedWanTransformer,
+    merge: Callable[[str, Tensor], Tensor],
+    storage: WeightDtypePolicy,
+    zero_init_context: Any,
+    make: Callable[[str, tuple[int, ...]], Tensor],
+) -> None:
+    """Fill each parameter in its storage dtype. Under ZeRO-3, partition each parameter right after it is filled."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    storage.apply(model)
+    if zero_init_context is not None:
+        model.rope.to(zero_init_context.local_device)
+        with zero_init_context:  # installs DeepSpeed's linear, which keeps no gathered weight for backward
+            pass
+    is_reader = zero_init_context is None or dist.get_rank() == 0
+    for name, shape in shapes.items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        coded = isinstance(owner, QuantizedLinear) and leaf == "weight"
+        empty = {key: getattr(owner, key) for key in (("weight", "scale") if coded else (leaf,))}
+        values = {key: torch.empty_like(like, device="cpu") for key, like in empty.items()}
+        if is_reader:
+            values = {leaf: merge(name, make(name, shape))}
+        if is_reader and coded:
+            values = owner.encode(values[leaf])
+        for key, like in empty.items():
+            # A copy, because `make` may return a tensor that it keeps. `pop` frees the original before the next tensor is read.
+            value = values.pop(key).to(like.dtype, copy=True)
+            parameter = nn.Parameter(value, requires_grad=like.requires_grad)
+            assert parameter.shape == like.shape, (name, key, parameter.shape, like.shape)
+            setattr(owner, key, parameter)
+            if zero_init_context is not None:
+                zero_init_context._convert_to_zero_parameters([parameter])  # partitions rank 0's values
 
 
 def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:

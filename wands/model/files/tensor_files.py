@@ -6,12 +6,12 @@ import json
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -21,21 +21,20 @@ from torch import Tensor
 from wands.errors import CheckpointError, one_line
 
 PICKLES = (".pth", ".pt", ".bin", ".ckpt")
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ class LazyTensor:
 class TensorFiles:
     """Tensors of several files; a tensor is read only when `read` is called.
 
-    Safetensors are read into new memory. The safetensors package would map the files, and the pages of a mapped file stay in
-    the process, so that a model would be in memory twice.
+    The safetensors package maps a file into memory, and read pages stay in the process while the file is open. So `read` opens
+    the file, copies one tensor and closes the file. Otherwise a model would be in memory twice.
 
     Args:
         files: safetensors, or pickles that contain only tensors.
@@ -81,68 +80,50 @@ class TensorFiles:
         self.files = list(files)
         self.where = where
         self.metadata: dict[str, str] = {}
-        self._stack = ExitStack()
-        self._tensors: dict[str, LazyTensor] = {}
+        self.tensors: dict[str, LazyTensor] = {}
 
     def __enter__(self) -> TensorFiles:
         for file in self.files:
             tensors = self._open_pickle(file) if file.suffix in PICKLES else self._open_safetensors(file)
-            self._tensors |= {tensor.name: tensor for tensor in tensors}
+            self.tensors |= {tensor.name: tensor for tensor in tensors}
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._tensors = {}
-        self._stack.__exit__(*exc)
+        self.tensors = {}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor by name, from the headers."""
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor, from the header."""
-        return self._tensors[name].dtype
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
         """Read one tensor."""
-        return self._tensors[name].read()
+        return self.tensors[name].read()
 
     def _open_safetensors(self, path: Path) -> list[LazyTensor]:
+        with self._readable(path) as file:
+            self.metadata |= file.metadata() or {}
+            mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+        return [
+            LazyTensor(name, tuple(value.shape), value.dtype, partial(self._copy, path, name))
+            for name, value in mapped.items()
+        ]
+
+    def _copy(self, path: Path, name: str) -> Tensor:
+        with self._readable(path) as file:
+            value: Tensor = file.get_tensor(name).clone()
+        return value
+
+    @contextmanager
+    def _readable(self, path: Path) -> Iterator[Any]:
+        """Open a safetensors file, and turn the errors of a damaged file into a sentence."""
         try:
-            with safe_open(path, framework="pt") as file:  # raises if the header is damaged
-                self.metadata |= file.metadata() or {}
+            with safe_open(path, framework="pt") as file:
+                yield file
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{self.where}: {path} cannot be read ({one_line(error)}). Download the file again."
             ) from None
-        stream = self._stack.enter_context(path.open("rb"))
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        unknown = {entry["dtype"] for entry in header.values()} - _DTYPES.keys()
-        if unknown:
-            raise CheckpointError(
-                f"{self.where}: {path} has tensors of dtype {', '.join(unknown)}. wands reads {', '.join(_DTYPES)}."
-            )
-        return [
-            LazyTensor(
-                name,
-                tuple(entry["shape"]),
-                _DTYPES[entry["dtype"]],
-                partial(self._read_values, stream, path, 8 + length, entry),
-            )
-            for name, entry in header.items()
-        ]
-
-    def _read_values(self, stream: BinaryIO, path: Path, start: int, entry: Mapping[str, Any]) -> Tensor:
-        begin, end = entry["data_offsets"]
-        value = torch.empty(end - begin, dtype=torch.uint8)
-        stream.seek(start + begin)
-        if stream.readinto(memoryview(value.numpy())) != end - begin:  # type: ignore[attr-defined]
-            raise CheckpointError(
-                f"{self.where}: {path} was truncated while it was read. Download the file again."
-            )
-        return value.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
     def _open_pickle(self, path: Path) -> list[LazyTensor]:
         try:

@@ -29,7 +29,9 @@ def test_written_files_are_what_safetensors_reads(tmp_path: Path):
         assert torch.equal(as_bytes(value), as_bytes(values[name]))
     with TensorFiles([path], "here") as files:
         assert files.shapes == {name: tuple(value.shape) for name, value in values.items()}
-        assert {name: files.dtype(name) for name in values} == {name: v.dtype for name, v in values.items()}
+        assert {n: tensor.dtype for n, tensor in files.tensors.items()} == {
+            n: v.dtype for n, v in values.items()
+        }
 
 
 def test_shards_hold_no_more_than_they_may(tmp_path: Path):
