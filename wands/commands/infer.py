@@ -182,14 +182,8 @@ def find_source(options: InferOptions) -> PipelineSource:
     for part, folder in (("transformer", options.transformer), ("transformer_2", options.transformer_2)):
         if folder is None:
             continue
-        label = f"--{part.replace('_', '-')}={folder}"
         subfolder = part if (folder / part).is_dir() else ""
-        if not (folder / subfolder / "config.json").is_file():
-            raise ConfigError(
-                f"{label} is not a diffusers transformer folder (no config.json); give a folder that wands export wrote, or its "
-                f"{part} subfolder."
-            )
-        dits[part] = DiTSource(str(folder), subfolder, label)
+        dits[part] = DiTSource(str(folder), subfolder, f"--{part.replace('_', '-')}={folder}")
     if options.checkpoint is not None:
         for part, dit in _find_trained(options.checkpoint, str(options.model), options.ema).items():
             if part in dits:

@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import diffusers
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from diffusers import WanTransformer3DModel
 
 from wands.encoders.components import quiet_loading
 from wands.errors import CheckpointError, ConfigError, one_line
-from wands.model.files.hub import is_hub_id
+from wands.files import read_json_object
+from wands.model.files.hub import fetch_model
 from wands.model.files.name_maps import EXPERTS
 from wands.model.weight_dtypes import stock_dtype
 from wands.sampling.loras import Lora, add_loras
 from wands.variants import Variant, variant_of
 
 if TYPE_CHECKING:
-    from diffusers import WanImageToVideoPipeline
+    from diffusers import WanImageToVideoPipeline, WanPipeline
 
 AnyPipeline: TypeAlias = "WanPipeline | WanImageToVideoPipeline"
 CLASSES = ("WanPipeline", "WanImageToVideoPipeline")
@@ -84,7 +85,12 @@ def find_pipeline(
     """
     name, replaced = str(model), dits or {}
     label = f"--model={name}"
-    index = _read_index(name)
+    root = fetch_model(name, key="--model", allow=("model_index.json", "*/config.json"))
+    index = _read_config(root / "model_index.json", label)
+    if index.get("_class_name") not in CLASSES:
+        raise ConfigError(
+            f"{label} is a {index.get('_class_name')}, not a {' or '.join(CLASSES)}. Give a pipeline of Wan 2.1 or 2.2."
+        )
     boundary = index.get("boundary_ratio")
     parts = EXPERTS[:1] if boundary is None else EXPERTS
     present = [part for part in EXPERTS if (index.get(part) or [None])[0]]
@@ -105,9 +111,10 @@ def find_pipeline(
                 f"{lora.label} is for the low-noise expert, but {label} has only one expert. {fix}."
             )
     sources = {part: replaced.get(part) or DiTSource(name, part, label) for part in parts}
+    folders = {part: Path(dit.folder) if part in replaced else root for part, dit in sources.items()}
     configs = [
-        dit.config or _read_config(WanTransformer3DModel.load_config, dit.label, dit.folder, dit.subfolder)
-        for dit in sources.values()
+        dit.config or _read_config(folders[part] / dit.subfolder / "config.json", dit.label)
+        for part, dit in sources.items()
     ]
     config, other, origin = configs[0], configs[-1], sources["transformer"].label
     try:
@@ -124,55 +131,25 @@ def find_pipeline(
             f"{label} is a {index['_class_name']}, but the transformer of {origin} is a {variant.name}, which needs a "
             f"{fitting[0]}. Use the pipeline that the transformer was trained from."
         )
-    stride = _check_encoders(name, variant, origin)
+    stride = _check_encoders(label, root, variant, origin)
     return PipelineSource(name, index["_class_name"], sources, config, stride, variant, tuple(loras))
 
 
-def _read_index(name: str) -> Mapping[str, Any]:
-    if Path(name).is_dir():
-        if not (Path(name) / "model_index.json").is_file():
-            raise ConfigError(
-                f"--model={name} is not a diffusers pipeline (no model_index.json). Give a folder that wands export wrote, or a "
-                "Hub id."
-            )
-    elif not is_hub_id(name):
-        raise ConfigError(
-            f"--model={name} does not exist. Give a diffusers pipeline folder, or a Hub id such as "
-            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers."
-        )
-    index: Mapping[str, Any] = _read_config(WanPipeline.load_config, f"--model={name}", name)
-    if index.get("_class_name") not in CLASSES:
-        raise ConfigError(
-            f"--model={name} is a {index.get('_class_name')}, not a {' or '.join(CLASSES)}. Give a pipeline of Wan 2.1 or 2.2."
-        )
-    return index
+def _read_config(path: Path, label: str) -> dict[str, Any]:
+    fix = "give a folder in diffusers layout, such as wands export writes, or a Hub id."
+    return read_json_object(path, label=f"{label}: {path}", fix=fix)
 
 
-def _read_config(reader: Any, label: str, folder: str, subfolder: str = "") -> Any:
-    try:
-        return reader(folder, subfolder=subfolder) if subfolder else reader(folder)
-    except (OSError, ValueError) as error:
-        part = f": {subfolder}" if subfolder else ""
-        known = "" if Path(folder).is_dir() else " is neither a folder nor a Hub id that can be read:"
-        raise ConfigError(
-            f"{label}{part}{known} its config cannot be read ({one_line(error)}). Check the name, and for a Hub id the network "
-            "and your login."
-        ) from None
-
-
-def _check_encoders(name: str, variant: Variant, origin: str) -> tuple[int, int, int]:
+def _check_encoders(label: str, root: Path, variant: Variant, origin: str) -> tuple[int, int, int]:
     """Check that the VAE and the encoders fit the DiT; return the VAE's pixels per latent."""
-    from transformers import CLIPVisionConfig, UMT5Config
-
-    label, shape = f"--model={name}", variant.dit
-    vae = _read_config(AutoencoderKLWan.load_config, label, name, "vae")
-    text = _read_config(UMT5Config.get_config_dict, label, name, "text_encoder")[0]
+    shape = variant.dit
+    vae, text = (_read_config(root / part / "config.json", label) for part in ("vae", "text_encoder"))
     rules = [
         ("out_channels", shape.out_channels, "its VAE's z_dim", vae.get("z_dim", 16)),
         ("text_dim", shape.text_dim, "its text encoder's d_model", text.get("d_model")),
     ]
     if shape.image_dim is not None:
-        clip = _read_config(CLIPVisionConfig.get_config_dict, label, name, "image_encoder")[0]
+        clip = _read_config(root / "image_encoder" / "config.json", label)
         width = clip.get("vision_config", clip).get("hidden_size", 768)
         rules.append(("image_dim", shape.image_dim, "its image encoder's hidden_size", width))
     for key, expected, part, value in rules:

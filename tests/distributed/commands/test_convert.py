@@ -172,7 +172,7 @@ def repository(pipelines: dict[str, Path], tmp_path_factory: pytest.TempPathFact
 
 def test_an_official_repository_becomes_a_pipeline(repository: Path, tmp_path: Path):
     report = convert(str(repository), tmp_path / "out", to="diffusers")
-    assert report.notes == ()
+    assert report.notes == []
     assert [row.name for row in report.summaries] == ["transformer", "vae", "text_encoder", "image_encoder"]
     assert set(report.summaries[-1].unused) == {"visual.head", "textual.weight", "log_scale"}
     pipeline = DiffusionPipeline.from_pretrained(report.out)
@@ -187,7 +187,7 @@ def test_an_official_repository_becomes_a_pipeline(repository: Path, tmp_path: P
     assert torch.equal(layer[key], clip["visual.transformer.1.attn.to_qkv.weight"][16:32])
 
     again = convert(str(report.out), tmp_path / "again", to="official", base=str(repository))
-    assert again.notes == ()
+    assert again.notes == []
     assert_same_bits(tensors(again.out / WEIGHTS), tensors(*repository.glob("*.safetensors")))
     for file in repository.glob("*.pth"):
         assert_same_bits(tensors(again.out / file.name), tensors(file))
@@ -508,9 +508,9 @@ def test_a_folder_with_a_lora_for_each_expert(
     assert sorted(path.name for path in back.out.iterdir()) == files
     for name, expert in zip(files, experts, strict=True):
         assert_same_bits(tensors(back.out / name), keys[expert])
-    assert back.notes == (
-        f"load low_noise_{LORA_FILE} with load_lora_weights(..., load_into_transformer_2=True).",
-    )
+    assert back.notes == [
+        f"load low_noise_{LORA_FILE} with load_lora_weights(..., load_into_transformer_2=True)."
+    ]
 
 
 def test_folders_of_experts_that_are_not_clear(pipelines: dict[str, Path], tmp_path: Path):

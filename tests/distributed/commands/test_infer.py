@@ -506,7 +506,7 @@ DIFFERENCES: dict[str, tuple[list[dict], str]] = {
 MISTAKES: dict[str, tuple[list[dict], str]] = {
     "a folder": (
         [{}, {"transformer": Path("nowhere")}],
-        "[rank 1] --transformer=nowhere is not a diffusers transformer folder",
+        "[rank 1] --transformer=nowhere: nowhere/config.json cannot be read (no such file)",
     ),
     "a prompt file": ([{}, {"prompts_file": Path("no.txt")}], "[rank 1] --prompts-file=no.txt cannot be"),
     "an option": ([{"seed": -1}, {}], "--seed=-1 is invalid"),
@@ -662,7 +662,9 @@ def test_torchrun_tells_the_mistake_of_a_rank_that_is_not_the_first(
 ) -> None:
     ended = launch("--model", tiny_pipeline, "--out", tmp_path / "out", rank_1="--transformer nowhere")
     assert ended.returncode != 0
-    assert "wands: [rank 1] --transformer=nowhere is not a diffusers transformer folder" in ended.stderr
+    assert (
+        "wands: [rank 1] --transformer=nowhere: nowhere/config.json cannot be read (no such" in ended.stderr
+    )
     assert ended.stderr.count("wands: ") == 1
     assert not (tmp_path / "out").exists()
 
@@ -759,10 +761,10 @@ def test_size_rule_follows_the_model() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("no/such/folder", "--model=no/such/folder does not exist. Give a diffusers pipeline folder"),
+        ("no/such/folder", "--model=no/such/folder is neither a folder nor a Hub id; give a folder or"),
         (
             "nobody/nothing",
-            "--model=nobody/nothing is neither a folder nor a Hub id that can be read",
+            "--model=nobody/nothing is not a folder and cannot be downloaded from the Hub (",
         ),
     ],
 )
@@ -775,7 +777,9 @@ def test_missing_model(model: str, message: str, tmp_path: Path, monkeypatch: py
 
 
 def test_folder_that_is_no_pipeline(tiny_pipeline: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is not a diffusers pipeline \(no model_index\.json\)"):
+    with pytest.raises(
+        ConfigError, match=r"model_index\.json cannot be read \(no such file\); give a folder in diffusers"
+    ):
         infer(tiny_pipeline / "vae", ["a"], out_dir=tmp_path)
 
 
@@ -820,7 +824,9 @@ def test_pipeline_whose_parts_do_not_fit(
 
 
 def test_transformer_and_checkpoint_mistakes(tiny_pipeline: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is not a diffusers transformer folder \(no config.json\)"):
+    with pytest.raises(
+        ConfigError, match=r"^--transformer=.*config\.json cannot be read \(no such file\); give"
+    ):
         source_of(tiny_pipeline, transformer=tmp_path)
     with pytest.raises(CheckpointError, match="contains no complete checkpoint"):
         source_of(tiny_pipeline, checkpoint=tmp_path / "run")

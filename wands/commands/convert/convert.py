@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wands.commands.convert.convert_result import ComponentSummary, ConvertResult
 from wands.commands.convert.lora_layouts import convert_lora, find_loras
-from wands.commands.convert.pipeline_folder import check_rest, copy_path, write_pipeline, write_stock_config
+from wands.commands.convert.pipeline_folder import (
+    build_stock,
+    check_rest,
+    copy_path,
+    write_pipeline,
+    write_stock_config,
+)
 from wands.commands.convert.round_trip import compare_forwards, stock_names
 from wands.commands.convert.source_components import (
     KINDS,
-    ComponentMapping,
     SourceComponent,
     find_components,
     map_component,
-    new_tensors,
 )
 from wands.errors import ConfigError
 from wands.files import atomic_folder
@@ -76,8 +81,8 @@ def convert(
         CheckpointError: if names are unknown, tensors are missing or damaged, or a comparison fails.
         WandsError: if `out` cannot be written; nothing is left behind.
     """
-    out = out.resolve()
-    with atomic_folder(out) as partial:
+    result = ConvertResult(out.resolve())
+    with atomic_folder(result.out) as unfinished:
         root = Path(source) if Path(source).is_file() else fetch_model(source, key="SRC", allow=_SOURCE_FILES)
         loras = find_loras(root)
         if base and (to == "comfyui" or loras):
@@ -85,17 +90,12 @@ def convert(
             raise ConfigError(
                 f"--base {base} cannot be used, because {complete} no other parts. Leave --base out."
             )
-        rest = fetch_model(base, key="--base", ignore=_DIT_FILES) if base else None
-        summaries: list[ComponentSummary] = []
-        notes: list[str] = []
         for expert, path in loras.items():
-            results = convert_lora(path, partial, to=to, dtype=_DTYPES[dtype], expert=expert)
-            summaries, notes = summaries + results[0], notes + results[1]
+            convert_lora(path, unfinished, result, to, _DTYPES[dtype], expert)
         if not loras:
-            conversion = ModelConversion(root, partial, to, rest, _DTYPES[dtype], forward)
-            conversion.run()
-            summaries, notes = conversion.summaries, conversion.notes
-    return ConvertResult(out, tuple(summaries), tuple(notes))
+            rest = fetch_model(base, key="--base", ignore=_DIT_FILES) if base else None
+            ModelConversion(root, unfinished, to, rest, _DTYPES[dtype], forward, result).run()
+    return result
 
 
 @dataclass
@@ -109,10 +109,9 @@ class ModelConversion:
         rest: folder of a model whose other parts are copied.
         dtype: dtype of the DiT; None keeps the dtype of the source.
         forward: whether to compare forwards of the DiT.
+        result: receives a summary of each component, and notes.
         variant: variant of the DiT, once it is known.
         dit_config: diffusers config of the DiT, once it is known.
-        summaries: summary of each converted component.
-        notes: missing parts and how to get them.
     """
 
     root: Path
@@ -121,10 +120,9 @@ class ModelConversion:
     rest: Path | None
     dtype: torch.dtype | None
     forward: bool
+    result: ConvertResult
     variant: Variant | None = None
     dit_config: dict[str, Any] = field(default_factory=dict)
-    summaries: list[ComponentSummary] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def run(self) -> None:
         """Convert every component and add the other parts of the layout."""
@@ -132,7 +130,7 @@ class ModelConversion:
         self.two_experts = EXPERTS[1] in self.components
         for component in self.components.values():
             if reason := self._reason_to_skip(component):
-                self.notes.append(f"{component.name} is left out: {reason}.")
+                self.result.notes.append(f"{component.name} is left out: {reason}.")
             else:
                 self._convert(component)
         if self.to == "diffusers":
@@ -156,15 +154,21 @@ class ModelConversion:
             mapping = map_component(component, files, self.to)
             if is_dit and self.variant is None:
                 self.dit_config, self.variant = mapping.config, self._find_variant(mapping.config)
-            tensors = new_tensors(mapping, files, self._new_dtypes(mapping) if is_dit else {})
-            target = self._target(component, mapping.config)
-            paths = self._write(component.name, target, mapping.config, tensors)
+            sources, dtype = mapping.sources, self.dtype if is_dit else None
+            stock = stock_names(sources) if dtype else {}
+            tensors = [
+                source.derived(
+                    name, partial(Tensor.to, dtype=stock_dtype(stock[name], dtype) if dtype else None)
+                )
+                for name, source in sorted(sources.items())
+            ]
+            paths = self._write(component, mapping.config, tensors)
             check_written(tensors, paths, "convert")
-            forward = compare_forwards(mapping, files, tensors, paths) if is_dit and self.forward else ""
+            forward = compare_forwards(mapping, tensors, paths) if is_dit and self.forward else ""
             renamed = sum(source.name != name for name, source in mapping.sources.items())
             num_bytes = sum(tensor.num_bytes for tensor in tensors)
-            counts = (len(files.shapes), len(tensors), renamed, num_bytes)
-            self.summaries.append(ComponentSummary(component.name, *counts, mapping.unused, forward))
+            counts = (len(files.tensors), len(tensors), renamed, num_bytes)
+            self.result.summaries.append(ComponentSummary(component.name, *counts, mapping.unused, forward))
 
     def _find_variant(self, config: Mapping[str, Any]) -> Variant:
         index: dict[str, Any] = {}
@@ -173,12 +177,6 @@ class ModelConversion:
             model_type = "t2v" if config["in_channels"] == config["out_channels"] else "i2v"
             index["boundary_ratio"] = official.boundary_of({"model_type": model_type} | low_noise)
         return variant_of(config, index)
-
-    def _new_dtypes(self, mapping: ComponentMapping) -> dict[str, torch.dtype]:
-        """Return the dtype of each tensor of a DiT by new name; {} to keep the dtypes of the source."""
-        if self.dtype is None:
-            return {}
-        return {name: stock_dtype(stock, self.dtype) for name, stock in stock_names(mapping.sources).items()}
 
     def _target(self, component: SourceComponent, config: Mapping[str, Any]) -> Path:
         """Return the folder or the file for the tensors of a component."""
@@ -201,24 +199,22 @@ class ModelConversion:
         return self.out / files[name, self.to]
 
     def _write(
-        self, name: str, target: Path, config: Mapping[str, Any], tensors: Sequence[LazyTensor]
+        self, component: SourceComponent, config: Mapping[str, Any], tensors: Sequence[LazyTensor]
     ) -> list[Path]:
         """Write the tensors of a component, with its config if the layout has a config."""
+        target = self._target(component, config)
         target.parent.mkdir(exist_ok=True)
-        if target.suffix == ".pth":
-            _write_pickle(target, tensors)
-            return [target]
-        if target.suffix == ".safetensors":
-            write_safetensors(target, tensors)
+        if target.suffix in (".pth", ".safetensors"):
+            (_write_pickle if target.suffix == ".pth" else write_safetensors)(target, tensors)
             return [target]
         target.mkdir(exist_ok=True)
         if self.to == "diffusers":
-            write_stock_config(name, config, target)
+            write_stock_config(component.name, config, target)
         else:
             assert self.variant is not None
             text = json.dumps(official.to_official_config(config, self.variant), indent=2)
             (target / "config.json").write_text(text + "\n", encoding="utf-8")
-        return write_sharded(target, KINDS[name].stem, tensors)
+        return write_sharded(target, KINDS[component.name].stem, tensors)
 
     def _complete_pipeline(self) -> None:
         """Add the other parts of a diffusers pipeline if they are known."""
@@ -235,7 +231,7 @@ class ModelConversion:
         if not (self.root / _TOKENIZER).is_dir():
             missing.append("tokenizer")
         if missing:
-            self.notes.append(
+            self.result.notes.append(
                 f"the result is not a whole pipeline, because SRC has no {', '.join([*missing, 'scheduler'])}. --base DIR "
                 "copies these parts from a diffusers pipeline of the same model."
             )
@@ -254,7 +250,8 @@ class ModelConversion:
                 if not any(self.out.glob(f"{path.stem}*")):
                     copy_path(path, self.out / path.name)
         if any(self.out.glob("models_clip_*")):
-            self.notes = [note for note in self.notes if not note.startswith("image_encoder ")]
+            notes = self.result.notes
+            notes[:] = [note for note in notes if not note.startswith("image_encoder ")]
 
 
 def _write_pickle(path: Path, tensors: Sequence[LazyTensor]) -> None:
@@ -272,9 +269,6 @@ def _write_pickle(path: Path, tensors: Sequence[LazyTensor]) -> None:
 
 def _is_wans_own(config: Mapping[str, Any]) -> bool:
     """Return whether a VAE has the latent statistics of the published VAE, which are constants in the official code."""
-    from diffusers import AutoencoderKLWan
-
-    defaults = inspect.signature(AutoencoderKLWan.__init__).parameters
-    wan_21 = {key: list(defaults[key].default) for key in official.LATENTS_22}
-    published = official.LATENTS_22 if config.get("z_dim") == 48 else wan_21
-    return all(list(config.get(key, wan_21[key])) == published[key] for key in published)
+    stock = build_stock("vae", config).config
+    published = official.LATENTS_22 if stock["z_dim"] == 48 else build_stock("vae", {}).config
+    return all(list(stock[key]) == list(published[key]) for key in official.LATENTS_22)

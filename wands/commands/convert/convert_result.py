@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from wands.model.files.name_maps import shorten
@@ -40,7 +40,7 @@ class ComponentSummary:
         return f"{text}; {self.forward}" if self.forward else text
 
 
-@dataclass(frozen=True)
+@dataclass
 class ConvertResult:
     """Result of `convert`.
 
@@ -51,8 +51,8 @@ class ConvertResult:
     """
 
     out: Path
-    summaries: tuple[ComponentSummary, ...]
-    notes: tuple[str, ...]
+    summaries: list[ComponentSummary] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         notes = (f"note: {note}" for note in self.notes)

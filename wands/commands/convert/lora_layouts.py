@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from wands.commands.convert.convert_result import ComponentSummary
+from wands.commands.convert.convert_result import ComponentSummary, ConvertResult
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.lora_files import (
     EXPERT_NAMES,
@@ -50,25 +50,23 @@ def find_loras(root: Path) -> dict[str | None, Path]:
 
 
 def convert_lora(
-    source: Path, out: Path, *, to: str, dtype: torch.dtype | None = None, expert: str | None = None
-) -> tuple[list[ComponentSummary], list[str]]:
+    source: Path, out: Path, result: ConvertResult, to: str, dtype: torch.dtype | None, expert: str | None
+) -> None:
     """Write a LoRA in another layout. Two experts become two files, because no loader reads both from one file.
 
     Args:
         source: file in any layout of `wands.model.files.lora_files.parse_lora`.
         out: existing folder.
+        result: receives a summary of each file, and notes.
         to: "diffusers", "official" or "comfyui".
         dtype: dtype of the new file; None keeps the dtype of the source.
         expert: "transformer" or "transformer_2" if the path of the file names the expert, else None.
-
-    Returns:
-        A summary of each file, and notes for the user.
 
     Raises:
         CheckpointError: if the file is not a LoRA of Wan, is for the other expert, or the written file differs.
     """
     with TensorFiles([source], f"SRC {source}") as files:
-        loras, old_names = read_lora_file(files), set(files.shapes)
+        loras, old_names = read_lora_file(files), files.tensors.keys()
     if expert is not None:
         pairs = pairs_of(loras, expert)
         if pairs is None:
@@ -78,25 +76,23 @@ def convert_lora(
             )
         loras = {expert: pairs}
     several = expert is not None or len(loras) > 1
-    summaries, notes = [], []
     for name, pairs in loras.items():
-        new_tensors = lora_tensors(pairs, to)
-        tensors = [LazyTensor.of(key, value, dtype) for key, value in sorted(new_tensors.items())]
+        tensors = [LazyTensor.of(key, value, dtype) for key, value in sorted(lora_tensors(pairs, to).items())]
         path = out / _file_name(source, to, name, several)
         write_safetensors(path, tensors)
         check_written(tensors, [path], "convert")
-        num_folded = sum(pair.scale != 1.0 for pair in pairs.values())
-        if num_folded:
-            notes.append(
+        if num_folded := sum(pair.scale != 1.0 for pair in pairs.values()):
+            result.notes.append(
                 f"alpha / rank of {num_folded} modules of {path.name} is multiplied into lora_B, so that alpha is the rank."
             )
         if several and name == EXPERTS[1] and to == "diffusers":
-            notes.append(f"load {path.name} with load_lora_weights(..., load_into_transformer_2=True).")
+            result.notes.append(
+                f"load {path.name} with load_lora_weights(..., load_into_transformer_2=True)."
+            )
         num_read = sum(len(loras) == 1 or key.startswith(f"{name}.") for key in old_names)
-        num_renamed = len(new_tensors.keys() - old_names)
+        num_renamed = sum(tensor.name not in old_names for tensor in tensors)
         num_bytes = sum(tensor.num_bytes for tensor in tensors)
-        summaries.append(ComponentSummary(path.name, num_read, len(tensors), num_renamed, num_bytes))
-    return summaries, notes
+        result.summaries.append(ComponentSummary(path.name, num_read, len(tensors), num_renamed, num_bytes))
 
 
 def _file_name(source: Path, to: str, expert: str, several: bool) -> str:

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 
 from wands.errors import ConfigError
 from wands.export.base_pipeline import differing_keys
@@ -23,9 +25,6 @@ def build_stock(component: str, config: Mapping[str, Any]) -> Any:
         component: name in a diffusers pipeline, such as "transformer" or "vae".
         config: config of diffusers or transformers.
     """
-    import diffusers
-    import transformers
-
     with torch.device("meta"):
         if component == "text_encoder":
             return transformers.UMT5EncoderModel(transformers.UMT5Config(**config))
@@ -81,10 +80,7 @@ def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
         tokenizer_dir: folder of the tokenizer in the official repository.
         variant: variant of the model.
     """
-    import diffusers
-    from transformers import AutoTokenizer, CLIPImageProcessor
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir)
     tokenizer.save_pretrained(out / "tokenizer")
     family = variant.name.split("-")[1]
     shift = {"flf2v": 16.0, "ti2v": 5.0}.get(family, 3.0)
@@ -104,13 +100,13 @@ def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
     if "clip" in variant.conditions:
-        processor = CLIPImageProcessor()
+        processor = transformers.CLIPImageProcessor()
         processor.save_pretrained(out / "image_processor")
         index["image_encoder"] = ["transformers", "CLIPVisionModel"]
         index["image_processor"] = ["transformers", type(processor).__name__]
     elif "image" in variant.conditions:
         index |= {"image_encoder": [None, None], "image_processor": [None, None]}
-    text = json.dumps(dict(sorted(index.items())), indent=2)
+    text = json.dumps(index, indent=2, sort_keys=True)
     (out / "model_index.json").write_text(text + "\n", encoding="utf-8")
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from wands.commands.convert.pipeline_folder import build_stock
 from wands.errors import CheckpointError, ConfigError
@@ -18,27 +17,6 @@ from wands.model.files.name_maps import EXPERTS, NameMap, shorten
 from wands.model.files.tensor_files import PICKLES, LazyTensor, TensorFiles, find_weights
 
 _Config = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TensorSource:
-    """Source of a tensor of the new layout.
-
-    Attributes:
-        name: name in the source files.
-        third: 0, 1 or 2 to take queries, keys or values out of one tensor; None takes the whole tensor.
-        squeezed: whether to remove dimensions of 1.
-    """
-
-    name: str
-    third: int | None = None
-    squeezed: bool = False
-
-    def __call__(self, value: Tensor) -> Tensor:
-        """Compute the new tensor from the source's tensor `name`."""
-        if self.third is not None:
-            value = value.chunk(3)[self.third]
-        return value.squeeze() if self.squeezed else value
 
 
 @dataclass(frozen=True)
@@ -97,8 +75,7 @@ KINDS: dict[str, ComponentKind] = {
 """Name of a component in a diffusers pipeline -> kind of the component."""
 
 
-@dataclass(frozen=True)
-class SourceComponent:
+class SourceComponent(NamedTuple):
     """One model of the source.
 
     Attributes:
@@ -117,18 +94,17 @@ class SourceComponent:
         return TensorFiles(self.files, f"SRC {path}")
 
 
-@dataclass(frozen=True)
-class ComponentMapping:
+class ComponentMapping(NamedTuple):
     """Tensors of a component in another layout.
 
     Attributes:
         config: config of diffusers or transformers.
-        sources: source of each tensor of the new layout, by new name.
+        sources: tensor of the source, in the shape of the new layout, by new name.
         unused: tensors of the source that the new layout does not have.
     """
 
     config: _Config
-    sources: dict[str, TensorSource]
+    sources: dict[str, LazyTensor]
     unused: tuple[str, ...]
 
 
@@ -208,82 +184,54 @@ def map_component(component: SourceComponent, files: TensorFiles, to: str) -> Co
     Raises:
         CheckpointError: if names are unknown, tensors are missing, or shapes differ from the config.
     """
-    kind, where, shapes = KINDS[component.name], files.where, files.shapes
-    given = component.config or {}
-    stored = name_maps.strip_prefix(shapes)
-    is_official = kind.signs[0] in stored
+    kind, where, given = KINDS[component.name], files.where, component.config or {}
+    stored = {name: files.tensors[old] for name, old in name_maps.strip_prefix(files.tensors).items()}
+    is_official, is_dit = kind.signs[0] in stored, component.name in EXPERTS
     if component.name == "image_encoder" and not (is_official and to == "diffusers"):
-        return ComponentMapping(given, {name: TensorSource(name) for name in shapes}, ())
+        return ComponentMapping(given, dict(files.tensors), ())
     if name_maps.UMT5_TIED in stored:
         stored.setdefault("shared.weight", stored.pop(name_maps.UMT5_TIED))
-    stored = {name: raw for name, raw in stored.items() if not any(part in name for part in kind.unused)}
-    name_map = kind.names(stored, where)
-    sources = split_sources(stored)
-    stock = name_maps.rename_all(sources, name_map.to_diffusers if is_official else str, where)
-    official_names = name_maps.rename_all(stock, name_map.to_official, where)
-    is_dit = component.name in EXPERTS
+    stored = {name: value for name, value in stored.items() if not any(part in name for part in kind.unused)}
+    name_map, sources = kind.names(stored, where), split_sources(stored)
+    stock_names = name_maps.rename_all(sources, name_map.to_diffusers if is_official else str, where)
+    official_names = name_maps.rename_all(stock_names, name_map.to_official, where)
+    by_stock_name = {new: sources[old] for new, old in stock_names.items()}
+    by_official_name = {new: by_stock_name[old] for new, old in official_names.items()}
     has_config = given.get("_class_name") == official.DIFFUSERS_CLASS if is_dit else not is_official
-    current = stored if is_official else {new: stored[old] for new, old in official_names.items()}
-    by_official_name = {name: shapes[raw] for name, raw in current.items()}
-    config = given if has_config else kind.config(by_official_name, given, where)
-    by_stock_name = {new: sources[name] for new, name in stock.items()}
+    config = dict(given)
+    if not has_config:
+        whole = stored if is_official else by_official_name
+        config = kind.config({name: value.shape for name, value in whole.items()}, given, where)
     parameters = build_stock(component.name, config).named_parameters()
-    stock_shapes = {name: tuple(value.shape) for name, value in parameters}
     # Some releases of transformers put a prefix in front of CLIP's names. Every release reads both kinds of names.
     found, expected = (
-        {name.removeprefix("vision_model."): shape for name, shape in named.items()}
-        for named in (new_shapes(by_stock_name, shapes), stock_shapes)
+        {name.removeprefix("vision_model."): tuple(value.shape) for name, value in named}
+        for named in (by_stock_name.items(), parameters)
     )
     name_maps.check_fit(found, expected, where)
     used = {source.name for source in sources.values()}
-    unused = tuple(name for name in shapes if name not in used)
+    unused = tuple(name for name in files.tensors if name not in used)
     if to == "diffusers":
-        return ComponentMapping(dict(config), by_stock_name, unused)
+        return ComponentMapping(config, by_stock_name, unused)
     prefix = name_maps.COMFYUI_DIT if to == "comfyui" and is_dit else ""
-    renamed = {f"{prefix}{name}": by_stock_name[new] for name, new in official_names.items()}
-    return ComponentMapping(dict(config), renamed, unused)
+    renamed = {f"{prefix}{name}": source for name, source in by_official_name.items()}
+    return ComponentMapping(config, renamed, unused)
 
 
-def split_sources(stored: Mapping[str, str]) -> dict[str, TensorSource]:
-    """Return the source of each tensor, with a name that a `NameMap` knows. Only CLIP has tensors to split or reshape.
+def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return the tensors that a `NameMap` knows, with their names in the files. Only CLIP has tensors to split or reshape.
 
     Args:
-        stored: name without prefix -> name in the source files.
+        stored: tensor by name without prefix.
     """
-    sources: dict[str, TensorSource] = {}
-    for name, raw in stored.items():
+    sources: dict[str, LazyTensor] = {}
+    for name, value in stored.items():
         if ".attn.to_qkv." in name:
-            thirds = enumerate(name.replace("to_qkv", letter) for letter in "qkv")
-            sources |= {third_name: TensorSource(raw, third=third) for third, third_name in thirds}
+            for third, letter in enumerate("qkv"):
+                part = value.derived(value.name, lambda whole, third=third: whole.chunk(3)[third])
+                sources[name.replace("to_qkv", letter)] = part
+        elif name in name_maps.CLIP_RESHAPED:
+            sources[name] = value.derived(value.name, torch.squeeze)
         else:
-            sources[name] = TensorSource(raw, squeezed=name in name_maps.CLIP_RESHAPED)
+            sources[name] = value
     return sources
-
-
-def new_shapes(
-    sources: Mapping[str, TensorSource], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of new tensors, given the shapes of the source."""
-    return {
-        name: tuple(source(torch.empty(shapes[source.name], device="meta")).shape)
-        for name, source in sources.items()
-    }
-
-
-def new_tensors(
-    mapping: ComponentMapping, files: TensorFiles, dtypes: Mapping[str, torch.dtype]
-) -> list[LazyTensor]:
-    """Return the tensors to write for a component, sorted by name.
-
-    Args:
-        mapping: result of `map_component`.
-        files: the open tensors of the source.
-        dtypes: new dtypes by new name; other tensors keep their dtype.
-    """
-    shapes = new_shapes(mapping.sources, files.shapes)
-
-    def new_tensor(name: str, source: TensorSource) -> LazyTensor:
-        dtype = dtypes.get(name) or files.dtype(source.name)
-        return LazyTensor(name, shapes[name], dtype, lambda: source(files.read(source.name)).to(dtype))
-
-    return [new_tensor(name, source) for name, source in sorted(mapping.sources.items())]

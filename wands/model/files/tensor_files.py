@@ -59,6 +59,11 @@ class LazyTensor:
         dtype = dtype or value.dtype
         return cls(name, tuple(value.shape), dtype, partial(value.to, dtype))
 
+    def derived(self, name: str, change: Callable[[Tensor], Tensor]) -> LazyTensor:
+        """Return a LazyTensor with another name, which reads this tensor and applies `change`."""
+        result = change(torch.empty(self.shape, dtype=self.dtype, device="meta"))
+        return LazyTensor(name, tuple(result.shape), result.dtype, lambda: change(self.read()))
+
     @property
     def num_bytes(self) -> int:
         """Size of the values in bytes."""
@@ -81,15 +86,20 @@ class TensorFiles:
         self.where = where
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, LazyTensor] = {}
+        self._stored: dict[str, Path | Tensor] = {}
 
     def __enter__(self) -> TensorFiles:
         for file in self.files:
-            tensors = self._open_pickle(file) if file.suffix in PICKLES else self._open_safetensors(file)
-            self.tensors |= {tensor.name: tensor for tensor in tensors}
+            is_pickle = file.suffix in PICKLES
+            for name, value in (self._open_pickle if is_pickle else self._open_safetensors)(file).items():
+                self.tensors[name] = LazyTensor(
+                    name, tuple(value.shape), value.dtype, partial(self.read, name)
+                )
+                self._stored[name] = value if is_pickle else file
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self.tensors = {}
+        self.tensors, self._stored = {}, {}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -98,21 +108,17 @@ class TensorFiles:
 
     def read(self, name: str) -> Tensor:
         """Read one tensor."""
-        return self.tensors[name].read()
-
-    def _open_safetensors(self, path: Path) -> list[LazyTensor]:
-        with self._readable(path) as file:
-            self.metadata |= file.metadata() or {}
-            mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
-        return [
-            LazyTensor(name, tuple(value.shape), value.dtype, partial(self._copy, path, name))
-            for name, value in mapped.items()
-        ]
-
-    def _copy(self, path: Path, name: str) -> Tensor:
-        with self._readable(path) as file:
+        stored = self._stored[name]
+        if isinstance(stored, Tensor):
+            return stored
+        with self._readable(stored) as file:
             value: Tensor = file.get_tensor(name).clone()
         return value
+
+    def _open_safetensors(self, path: Path) -> dict[str, Tensor]:
+        with self._readable(path) as file:
+            self.metadata |= file.metadata() or {}
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
 
     @contextmanager
     def _readable(self, path: Path) -> Iterator[Any]:
@@ -125,7 +131,7 @@ class TensorFiles:
                 f"{self.where}: {path} cannot be read ({one_line(error)}). Download the file again."
             ) from None
 
-    def _open_pickle(self, path: Path) -> list[LazyTensor]:
+    def _open_pickle(self, path: Path) -> Mapping[str, Tensor]:
         try:
             can_map = zipfile.is_zipfile(path)  # files of torch < 1.6 cannot be mapped
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
@@ -147,7 +153,7 @@ class TensorFiles:
                 raise CheckpointError(
                     f"{self.where}: {path} contains {name}, which is not a tensor. Give a file of one state dict."
                 )
-        return [LazyTensor.of(name, value) for name, value in state.items()]
+        return state
 
 
 def find_weights(folder: Path, stem: str) -> list[Path]:

@@ -24,6 +24,7 @@ from wands.model.files.name_maps import (
     vae_structure,
 )
 from wands.model.files.official import LATENTS_22, clip_config, umt5_config, vae_config
+from wands.model.files.tensor_files import LazyTensor
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -43,7 +44,8 @@ def umt5_to_diffusers(names, where: str) -> dict[str, str]:
 
 
 def clip_to_diffusers(names, where: str) -> dict[str, str]:
-    used = split_sources({name: name for name in names if not name.startswith(CLIP_UNUSED)})
+    stored = {name: LazyTensor.of(name, torch.zeros(3)) for name in names if not name.startswith(CLIP_UNUSED)}
+    used = split_sources(stored)
     return rename_all(used, CLIP.to_diffusers, where)
 
 
@@ -137,12 +139,9 @@ def test_the_image_half_of_clip():
             value.copy_(torch.arange(value.numel()).reshape(value.shape) + 1000 * i)
     state = official.state_dict()
     names = clip_to_diffusers(state, "here")
-    sources = split_sources({name: name for name in state})
+    sources = split_sources({name: LazyTensor.of(name, value) for name, value in state.items()})
     model = CLIPVisionModel(CLIPVisionConfig(**clip_config(shapes(official))))
-    new = {
-        name.removeprefix("vision_model."): sources[old](state[sources[old].name])
-        for name, old in names.items()
-    }
+    new = {name.removeprefix("vision_model."): sources[old].read() for name, old in names.items()}
     theirs = {name.removeprefix("vision_model."): tuple(v.shape) for name, v in model.state_dict().items()}
     assert {name: tuple(value.shape) for name, value in new.items()} == theirs
     whole = state["visual.transformer.1.attn.to_qkv.weight"]
