@@ -153,10 +153,16 @@ def build_card(
         marker=MARKER,
         title=repo_id.split("/")[-1],
         variant_name=name,
-        tables=[
-            ("", _facts(record, variant, base_id, merged=not loras)),
-            ("Training data", _data_rows(record)),
+        record=record,
+        experts=[
+            expert
+            for expert in (variant.experts if variant else ())
+            if expert.name and expert.subfolder in (record.get("parts") or ())
         ],
+        lora_settings=(record.get("recipe") or {}).get("lora"),
+        base_id=base_id,
+        local_base=_last(base),
+        checkpoint=_last(str(record.get("checkpoint") or "")),
         samples=samples,
         has_loss=bool(loss_points(record)),
         loss_file=LOSS_FILE,
@@ -193,42 +199,6 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
         link = f"samples/{quote(path.name)}"
         samples.append({"caption": caption, "link": link, "is_image": path.suffix == ".png"})
     return samples
-
-
-def _facts(record: Mapping[str, Any], variant: Variant | None, base_id: str, merged: bool) -> dict[str, str]:
-    """Return the rows of the first table."""
-    base = str(record.get("base", ""))
-    link = f"[{base_id}](https://huggingface.co/{base_id})" if base_id else base and f"`{_last(base)}`"
-    experts = [
-        f"{expert.name}-noise expert (`{expert.subfolder}`)"
-        for expert in (variant.experts if variant else ())
-        if expert.name and expert.subfolder in (record.get("parts") or ())
-    ]
-    settings = (record.get("recipe") or {}).get("lora") or {}
-    lora = [
-        f"{key} {', '.join(map(str, value)) if isinstance(value, list) else value}"
-        for key in ("rank", "alpha", "targets")
-        if (value := settings.get(key)) is not None
-    ]
-    decay = (record.get("ema") or {}).get("decay")
-    average = f"exponential moving average (decay {decay})" if record.get("ema") else ""
-    rows = {
-        "Base": link,
-        "Trained": " and ".join(experts),
-        "LoRA": ", ".join([*lora, *["merged into the weights"] * (merged and bool(lora))]),
-        "Checkpoint": f"`{_last(str(record['checkpoint']))}`" if record.get("checkpoint") else "",
-        "Optimizer steps": f"{record['step']:,}" if isinstance(record.get("step"), int) else "",
-        "Weights": ", ".join(filter(None, [str(record.get("dtype", "")), average])),
-        "wands": str(record.get("wands_version", "")),
-    }
-    return {name: value for name, value in rows.items() if value}
-
-
-def _data_rows(record: Mapping[str, Any]) -> dict[str, str]:
-    data = record.get("data") or {}
-    titles = {"num_samples": "Clips", "num_frames_total": "Frames", "num_tokens": "Video tokens"}
-    rows = {title: f"{data[key]:,}" for key, title in titles.items() if isinstance(data.get(key), int)}
-    return rows | ({"Cache fingerprint": f"`{data['fingerprint']}`"} if data.get("fingerprint") else {})
 
 
 def _last(path: str) -> str:

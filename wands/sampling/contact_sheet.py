@@ -49,56 +49,53 @@ def pick_frames(frames: np.ndarray, count: int) -> np.ndarray:
     return frames[np.linspace(0, len(frames) - 1, min(len(frames), count)).round().astype(int)]
 
 
-def save_contact_sheet(
-    path: Path,
-    rows: Sequence[SheetRow],
-    *,
-    frames_per_row: int = 4,
-    titles: tuple[str, str] = ("clip", "sample"),
-) -> None:
-    """Draw all rows, one below the other, and write a PNG.
+def save_contact_sheet(path: Path, rows: Sequence[SheetRow], frames_per_row: int = 4) -> None:
+    """Draw all rows, one below the other, and write a PNG. If any row has a right side, both sides get a heading.
 
     Args:
         path: PNG to create or replace.
         rows: at least one row.
         frames_per_row: number of evenly spaced frames of each video.
-        titles: headings of the two sides, which are drawn if any row has a right side.
 
     Raises:
         WandsError: if the file cannot be written.
     """
     assert rows, "a contact sheet needs a row"
-    videos = [[row.left] if row.right is None else [row.left, row.right] for row in rows]
+    videos = [[video for video in (row.left, row.right) if video is not None] for row in rows]
     strips = [[_strip(video, frames_per_row) for video in pair] for pair in videos]
-    num_sides = max(map(len, strips))
-    widths = [max(pair[side].width for pair in strips if side < len(pair)) for side in range(num_sides)]
-    lefts = (MARGIN, MARGIN + widths[0] + SIDE_GAP)
-    body = max(sum(widths) + SIDE_GAP * (num_sides - 1), MIN_WIDTH)
-    font, title_font = _font(15), _font(13)
-    labels = [_wrap(row.label, font, body) for row in rows]
-    line = _line_height(font)
-    y = MARGIN + (_line_height(title_font) + 10 if num_sides == 2 else 0)
-    bottoms = []
-    for label, pair in zip(labels, strips, strict=True):
-        y += len(label) * line + LABEL_GAP + max(strip.height for strip in pair)
-        bottoms.append(y)
-        y += ROW_GAP
+    right = max(pair[0].width for pair in strips) + SIDE_GAP
+    ends = [right + pair[1].width for pair in strips if len(pair) == 2]
+    width = max(*ends, right - SIDE_GAP, MIN_WIDTH)
+    bands = [_draw_row(row.label, pair, right, width) for row, pair in zip(rows, strips, strict=True)]
 
-    sheet = Image.new("RGB", (body + 2 * MARGIN, bottoms[-1] + MARGIN), PAPER)
+    title_font = _font(13)
+    y = MARGIN + (_line_height(title_font) + 10 if ends else 0)
+    height = y + sum(band.height + ROW_GAP for band in bands) - ROW_GAP + MARGIN
+    sheet = Image.new("RGB", (width + 2 * MARGIN, height), PAPER)
     draw = ImageDraw.Draw(sheet)
-    if num_sides == 2:
-        for left, title in zip(lefts, titles, strict=True):
-            draw.text((left, MARGIN), title, font=title_font, fill=FAINT)
-    for label, pair, bottom in zip(labels, strips, bottoms, strict=True):
-        top = bottom - max(strip.height for strip in pair)
-        for i, text in enumerate(label):
-            draw.text((MARGIN, top - LABEL_GAP - (len(label) - i) * line), text, font=font, fill=TEXT)
-        for left, strip in zip(lefts, pair, strict=False):
-            sheet.paste(strip, (left, top))
-        if bottom != bottoms[-1]:
-            draw.line((MARGIN, bottom + ROW_GAP // 2, MARGIN + body, bottom + ROW_GAP // 2), fill=LINE)
+    if ends:
+        draw.text((MARGIN, MARGIN), "clip", font=title_font, fill=FAINT)
+        draw.text((MARGIN + right, MARGIN), "sample", font=title_font, fill=FAINT)
+    for band in bands:
+        if band is not bands[0]:
+            draw.line((MARGIN, y - ROW_GAP // 2, MARGIN + width, y - ROW_GAP // 2), fill=LINE)
+        sheet.paste(band, (MARGIN, y))
+        y += band.height + ROW_GAP
     with atomic_path(path) as temporary:
         sheet.save(temporary, format="PNG")
+
+
+def _draw_row(label: str, strips: Sequence[Image.Image], right: int, width: int) -> Image.Image:
+    """Draw a label, and below the label one strip or two strips, of which the second starts at column `right`."""
+    font = _font(15)
+    lines, line_height = _wrap(label, font, width), _line_height(font)
+    top = len(lines) * line_height + LABEL_GAP
+    band = Image.new("RGB", (width, top + max(strip.height for strip in strips)), PAPER)
+    for i, line in enumerate(lines):
+        ImageDraw.Draw(band).text((0, i * line_height), line, font=font, fill=TEXT)
+    for left, strip in zip((0, right), strips, strict=False):
+        band.paste(strip, (left, top))
+    return band
 
 
 def _strip(frames: np.ndarray, count: int) -> Image.Image:

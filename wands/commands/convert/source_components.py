@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from wands.commands.convert.pipeline_folder import build_stock
 from wands.errors import CheckpointError, ConfigError
@@ -228,10 +230,14 @@ def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     for name, value in stored.items():
         if ".attn.to_qkv." in name:
             for third, letter in enumerate("qkv"):
-                part = value.derived(value.name, lambda whole, third=third: whole.chunk(3)[third])
+                part = value.derived(value.name, partial(_take_third, third))
                 sources[name.replace("to_qkv", letter)] = part
         elif name in name_maps.CLIP_RESHAPED:
             sources[name] = value.derived(value.name, torch.squeeze)
         else:
             sources[name] = value
     return sources
+
+
+def _take_third(third: int, value: Tensor) -> Tensor:
+    return value.chunk(3)[third]
