@@ -1,7 +1,8 @@
 """Options of the subcommands, declared once: names, types, defaults, limits and help.
 
-`wands.config.click_options` builds the click commands from these models, `wands.config.reference` the reference page.
-A class docstring is the command's help text, a field docstring the help text of its option.
+`wands.config.click_options` builds the click commands from these models. `wands.config.reference` writes the reference
+page from the commands. A class docstring is the help text of the command. A field docstring is the help text of the
+option.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ class RecipeOptions(Options):
     """Options of commands that take a recipe."""
 
     recipe: Annotated[str | None, ARGUMENT] = None
-    """YAML file, or name of a shipped recipe (`wands recipes` lists them). Without RECIPE the defaults of all keys apply."""
+    """Recipe to use: a YAML file, or the name of a recipe that wands ships. `wands recipes` lists the shipped recipes.
+    Without RECIPE, every recipe key has its default value."""
     overrides: Annotated[tuple[str, ...], Spelling("--set", metavar="SECTION.KEY=VALUE")] = ()
-    """Set a recipe key; repeatable. `wands config` lists the keys."""
+    """Set a recipe key to a value, such as optim.lr=1e-4. Give the option several times to set several keys. `wands
+    config` lists all keys."""
 
 
 def _as_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
@@ -28,203 +31,223 @@ def _as_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
 
 
 class ClipOptions(Options):
-    """Options that decide which samples the clips of a source become."""
+    """Options that decide which clips of a source are used, and the size and length of their samples."""
 
     source: Annotated[str, ARGUMENT]
-    """Folder of clips and images with .txt or .json captions of the same name; a table (metadata.csv, .jsonl or .json,
-    captions.json) or a folder with a table; tar archives; or a Hugging Face dataset (name or folder)."""
+    """Clips and images with captions, in one of four forms. (1) A folder: each clip has its caption in a .txt or .json
+    file of the same name. (2) A table of clips and captions (metadata.csv, .jsonl or .json, captions.json), or the folder
+    of the table. (3) Tar archives. (4) A Hugging Face dataset: its name or its folder."""
     height: int | None = None
-    """Exact frame height in pixels; needs --width."""
+    """Exact height of every sample in pixels, a multiple of 16 (Wan 2.2 5B: of 32). Set --height together with --width.
+    Without both, clips keep their aspect ratio."""
     width: int | None = None
-    """Exact frame width in pixels; needs --height."""
+    """Exact width of every sample in pixels, a multiple of 16 (Wan 2.2 5B: of 32). Set --width together with --height.
+    Without both, clips keep their aspect ratio."""
     center_crop: bool = False
-    """Crop clips to the shape of --height x --width instead of stretching them."""
+    """Scale each clip until it covers --height x --width, and crop its edges to this size. Without --center-crop, clips
+    are stretched to this size."""
     max_pixels: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = ()
-    """Largest area of a frame in pixels; larger clips are scaled down and keep their aspect ratio [default: 399360]. Repeat
-    the option to store each clip at several sizes; a later run may add or remove any size except the first."""
+    """Largest area of a frame in pixels: height x width. Clips with larger frames are scaled down and keep their aspect
+    ratio. Give the option several times to store each clip at several sizes. A later run may add or remove any size
+    except the first [default: 399360, which is 832 x 480]."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
-    """Longest sample in frames; samples are cut to 4k+1 frames. 0 keeps whole clips."""
+    """Largest number of frames in a sample. Samples have a multiple of 4 plus 1 frames, such as 49 or 81. The remaining
+    frames of a clip are dropped. 0 sets no limit, so that each sample is a whole clip."""
     clip_mode: Literal["head", "middle", "slide"] = "head"
-    """Part of clips longer than --max-frames: the start (head), the middle (middle), or several samples that cover the clip
-    (slide)."""
+    """Select the frames to use of a clip that is longer than --max-frames. head uses the first frames, and middle uses
+    the central frames. slide divides the whole clip into several samples."""
     split: str = "train"
-    """Split of a Hugging Face dataset."""
+    """Name of the split to read from a Hugging Face dataset, such as train or test. In a data set with one folder per
+    split, it is the name of the folder."""
     video_column: str | None = None
-    """Column of a table or dataset that holds the videos [default: found by its name]."""
+    """Name of the column that contains the videos, in a table or dataset [default: the first column with a usual name
+    such as video or file_name]."""
     caption_column: str | None = None
-    """Column of a table or dataset that holds the captions [default: found by its name]."""
+    """Name of the column that contains the captions, in a table or dataset [default: the first column with a usual name
+    such as caption or text]."""
     fps: float | None = None
-    """Frame rate to resample clips to [default: the frame rate of the model variant]."""
+    """Frame rate of the samples in frames per second. Clips with another frame rate are resampled [default: the frame
+    rate of the model variant, such as 16]."""
 
 
 class RecipesOptions(Options):
-    """List the shipped recipes, or print one.
+    """List the recipes that wands ships, or print one of them.
 
     Examples:
-        wands recipes
-        wands recipes wan2.1-t2v-1.3b-lora
+        wands recipes wands recipes wan2.1-t2v-1.3b-lora
     """
 
     name: Annotated[str | None, ARGUMENT] = None
-    """Shipped recipe to print as YAML. Without NAME all recipes are listed."""
+    """Name of a shipped recipe, which the command prints as YAML. Without NAME, the command lists all shipped recipes."""
 
 
 class ConfigOptions(Options):
     """List the recipe keys with types, defaults and descriptions.
 
     Examples:
-        wands config
-        wands config optim.lr
+        wands config wands config optim.lr
     """
 
     key: Annotated[str | None, ARGUMENT] = None
-    """Section or SECTION.KEY to describe in full. Without KEY all keys are listed."""
+    """Section, such as optim, or key, such as optim.lr, to describe in full. Without KEY, the command lists all keys."""
 
 
 class CheckOptions(ClipOptions):
-    """Report which clips can be used and why others cannot.
+    """Report which clips can be used, and why other clips cannot.
 
-    Takes SOURCE and the clip options of wands preprocess. Needs no model and no GPU. Exit code: 0 if every clip can be
-    used, with or without warnings; 1 if a clip is rejected; 2 if SOURCE or an option is wrong.
+    SOURCE and the clip options are the same as for wands preprocess. The command needs no model and no GPU. The exit code
+    is 0 if every clip can be used, also if there are warnings. The exit code is 1 if a clip is rejected, and 2 if SOURCE
+    or an option is wrong.
 
     Examples:
-        wands check clips/
-        wands check clips/ --max-frames 121 --html report.html
+        wands check clips/ wands check clips/ --max-frames 121 --html report.html
     """
 
     model: str | None = None
-    """Diffusers pipeline folder or Hub id. Gives the model variant, and the tokenizer that counts caption tokens exactly."""
+    """Diffusers pipeline folder or Hub id of the model to train later. It gives the model variant and the tokenizer,
+    which counts caption tokens exactly. Without --model, the command assumes Wan 2.1 text-to-video and estimates the
+    caption tokens."""
     max_tokens: Annotated[int, Field(ge=1)] = 32760
-    """Bin capacity in tokens (packing.max_tokens) for the predicted fill."""
+    """Capacity of a bin in video tokens, as in the recipe key packing.max_tokens. A bin holds the clips of one forward
+    pass. The command predicts which part of the capacity the clips use."""
     bins_per_step: Annotated[int, Field(ge=1)] = 1
-    """Bins of an optimizer step (train.bins_per_step) for the predicted number of steps."""
+    """Number of bins in one optimizer step, as in the recipe key train.bins_per_step. The command uses it to predict the
+    number of steps in an epoch."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
-    """Number of decoding processes [default: one per CPU core]."""
+    """Number of processes that decode clips at the same time [default: one per CPU core]."""
     json_path: Annotated[Path | None, Spelling("--json")] = None
-    """Write all findings to this JSON file."""
+    """Write all results of the check to this JSON file."""
     html_path: Annotated[Path | None, Spelling("--html")] = None
-    """Write a page with thumbnails to this HTML file."""
+    """Write all results of the check, with thumbnails of the clips, to this HTML file."""
 
 
 class PreprocessOptions(ClipOptions):
     """Encode clips and captions into a latent cache.
 
-    The same command resumes an interrupted run. --workers or a launcher such as torchrun start several processes, which share
-    the work; all processes must see SOURCE and --out on a shared file system.
+    Training reads the cache instead of the clips. To resume an interrupted run, give the same command again. --workers or
+    a launcher such as torchrun starts several processes, which share the work. All these processes must see SOURCE and
+    --out on a shared file system.
 
     Examples:
-        wands preprocess clips/ --out cache/ --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --workers 8
-        torchrun --nproc-per-node 8 -m wands preprocess clips/ --out cache/ --model MODEL
-        wands preprocess clips/ --out cache/ --model MODEL --part $SLURM_ARRAY_TASK_ID/16
+        wands preprocess clips/ --out cache/ --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --workers 8 torchrun
+        --nproc-per-node 8 -m wands preprocess clips/ --out cache/ --model MODEL wands preprocess clips/ --out cache/
+        --model MODEL --part $SLURM_ARRAY_TASK_ID/16
     """
 
     out: Path
-    """Cache folder to create or to continue."""
+    """Folder of the latent cache. A new folder is created; in the folder of an earlier run, the run continues."""
     model: str
-    """Diffusers pipeline folder or Hub id that provides the VAE, the text encoder and the model variant."""
+    """Diffusers pipeline folder or Hub id of the model to train later. It provides the VAE, the text encoder and the
+    model variant."""
     device: str | None = None
-    """Device of the VAE and other encoders, such as cuda:0 [default: cuda if available, else cpu]."""
+    """Device that runs the VAE and the other encoders, such as cuda:0 [default: cuda if available, else cpu]."""
     text_device: str | None = None
-    """Device of the text encoder [default: --device]."""
+    """Device that runs the text encoder. Set it to cpu, for example, if the GPU has too little memory for all encoders
+    [default: the value of --device]."""
     text_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Dtype of the text encoder."""
+    """Dtype in which the text encoder runs. fp32 needs twice the memory of bf16."""
     vae_dtype: Literal["bf16", "fp32"] = "fp32"
-    """Dtype of the VAE. bf16 needs half the memory and changes latents by about 2 % of their standard deviation; storing latents
-    in bf16, which always happens, changes them by 0.2 %."""
+    """Dtype in which the VAE runs. bf16 needs half the memory and changes the latents by about 2 % of their standard
+    deviation. With any choice, the latents are stored in bf16, which changes them by 0.2 %."""
     vae_tiling: bool = False
-    """Encode frames in tiles of 256 pixels that overlap by 64. Memory no longer grows with the frame size, encoding is slower.
-    Latents change by about 2 % of their standard deviation, most near the seams."""
+    """Encode each frame in tiles of 256 x 256 pixels that overlap by 64 pixels. Use it if the VAE runs out of memory. The
+    memory then does not grow with the frame size, but encoding is slower. The latents change by about 2 % of their
+    standard deviation, mostly where tiles meet."""
     workers: Annotated[int, Field(ge=1)] = 1
-    """Number of processes to start. Processes use the GPUs in turn; each encodes a fixed share of the clips."""
+    """Number of processes to start on this machine. The processes are assigned to the GPUs in turn. Each process encodes
+    a fixed share of the clips."""
     part: Annotated[str | None, Spelling(metavar="I/N")] = None
-    """Encode only part I of N, such as 3/16, into the folder part-I-of-N of --out. For many nodes without a common launcher:
-    run one part per node, then join the parts with `python -m data_tools.merge CACHE OUT/part-*`."""
+    """Encode only part I of N, such as 3/16, into the folder part-I-of-N inside --out. Use it on a cluster without a
+    common launcher. Run one part on each node, then join the parts with `python -m data_tools.merge CACHE OUT/part-*`."""
 
 
 class PackOptions(RecipeOptions):
     """Write the packing plan of one epoch to a file.
 
-    The file lists the bins and steps that `wands train RECIPE` forwards in that epoch.
+    A bin holds the clips of one forward pass. The file lists the clips of each bin and the bins of each optimizer step.
+    `wands train RECIPE` processes exactly these bins and steps in that epoch.
 
     Examples:
         wands pack wan2.1-t2v-1.3b-lora --set data.cache=cache/ --out plan.jsonl
     """
 
     out: Path
-    """JSON-lines file to write."""
+    """File to write, in JSON-lines format (.jsonl)."""
     epoch: Annotated[int, Field(ge=0)] = 0
-    """Epoch to plan, counted from 0."""
+    """Number of the epoch to plan; the first epoch is 0."""
 
 
 class PlanOptions(RecipeOptions):
     """Predict which settings fit a machine, before training.
 
-    Prints DeepSpeed configs, context-parallel degrees, checkpointing, bin sizes, memory and step times that fit RECIPE on the
-    machine, fastest first. The numbers are predictions; nothing is run.
+    The command prints settings with which RECIPE fits on the machine, the fastest settings first. Each line contains a
+    DeepSpeed config, context-parallel degrees, activation checkpointing, a bin size, the memory and the step time. All
+    numbers are predictions; nothing is run.
 
     Examples:
-        wands plan wan2.1-t2v-14b-lora --hardware h100 --gpus 8
-        wands plan --table
+        wands plan wan2.1-t2v-14b-lora --hardware h100 --gpus 8 wands plan --table
     """
 
     variant: str | None = None
-    """Plan for this published model, such as wan2.1-t2v-14b, without its files [default: the model of RECIPE]."""
+    """Plan for this published model, such as wan2.1-t2v-14b. The files of the model are not needed [default: the model of
+    RECIPE]."""
     hardware: str = "h100"
-    """GPU type; an unknown name lists the known ones."""
+    """Name of the GPU type, such as h100 or rtx4090. For an unknown name, the error message lists all known names."""
     gpus: Annotated[int, Field(ge=1)] = 8
-    """Total number of GPUs on all nodes."""
+    """Total number of GPUs in all nodes together."""
     gpu_memory: Annotated[float | None, Field(gt=0)] = None
-    """Memory of one GPU in GB [default: the data sheet of --hardware]."""
+    """Memory of one GPU in GB [default: the value in the data sheet of --hardware]."""
     host_memory: Annotated[float | None, Field(gt=0)] = None
-    """Host memory of one node in GB [default: typical for --hardware]."""
+    """Main memory (RAM) of one node in GB [default: a typical value for --hardware]."""
     node_bandwidth: Annotated[float | None, Field(gt=0)] = None
-    """Bandwidth of one GPU inside a node, in one direction, in GB/s [default: the data sheet of --hardware]."""
+    """Speed at which one GPU sends data to the other GPUs of its node, in GB/s [default: the value in the data sheet of
+    --hardware]."""
     network_bandwidth: Annotated[float | None, Field(gt=0)] = None
-    """Bandwidth of one GPU between nodes, in one direction, in GB/s [default: typical for --hardware]."""
+    """Speed at which one GPU sends data to GPUs of other nodes, in GB/s [default: a typical value for --hardware]."""
     gpus_per_node: Annotated[int | None, Field(ge=1)] = None
-    """GPUs per node [default: typical for --hardware]."""
+    """Number of GPUs in one node [default: a typical value for --hardware]."""
     size: str = "480p"
-    """Clip size if RECIPE names no data: 480p, 720p or HEIGHTxWIDTH in pixels."""
+    """Frame size of the clips, used only if RECIPE names no data. Give 480p, 720p or HEIGHTxWIDTH in pixels."""
     frames: Annotated[int, Field(ge=1)] = 81
-    """Frames per clip if RECIPE names no data."""
+    """Number of frames in each clip, used only if RECIPE names no data."""
     clips: Annotated[int, Field(ge=1)] = 1000
-    """Number of clips if RECIPE names no data."""
+    """Number of clips in the data set, used only if RECIPE names no data."""
     deepspeed: Path | None = None
-    """Use this DeepSpeed JSON (file, or name in ds_configs/) instead of trying all shipped ones."""
+    """Plan with only this DeepSpeed config: a JSON file, or a name in ds_configs/ such as zero3. Without --deepspeed, all
+    shipped configs are tried."""
     out: Path | None = None
-    """Write the best settings to recipe.yaml and deepspeed.json in this folder."""
+    """Write the fastest settings to the files recipe.yaml and deepspeed.json in this folder."""
     table: bool = False
-    """Print a table of the published models and the GPUs that they fit, and exit."""
+    """Print a table that lists the published models and the GPUs that each model fits, and exit."""
 
 
 class TrainOptions(RecipeOptions):
     """Train a model or a LoRA from a recipe.
 
-    On several GPUs a launcher such as deepspeed or torchrun starts one process per GPU.
+    To train on several GPUs, use a launcher such as deepspeed or torchrun, which starts one process per GPU.
 
     Examples:
-        wands train wan2.1-t2v-1.3b-lora --set data.cache=cache/
-        deepspeed --num_gpus 8 --module wands train my.yaml --deepspeed zero3
-        torchrun --nproc-per-node 8 -m wands train my.yaml --deepspeed zero3
+        wands train wan2.1-t2v-1.3b-lora --set data.cache=cache/ deepspeed --num_gpus 8 --module wands train my.yaml
+        --deepspeed zero3 torchrun --nproc-per-node 8 -m wands train my.yaml --deepspeed zero3
     """
 
     deepspeed: Path | None = None
-    """DeepSpeed JSON: a file, or a name in ds_configs/ such as zero3 [default: ZeRO-2]."""
+    """DeepSpeed config to use: a JSON file, or a name in ds_configs/ such as zero3 [default: a config with ZeRO-2]."""
     resume: Annotated[str | None, Spelling(metavar="[PATH]", flag_value="auto")] = None
-    """Resume from the newest checkpoint in output_dir, or start a new run if there is none. With PATH, resume from this run or
-    step folder."""
+    """Resume from the newest checkpoint in output_dir. If output_dir has no checkpoint, a new run starts. With PATH,
+    resume from this run folder or from this step folder of a run."""
     dry_run: bool = False
-    """Run all checks, print the settings of the run, and exit."""
+    """Run all checks, print the settings of the run, and exit without training."""
     force: bool = False
-    """Start even if the predicted memory exceeds the available memory."""
+    """Start training even if wands predicts that the run needs more memory than is available."""
     show_timesteps: bool = False
-    """Print a histogram of the timesteps that the recipe samples, and exit."""
+    """Print a histogram of the timesteps (noise levels) that the recipe draws in training, and exit."""
 
 
 class InferOptions(Options):
     """Sample videos from prompts and images.
 
-    Under a launcher such as torchrun all processes work on each video together.
+    With a launcher such as torchrun, all processes work together on each video.
 
     Examples:
         wands infer --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompt "a red kite" --out videos/
@@ -232,117 +255,139 @@ class InferOptions(Options):
     """
 
     model: str
-    """Diffusers pipeline folder or Hub id."""
+    """Diffusers pipeline folder or Hub id of the model that samples the videos."""
     out_dir: Annotated[Path, Spelling("--out")]
-    """Folder for the mp4 files, the contact sheet and samples.jsonl."""
+    """Folder for the results: the mp4 files, samples.jsonl, and a contact sheet, which shows a few frames of each video."""
     prompts: Annotated[tuple[str, ...], Spelling("--prompt")] = ()
-    """Prompt; repeatable. At least one prompt is needed, from --prompt or --prompts-file."""
+    """Text prompt for one video. Give the option several times to sample several videos. At least one prompt is needed,
+    from --prompt or from --prompts-file."""
     prompts_file: Path | None = None
-    """.txt file with one prompt per line, or .jsonl file with a prompt and its options per line."""
+    """File with prompts. A .txt file contains one prompt per line. A .jsonl file contains one JSON object per line, with
+    a prompt and its options."""
     height: tuple[int, ...] = ()
-    """Frame height in pixels; repeat for one value per prompt [default: 480]."""
+    """Height of the video in pixels. Give the option several times to set one value per prompt [default: 480]."""
     width: tuple[int, ...] = ()
-    """Frame width in pixels; repeat for one value per prompt [default: 832]."""
+    """Width of the video in pixels. Give the option several times to set one value per prompt [default: 832]."""
     num_frames: Annotated[tuple[int, ...], Spelling("--frames")] = ()
-    """Frames, 4k+1; repeat for one value per prompt [default: 81]."""
+    """Number of frames: a multiple of 4 plus 1, such as 49 or 81. Give the option several times to set one value per
+    prompt [default: 81]."""
     num_inference_steps: Annotated[tuple[int, ...], Spelling("--steps")] = ()
-    """Denoising steps; repeat for one value per prompt [default: 50]."""
+    """Number of denoising steps. Give the option several times to set one value per prompt [default: 50]."""
     guidance_scale: Annotated[tuple[float, ...], Spelling("--guidance")] = ()
-    """Classifier-free guidance scale, off at 1 or below; repeat for one value per prompt [default: 5]."""
+    """Scale of classifier-free guidance. Values above 1 follow the prompt more strongly; values up to 1 turn guidance
+    off. Give the option several times to set one value per prompt [default: 5]."""
     guidance_scale_2: Annotated[tuple[float, ...], Spelling("--guidance-2")] = ()
-    """Guidance scale of the low-noise expert; repeat for one value per prompt [default: --guidance]."""
+    """Guidance scale of the low-noise expert, in a model with two experts. Give the option several times to set one value
+    per prompt [default: the value of --guidance]."""
     flow_shift: Annotated[tuple[float, ...], Spelling("--shift")] = ()
-    """Flow shift; repeat for one value per prompt [default: the scheduler's flow shift]."""
+    """Flow shift of the noise schedule. Larger values spend more steps at high noise. Give the option several times to
+    set one value per prompt [default: the flow shift of the model's scheduler]."""
     seed: tuple[int, ...] = ()
-    """Seed; repeat for one value per prompt. A single seed gives prompt i the seed + i [default: 0]."""
+    """Seed of the noise. If there is one seed and several prompts, the seed increases by 1 from prompt to prompt. Give
+    the option several times to set one value per prompt [default: 0]."""
     negative_prompt: tuple[str, ...] = ()
-    """Negative prompt; needs --guidance above 1; repeat for one value per prompt [default: empty]."""
+    """Text that describes what the video must not show. It needs --guidance above 1. Give the option several times to set
+    one value per prompt [default: empty]."""
     image: tuple[str, ...] = ()
-    """First frame: an image, or a video whose first frame is used; cropped to the frame size; repeat for one value per
-    prompt."""
+    """File with the first frame: an image, or a video whose first frame is used. The frame is scaled and cropped to
+    --height x --width. Give the option several times to set one value per prompt."""
     last_image: tuple[str, ...] = ()
-    """Last frame: an image, or a video whose last frame is used; repeat for one value per prompt."""
+    """File with the last frame: an image, or a video whose last frame is used. The frame is scaled and cropped to
+    --height x --width. Give the option several times to set one value per prompt."""
     transformer: Path | None = None
-    """Folder of a diffusers transformer, or of a pipeline with one, to use instead of the transformer of --model."""
+    """Folder of a diffusers transformer that replaces the transformer of --model. It can also be the folder of a pipeline
+    that contains a transformer."""
     transformer_2: Path | None = None
-    """Folder of a diffusers transformer to use as the low-noise expert."""
+    """Folder of a diffusers transformer that replaces the low-noise expert of --model. It can also be the folder of a
+    pipeline with two experts."""
     checkpoint: Path | None = None
-    """Run or step folder of wands train whose weights are used."""
+    """Run folder or step folder of `wands train`. Its trained weights or LoRA are used with --model."""
     ema: bool = False
-    """Use the moving average of the weights in --checkpoint; the recipe must have an ema section."""
+    """Use the moving average of the weights in --checkpoint instead of the weights. The recipe of the training must have
+    an ema section."""
     lora: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
-    """LoRA to add: folder, file or Hub id in diffusers, PEFT or ComfyUI layout; repeatable. For a model with two experts,
-    high_noise or low_noise in the name of a key, file or folder chooses the expert [default: high-noise]."""
+    """LoRA to add to the model: a folder, file or Hub id in diffusers, PEFT or ComfyUI layout. SCALE multiplies its
+    effect. Give the option several times to add several LoRAs. In a model with two experts, the name of a key, file or
+    folder can contain high_noise or low_noise to choose the expert [default: high-noise]."""
     lora_2: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
-    """LoRA to add to the low-noise expert; repeatable. Of a LoRA for both experts only the low-noise part is used."""
+    """LoRA to add to the low-noise expert, in a model with two experts. If the LoRA has files for both experts, only the
+    low-noise file is used. Give the option several times to add several LoRAs."""
     offload: Literal["none", "model", "sequential"] = "none"
-    """Keep weights in host memory and move one model (model) or one layer (sequential) at a time to the GPU."""
+    """Save GPU memory by keeping weights in host memory. model moves one model (such as the VAE) at a time to the GPU,
+    and sequential moves one layer at a time. none keeps all weights on the GPU."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Dtype of transformer and text encoder; auto is bf16 on a GPU and fp32 on the CPU."""
+    """Dtype of the transformer and the text encoder. auto means bf16 on a GPU and fp32 on the CPU."""
     device: str | None = None
-    """Device for a single process [default: cuda if available, else cpu]."""
+    """Device to run on, such as cuda:1, if no launcher is used [default: cuda if available, else cpu]."""
     fps: int | None = None
-    """Frame rate of the mp4 files [default: the frame rate of the model variant]."""
+    """Frame rate of the mp4 files in frames per second [default: the frame rate of the model variant]."""
     save_latents: bool = False
-    """Save the latents of each sample next to its mp4 file."""
+    """Save the latents of each video in a file next to its mp4 file."""
     ulysses_degree: Annotated[int | None, Field(ge=1)] = None
-    """Ranks that share attention heads [default: the largest valid degree]."""
+    """Number of processes that divide the attention heads among themselves (Ulysses), if a launcher is used [default: the
+    largest valid degree]."""
     ring_degree: Annotated[int | None, Field(ge=1)] = None
-    """Ranks that share tokens [default: world size / ulysses degree]."""
+    """Number of processes that divide the tokens among themselves (ring attention), if a launcher is used [default:
+    number of processes / Ulysses degree]."""
 
 
 class ExportOptions(Options):
     """Export a checkpoint as a diffusers pipeline or LoRA files.
 
-    A full finetune becomes a pipeline folder, a LoRA run a folder of LoRA files.
+    A checkpoint of a full finetune becomes a pipeline folder. A checkpoint of a LoRA run becomes a folder of LoRA files.
 
     Examples:
-        wands export runs/my-finetune --out exported/ --dtype bf16
-        wands export runs/my-lora --out merged/ --merge
+        wands export runs/my-finetune --out exported/ --dtype bf16 wands export runs/my-lora --out merged/ --merge
     """
 
     checkpoint: Annotated[Path, ARGUMENT]
-    """Run folder (its newest checkpoint is exported) or step folder."""
+    """Step folder of a run to export, or a run folder, whose newest checkpoint is exported."""
     out: Path
-    """Folder to write: new, empty, or an earlier export to replace."""
+    """Folder to write. It must be new or empty, or contain an earlier export, which is replaced."""
     base: str | None = None
-    """Pipeline folder or Hub id that provides the VAE, text encoder and other untrained parts [default: the model that the run
-    started from]; not for LoRA files."""
+    """Pipeline folder or Hub id that provides the VAE, the text encoder and other parts that were not trained. It cannot
+    be used for LoRA files [default: the model that the run started from]."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Export dtype of the trained weights. Layers that diffusers keeps in fp32 stay fp32."""
+    """Dtype in which the trained weights are written. Layers that diffusers keeps in fp32 are always written in fp32."""
     max_shard_size: str = "5GB"
-    """Largest size of a weight file, such as 5GB; not for LoRA files."""
+    """Largest size of one weight file, such as 5GB. Larger weights are divided into several files. It has no effect on
+    LoRA files."""
     copy_files: Annotated[bool, Spelling("--copy")] = False
-    """Copy the files of --base instead of hard-linking them; not for LoRA files."""
+    """Copy the files of --base. Without --copy, they are hard-linked, which takes no disk space. It cannot be used for
+    LoRA files."""
     merge: bool = False
-    """Merge the LoRA into the base weights and export the whole pipeline; only for LoRA runs."""
+    """Merge the trained LoRA into the base weights and export the whole pipeline. It can be used only for LoRA runs."""
     ema: bool = False
-    """Export the moving average of the trained weights; the recipe must have an ema section."""
+    """Export the moving average of the trained weights instead of the weights. The recipe of the run must have an ema
+    section."""
 
 
 class PushOptions(Options):
     """Upload an export with a model card to the Hugging Face Hub.
 
-    The token comes from HF_TOKEN or `hf auth login`. After an interrupted upload the same command sends the missing files.
+    The command uses the Hub token in HF_TOKEN or the token that `hf auth login` stored. If an upload is interrupted, give
+    the same command again; it uploads the missing files.
 
     Examples:
         wands push exported/ my-name/my-model
     """
 
     directory: Annotated[Path, ARGUMENT]
-    """Folder written by wands export."""
+    """Folder to upload, written by `wands export`."""
     repo_id: Annotated[str, ARGUMENT]
-    """Repository as owner/name, or a name in your own account."""
+    """Repository on the Hub: OWNER/NAME, or NAME for a repository in your own account."""
     public: bool = False
-    """Make a new repository public [default: private]."""
+    """Make a new repository public. Without --public, a new repository is private. The visibility of an existing
+    repository never changes."""
     revision: str | None = None
-    """Branch to commit to; created if missing [default: main]."""
+    """Branch to which the files are committed. A missing branch is created [default: main]."""
     message: str | None = None
-    """Commit message [default: a list of what was uploaded]."""
+    """Message of the commit [default: a text with the kind of model, the training step and the version of wands]."""
     endpoint: str | None = None
-    """URL of the Hub [default: HF_ENDPOINT, else https://huggingface.co]."""
+    """URL of the Hub server [default: the value of HF_ENDPOINT, else https://huggingface.co]."""
     training: Path | None = None
-    """Run or step folder with training facts for the model card that DIRECTORY does not record."""
+    """Run folder or step folder of the training that produced DIRECTORY. The model card takes from it the facts, such as
+    the training step, that DIRECTORY does not contain."""
 
 
 class ConvertOptions(Options):
@@ -351,45 +396,48 @@ class ConvertOptions(Options):
     The layouts are diffusers, official (Wan's own repositories) and comfyui.
 
     Examples:
-        wands convert Wan2.1-T2V-1.3B/ --to diffusers --out wan-diffusers/
-        wands convert style.safetensors --to comfyui --out comfyui/
+        wands convert Wan2.1-T2V-1.3B/ --to diffusers --out wan-diffusers/ wands convert style.safetensors --to comfyui
+        --out comfyui/
     """
 
     source: Annotated[str, ARGUMENT]
-    """Wan model (folder, Hub id or file), or a LoRA of any trainer."""
+    """Model or LoRA to convert. A Wan model is a folder, a file or a Hub id. A LoRA may come from any trainer."""
     to: Literal["diffusers", "official", "comfyui"]
-    """Layout to write."""
+    """File layout to write. official is the layout of Wan's own repositories."""
     out: Path
-    """New or empty folder to write."""
+    """Folder to write; it must be new or empty."""
     base: Annotated[str | None, Spelling(alias="--rest-of")] = None
-    """Folder or Hub id, in the layout of --to, that provides parts which SOURCE lacks, such as a tokenizer."""
+    """Folder or Hub id of a model in the layout of --to. The parts that SOURCE lacks, such as a tokenizer, are copied
+    from this model."""
     dtype: Literal["fp32", "bf16"] | None = None
-    """Dtype of the transformer or LoRA [default: as in SOURCE]. Layers that diffusers keeps in fp32 stay fp32."""
+    """Dtype in which the transformer or LoRA is written. Layers that diffusers keeps in fp32 are always written in fp32
+    [default: the dtype in SOURCE]."""
     forward: bool = True
-    """Compare the outputs of stock diffusers for SOURCE and the result."""
+    """Run SOURCE and the result in stock diffusers, and check that their outputs are equal."""
 
 
 class SelftestOptions(Options):
     """Compare a model with stock diffusers on this machine.
 
-    Prints one line per check. Exit code: 0 if no check fails, 1 if a check fails, 2 if --model or another option is wrong.
-    Under a launcher only context parallelism is checked.
+    The command prints one line per check. The exit code is 0 if no check fails, 1 if a check fails, and 2 if --model or
+    another option is wrong. With a launcher, only the checks of context parallelism run.
 
     Examples:
-        wands selftest --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --only vae
-        torchrun --nproc-per-node 4 -m wands selftest --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+        wands selftest --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --only vae torchrun --nproc-per-node 4 -m wands selftest
+        --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
     """
 
     model: str
-    """Diffusers pipeline folder, or Hub id that is already downloaded."""
+    """Diffusers pipeline folder, or the Hub id of a model that is already downloaded."""
     clip: Path | None = None
-    """Video for the checks of the VAE [default: a synthetic clip]."""
+    """Video file for the checks of the VAE [default: a generated test video]."""
     device: Literal["cuda", "cpu"] | None = None
     """Device to run on [default: cuda if available, else cpu]."""
     dtype: Literal["fp32", "bf16"] | None = None
-    """Dtype of the text encoder and transformer [default: bf16 on cuda, fp32 on cpu]."""
+    """Dtype of the text encoder and the transformer [default: bf16 on cuda, fp32 on cpu]."""
     only: Annotated[tuple[str, ...], Spelling(metavar="NAME")] = ()
-    """Check to run, or a group of checks such as vae; repeatable."""
+    """Name of a check to run, or of a group of checks, such as vae. Give the option several times to run several checks.
+    Without --only, all checks run."""
 
 
 COMMANDS: tuple[type[Options], ...] = (
@@ -406,4 +454,4 @@ COMMANDS: tuple[type[Options], ...] = (
     ConvertOptions,
     SelftestOptions,
 )
-"""Option models of all subcommands in the order of work."""
+"""Option models of all subcommands, in the order in which a user runs the commands."""

@@ -1,6 +1,6 @@
 """Training recipe: all settings of a run as immutable, typed sections.
 
-The docstring of a key is its description in `wands config` and in the reference.
+The docstring of a key is its description in `wands config` and in the reference page.
 """
 
 from __future__ import annotations
@@ -19,214 +19,253 @@ class MergeConfig(StrictModel):
     """A LoRA to merge into the base weights when they are loaded."""
 
     path: str
-    """LoRA to merge: a safetensors file, or a folder that contains one. All layouts that `wands convert` reads are accepted."""
+    """LoRA to merge: a safetensors file, or a folder that contains such a file. All layouts that `wands convert` reads
+    are accepted."""
     scale: float = 1.0
-    """Factor of the LoRA update. 1 merges the LoRA as it was trained; smaller values weaken it."""
+    """Factor by which the LoRA's update is multiplied. 1 merges the LoRA as it was trained; smaller values weaken it."""
 
 
 class ModelConfig(StrictModel):
     """Weights to train, activation checkpointing and dropout."""
 
     path: str = ""
-    """Diffusers pipeline folder or Hub id of the model to train. The transformer is trained, and its config gives the model
-    variant. Required for training."""
+    """Diffusers pipeline folder or Hub id of the model to train. Its transformer is trained, and the config of the
+    transformer gives the model variant. This key is required for training."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """Initial weights. `pretrained` loads the weights at `path`. `random` reads only the config at `path` and initialises the
-    weights as Wan does; use it for pretraining from scratch."""
+    """Start training from the pretrained weights or from random weights. `pretrained` loads the weights at `path`.
+    `random` reads only the config at `path` and initialises the weights as Wan does. Use `random` to pretrain a model
+    from scratch."""
     experts: Literal["high", "low", "both"] | None = None
-    """Experts to train of a model with two experts (A14B): `high` noise, `low` noise, or `both`. Unset trains both. Each expert
-    draws sigma from its own range. With `both`, a step updates first the high-noise and then the low-noise expert, on the same
-    clips. One expert needs half the memory of both."""
+    """Choose the experts to train in a model with two experts (A14B). `high` trains the high-noise expert, `low` the
+    low-noise expert, and `both` trains both. If this key is unset, both are trained. Each expert draws the noise level
+    sigma from its own range. With `both`, each step updates first the high-noise and then the low-noise expert, on the
+    same clips. Training one expert needs half the memory."""
     merge_loras: list[MergeConfig] = Field(default_factory=list)
-    """Use it to train on top of an existing LoRA. Full finetunes, and exports with `--merge`, contain the merged LoRAs. Empty
-    merges no LoRA."""
+    """Use this section to train on top of existing LoRAs. Full finetunes, and exports with `--merge`, contain the merged
+    LoRAs. An empty list merges no LoRA."""
     trainable: list[str] = Field(default_factory=list)
-    """Name patterns of the parameters to train in a full finetune, such as `blocks.*.attn1.*`. Empty trains all parameters.
-    Set it to train, for example, only the attention layers."""
+    """Train only the parameters whose names match these patterns, such as `blocks.*.attn1.*`. The key has an effect only
+    in a full finetune. An empty list trains all parameters. Set it, for example, to train only the attention layers."""
     freeze: list[str] = Field(default_factory=list)
-    """Name patterns of the parameters to freeze in a full finetune. A parameter that matches both `trainable` and `freeze` is
-    frozen. Empty freezes no parameter."""
+    """Freeze the parameters whose names match these patterns. The key has an effect only in a full finetune. A parameter
+    that matches both `trainable` and `freeze` is frozen. An empty list freezes no parameter."""
     checkpointing: Literal["none", "selective", "full", "offload"] = "none"
-    """Activation checkpointing: saves memory in exchange for time.
+    """Choose the activations that are kept for the backward pass. Keeping fewer activations saves memory, but takes more
+    time.
 
-    - `none` keeps all activations: fastest, most memory.
-    - `selective` keeps the input of each block and `saved_tensors`, and recomputes the rest in backward.
-    - `full` keeps only the input of each block, and recomputes the block: about one more forward per step.
-    - `offload` is `full` with `offloaded_tensors` in host memory; the copies overlap with the computation.
+    - `none` keeps all activations. It is fastest and needs the most memory.
+    - `selective` keeps the input of each block and the tensors in `saved_tensors`. The backward pass recomputes the other
+      activations.
+    - `full` keeps only the input of each block. The backward pass recomputes the whole block, which adds about one
+      forward pass per step.
+    - `offload` works like `full`, but moves `offloaded_tensors` to host memory. The copies run at the same time as the
+      computation.
 
-    The default suits small models. Use `full` for videos on 80 GB GPUs; `wands plan` compares all four."""
+    The default suits small models. Use `full` for videos on 80 GB GPUs. `wands plan` compares all four."""
     saved_tensors: list[SavedTensor] | None = None
-    """Tensors of each block to keep in GPU memory with `selective` or `offload` checkpointing.
+    """List of the tensors of each block to keep in GPU memory. The key has an effect with `checkpointing` `selective` or
+    `offload`.
 
-    - `attn_output`: result of self-attention. The attention kernel and its communication do not run again in backward.
-    - `attn_input`: query, key and value after the Ulysses all-to-all. The all-to-all does not run again.
-    - `query_proj`, `key_proj`, `value_proj`: outputs of these projections.
-    - `ffn_activation`: hidden state of the feed-forward layer, the largest tensor.
+    - `attn_output`: output of self-attention. The backward pass then does not repeat the attention kernel and its
+      communication.
+    - `attn_input`: query, key and value after the Ulysses all-to-all. The backward pass then does not repeat the
+      all-to-all.
+    - `query_proj`, `key_proj`, `value_proj`: outputs of these linear layers.
+    - `ffn_activation`: hidden activations of the feed-forward layer, the largest of these tensors.
 
-    Unset keeps `attn_output` with `selective` and nothing with `offload`."""
+    If this key is unset, `selective` keeps `attn_output`, and `offload` keeps none of these tensors."""
     offloaded_tensors: list[Literal["block_input", SavedTensor]] | None = None
-    """Tensors of each block to move to host memory with `offload` checkpointing: `block_input`, or a name that `saved_tensors`
-    also accepts. Unset moves `block_input`."""
+    """List of the tensors of each block to move to host memory with `checkpointing: offload`. Valid names are
+    `block_input`, which is the input of the block, and the names for `saved_tensors`. If this key is unset, only
+    `block_input` is moved."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout probability of the attention outputs and of the feed-forward hidden states in training. The mask of a clip does not
-    depend on packing or on the number of GPUs. 0 disables dropout; small data sets may profit from 0.1."""
+    """Dropout probability in training, for the attention outputs and the hidden activations of the feed-forward layers. 0
+    disables dropout. The dropped values of a clip do not depend on packing or on the number of GPUs. Try 0.1 if a small
+    data set overfits."""
 
     @property
     def kept_on_device(self) -> tuple[str, ...]:
-        """`saved_tensors`, or their default."""
+        """Return `saved_tensors`, or the default of `checkpointing` if `saved_tensors` is None."""
         default = ["attn_output"] if self.checkpointing == "selective" else []
         return tuple(default if self.saved_tensors is None else self.saved_tensors)
 
     @property
     def kept_on_host(self) -> tuple[str, ...]:
-        """`offloaded_tensors`, or their default."""
+        """Return `offloaded_tensors`, or the default of `checkpointing` if `offloaded_tensors` is None."""
         default = ["block_input"] if self.checkpointing == "offload" else []
         return tuple(default if self.offloaded_tensors is None else self.offloaded_tensors)
 
 
 class LoraConfig(StrictModel):
-    """Low-rank adapters of linear layers, trained with PEFT while the base weights are frozen."""
+    """Low-rank adapters (LoRA) of linear layers, trained with PEFT while the base weights are frozen."""
 
     rank: int = Field(gt=0)
-    """Rank of each update B @ A. Higher ranks can learn more and need more memory; 16 to 128 are usual."""
+    """Rank of the update B @ A that the LoRA adds to a weight matrix. Higher ranks can learn more and need more memory.
+    16 to 128 are usual."""
     alpha: float | None = Field(default=None, gt=0)
-    """Scale of the update: B @ A is multiplied by alpha / rank. Unset means alpha = rank, a factor of 1. Set it to keep the
-    factor of another training when you change the rank."""
+    """Strength of the LoRA's update: B @ A is multiplied by alpha / rank. If this key is unset, alpha equals rank, so the
+    factor is 1. If you change the rank and want the same factor as before, change alpha in proportion."""
     targets: Literal["attention", "attention+ffn", "all-linear"] | list[str] = "attention"
-    """Linear layers that get an adapter: all attention projections (`attention`), also the feed-forward layers
-    (`attention+ffn`), every linear layer (`all-linear`), or a list of module name patterns."""
+    """Choose the linear layers that get an adapter. `attention` means all projections of the attention layers.
+    `attention+ffn` also includes the feed-forward layers, and `all-linear` means every linear layer. A list contains
+    patterns of module names."""
     init_from: str | None = None
-    """LoRA to continue training from: a safetensors file, or a folder that `wands export` wrote. Unset starts a new LoRA."""
+    """Continue training from this LoRA: a safetensors file, or a folder that `wands export` wrote. If this key is unset,
+    a new LoRA is trained."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout probability of the adapter inputs in training. 0 disables dropout."""
+    """Dropout probability of the inputs of the adapters in training. 0 disables dropout."""
     quantize: Literal["none", "int8", "nf4"] = "none"
-    """Quantization of the frozen linear layers, with bitsandbytes. `int8` takes 1.0 byte per weight, with one scale per row.
-    `nf4` takes 0.56 bytes, as in QLoRA. LoRAs of `model.merge_loras` are merged before quantization. Exports with
-    `--merge` use the weights before quantization. Use `int8` or `nf4` if the base model does not fit the GPU."""
+    """Quantize the frozen linear layers with bitsandbytes to save GPU memory. Use `int8` or `nf4` if the base model does
+    not fit the GPU. `int8` needs 1 byte per weight, and each row of a weight matrix has its own scale. `nf4` needs 0.56
+    bytes per weight, as in QLoRA. LoRAs in `model.merge_loras` are merged before the quantization. Exports with `--merge`
+    use the weights before quantization."""
 
     @property
     def scaled_alpha(self) -> float:
-        """`alpha`, or its default."""
+        """Return `alpha`, or `rank` if `alpha` is None."""
         return float(self.rank) if self.alpha is None else self.alpha
 
 
 class EmaConfig(StrictModel):
-    """Exponential moving average of the trained weights, in fp32. `--ema` of export and infer uses the average."""
+    """Exponential moving average of the trained weights, in fp32. `wands export --ema` and `wands infer --ema` use the
+    average.
+    """
 
     decay: float = Field(default=0.9999, gt=0, lt=1)
-    """Decay of the average per optimizer step. The default averages over about 10,000 steps; use a lower value for short runs."""
+    """Fraction of the old average that each optimizer step keeps. The default averages over about 10,000 steps. Use a
+    lower value for short runs."""
     warmup: bool = True
-    """Limit the decay of step n to (1 + n) / (10 + n), so that the average soon forgets the initial weights."""
+    """Use a smaller decay in the first steps, so that the average soon forgets the initial weights. The decay of step n
+    is then at most (1 + n) / (10 + n)."""
     every: int = Field(default=1, gt=0)
-    """Steps between two updates of the average. Each update uses decay ** every, so that the averaging time does not depend on
-    this key. Raise it if the updates cost too much time."""
+    """Number of optimizer steps between two updates of the average. One update uses decay ** every, so the average covers
+    the same number of steps for every value. Increase it if the updates take too much time."""
     device: Literal["cpu", "gpu"] = "cpu"
-    """Memory for the average: host (`cpu`) or GPU (`gpu`). All ranks together need 4 bytes per trained parameter. Use `gpu` if
-    host memory is short."""
+    """Memory that stores the average: host memory (`cpu`) or GPU memory (`gpu`). All ranks together need 4 bytes per
+    trained parameter. Use `gpu` if the host has too little memory."""
 
 
 class PrecisionConfig(StrictModel):
-    """Dtypes. Master weights, timesteps, modulation, norms and loss are always fp32."""
+    """Number formats (dtypes). Master weights, timesteps, modulation, norms and loss are always fp32."""
 
     compute: Literal["bf16", "fp32"] = "bf16"
-    """Dtype of matrix multiplications and attention. `fp32` is for CPU runs and comparisons."""
+    """Dtype of matrix multiplications and attention. Use `fp32` only on CPUs and to compare results."""
     weights: Literal["fp32", "bf16"] = "fp32"
-    """Storage dtype of the weights. `bf16` stores linear layers and patch embedding in 2 bytes per weight. Matrix
-    multiplications in bf16 round these weights anyway, so the frozen base of a LoRA gives the same result bit by bit.
-    In a full finetune `bf16` needs ZeRO-1 or ZeRO-2, which keep fp32 master weights. Use `bf16` for LoRAs."""
+    """Dtype in which the weights are stored. `bf16` stores the linear layers and the patch embedding with 2 bytes per
+    weight instead of 4. Use `bf16` for LoRAs: matrix multiplications convert the frozen weights to bf16 anyway, so the
+    results are identical bit by bit. In a full finetune, `bf16` needs ZeRO-1 or ZeRO-2, which keep fp32 master weights."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which gradients are reduced and ZeRO-3 gathers weights. `bf16` halves the communication and rounds gradients.
-    Use `bf16` if communication limits the speed."""
+    """Dtype in which GPUs exchange gradients, and weights with ZeRO-3. `bf16` halves the communication, but rounds the
+    gradients. Use `bf16` if communication limits the speed."""
 
 
 class AttentionConfig(StrictModel):
     """Attention kernel."""
 
     backend: Literal["auto", "reference", "cpu", "torch", "flash2", "flash3", "flash4"] = "auto"
-    """Kernel of self-attention. `auto` uses the first of flash4, flash3, flash2 (flash-attn packages) and torch that is
-    installed, supports the GPU and passes a check of its results. A kernel that is set by name must pass the same check."""
+    """Choose the kernel of self-attention. On a GPU, `auto` tries flash4, flash3, flash2 (flash-attn packages) and torch
+    in this order. It uses the first kernel that is installed, supports the GPU and computes correct results in a test. A
+    kernel that you choose by name must pass the same test. On a CPU, `auto` uses `cpu`."""
 
 
 class ParallelConfig(StrictModel):
-    """Context parallelism: world size = dp x ring x ulysses. Set `cp_size` or degrees; unset means no context parallelism."""
+    """Context parallelism: several ranks share one bin. The number of all ranks is dp x ring_degree x ulysses_degree,
+    where dp counts the groups that process different bins. Set `cp_size` or the two degrees. If all are unset, there is
+    no context parallelism.
+    """
 
     cp_size: int | None = Field(default=None, ge=1)
-    """Ranks that share one bin. If only cp_size is set, the largest valid Ulysses degree is used and the ring takes the rest.
-    Unset means the product of the degrees. Raise it if one clip does not fit a GPU."""
+    """Number of ranks that share one bin. Increase it if one clip does not fit a GPU. If only `cp_size` is set, wands
+    uses the largest valid Ulysses degree, and the ring degree is cp_size / ulysses_degree. If this key is unset, it is
+    the product of the two degrees."""
     ulysses_degree: int | None = Field(default=None, ge=1)
-    """Ranks that share attention heads; it must divide the number of heads. Unset derives the degree from `cp_size`, else 1. Keep
-    the degree within the GPUs of a node."""
+    """Number of ranks that divide the attention heads among themselves. It must divide the number of heads. If this key
+    is unset, wands derives it from `cp_size`; without `cp_size`, it is 1. Keep it at most as large as the number of GPUs
+    in a node."""
     ring_degree: int | None = Field(default=None, ge=1)
-    """Ranks that share the tokens of each sample. Unset derives the degree from `cp_size`, else 1. Use it across nodes, or if
-    the number of heads limits the Ulysses degree."""
+    """Number of ranks that divide the tokens of each sample among themselves. If this key is unset, wands derives it from
+    `cp_size`; without `cp_size`, it is 1. Use it across nodes, or if the number of heads limits the Ulysses degree."""
     fused_all_to_all: bool = True
-    """Send query, key and value in one Ulysses all-to-all. False sends three all-to-alls, as DeepSpeed does, with identical
-    results."""
+    """Send query, key and value together in one Ulysses all-to-all. False sends them in three all-to-alls, as DeepSpeed
+    does. The results are identical."""
 
     @property
     def group_size(self) -> int:
-        """Ranks that share one bin: `cp_size`, or the product of the degrees."""
+        """Number of ranks that share one bin: `cp_size`, or the product of the degrees if `cp_size` is None."""
         return self.cp_size or (self.ulysses_degree or 1) * (self.ring_degree or 1)
 
 
 class MockConfig(StrictModel):
-    """Random latents instead of a cache, for benchmarks and tests: no files, real shapes."""
+    """Random latents with given shapes, which replace a cache in benchmarks and tests."""
 
     num_samples: int = Field(gt=0)
-    """Number of samples in an epoch."""
+    """Number of random samples in one epoch."""
     shapes: list[tuple[int, int, int]] = Field(min_length=1)
-    """Latent shapes (frames, height, width). Sample i has shape i modulo the length of the list."""
+    """List of latent shapes, each as [frames, height, width]. The samples use the shapes in turn: sample i has the shape
+    at index i modulo the length of the list."""
     text_lens: list[Annotated[int, Field(ge=1, le=512)]] = Field(default=[16], min_length=1)
-    """Caption lengths in tokens, 1 to 512. Sample i has length i modulo the length of the list."""
+    """List of caption lengths in tokens, from 1 to 512. The samples use the lengths in turn: sample i has the length at
+    index i modulo the length of the list."""
 
 
 class SourceConfig(StrictModel):
-    """One of several latent caches, and its part of an epoch."""
+    """One of several latent caches, with its weight or its number of repeats in an epoch."""
 
     path: str
     """Cache folder, written by `wands preprocess`."""
     weight: float | None = Field(default=None, gt=0)
-    """Relative part of this source in an epoch: weight / sum of all weights. An epoch has as many samples as all sources
-    together. Unset means no weighting. Set a weight for all sources or for none."""
+    """Set the fraction of an epoch that comes from this cache: weight / sum of all weights. An epoch has as many samples
+    as all caches together. Set a weight for all caches or for none. If this key is unset, the sizes of the caches and
+    `repeat` give the fractions."""
     repeat: float | None = Field(default=None, gt=0, le=1000)
-    """Number of times that an epoch uses each sample. Unset means 1. With 1.5, an epoch uses all samples once and 50 % of the
-    samples a second time; the next epoch repeats the other samples."""
+    """Number of times that an epoch uses each sample of this cache. If this key is unset, it is 1. With 1.5, an epoch
+    uses each sample once and half of the samples a second time. The next epoch repeats the other half."""
 
 
 class DataConfig(StrictModel):
-    """Training data: set exactly one of `cache`, `sources` and `mock`."""
+    """Training data. Set exactly one of `cache`, `sources` and `mock`."""
 
     cache: str | None = None
-    """Cache folder, written by `wands preprocess`. Short for `sources: [{path: ...}]`. Unset uses `sources` or `mock`."""
+    """Train on this cache folder, written by `wands preprocess`. It is a short form of `sources: [{path: ...}]`. Leave it
+    unset if you use `sources` or `mock`."""
     sources: list[SourceConfig] | None = Field(default=None, min_length=1)
-    """Use it to mix several caches. All caches must be made with the same encoders. Unset uses `cache` or `mock`."""
+    """Use this list to train on several caches. All caches must be made with the same encoders. Leave it unset if you use
+    `cache` or `mock`."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
-    """Fraction of the clips to hold out of training. A hash of the clip name decides, so all samples of a clip are on one side
-    and new clips do not move other clips. 0 holds out no clip; use for example 0.02 to have an evaluation set."""
+    """Fraction of the clips to hold out of training, for evaluation. 0 holds out no clip; 0.02, for example, holds out 2
+    % of the clips. A hash of the clip's name decides, so all samples of a clip are held out together. New clips do not
+    change the decision for other clips."""
     split: Literal["train", "holdout", "all"] = "train"
-    """Clips to use: the training clips, the clips that `holdout` holds out, or all clips."""
+    """Choose the clips to use. `train` uses the clips that `holdout` leaves for training, `holdout` uses the held-out
+    clips, and `all` uses all clips."""
     mock: MockConfig | None = None
-    """Unset uses `cache` or `sources`."""
+    """Leave it unset if you use `cache` or `sources`."""
     verify: bool = False
-    """Verify the checksum of each sample when it is read. Set it if you suspect the storage; reading gets slower."""
+    """Verify the checksum of each sample when it is read. Set it if you suspect storage errors. Reading then takes more
+    time."""
     prefetch: int = Field(default=2, ge=0)
-    """Number of optimizer steps whose batches a thread reads ahead. 0 reads in the training loop. Raise it for slow storage."""
+    """Number of optimizer steps whose data a background thread reads in advance. 0 reads the data in the training loop.
+    Increase it if the storage is slow."""
 
 
 class PackingConfig(StrictModel):
-    """Sequence packing: samples of different lengths share a bin, which one forward processes without padding."""
+    """Sequence packing: samples of different lengths share a bin. One forward pass processes a bin without padding."""
 
     enabled: bool = True
-    """Process each bin in one forward. False processes the same bins one sample at a time: equal steps, slower."""
+    """Process all samples of a bin in one forward pass. False processes the samples of the same bins one after the other.
+    The steps are equal, but slower."""
     max_tokens: int = Field(default=32760, gt=0)
-    """Capacity of a bin in video tokens. A bin holds the clips of one forward pass. The default is one clip of 480 x 832 pixels
-    and 81 frames. Increase the capacity until memory is full. It must be at least the tokens of the longest sample."""
+    """Capacity of a bin in video tokens. A bin holds the clips of one forward pass. The default is one clip of 832 x 480
+    pixels and 81 frames. Increase the capacity until the GPU memory is full. It must not be smaller than the longest
+    sample."""
     level_bins: int | None = Field(default=None, gt=0)
-    """Number of bins that are balanced to equal cost; must divide `train.bins_per_step`. Unset balances all bins of a step. Set
-    it to dp_size (ranks / cp_size) if a step has several micro steps: the samples of a step then have more different lengths."""
+    """Number of bins that are balanced with each other, so that they take the same time. It must divide
+    `train.bins_per_step`. If this key is unset, all bins of a step are balanced. If a step has several micro steps, set
+    it to dp_size (number of ranks / cp_size). The samples of a step then have more different lengths."""
     buffer_size: int | None = Field(default=None, gt=0)
-    """Number of samples that are packed together. Set it for slow storage: a run then reads from few cache shards at once, in
-    random order. Unset packs the whole epoch together. A buffer of a few dozen steps fills the bins equally well."""
+    """Number of samples that are packed together. If this key is unset, the whole epoch is packed together. Set it if the
+    storage is slow: training then reads from few cache files at a time, in random order. The samples of a few dozen steps
+    are enough to fill the bins equally well."""
 
 
 FLOW_PRESETS: dict[str, dict[str, Any]] = {
@@ -236,34 +275,43 @@ FLOW_PRESETS: dict[str, dict[str, Any]] = {
 
 
 class FlowConfig(StrictModel):
-    """Flow matching: distribution and weights of the noise level sigma (0 is clean, 1 is noise), and dropout of conditions."""
+    """Flow matching: distribution and loss weight of the noise level sigma (0 is clean, 1 is pure noise), and dropout of
+    conditions.
+    """
 
     preset: Literal["pretrain", "finetune"] = "finetune"
-    """Values of the keys that are not set. `finetune`: timestep_sampling uniform, flow_shift 3.0, mix_uniform 0. `pretrain`:
-    timestep_sampling logit_normal, flow_shift 2.5, mix_uniform 0.2."""
+    """Choose the values of the keys that the recipe does not set. `finetune` means timestep_sampling uniform, flow_shift
+    3.0 and mix_uniform 0. `pretrain` means timestep_sampling logit_normal, flow_shift 2.5 and mix_uniform 0.2."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
-    """Distribution of sigma before the shift. `uniform` draws all levels equally often. `logit_normal` prefers middle levels;
-    `mode` does too, with heavier tails (Esser et al. 2024). `wands train --show-timesteps` prints the result."""
+    """Distribution from which sigma is drawn, before the shift by `flow_shift`. `uniform` draws all noise levels equally
+    often. `logit_normal` draws middle levels more often. `mode` also prefers middle levels, but draws low and high levels
+    more often than `logit_normal` (Esser et al. 2024). `wands train --show-timesteps` prints the distribution."""
     logit_mean: float = 0.0
-    """Mean of logit(sigma) with `logit_normal`. 0 centers the distribution at sigma 0.5; larger values move it towards noise."""
+    """Mean of logit(sigma), used by `timestep_sampling: logit_normal`. 0 centers the distribution at sigma 0.5. Larger
+    values draw more noise."""
     logit_std: float = Field(default=1.5, gt=0)
-    """Standard deviation of logit(sigma) with `logit_normal`. Smaller values give more middle levels."""
+    """Standard deviation of logit(sigma), used by `timestep_sampling: logit_normal`. Smaller values draw middle noise
+    levels more often."""
     mode_scale: float = Field(default=1.29, ge=-1.0, le=1.75192)
-    """Scale s of `mode` sampling. Larger values give more middle levels, negative values more low and high levels. The limits
-    keep the mapping monotone. Source: Esser et al. 2024 (arXiv 2403.03206), eq. 20."""
+    """Strength of the preference for middle noise levels, used by `timestep_sampling: mode`. Negative values prefer low
+    and high levels instead. Outside the limits, the formula is not monotone. It is the scale s in eq. 20 of Esser et al.
+    2024 (arXiv 2403.03206)."""
     flow_shift: float = Field(default=3.0, gt=0)
-    """Shift s of every sampled sigma: s * sigma / (1 + (s - 1) * sigma). Values above 1 train more noise; larger videos need
-    larger shifts. The shipped recipes use the shift of official inference."""
+    """Shift s of the drawn noise levels: sigma becomes s * sigma / (1 + (s - 1) * sigma). Values above 1 train more at
+    high noise. Larger videos need larger shifts. The shipped recipes use the shift of Wan's official inference."""
     mix_uniform: float = Field(default=0.0, ge=0, le=1)
-    """Fraction of the samples whose sigma is uniform and not shifted. 0 uses only the distribution above."""
+    """Fraction of the samples whose sigma is drawn uniformly and is not shifted. The other samples use
+    `timestep_sampling` and `flow_shift`. 0 means that all samples use them."""
     weighting: Literal["none", "linear", "bell"] = "none"
-    """Weight of a sample in the loss, as a function of sigma. `none`: always 1. `linear`: 1 + flow_shift * sigma. `bell`: a
-    Gaussian around sigma 0.5 with mean 1."""
+    """Weight of a sample in the loss, which depends on its sigma. `none` weights all samples with 1. `linear` uses 1 +
+    flow_shift * sigma. `bell` uses a bell curve, which is largest at sigma 0.5, is 0 at sigma 0 and 1, and has a mean of
+    1."""
     cfg_dropout: float = Field(default=0.1, ge=0, le=1)
-    """Fraction of the samples that train with the empty caption, for classifier-free guidance. 0 never drops the caption."""
+    """Fraction of the samples that train with the empty caption instead of their own caption. Classifier-free guidance
+    needs such samples. 0 always uses the caption."""
     i2v_ratio: float = Field(default=0.5, ge=0, le=1)
-    """Fraction of the samples with a given first frame (clean, at timestep 0), only for TI2V models. The other samples train
-    text-to-video."""
+    """Fraction of the samples that train image-to-video, with a clean first frame at timestep 0. The other samples train
+    text-to-video. The key has an effect only for TI2V models."""
 
     @model_validator(mode="before")
     @classmethod
@@ -274,90 +322,100 @@ class FlowConfig(StrictModel):
 
 
 class LossConfig(StrictModel):
-    """Reduction of the squared errors of a step to one loss."""
+    """Combination of the squared errors of a step into one loss."""
 
     reduction: Literal["sample", "token"] = "sample"
-    """Unit that counts once in the loss. `sample`: every clip has equal weight. `token`: every token has equal weight, so long
-    and large clips count more."""
+    """Choose what counts equally in the loss. `sample` gives every clip the same weight. `token` gives every token the
+    same weight, so long and large clips count more."""
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(StrictModel):
-    """Optimizer and learning rate. A DeepSpeed JSON may configure optimizer, scheduler or clipping instead."""
+    """Optimizer and learning rate. A DeepSpeed JSON may configure the optimizer, the scheduler or gradient clipping
+    instead.
+    """
 
     name: Literal["adamw", "adamw8bit", "adafactor", "muon"] = "adamw"
-    """Optimizer; AdamW is the usual choice.
+    """Optimizer that updates the weights. AdamW is the usual choice.
 
-    - `adamw`: AdamW of torch; with optimizer offload, AdamW of DeepSpeed on the host.
-    - `adamw8bit`: AdamW of bitsandbytes with moments in 8 bits: less memory.
-    - `adafactor`: factored second moments; only with ZeRO-0.
-    - `muon`: orthogonalised updates for the matrices of the blocks and AdamW for all other parameters; only full finetunes.
-      With ZeRO-1 to ZeRO-3 it needs grad_clip 0, and the logged norm is the norm of the update."""
+    - `adamw` is AdamW of torch. With optimizer offload, it is AdamW of DeepSpeed, which runs on the host.
+    - `adamw8bit` is AdamW of bitsandbytes. It stores the moments in 8 bits and needs less memory.
+    - `adafactor` stores factored second moments. It works only with ZeRO-0.
+    - `muon` uses orthogonalised updates for the matrices of the blocks, and AdamW for all other parameters. It works only
+      for full finetunes. With ZeRO-1 to ZeRO-3, it needs grad_clip 0, and the logged norm is the norm of the update."""
     lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate. It has the same meaning for all optimizers: Muon updates are scaled to the size of AdamW updates. The
-    default suits full finetunes; LoRAs use about 1e-4."""
+    """Peak learning rate. The default suits full finetunes; use about 1e-4 for LoRAs. The value has the same meaning for
+    all optimizers, because the updates of Muon are scaled to the size of AdamW's updates."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    """Decay rates of the first and second moments of AdamW, also of the AdamW part of Muon."""
+    """Decay rates of AdamW's first and second moments. AdamW also updates some parameters with `name: muon`."""
     eps: float = Field(default=1e-8, gt=0)
-    """Term that AdamW adds to the denominator for numerical stability."""
+    """Small number that AdamW adds to the denominator of its update, for numerical stability."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay, multiplied by the learning rate. 0 disables it; 0.1 is usual for pretraining."""
+    """Strength of the decoupled weight decay, which each step multiplies by the learning rate. 0 disables it; 0.1 is
+    usual for pretraining."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning rate after the warm-up: constant, or a cosine or linear decay to lr * min_lr_ratio at the last step."""
+    """Choose the course of the learning rate after the warm-up. `constant` keeps it at its peak. `cosine` and `linear`
+    let it fall to lr * min_lr_ratio at the last step."""
     warmup: float = Field(default=0.0, ge=0)
-    """Length of the linear warm-up. Values below 1 are a fraction of all steps; values >= 1 are a number of steps. 0 means no
-    warm-up."""
+    """Length of the linear warm-up of the learning rate. Values below 1 are a fraction of all steps. Values from 1 are a
+    number of steps. 0 means no warm-up."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Final learning rate of the cosine and linear schedules, as a fraction of lr. 0 decays to zero."""
+    """Learning rate at the last step of the `cosine` and `linear` schedules, as a fraction of lr. 0 means that the
+    learning rate falls to zero."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    """Scaling of lr with the batch size. With f = train.bins_per_step / scale_lr_base, `linear` multiplies lr by f, and `sqrt`
-    by the square root of f. `none` does not change lr."""
+    """Scale the learning rate with the batch size. `linear` multiplies lr by f = train.bins_per_step / scale_lr_base.
+    `sqrt` multiplies it by the square root of f. `none` does not change lr."""
     scale_lr_base: int = Field(default=1, gt=0)
-    """Number of bins per step at which `scale_lr` leaves lr unchanged."""
+    """Batch size for which lr was chosen, in bins per step. If `train.bins_per_step` has this value, `scale_lr` does not
+    change lr."""
     grad_clip: float = Field(default=1.0, ge=0)
-    """Largest norm of the whole gradient; larger gradients are scaled down. 0 disables clipping."""
+    """Largest allowed norm of the gradient of all parameters together. A larger gradient is scaled down to this norm. 0
+    disables clipping."""
 
 
 class TrainConfig(StrictModel):
     """Training loop: length, step size and logs."""
 
     seed: int = 0
-    """Seed of sample order, noise, dropout and random initial weights. Equal seeds give equal runs on any number of GPUs, except
-    for rounding."""
+    """Seed of the sample order, the noise, the dropout and random initial weights. Two runs with equal seeds give equal
+    results on any number of GPUs, except for rounding."""
     max_steps: int | None = Field(default=None, gt=0)
-    """Number of optimizer steps; overrides `epochs`. Unset trains `epochs` epochs."""
+    """Number of optimizer steps of the whole training. If it is set, `epochs` has no effect. If this key is unset,
+    training lasts `epochs` epochs."""
     epochs: int = Field(default=1, gt=0)
-    """Passes over the data, if `max_steps` is unset."""
+    """Number of times that training passes over the data. It has an effect only if `max_steps` is unset."""
     bins_per_step: int = Field(default=1, gt=0)
-    """Bins of one optimizer step on all ranks together: the batch size. Must be a multiple of dp_size; gradient accumulation
-    follows from it."""
+    """Number of bins that all ranks together process in one optimizer step: the batch size. It must be a multiple of
+    dp_size (number of ranks / cp_size). The number of gradient accumulation steps is bins_per_step / dp_size."""
     log_every: int = Field(default=1, gt=0)
-    """Number of steps between two lines on the terminal. TensorBoard and metrics.jsonl contain every step."""
+    """Print one line on the terminal every this many steps. TensorBoard and metrics.jsonl always contain every step."""
     log_samples: bool = False
-    """Write the loss and sigma of every clip to samples-rank*.jsonl. Use it to find the clip that causes a loss spike."""
+    """Write the loss and sigma of every clip to the files samples-rank*.jsonl. Use it to find the clip that causes a loss
+    spike."""
 
 
 class CheckpointConfig(StrictModel):
-    """Checkpoint interval and number of checkpoints to keep."""
+    """Interval between checkpoints, and number of checkpoints to keep."""
 
     every: int = Field(default=500, ge=0)
-    """Number of steps between two checkpoints. 0 saves only at the end."""
+    """Number of steps between two checkpoints. 0 saves a checkpoint only at the end of training."""
     keep: int = Field(default=2, gt=0)
-    """Number of newest checkpoints to keep on disk; older ones are deleted."""
+    """Number of checkpoints to keep on disk. When a new checkpoint is saved, older checkpoints beyond this number are
+    deleted."""
 
 
 class Recipe(StrictModel):
     """All settings of one training run."""
 
     output_dir: str = "runs/default"
-    """Run folder for checkpoints, logs and the resolved recipe. Use one folder per run."""
+    """Run folder, in which checkpoints, logs and the resolved recipe are written. Use a separate folder for each run."""
     model: ModelConfig = ModelConfig()
     lora: LoraConfig | None = None
-    """Unset trains all weights; a section with `rank` trains a LoRA."""
+    """If this section is unset, all weights are trained. With a section that contains `rank`, a LoRA is trained."""
     ema: EmaConfig | None = None
-    """Unset keeps no average; `ema: {}` keeps an average with the defaults."""
+    """If this section is unset, no average is kept. `ema: {}` keeps an average with the default settings."""
     data: DataConfig = DataConfig()
     packing: PackingConfig = PackingConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -371,16 +429,19 @@ class Recipe(StrictModel):
 
     @property
     def uses_dropout(self) -> bool:
-        """True if the model or the LoRA has dropout."""
+        """True if the model or the LoRA has a dropout probability above 0."""
         return bool(self.model.dropout or (self.lora and self.lora.dropout))
 
     def to_yaml(self) -> str:
-        """Return the recipe with all defaults as YAML that `load_recipe` reads."""
+        """Return the recipe with all defaults as YAML, which `load_recipe` can read again."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
 def inner_section(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that a key of this type contains, also inside an optional value or a list."""
+    """Return the section model inside the type of a key, or None if the type contains no section.
+
+    The section can also be inside an optional value or a list.
+    """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(inner_section, get_args(annotation))), None)
