@@ -1,1 +1,1 @@
-"""Frozen encoders: pixels to latents, captions to text embeddings."""
+"""Frozen encoders: encode video pixels to latents, and captions to text embeddings."""

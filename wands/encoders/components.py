@@ -1,4 +1,4 @@
-"""Find the frozen parts of a pipeline, read their configs, and recognise the model variant."""
+"""Find the frozen components of a pipeline (such as the VAE), read their configs, and recognise the model variant."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ALL_FILES = (*CONFIG_FILES, "*.safetensors")
 
 
 def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES) -> Path:
-    """Return the folder of a pipeline's part, and download the part if `model` is a Hub id.
+    """Return the folder of a component of a pipeline. Download the component if `model` is a Hub id.
 
     Args:
         model: diffusers pipeline folder or Hub id.
-        part: subfolder of the pipeline, such as "vae".
+        part: name of the component's subfolder in the pipeline, such as "vae".
         patterns: patterns of the files to download.
 
     Raises:
-        ConfigError: if the model does not exist or lacks the part.
+        ConfigError: if the model does not exist or has no such subfolder.
     """
     root = fetch_model(model, key="model", allow=[f"{part}/{pattern}" for pattern in patterns])
     if not (root / part).is_dir():
@@ -42,7 +42,7 @@ def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a JSON config of a pipeline's part.
+    """Read the JSON config of a component of a pipeline.
 
     Raises:
         ConfigError: if the file is missing or not a JSON object.
@@ -52,7 +52,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_variant(model: str | Path) -> Variant:
-    """Return the variant of a pipeline from its configs.
+    """Return the variant of a pipeline, recognised from the config of its transformer and from its model_index.json.
 
     Args:
         model: diffusers pipeline folder or Hub id.
@@ -69,14 +69,14 @@ def read_variant(model: str | Path) -> Variant:
 
 @contextmanager
 def loading_part(model: str | Path, part: str) -> Iterator[None]:
-    """Hide notices while the block loads a part of a pipeline, and explain its errors.
+    """Hide library notices while the block loads a component of a pipeline, and raise a clear error if loading fails.
 
     Args:
         model: diffusers pipeline folder or Hub id.
-        part: name of the part, for errors.
+        part: name of the component, for error messages.
 
     Raises:
-        ConfigError: if the block fails to read the part.
+        ConfigError: if the block raises an error that means that the component's files cannot be loaded.
     """
     try:
         with quiet_loading():
@@ -89,11 +89,11 @@ def loading_part(model: str | Path, part: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Hide notices of diffusers and transformers while the block loads parts. Without a terminal, hide progress bars too.
+    """Hide notices of diffusers and transformers while the block loads models. Without a terminal, hide progress bars too.
 
     The hidden notices are about unused config keys, unused tensors and fallbacks of image processors. Reports of
-    missing tensors are shown, and `wands --verbose` shows all notices. In a log file, a progress bar would write one
-    line per step.
+    missing tensors are still shown. `wands --verbose` shows all notices. Progress bars are hidden in log files because
+    they would write one line per step.
     """
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
@@ -120,6 +120,9 @@ def quiet_loading() -> Iterator[None]:
 
 
 def _is_important(record: logging.LogRecord) -> bool:
-    """Return False for transformers' report of a load in which every tensor of the model was found."""
+    """Return whether a log record must be shown.
+
+    The only record that is hidden is transformers' load report if every tensor of the model was found.
+    """
     text = record.getMessage()
     return "LOAD REPORT" not in text or any(word in text for word in ("MISSING", "MISMATCH", "CONVERSION"))

@@ -19,8 +19,8 @@ from wands.encoders.components import CONFIG_FILES, find_part, loading_part, rea
 from wands.errors import ConfigError, one_line
 from wands.model.files.loading import load_index
 
-# Config keys that change numbers without changing the name or shape of a tensor. The lists contain the keys to use and not the
-# keys to ignore, because every release of diffusers and transformers adds keys.
+# Config keys that change the results of an encoder without changing the name or shape of a tensor. The lists contain the keys to
+# use, not the keys to ignore, because every release of diffusers and transformers adds keys.
 # fmt: off
 VAE_KEYS = (
     "z_dim", "latents_mean", "latents_std", "is_residual", "patch_size", "temperal_downsample", "scale_factor_temporal",
@@ -45,18 +45,19 @@ PROBE = "A cat, 2 dogs &amp; «trois» oiseaux – 一只猫 🐈 swim\n\tslowly
 def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
     """Identify the frozen encoders of a pipeline by their content.
 
-    The fingerprint contains the SHA-256 of weight files, of the config keys that change numbers, and of the tokenizer's
-    vocabulary and its tokens of one sentence. Weights on the Hub are not downloaded, because the Hub stores their SHA-256.
+    The fingerprint contains SHA-256 digests of the weight files, and of the config keys that change results. For the
+    tokenizer, it contains a digest of the vocabulary and of the tokens of a test sentence. Weights on the Hub are not
+    downloaded, because the Hub stores their SHA-256.
 
     Args:
         model: diffusers pipeline folder or Hub id.
 
     Returns:
-        {"vae": {...}, "text_encoder": {...}, "tokenizer": {...}}, with CLIP also "image_encoder" and "image_processor".
-        Parts that the model lacks are left out.
+        Digests by component: {"vae": {...}, "text_encoder": {...}, "tokenizer": {...}}, for a model with CLIP also
+        "image_encoder" and "image_processor". Components that the model lacks are left out.
 
     Raises:
-        ConfigError: if the model does not exist or a part is damaged.
+        ConfigError: if the model does not exist or a component is damaged.
     """
     readers: dict[str, Callable[[str, Path], dict[str, str]]] = {
         "vae": _fingerprint_vae,
@@ -88,7 +89,10 @@ def _fingerprint_vae(model: str, folder: Path) -> dict[str, str]:
 
 
 def _fingerprint_encoder(class_name: str, keys: Sequence[str], model: str, folder: Path) -> dict[str, str]:
-    """Fingerprint an encoder of transformers. The config class sets the defaults of missing keys."""
+    """Return the digests of a transformers encoder's config and weights.
+
+    The config class fills in the default values of missing keys.
+    """
     import transformers
 
     config = getattr(transformers, class_name).from_dict(read_config(folder / "config.json"))

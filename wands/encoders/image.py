@@ -1,7 +1,7 @@
 """Encode the conditioning frames of image-to-video models: VAE latents and CLIP hidden states.
 
 Letters: C latent channels; F H W pixel frames, rows, columns; f h w latent frames, rows, columns; I tokens of CLIP; E
-width of CLIP.
+width of CLIP's hidden states.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from wands.model.files.loading import load_index
 
 
 def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
-    """Return a clip with its first frame, optionally its last frame, and mid-grey (value 0) in all other frames.
+    """Return a video with the first frame of a clip, optionally its last frame, and mid-grey (value 0) in all other frames.
 
     Args:
-        pixels: [3, F, H, W] in [-1, 1], F > 1.
+        pixels: [3, F, H, W] in [-1, 1], for F > 1 frames of H rows and W columns.
         last_image: keep the last frame too.
 
     Returns:
@@ -45,15 +45,16 @@ class ImageEncoder:
     """Frozen CLIP vision encoder with its image processor."""
 
     def __init__(self, processor: Any, model: CLIPVisionModel) -> None:
-        """Store a loaded processor and encoder."""
+        """Store an image processor and a CLIP encoder that are already loaded, and freeze the encoder."""
         self.processor = processor
         self.model = model.eval().requires_grad_(False)
 
     @classmethod
     def load(cls, model: str | Path, device: torch.device | str = "cpu") -> ImageEncoder:
-        """Load from a pipeline folder or Hub id, in float32 as published.
+        """Load CLIP and its image processor from a pipeline folder or Hub id, in float32 as published.
 
-        The class of the processor is the class in model_index.json, because other classes resize to slightly different pixels.
+        model_index.json names the class of the image processor. Another class would resize images to slightly different
+        pixels.
 
         Raises:
             ConfigError: if the model does not exist or its files are damaged.
@@ -67,13 +68,13 @@ class ImageEncoder:
 
     @torch.no_grad()
     def encode(self, images: Sequence[np.ndarray]) -> Tensor:
-        """Return the hidden states before the last layer for all images, one image after the other.
+        """Return CLIP's hidden states before its last layer for all images, concatenated along the token axis.
 
         Args:
-            images: images, each uint8 [H, W, 3].
+            images: images, each uint8 [rows, columns, 3].
 
         Returns:
-            float32 [I, E] on the CPU.
+            float32 [I, E] on the CPU, for I tokens of all images together and width E of the hidden states.
 
         Source: diffusers `WanImageToVideoPipeline.encode_image`.
         """
@@ -87,21 +88,21 @@ class ImageEncoder:
 
 
 class WindowEncoder:
-    """Encodes the pixels of a window to everything that the cache stores for it, except the text.
+    """Encoder of a window (a range of frames of a clip) to all tensors that the cache stores for it, except text embeddings.
 
-    CLIP stays loaded next to the VAE. CLIP's 1.3 to 2.5 GB are small compared with the activations of the VAE, and a separate
-    pass would decode every clip twice.
+    CLIP stays loaded next to the VAE. CLIP needs 1.3 to 2.5 GB, which is little compared with the activations of the
+    VAE. A separate pass with CLIP would decode every clip twice.
     """
 
     def __init__(
         self, vae: WanVideoEncoder, clip: ImageEncoder | None = None, conditions: Collection[str] = ("text",)
     ) -> None:
-        """Store loaded encoders.
+        """Store encoders that are already loaded.
 
         Args:
-            vae: the VAE.
-            clip: CLIP, for variants with the condition "clip".
-            conditions: conditions of the variant.
+            vae: VAE encoder.
+            clip: CLIP encoder. It is required if `conditions` contains "clip", and must be None otherwise.
+            conditions: conditions of the model variant, see `wands.variants.Variant`.
         """
         assert (clip is not None) == ("clip" in conditions), conditions
         self.vae, self.clip, self.conditions = vae, clip, conditions
@@ -116,14 +117,14 @@ class WindowEncoder:
         dtype: Literal["fp32", "bf16"] = "fp32",
         tiling: bool = False,
     ) -> WindowEncoder:
-        """Load from a pipeline folder or Hub id.
+        """Load the VAE, and CLIP if `conditions` contains "clip", from a pipeline folder or Hub id.
 
         Args:
             model: pipeline folder or Hub id.
             device: device of the encoders.
-            conditions: conditions of the variant.
+            conditions: conditions of the model variant, see `wands.variants.Variant`.
             dtype: dtype of the VAE's weights and arithmetic.
-            tiling: see `WanVideoEncoder`.
+            tiling: encode large frames in overlapping tiles, see `WanVideoEncoder`.
 
         Raises:
             ConfigError: if the model does not exist or its files are damaged.
@@ -132,14 +133,15 @@ class WindowEncoder:
         return cls(vae, ImageEncoder.load(model, device) if "clip" in conditions else None, conditions)
 
     def encode(self, pixels: Tensor) -> dict[str, Tensor]:
-        """Encode a window and its conditioning frames.
+        """Encode the pixels of a window (a range of frames of a clip), and the conditioning frames of the window.
 
         Args:
             pixels: float32 [3, F, H, W] in [-1, 1], see `WanVideoEncoder.encode`.
 
         Returns:
-            bf16 on the CPU: "latents" [C, f, h, w] and, depending on the conditions, "image_latents" [C, f, h, w] and
-            "image_embeds" [I, E].
+            bf16 tensors on the CPU by name. "latents" is [C, f, h, w]: channels, frames, rows and columns of the
+            latents. The conditions "image" and "clip" add "image_latents" [C, f, h, w] and "image_embeds" [CLIP tokens,
+            CLIP width].
         """
         encoded = {"latents": self.vae.encode(pixels)}
         last_image = "last_image" in self.conditions

@@ -1,4 +1,4 @@
-"""Text embeddings on disk, between the encoding of captions and the encoding of clips."""
+"""Text embeddings on disk. They are stored after the captions are encoded, and read while the clips are encoded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from wands.data.cache.write_ahead_log import LogRecord, WriteAheadLog, read_reco
 
 
 def caption_name(caption: str) -> str:
-    """Return the name of a caption's record in the log: 32 hex digits, a digest of the caption."""
+    """Return the name of a caption's record in a write-ahead log: 32 hex digits, a digest of the caption."""
     return hashlib.blake2b(caption.encode(), digest_size=16).hexdigest()
 
 
 def store_text(log: WriteAheadLog, caption: str, embeds: Tensor) -> None:
-    """Append the embedding of a caption, bf16 [L, D].
+    """Append the text embedding of a caption to a write-ahead log.
+
+    Args:
+        log: write-ahead log.
+        caption: the caption.
+        embeds: bf16 [L, D], for L text tokens and width D of the text encoder.
 
     Raises:
         CacheError: if the disk is full.
@@ -27,10 +32,13 @@ def store_text(log: WriteAheadLog, caption: str, embeds: Tensor) -> None:
 
 
 class TextSpool:
-    """Embeddings in write-ahead logs, by caption. Only the index is in memory: a million embeddings would need 800 GB."""
+    """Text embeddings that are stored in write-ahead logs, by caption.
+
+    Only an index is in memory, because a million embeddings would need 800 GB.
+    """
 
     def __init__(self, logs: Iterable[Path]) -> None:
-        """Index the records that the logs contain now."""
+        """Index the records that the logs contain now. Records that are appended later are not found."""
         self._records: dict[str, LogRecord] = {}
         for log in logs:
             self._records.update((record.name, record) for record in read_records(log))
@@ -39,7 +47,7 @@ class TextSpool:
         return caption_name(caption) in self._records
 
     def read(self, caption: str) -> Tensor:
-        """Return the stored embedding of a caption, bf16 [L, D], bit for bit.
+        """Return the stored embedding of a caption, bf16 [text tokens, width of the text encoder].
 
         Raises:
             CacheError: if the log is damaged.

@@ -1,4 +1,4 @@
-"""Encode captions as official Wan does.
+"""Encode captions in the same way as official Wan.
 
 Letters: L text tokens, D width of the encoder.
 """
@@ -20,17 +20,17 @@ from wands.variants import TEXT_LEN
 
 
 class TextEncoder:
-    """UMT5 encoder and its tokenizer, which encode one caption at a time without padding.
+    """UMT5 encoder with its tokenizer. It encodes one caption at a time, without padding.
 
-    UMT5 masks padding, so padding would change only the cost and the rounding. Without padding, an embedding depends
-    only on its caption, bit for bit. The DiT of Wan attends to zero padding, which training appends.
+    UMT5 masks padding, so padding would change only the cost and the rounding. Without padding, every bit of an
+    embedding depends only on its caption. Wan's DiT attends to zeros after the embedding. Training adds these zeros.
     """
 
     def __init__(self, tokenizer: Any, model: UMT5EncoderModel) -> None:
-        """Store a loaded tokenizer and encoder.
+        """Store a tokenizer and an encoder that are already loaded, and freeze the encoder.
 
         Raises:
-            ConfigError: if a faulty transformers release left the token embedding random.
+            ConfigError: if the token embedding has random values, because of a faulty transformers release.
         """
         if model.encoder.embed_tokens.weight.data_ptr() != model.shared.weight.data_ptr():
             # Releases of late 2025 have this bug: every caption becomes noise, without an error.
@@ -45,7 +45,7 @@ class TextEncoder:
     def load(
         cls, model: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
     ) -> TextEncoder:
-        """Load from a pipeline folder or Hub id.
+        """Load the tokenizer and the encoder from a pipeline folder or Hub id.
 
         Raises:
             ConfigError: if the model does not exist or its files are damaged.
@@ -57,13 +57,13 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, caption: str) -> Tensor:
-        """Clean, tokenise (at most 512 tokens, end token included) and encode one caption.
+        """Clean a caption, tokenise it to at most 512 tokens (end token included), and encode the tokens.
 
         Args:
-            caption: any text; "" gives the unconditional embedding.
+            caption: any text. An empty text gives the unconditional embedding.
 
         Returns:
-            bf16 [L, D] on the CPU; L is at least 1.
+            bf16 [L, D] on the CPU, for L >= 1 tokens and width D of the encoder.
         """
         tokens = self.tokenizer(
             clean_caption(caption),

@@ -1,4 +1,4 @@
-"""Encode pixels to the latents that Wan's DiT is trained on, and decode them.
+"""Encode pixels to the latents that Wan's DiT is trained on, and decode latents to pixels.
 
 Letters: C latent channels; F H W pixel frames, rows, columns; f h w latent frames, rows, columns.
 """
@@ -15,20 +15,26 @@ from torch import Tensor
 from wands.encoders.components import find_part, loading_part
 
 TILE, TILE_STRIDE = 256, 192
-"""Side of a tile, and distance between the starts of neighbouring tiles, in pixels: diffusers' defaults. Fingerprints of caches
-contain both numbers."""
+"""Height and width of a tile, and distance between the starts of neighbouring tiles, in pixels.
+
+Both are the defaults of diffusers. The fingerprint of a cache contains both numbers.
+"""
 
 
 class WanVideoEncoder:
-    """Frozen VAE, which encodes a whole clip at once because a causal VAE would start anew at every cut."""
+    """Frozen VAE that encodes each clip as a whole.
+
+    The VAE is causal in time. If a clip were encoded in several sections, the VAE would lose the earlier frames at each
+    section start.
+    """
 
     def __init__(self, vae: AutoencoderKLWan, *, tiling: bool = False) -> None:
-        """Store a loaded VAE.
+        """Store a VAE that is already loaded, and freeze it.
 
         Args:
-            vae: VAE in float32, or in bfloat16 for less memory and time.
-            tiling: encode large frames in overlapping tiles and blend their latents. This needs less memory, but latents near
-                the seams do not depend on the whole frame.
+            vae: VAE in float32, or in bfloat16, which needs less memory and time.
+            tiling: encode large frames in overlapping tiles, and blend the latents of the tiles. This needs less
+                memory. However, latents near the edges of tiles then do not depend on the whole frame.
         """
         self.vae = vae.eval().requires_grad_(False)
         if tiling:
@@ -47,13 +53,13 @@ class WanVideoEncoder:
         dtype: Literal["fp32", "bf16"] = "fp32",
         tiling: bool = False,
     ) -> WanVideoEncoder:
-        """Load from a pipeline folder or Hub id.
+        """Load the VAE from a pipeline folder or Hub id.
 
         Args:
             model: pipeline folder or Hub id.
             device: device of the VAE.
             dtype: dtype of weights and arithmetic.
-            tiling: see `__init__`.
+            tiling: encode large frames in overlapping tiles, see `__init__`.
 
         Raises:
             ConfigError: if the model does not exist or its files are damaged.
@@ -65,14 +71,18 @@ class WanVideoEncoder:
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Return the posterior mean, normalised by the VAE's statistics: (mean - latents_mean) / latents_std.
+        """Encode pixels to normalised latents.
+
+        The latents are (posterior mean - latents_mean) / latents_std. latents_mean and latents_std are in the VAE's
+        config.
 
         Args:
-            pixels: float32 [3, F, H, W] in [-1, 1]; F = 1 + 4k, H and W multiples of the spatial stride.
-                The VAE silently crops other sizes.
+            pixels: float32 [3, F, H, W] in [-1, 1], for F frames of H rows and W columns. F must be 1 + a multiple of
+                the temporal stride (4). H and W must be multiples of the spatial stride. The VAE would silently crop
+                pixels of any other size.
 
         Returns:
-            float32 [C, f, h, w] on the CPU.
+            float32 [C, f, h, w] on the CPU: channels, frames, rows and columns of the latents.
         """
         assert pixels.dtype == torch.float32, f"pixels are {pixels.dtype}; the range is checked in float32"
         assert pixels.ndim == 4, f"pixels have shape {tuple(pixels.shape)}, not [3, F, H, W]"
@@ -87,21 +97,21 @@ class WanVideoEncoder:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode latents to pixels; approximate inverse of `encode`.
+        """Decode normalised latents to pixels. This is an approximate inverse of `encode`.
 
         Args:
-            latents: [C, f, h, w], normalised, any float type.
+            latents: [C, f, h, w] of any float dtype: channels, frames, rows and columns of normalised latents.
 
         Returns:
-            float32 [3, F, H, W] in [-1, 1] on the CPU.
+            float32 [3, frames, rows, columns] in [-1, 1] on the CPU.
         """
         restored = self.denormalise(latents.to(self.vae.device, torch.float32)).to(self.vae.dtype)
         return self.vae.decode(restored[None]).sample[0].float().clamp(-1, 1).cpu()
 
     def normalise(self, latents: Tensor) -> Tensor:
-        """Normalise latents [C, f, h, w] of the VAE for the DiT."""
+        """Normalise the VAE's latents [channels, frames, rows, columns] for the DiT: (latents - latents_mean) / latents_std."""
         return (latents - self._mean) / self._std
 
     def denormalise(self, latents: Tensor) -> Tensor:
-        """Undo `normalise`."""
+        """Undo `normalise`: return latents * latents_std + latents_mean."""
         return latents * self._std + self._mean

@@ -49,7 +49,8 @@ def loss_weights(
 
     Args:
         trained_lens: number of tokens of each sample that are in the loss, summed over the ranks that share the sample.
-        batch_weights: fp32 [S] for S samples, 0 for the sample of a padding bin (an empty bin that fills up a step), else 1.
+        batch_weights: fp32 [S] for S samples, 0 for the sample of a padding bin, else 1. A padding bin has one dummy sample
+            and completes a training step.
         sigma_weights: fp32 [S], weight of each sample's noise level, from `sigma_weight`.
         reduction: "sample": the weights of a sample's tokens sum to 1. "token": the weight of every token is 1. Both
             are then multiplied by `batch_weights` and `sigma_weights`.

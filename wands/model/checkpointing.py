@@ -1,14 +1,14 @@
 """Activation checkpointing by tensor name.
 
-Under `torch.utils.checkpoint` a block runs twice, the second time in backward. Tensors that are kept by name are not
-computed again in the second run. They stay on the device (saved) or in host memory (offloaded). The names belong to
-self-attention and the feed-forward:
+Under `torch.utils.checkpoint`, each block runs twice: first in the forward pass, then again in the backward pass.
+Tensors that are kept by name are not computed again in the second run. A kept tensor stays on the device (saved) or in
+host memory (offloaded). The names belong to self-attention and the feed-forward:
 
 block_input       residual stream before the block; always kept on the device, unless it is offloaded
 query_proj        result of attn1.to_q, before norm and rotation
 key_proj          result of attn1.to_k, before norm and rotation
 value_proj        result of attn1.to_v
-attn_input        q, k and v after the Ulysses all-to-all; not computed without Ulysses
+attn_input        q, k and v after the Ulysses all-to-all; does not exist without Ulysses
 attn_output       result of the attention kernel or ring, with its log-sum-exp, and the result of the all-to-all after it
 ffn_activation    hidden state of the feed-forward, before the non-linearity
 
@@ -40,25 +40,28 @@ PROJECTIONS = {
     "value_proj": "attn1.to_v",
     "ffn_activation": "ffn.net.0.proj",
 }
-"""Tensor name -> linear layer of a block whose result has this name."""
+"""Maps a tensor name to the linear layer of a block whose result has this name."""
 _aten = torch.ops.aten
 _MATMULS = frozenset((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.linear.default))
 """Operators that compute a linear layer."""
 
 
 class SelectiveCheckpoint:
-    """Runs blocks under activation checkpointing and keeps tensors by name.
+    """Activation checkpointing that runs blocks and keeps selected tensors by name.
+
+    Under activation checkpointing, each block runs again in the backward pass. A kept tensor is not computed again.
 
     Args:
-        blocks: blocks of the model; their linear layers have hooks until `close`.
+        blocks: blocks of the model. Their linear layers have hooks until `close` is called.
         saved: names of tensors that stay on the device.
         offloaded: names of tensors that are offloaded to host memory.
-        operators: name -> operators whose results have this name, in addition to `PROJECTIONS`.
-        offloader: host memory for offloaded tensors; None makes a new offloader at the first forward. Two models can share an
-            offloader if no model runs between the forward and the backward of the other model.
+        operators: maps a name to the operators whose results have this name, in addition to `PROJECTIONS`.
+        offloader: host memory for offloaded tensors. None makes a new offloader in the first forward pass. Two models
+            can share an offloader if no model runs between the forward pass and the backward pass of the other model.
 
     Attributes:
-        offloader: host memory for offloaded tensors; None before the first forward, if no offloader was given.
+        offloader: host memory for offloaded tensors. If no offloader was given, this is None before the first forward
+            pass.
     """
 
     def __init__(
@@ -87,12 +90,12 @@ class SelectiveCheckpoint:
         ]
 
     def __call__(self, block: nn.Module, hidden: Tensor, *shared: Any) -> Tensor:
-        """Run a block under activation checkpointing.
+        """Run a block under activation checkpointing, and return the block's result.
 
         Args:
-            block: callable (hidden, *shared) -> hidden.
-            hidden: [L, D], input of the block.
-            shared: other arguments, the same for all blocks.
+            block: callable that maps (hidden, *shared) to the new hidden states.
+            hidden: [L, D], input of the block: L tokens of width D.
+            shared: other arguments of the block, the same for all blocks.
         """
         options: dict[str, Any] = {"use_reentrant": False}
         if self._name_of or self._hooks:
@@ -104,7 +107,7 @@ class SelectiveCheckpoint:
             return checkpoint(block, hidden, *shared, **options)
 
     def close(self) -> None:
-        """Remove the hooks from the linear layers."""
+        """Remove the hooks from the linear layers of the blocks."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -119,7 +122,7 @@ class SelectiveCheckpoint:
         yield linear.register_forward_hook(leave, always_call=True)  # an exception ends the second run early
 
     def _offload_input(self, hidden: Tensor) -> AbstractContextManager[Any]:
-        """Return a context that offloads the block's input. Other tensors that autograd saves stay on the device."""
+        """Return a context that offloads the block's input `hidden`. Other tensors that autograd saves stay on the device."""
         assert self.offloader is not None
         # The hooks exist as long as the graph, so they must not hold a reference to the tensor.
         put, address, shape = self.offloader.put, hidden.data_ptr(), hidden.shape
@@ -154,13 +157,13 @@ class SelectiveCheckpoint:
     ) -> Any:
         if self._kept_name(op) is None:
             return op(*args, **kwargs)
-        assert kept, "backward ran twice through one forward"
+        assert kept, "the backward pass ran twice after one forward pass"
         result = kept.popleft()  # each kept result is used once and then freed
-        assert result.op is op, f"{op} ran where the forward ran {result.op}"
+        assert result.op is op, f"{op} ran in the backward pass, but {result.op} in the forward pass"
         return tree_map_only((_SavedTensor, OffloadedTensor), lambda tensor: tensor.take(), result.value)
 
     def _kept_name(self, op: OpOverload) -> str | None:
-        """Return the tensor name of an operator's result, or None if the result is computed again."""
+        """Return the tensor name of an operator's result, or None if the result is not kept and must be computed again."""
         return self._current_projection if op in _MATMULS else self._name_of.get(op)
 
     def _keep(self, name: str, tensor: Tensor) -> _SavedTensor | OffloadedTensor:
@@ -171,7 +174,7 @@ class SelectiveCheckpoint:
 
 
 class _SavedTensor:
-    """A tensor of the first run that stays on the device, without its graph."""
+    """Tensor of a block's first run that stays on the device, detached from its autograd graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = detached(tensor)
@@ -189,7 +192,7 @@ class _KeptResult:
 
 
 class _OperatorMode(TorchDispatchMode):
-    """Calls a function in place of every operator."""
+    """Dispatch mode that calls the function `compute` in place of every operator."""
 
     def __init__(self, compute: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
@@ -202,5 +205,5 @@ class _OperatorMode(TorchDispatchMode):
 
 
 def _base_layer(layer: nn.Module) -> nn.Module:
-    """Return the base layer of a layer with a LoRA, or the layer if it has no LoRA."""
+    """Return the base layer of a layer that has a LoRA. Return a layer without a LoRA unchanged."""
     return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer

@@ -1,7 +1,8 @@
 """Dropout whose masks depend only on the sample, the layer, the row's position in its sample, and the channel.
 
-A mask is a hash, not a stream of random numbers. A sample therefore has the same mask in every bin, on every rank, when a block
-runs again in backward, after a restart, and on CPU and GPU. Backward computes the mask again, so no mask is stored.
+A mask is a hash, not a stream of random numbers. A sample therefore has the same mask in every bin, on every rank,
+after a restart, and on CPU and GPU. The mask is also the same when activation checkpointing runs a block again in the
+backward pass. The backward pass of dropout computes the mask again, so that no mask is stored.
 
 Letters: N rows, C channels, S samples.
 """
@@ -22,23 +23,28 @@ _SIDES = {"tokens": 1, "text": 2, "image": 3, "time": 4}
 
 
 class RowKeys:
-    """Hash keys of the rows of one forward, shared by all dropout layers of a model.
+    """Hash keys of the rows in one forward pass. All dropout layers of a model share them.
 
-    A side is a kind of rows: "tokens" (video tokens), "text", "image" (CLIP tokens) or "time" (timesteps).
+    Dropout masks are computed from these keys. There are keys for four kinds of rows, which `side` names: "tokens"
+    (video tokens), "text" (text tokens), "image" (CLIP tokens) and "time" (timesteps).
     """
 
     def __init__(self) -> None:
         self._keys: Mapping[str, Tensor] = {}
 
     def __getitem__(self, side: str) -> Tensor:
-        """Return the keys of all rows of one side, int64 [N]."""
+        """Return the keys of all rows of one kind, int64 [number of rows].
+
+        Args:
+            side: kind of rows: "tokens", "text", "image" or "time".
+        """
         return self._keys[side]
 
     def set(self, meta: PackedMeta, image_len: int) -> None:
-        """Compute the keys of a bin. They are valid until the next call.
+        """Compute the keys of the rows of packed samples. The keys are valid until the next call.
 
         Args:
-            meta: metadata of the bin, with `dropout_keys`.
+            meta: metadata of the packed samples, with `dropout_keys`.
             image_len: number of CLIP tokens of each sample, 0 without CLIP.
         """
         assert len(meta.dropout_keys) == len(meta.local_seq_lens), "dropout needs meta.dropout_keys"
@@ -63,11 +69,11 @@ class RowKeys:
 
 
 class KeyedDropout(nn.Module):
-    """Dropout as `torch.nn.Dropout`, with masks from `RowKeys`.
+    """Dropout layer as `torch.nn.Dropout`, but with masks that are hashes of row keys instead of random numbers.
 
     Args:
         p: dropout probability.
-        name: name of the layer. Masks of layers with different names are independent.
+        name: name of the layer. Layers with different names have independent masks.
         keys: keys of the rows.
     """
 
@@ -80,9 +86,10 @@ class KeyedDropout(nn.Module):
         self._keys = keys
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop values: [..., C] -> [..., C]. All dimensions except the last are rows, in the order of the keys.
+        """Drop values in training: map x [..., C] to a tensor of the same shape.
 
-        The last text row is the padding of all samples. No value of this row is dropped.
+        All dimensions except the last are rows, and their number and order match the row keys. In a layer for text, the
+        last row is the padding of all samples. No value of this row is dropped.
         """
         if not self.training or self.p == 0:
             return x
@@ -95,15 +102,16 @@ class KeyedDropout(nn.Module):
 
 
 def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
-    """Replace the dropout layers of a packed DiT's blocks and of its LoRA.
+    """Replace the dropout layers of a packed DiT, in its blocks and in its LoRA, with `KeyedDropout` layers.
 
     Args:
         model: packed DiT, with its LoRA if it has one.
-        p: dropout probability of attention outputs and of hidden states of the feed-forwards.
-        lora_p: dropout probability of the LoRA inputs.
+        p: dropout probability of attention outputs and of the feed-forward's hidden states. 0 keeps the layers of the
+            blocks.
+        lora_p: dropout probability of the LoRA inputs. 0 keeps the layers of the LoRA.
 
     Returns:
-        The row keys that all of these layers use.
+        The row keys that all new layers share.
     """
     keys = RowKeys()
     for name, module in list(model.named_modules()):
@@ -117,7 +125,7 @@ def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
 
 
 def side_of(name: str) -> str:
-    """Return the side of the rows that a layer computes, from the name of the layer."""
+    """Return the kind of rows that a layer computes, from the layer's name: "image", "text", "time" or "tokens"."""
     if "image_embedder" in name or ".add_k_proj" in name or ".add_v_proj" in name:
         return "image"
     if "text_embedder" in name or ".attn2.to_k" in name or ".attn2.to_v" in name:
@@ -126,7 +134,7 @@ def side_of(name: str) -> str:
 
 
 class _Drop(torch.autograd.Function):
-    """Masks and scales the input in forward and the gradient in backward."""
+    """Autograd function for dropout. It applies the same mask to the input and to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
@@ -141,7 +149,7 @@ class _Drop(torch.autograd.Function):
 
 
 def _drop(x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
-    """Return a copy of x [..., C] with the masks applied to the first len(rows) rows."""
+    """Return a copy of x [..., C] with dropout applied to the first len(rows) rows. The other rows are unchanged."""
     out = x.clone(memory_format=torch.contiguous_format)
     flat, step = out.view(-1, x.shape[-1]), max(_CHUNK // x.shape[-1], 1)
     for begin in range(0, len(rows), step):
@@ -161,9 +169,10 @@ def _threshold(p: float) -> int:
 
 
 def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
-    """Return the mask of the values that a layer keeps, bool [N, C].
+    """Return a mask that is True for the values that dropout keeps, bool [N, C] for N rows and C channels.
 
-    Each pair of channels uses the two halves of 32 bits, which mix the hashes of the row and the pair.
+    A hash of the row and a hash of each pair of channels are mixed to 32 bits. Each channel of the pair uses 16 of
+    these bits.
 
     Args:
         rows: int64 [N], row keys.
@@ -183,12 +192,19 @@ def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
 
 
 def _row_keys(samples: Tensor, side: str, segment_ids: Tensor, positions: Tensor) -> Tensor:
-    """Hash the sample key, the side and the position of each row, int64 [N]."""
+    """Return a hash of the sample's key, the kind of row and the position for each row, int64 [number of rows].
+
+    Args:
+        samples: int64, key of each sample.
+        side: kind of rows: "tokens", "text", "image" or "time".
+        segment_ids: sample index of each row.
+        positions: position of each row in its sample.
+    """
     return _mix64(_mix64(samples + _SIDES[side])[segment_ids] + positions)
 
 
 def _mix64(z: Tensor) -> Tensor:
-    """Apply the finalizer of splitmix64 to int64, which wraps around as unsigned numbers do.
+    """Apply the finalizer of splitmix64 to int64 values. int64 overflows in the same way as unsigned integers.
 
     Source: Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators.
     """
@@ -198,7 +214,7 @@ def _mix64(z: Tensor) -> Tensor:
 
 
 def _low_word(z: Tensor) -> Tensor:
-    """Return the lower 32 bits, int32."""
+    """Return the lower 32 bits of each int64 value, as int32."""
     return z.view(torch.int32).view(-1, 2)[:, 0]
 
 

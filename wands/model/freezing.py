@@ -1,4 +1,4 @@
-"""Select the trainable parameters of a full finetune by patterns of names."""
+"""Select the trainable parameters of a full finetune by patterns of parameter names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from wands.errors import ConfigError
 
 
 def freeze_parameters(model: nn.Module, trainable: Sequence[str], frozen: Sequence[str]) -> int:
-    """Set `requires_grad` of all parameters.
+    """Set `requires_grad` of each parameter: True for trainable parameters, False for frozen parameters.
 
     Args:
         model: model, which may be on the meta device.
-        trainable: shell patterns of trainable parameters, such as `blocks.*.attn1.*`. No pattern means all parameters.
-        frozen: shell patterns of frozen parameters, which override `trainable`.
+        trainable: shell patterns of trainable parameters, such as `blocks.*.attn1.*`. An empty list means all
+            parameters.
+        frozen: shell patterns of frozen parameters. They override `trainable`.
 
     Returns:
         Number of trainable parameter tensors.

@@ -29,12 +29,12 @@ _FFN = ("ffn.net.0.proj", "ffn.net.2")
 
 
 def find_targets(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the linear layers that get a LoRA, by module name.
+    """Return the linear layers that get a LoRA. The dictionary maps the name of each layer to the layer.
 
     Args:
         model: model without a LoRA.
-        targets: "attention": projections of self- and cross-attention; "attention+ffn": also the feed-forward; "all-linear":
-            every linear layer; or a list of patterns of module names.
+        targets: "attention": projections of self- and cross-attention. "attention+ffn": also the feed-forward.
+            "all-linear": every linear layer. Otherwise a list of patterns of layer names.
 
     Raises:
         ConfigError: if a pattern matches no linear layer.
@@ -64,17 +64,19 @@ def add_lora(
 ) -> None:
     """Freeze the model and add a trainable LoRA.
 
-    lora_A is uniform as in PEFT, lora_B is zero. The values depend only on (seed, module name), so they are the same for every
-    world size.
+    lora_A has random initial values from PEFT's uniform distribution, and lora_B is zero. The values depend only on the
+    seed and the name of the layer, so they are the same for every number of ranks.
 
     Args:
-        model: packed DiT, whose parameters ZeRO-3 may have partitioned already. The LoRA is not partitioned yet.
+        model: packed DiT. Its parameters may already be partitioned by ZeRO-3. The new LoRA parameters are not
+            partitioned.
         lora: rank, alpha and targets.
         seed: `train.seed`.
-        start: initial LoRA by module, instead of the values above.
+        start: initial LoRA by layer name, instead of the values above.
 
     Raises:
-        ConfigError: if a pattern matches no layer, or a module of `start` does not fit the model or the rank.
+        ConfigError: if a pattern in `lora.targets` matches no layer, or a layer of `start` does not fit the model or
+            the rank.
     """
     targets = find_targets(model, lora.targets)
     _check_start(targets, lora, start or {})
@@ -84,7 +86,7 @@ def add_lora(
     peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for name, base in targets.items():
         layer = model.get_submodule(name)
-        # Otherwise PEFT copies the input of every layer to fp32, and autocast then casts the copy to bf16.
+        # Without this, PEFT copies the input of every layer to fp32, and autocast then casts the copy to bf16.
         layer.cast_input_dtype_enabled = False
         lora_A, lora_B = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
         for linear in (lora_A, lora_B):  # PEFT uses the dtype of the base, but trained weights are fp32
@@ -107,7 +109,8 @@ def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair]
         Number of parameters of the LoRA.
 
     Raises:
-        ConfigError: if `lora.targets` is empty, or in the cases of `add_lora`.
+        ConfigError: if `lora.targets` selects no layer, a pattern in it matches no layer, or a layer of `start` does
+            not fit the model or the rank.
     """
     targets = find_targets(model, lora.targets)
     if not targets:
@@ -119,7 +122,7 @@ def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair]
 
 
 def lora_pairs(state: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, LoraPair]:
-    """Return the LoRA in the weights of a checkpoint, by module."""
+    """Return the LoRA matrices that a checkpoint's weights contain, by layer name."""
     weights = {name: tensor for name, tensor in state.items() if ".lora_" in name}
     alphas = {"transformer": lora.scaled_alpha}
     return parse_lora(weights, alphas=alphas, where="the checkpoint")["transformer"]
@@ -129,12 +132,15 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]
     """Read the LoRA of one expert from a file in any known layout.
 
     Args:
-        path: see `wands.model.files.lora_files.find_lora_file`.
-        expert: expert of the LoRA.
-        key: recipe key of the path, for errors.
+        path: LoRA file or folder, see `wands.model.files.lora_files.find_lora_file`.
+        expert: DiT that the LoRA is for.
+        key: recipe key of the path, for error messages.
+
+    Returns:
+        LoRA matrices by layer name.
 
     Raises:
-        ConfigError: if the file does not exist or contains the LoRA of another expert.
+        ConfigError: if the file does not exist or contains no LoRA for this expert.
         CheckpointError: if the file is damaged or contains no LoRA for Wan.
     """
     file = find_lora_file(Path(path), key, expert.subfolder if expert.name else None)
@@ -150,15 +156,17 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]
 
 
 def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:
-    """Read the LoRA that `lora.init_from` names for one expert; return None if the key is not set."""
+    """Read the LoRA of one expert from the file that `lora.init_from` names. Return None if the key is not set."""
     return None if lora.init_from is None else load_lora(lora.init_from, expert, "lora.init_from")
 
 
 class MergedLoras:
-    """Merges LoRAs into base weights: W + sum of scale * alpha/R * lora_B @ lora_A, in float64.
+    """Callable that merges LoRAs into base weights, in float64.
+
+    A merged weight is W + the sum of scale * alpha / rank * lora_B @ lora_A over all LoRAs.
 
     Args:
-        loras: scale of each LoRA, and its pairs by module.
+        loras: (scale, pairs) of each LoRA. The pairs are the LoRA matrices by layer name.
     """
 
     def __init__(self, loras: Sequence[tuple[float, Mapping[str, LoraPair]]]) -> None:
@@ -166,14 +174,20 @@ class MergedLoras:
 
     @classmethod
     def load(cls, merges: Sequence[MergeConfig], expert: Expert) -> MergedLoras:
-        """Read the LoRA files of the recipe with `load_lora`."""
+        """Read the LoRA files that the recipe lists in `model.merge_loras`.
+
+        Args:
+            merges: path and scale of each LoRA.
+            expert: DiT that the LoRAs are merged into.
+        """
         return cls([(merge.scale, load_lora(merge.path, expert, "model.merge_loras")) for merge in merges])
 
     def check_fit(self, model: nn.Module) -> None:
-        """Check the LoRAs against a model.
+        """Check that every LoRA fits the layers of a model.
 
         Raises:
-            ConfigError: if a module of a LoRA is not a linear layer of the model, or has another shape.
+            ConfigError: if a layer of a LoRA is not a linear layer of the model, or has another shape than the layer of
+                the model.
         """
         linears = find_targets(model, "all-linear")
         for _, pairs in self._loras:
@@ -188,7 +202,12 @@ class MergedLoras:
                     )
 
     def __call__(self, name: str, weight: Tensor) -> Tensor:
-        """Return a parameter with all LoRAs merged, in the dtype of `weight`."""
+        """Return a parameter with all LoRAs merged into it, in the dtype of `weight`.
+
+        Args:
+            name: name of the parameter.
+            weight: value of the parameter without LoRAs. It is returned unchanged if no LoRA changes this parameter.
+        """
         module, _, leaf = name.rpartition(".")
         updates = [(scale, pairs[module]) for scale, pairs in self._loras if module in pairs]
         if leaf != "weight" or not updates:
@@ -208,14 +227,17 @@ def _check_start(targets: Mapping[str, nn.Linear], lora: LoraConfig, start: Mapp
         expected = (lora.rank, linear.in_features), (linear.out_features, lora.rank)
         if (tuple(pair.lora_A.shape), tuple(pair.lora_B.shape)) != expected:
             raise ConfigError(
-                f"lora.init_from={lora.init_from}: {name} has rank {len(pair.lora_A)} for {pair.lora_A.shape[1]} to "
-                f"{len(pair.lora_B)} features, expected lora.rank={lora.rank} for {linear.in_features} to "
-                f"{linear.out_features}. Set lora.rank={len(pair.lora_A)}, or use a LoRA for this model."
+                f"lora.init_from={lora.init_from}: {name} has rank {len(pair.lora_A)}, {pair.lora_A.shape[1]} inputs and "
+                f"{len(pair.lora_B)} outputs; expected lora.rank={lora.rank}, {linear.in_features} inputs and "
+                f"{linear.out_features} outputs. Set lora.rank={len(pair.lora_A)}, or use a LoRA for this model."
             )
 
 
 def _initial_lora_A(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Draw PEFT's initial values (Kaiming uniform with a = sqrt(5), bound 1/sqrt(I)), keyed by seed and module name."""
+    """Draw PEFT's initial values of lora_A, keyed by the seed and the layer name.
+
+    The distribution is Kaiming uniform with a = sqrt(5): uniform between -1/sqrt(in features) and 1/sqrt(in features).
+    """
     digest = hashlib.blake2b(f"{seed}/{name}/lora_A".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     bound = 1 / math.sqrt(shape[1])

@@ -1,8 +1,9 @@
 """Scale, shift and gate packed tokens with a table that has one row per timestep, not one row per token.
 
-The tokens of a timestep are contiguous, so each table row applies to a slice of tokens. The backward sums each slice in a fixed
-order, so it is deterministic, and the gradient of a sample does not depend on other samples in the bin. Tokens are saved
-for backward only if the table needs a gradient. With LoRA the table needs no gradient.
+The tokens of a timestep are contiguous, so each row of the table applies to a slice of tokens. The backward pass sums
+each slice in a fixed order. It is therefore deterministic, and the gradient of a sample does not depend on the other
+packed samples. Tokens are saved for the backward pass only if the table needs a gradient. In LoRA training, the table
+needs no gradient.
 
 Letters: L tokens, M timesteps, D width.
 """
@@ -17,12 +18,12 @@ from torch import Tensor
 
 
 def modulate(x: Tensor, factor: Tensor, shift: Tensor, lens: Sequence[int]) -> Tensor:
-    """Compute x * factor + shift, with one row of factor and shift per timestep.
+    """Compute x * factor + shift, where all tokens of a timestep share one row of factor and shift.
 
     Args:
-        x: [L, D].
-        factor: [M, D].
-        shift: [M, D].
+        x: [L, D], L tokens of width D.
+        factor: [M, D], one row for each of M timesteps.
+        shift: [M, D], one row for each timestep.
         lens: number of tokens of each timestep; the sum is L.
 
     Returns:
@@ -32,16 +33,16 @@ def modulate(x: Tensor, factor: Tensor, shift: Tensor, lens: Sequence[int]) -> T
 
 
 def gated_add(residual: Tensor, update: Tensor, gate: Tensor, lens: Sequence[int]) -> Tensor:
-    """Compute residual + update * gate, with one row of the gate per timestep.
+    """Compute residual + update * gate, where all tokens of a timestep share one row of the gate.
 
     Args:
-        residual: [L, D].
+        residual: [L, D], L tokens of width D.
         update: [L, D].
-        gate: [M, D].
+        gate: [M, D], one row for each of M timesteps.
         lens: number of tokens of each timestep; the sum is L.
 
     Returns:
-        [L, D] in the widest dtype of the three.
+        [L, D] in the widest dtype of the three tensors.
     """
     return _GatedAdd.apply(residual, update, gate, tuple(lens))
 

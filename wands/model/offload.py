@@ -1,8 +1,8 @@
 """Activation offloading to host memory, with copies that run in parallel with the computation.
 
-A group is the set of tensors that one block offloads. Backward uses the groups in reverse order, so the first use of a tensor
-starts the copies of the previous group. The last two groups also stay on the device, because backward starts with these groups
-and their copies would not be done in time.
+A group is the set of tensors that one block of the model offloads. The backward pass uses the groups in reverse order.
+The first use of a tensor starts the copies of the group before the tensor's group. The last two groups also stay on the
+device, because the backward pass starts with them and copies back to the device would be too late.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from torch import Tensor
 from wands.errors import ConfigError
 
 PAGE_BYTES = 1 << 24
-"""Size of a page of host memory. Bins of any length reuse the same pages, because pinning memory takes longer than a copy, and
-torch rounds the size of a pinned buffer up to a power of two."""
+"""Size of a page of host memory in bytes.
+
+Packed sequences of any length reuse the same pages. The reasons are that pinning memory takes longer than a copy, and
+that torch rounds the size of a pinned buffer up to a power of two.
+"""
 _GROUPS_ON_DEVICE = 2
 
 
@@ -30,16 +33,16 @@ class CopyStream(Protocol):
     """Stream that runs copies one after another, in the order of the calls."""
 
     def run(self, copy: Callable[[], None]) -> Any:
-        """Run a copy after all computation submitted so far; return an event for `wait`."""
+        """Run a copy after all computation that was submitted before this call. Return an event to pass to `wait`."""
         ...
 
     def wait(self, event: Any) -> None:
-        """Let the computation continue only after this copy, and all copies before it, are done."""
+        """Make later computation wait until the copy of `event`, and all copies before it, are done."""
         ...
 
 
 class _CudaCopyStream:
-    """A CUDA stream next to the computation's stream; the host never waits."""
+    """CUDA stream for copies, separate from the stream of the computation. The host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -55,7 +58,7 @@ class _CudaCopyStream:
 
 
 class _BlockingCopyStream:
-    """Copies that are done when `run` returns, for devices without streams."""
+    """Copy stream for devices without streams. A copy is done when `run` returns."""
 
     def run(self, copy: Callable[[], None]) -> None:
         copy()
@@ -65,7 +68,10 @@ class _BlockingCopyStream:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Detach a tensor from its graph, but share the version counter, which counts in-place changes of both tensors."""
+    """Detach a tensor from its autograd graph.
+
+    The result shares the tensor's version counter, which counts in-place changes of both.
+    """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -75,14 +81,16 @@ class ActivationOffloader:
 
     Args:
         device: device of the activations.
-        copy_stream: stream of the copies; by default a new CUDA stream, or blocking copies on other devices.
-        page_bytes: size of a page of host memory.
+        copy_stream: stream that runs the copies. None means a new CUDA stream for a CUDA device, and blocking copies
+            for any other device.
+        page_bytes: size of a page of host memory in bytes.
 
     Attributes:
-        host_bytes: size of the tensors that are offloaded now.
+        host_bytes: size in bytes of the tensors that are offloaded now.
         peak_host_bytes: maximum of `host_bytes` so far.
-        reserved_bytes: size of all pages, which are pinned for a CUDA device. Free pages are reused and never released. For a
-            CPU device, numpy allocates the pages, so that torch's memory counters contain only "device" memory.
+        reserved_bytes: size in bytes of all pages. For a CUDA device, the pages are pinned. Free pages are reused and
+            never released. For a CPU device, numpy allocates the pages, so that torch's memory counters count only the
+            activations.
     """
 
     def __init__(
@@ -96,7 +104,10 @@ class ActivationOffloader:
         self._groups: deque[_Group] = deque()
 
     def open_group(self) -> None:
-        """Start a new group. The tensors of a group are fetched together, and before the tensors of earlier groups."""
+        """Start a new group of tensors: the tensors that one block offloads.
+
+        The tensors of a group are copied back to the device together, before the tensors of earlier groups.
+        """
         previous = weakref.ref(self._groups[-1]) if self._groups else None
         if len(self._groups) == _GROUPS_ON_DEVICE:
             self._groups.popleft().leave_device()
@@ -106,12 +117,12 @@ class ActivationOffloader:
         """Start the copy of a tensor to the host. The tensor must not change afterwards.
 
         Args:
-            tensor: any shape and dtype, on the offloader's device.
+            tensor: tensor of any shape and dtype, on the offloader's device.
 
         Returns:
-            Handle that returns the tensor. Its host memory is free again when the handle is deleted.
+            Handle whose `take` returns the tensor. When the handle is deleted, its host memory is free again.
         """
-        assert self._groups, "open_group comes first"
+        assert self._groups, "call open_group before put"
         with torch.no_grad():
             offloaded = OffloadedTensor(self, self._groups[-1], detached(tensor).contiguous())
         self._groups[-1].members.append(weakref.ref(offloaded))
@@ -146,7 +157,7 @@ class ActivationOffloader:
 
 
 class _Group:
-    """Tensors of one block. Every handle holds a reference to its group."""
+    """Tensors that one block offloads. Every tensor handle holds a reference to its group."""
 
     def __init__(self, previous: weakref.ref[_Group] | None) -> None:
         self._previous = previous
@@ -160,7 +171,7 @@ class _Group:
             offloaded.leave_device()
 
     def prefetch(self) -> None:
-        """Start the copies back to the device for this group, then for the previous group."""
+        """Start the copies back to the device for the tensors of this group, then for the tensors of the previous group."""
         previous = self._previous() if self._previous else None
         for group in (self, *([previous] if previous else [])):
             for offloaded in group:
@@ -168,7 +179,7 @@ class _Group:
 
 
 class OffloadedTensor:
-    """Handle of a tensor in an `ActivationOffloader`."""
+    """Handle of a tensor that an `ActivationOffloader` stores."""
 
     def __init__(self, offloader: ActivationOffloader, group: _Group, tensor: Tensor) -> None:
         self._offloader, self._group, self._taken = offloader, group, False
@@ -184,7 +195,7 @@ class OffloadedTensor:
         self._copied = offloader.copy_stream.run(partial(_copy_to_host, tensor, self._pages))
 
     def take(self) -> Tensor:
-        """Return the tensor on its device; later computation waits until the copy is done."""
+        """Return the tensor on its device. Later computation on the device waits until the copy from the host is done."""
         if self._on_device is None:
             self._fetch()
         self._group.prefetch()
@@ -195,12 +206,12 @@ class OffloadedTensor:
         return tensor
 
     def prefetch(self) -> None:
-        """Start the copy back to the device, unless the tensor is on the device or was already taken."""
+        """Start the copy back to the device, unless the tensor is on the device or `take` was already called."""
         if self._on_device is None and not self._taken:
             self._fetch()
 
     def leave_device(self) -> None:
-        """Free the device memory once the copy to the host is done."""
+        """Free the tensor's device memory once the copy to the host is done."""
         if self._on_device is not None:
             self._offloader.copy_stream.wait(self._copied)
             self._release(self._on_device)
@@ -210,7 +221,7 @@ class OffloadedTensor:
         self._on_device = self._version = None
 
     def _fetch(self) -> None:
-        # Allocated on the computation's stream, which uses the memory and frees it.
+        # Allocate on the computation's stream, because this stream uses and frees the memory.
         self._on_device = torch.empty_like(self._like, device=self._offloader.device)
         self._copied = self._offloader.copy_stream.run(partial(_copy_to_device, self._on_device, self._pages))
 
@@ -232,7 +243,7 @@ def _copy_to_device(tensor: Tensor, pages: list[Tensor]) -> None:
 
 
 def _parts(tensor: Tensor, pages: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the bytes of a tensor in parts, each with the part of a page that stores it."""
+    """Yield (slice of the tensor, slice of a page) for each page, both as bytes and of equal length."""
     if not pages:
         return
     for part, page in zip(tensor.view(-1).view(torch.uint8).split(len(pages[0])), pages, strict=True):

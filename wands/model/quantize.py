@@ -1,6 +1,7 @@
-"""Frozen linear layers with 8-bit or 4-bit weights, which are decoded only for the matmul.
+"""Frozen linear layers with 8-bit or 4-bit weights. The weights are decoded only while the layer computes.
 
-Codes and scales are ordinary parameters, so ZeRO-3 partitions and gathers them. bitsandbytes encodes and decodes.
+A quantized weight consists of codes (small integers) and scales. Both are ordinary parameters, so ZeRO-3 partitions and
+gathers them. bitsandbytes encodes and decodes the weights.
 
 Letters: O out features, I in features.
 """
@@ -20,10 +21,10 @@ BLOCK_SIZE = 64  # weights that share a scale in nf4
 
 
 def load_library() -> Any:
-    """Import `bitsandbytes.functional`.
+    """Import and return `bitsandbytes.functional`.
 
     Raises:
-        ConfigError: if bitsandbytes is not installed or does not load.
+        ConfigError: if bitsandbytes is not installed or cannot be imported.
     """
     try:
         import bitsandbytes.functional as library
@@ -36,46 +37,75 @@ def load_library() -> Any:
 
 
 class Int8:
-    """Integers from -127 to 127 with one fp32 scale per row. The error is at most 1/254 of the row's largest value."""
+    """Codec that stores a weight as integers from -127 to 127 with one fp32 scale per row.
+
+    The error is at most 1/254 of the row's largest absolute value.
+    """
 
     @staticmethod
     def empty(out_features: int, in_features: int) -> tuple[Tensor, Tensor]:
-        """Allocate codes int8 [O, I] and scales fp32 [O] on the default device."""
+        """Allocate memory for a quantized weight on the default device.
+
+        Returns:
+            (codes, scales): int8 [out_features, in_features] and fp32 [out_features].
+        """
         return torch.empty(out_features, in_features, dtype=torch.int8), torch.empty(out_features)
 
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode a weight: fp32 [O, I] on the CPU -> codes, scales."""
+        """Quantize a weight.
+
+        Args:
+            weight: fp32 [O, I] on the CPU, for O out features and I in features.
+
+        Returns:
+            (codes, scales): int8 [O, I] and fp32 [O].
+        """
         codes, scales, _ = load_library().int8_vectorwise_quant(weight)
         return codes, scales
 
     @staticmethod
     def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
-        """Decode codes and scales to fp32 [O, I]."""
+        """Return the weight of codes and scales, fp32 [out_features, in_features]."""
         return load_library().int8_vectorwise_dequant(codes, scales)
 
 
 class NormalFloat4:
-    """The 16 values of QLoRA's NormalFloat, two per byte, with one fp32 scale per `BLOCK_SIZE` weights."""
+    """Codec that stores a weight as 4-bit codes, two per byte, with one fp32 scale per `BLOCK_SIZE` weights.
+
+    The codes stand for the 16 values of QLoRA's NormalFloat.
+    """
 
     @staticmethod
     def empty(out_features: int, in_features: int) -> tuple[Tensor, Tensor]:
-        """Allocate codes uint8 [O, I / 2] and scales fp32 [O * I / 64, rounded up] on the default device."""
+        """Allocate memory for a quantized weight on the default device.
+
+        Returns:
+            (codes, scales): uint8 [out_features, in_features / 2], and fp32 with one scale for each 64 weights, rounded
+            up.
+        """
         assert in_features % 2 == 0, f"{in_features} features do not fill whole bytes"
         num_blocks = -(-out_features * in_features // BLOCK_SIZE)
         return torch.empty(out_features, in_features // 2, dtype=torch.uint8), torch.empty(num_blocks)
 
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode a weight: fp32 [O, I] on the CPU -> codes, scales."""
+        """Quantize a weight.
+
+        Args:
+            weight: fp32 [O, I] on the CPU, for O out features and I in features.
+
+        Returns:
+            (codes, scales): uint8 [O, I / 2], and fp32 with one scale for each 64 weights, rounded up.
+        """
         codes, state = load_library().quantize_4bit(weight, blocksize=BLOCK_SIZE, quant_type="nf4")
         return codes.view(len(weight), -1), state.absmax
 
     @staticmethod
     def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
-        """Decode codes and scales to fp32 [O, I]."""
+        """Return the weight of codes and scales, fp32 [out_features, in_features]."""
         library = load_library()
-        # As one row, because the CPU kernel starts a new block at every row, even if I is not a multiple of BLOCK_SIZE.
+        # Decode the weight as one row: the CPU kernel starts a new block at every row, even if I is not a multiple of BLOCK_SIZE.
         shape = torch.Size((1, len(codes) * in_features))
         state = library.QuantState(
             scales, shape=shape, dtype=torch.float32, blocksize=BLOCK_SIZE, quant_type="nf4"
@@ -88,9 +118,11 @@ CODECS: dict[str, Codec] = {"int8": Int8, "nf4": NormalFloat4}
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer with codes and scales. Its result equals a linear layer with the decoded weight, bit for bit.
+    """Frozen linear layer that stores its weight as codes and scales.
 
-    Forward and backward each decode the weight. In between, only the codes are stored, and ZeRO-3 releases the codes too.
+    The result is equal, bit for bit, to the result of a linear layer with the decoded weight. The forward pass and the
+    backward pass each decode the weight. Between the two passes, only the codes and scales are stored, and ZeRO-3
+    releases them too.
     """
 
     codec: Codec
@@ -98,7 +130,10 @@ class QuantizedLinear(nn.Linear):
 
     @classmethod
     def convert(cls, linear: nn.Linear, codec: Codec) -> None:
-        """Convert a linear layer on the meta device in place, without values."""
+        """Convert a linear layer on the meta device to a quantized layer, in place.
+
+        The new parameters are on the meta device too.
+        """
         with torch.device("meta"):
             codes, scale = codec.empty(linear.out_features, linear.in_features)
         linear.__class__ = cls
@@ -107,12 +142,19 @@ class QuantizedLinear(nn.Linear):
         linear.register_parameter("scale", nn.Parameter(scale, requires_grad=False))
 
     def encode(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the values of `weight` and `scale` for a weight fp32 [O, I] on the CPU."""
+        """Quantize a weight, fp32 [out_features, in_features] on the CPU.
+
+        Returns:
+            Values of the layer's parameters: "weight" (the codes) and "scale".
+        """
         codes, scale = self.codec.encode(weight.contiguous())
         return {"weight": codes, "scale": scale}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer: [..., I] -> [..., O], in autocast's dtype, or without autocast in the dtype of x."""
+        """Apply the layer to x [..., in_features], and return [..., out_features].
+
+        The dtype of the result is autocast's dtype, or the dtype of x if autocast is off.
+        """
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
@@ -125,7 +167,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _MultiplyDecoded(torch.autograd.Function):
-    """Computes x @ decode(codes, scale).T + bias; only x has a gradient."""
+    """Autograd function that computes x @ decode(codes, scale).T + bias. Only x has a gradient."""
 
     @staticmethod
     def forward(

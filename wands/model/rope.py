@@ -1,4 +1,4 @@
-"""Rotary position embedding from explicit positions, with the stock model's angles.
+"""Rotary position embedding from explicit positions, with the angles of the stock model (diffusers).
 
 Letters: L tokens, H heads, D head dim.
 """
@@ -15,10 +15,10 @@ def rotations_of(rope: WanRotaryPosEmbed, positions: Tensor) -> Tensor:
 
     Args:
         rope: the model's table of angles. The first channels are for the frame, then the row, then the column.
-        positions: int64 [L, 3], (frame, row, column).
+        positions: int64 [L, 3], (frame, row, column) of each of L tokens.
 
     Returns:
-        complex [L, 1, D/2], for `rotate`.
+        complex [L, 1, D/2] for head dim D, to pass to `rotate`.
     """
     widths = [rope.t_dim, rope.h_dim, rope.w_dim]
 
@@ -31,6 +31,14 @@ def rotations_of(rope: WanRotaryPosEmbed, positions: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate each pair of adjacent channels of x [L, H, D] (fp32 or fp64) by the angles of the token."""
+    """Rotate each pair of adjacent channels by the angles of the token.
+
+    Args:
+        x: fp32 or fp64 [L, H, D], for L tokens, H heads and head dim D.
+        rotation: complex [L, 1, D/2], from `rotations_of`.
+
+    Returns:
+        [L, H, D].
+    """
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotation).flatten(-2)
