@@ -109,7 +109,9 @@ def test_infer_help_marks_the_options_with_one_value_per_prompt():
     options = [
         option for option in main.commands["infer"].params if option.name not in ("prompts", "lora", "lora_2")
     ]
-    marked = [option.opts[0] for option in options if "to set one value per prompt" in " ".join(option.help.split())]
+    marked = [
+        option.opts[0] for option in options if "to set one value per prompt" in " ".join(option.help.split())
+    ]
     assert marked == [option.opts[0] for option in options if option.multiple]
     assert (marked[0], marked[-1], len(marked)) == ("--height", "--last-image", 11)
 
