@@ -1,4 +1,4 @@
-# Sourced by demo.sh and test.sh: `source scripts/setup.sh EXTRA`. Makes .venv with wands[EXTRA] in it, activates it and sets the
+# Sourced by demo.sh, test.sh, gpu.sh and .ci/run: `source scripts/setup.sh EXTRA`. Makes .venv with wands[EXTRA] in it, activates it and sets the
 # variables that a run on this machine needs. A second call finds everything in place and takes no time.
 # WANDS_VENV=DIR puts the environment elsewhere; WANDS_VENV=none takes the Python that is there, with what is installed in it.
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
