@@ -1,8 +1,8 @@
-"""Errors that a user can fix, and the text functions that their messages share.
+"""Errors that a user can fix, and functions for the texts of error messages.
 
-A message has three parts in this order: what is wrong (key and value), the rule or the numbers, the fix:
-``parallel.ulysses_degree=8 does not divide num_heads=12 (wan2.1-t2v-1.3b). Use 1, 2, 3, 4, 6 or 12.``
-`wands.cli` alone turns a WandsError into exit code 2.
+A message has three elements in this order: what is wrong (key and value), the rule or the numbers, and the fix.
+Example: ``parallel.ulysses_degree=8 does not divide num_heads=12 (wan2.1-t2v-1.3b). Use 1, 2, 3, 4, 6 or 12.`` Only
+`wands.cli` turns a WandsError into exit code 2.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 
 class WandsError(Exception):
-    """An error the user can fix; its text is the whole message.
+    """An error that the user can fix. Its text is the complete message for the user.
 
     Args:
-        message: one message, or several, which become one report.
-        agreed: see Attributes.
+        message: one message, or a list of messages, which the text of the error lists together.
+        agreed: True if every rank of the process group raises the same text, so that only one rank must print it.
 
     Attributes:
         problems: the messages.
-        agreed: every rank of the process group raises the same text, so one rank is enough to print it.
+        agreed: value of the argument `agreed`.
     """
 
     def __init__(self, message: str | Sequence[str], *, agreed: bool = False) -> None:
@@ -41,11 +41,11 @@ class ConfigError(WandsError):
 
 
 class DataError(WandsError):
-    """Unusable clip, caption or source of clips."""
+    """Clip, caption or source of clips that cannot be used."""
 
 
 class CacheError(WandsError):
-    """Latent cache that is missing, damaged, or made for another model."""
+    """Latent cache that is missing, damaged, or made for a different model."""
 
 
 class CheckpointError(WandsError):
@@ -53,9 +53,9 @@ class CheckpointError(WandsError):
 
 
 class Problems:
-    """Problems of independent checks, collected so that one error reports all of them.
+    """Errors of several checks, collected so that one error can report them all.
 
-    A check has a name. A check that needs the result of another one is skipped if the other one failed.
+    Each check has a name. A check can need the result of other checks. It is skipped if one of these checks failed.
     """
 
     def __init__(self) -> None:
@@ -63,12 +63,16 @@ class Problems:
         self._errors: list[WandsError] = []
 
     def passed(self, *names: str) -> bool:
-        """Return whether no check of these names failed."""
+        """Return True if none of the named checks failed."""
         return self.failed.isdisjoint(names)
 
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
-        """Collect the WandsError that the block raises."""
+        """Catch the WandsError that the block raises, and collect it for `raise_all`.
+
+        Args:
+            name: name of the check, which counts as failed if the block raises.
+        """
         try:
             yield
         except WandsError as error:
@@ -76,7 +80,7 @@ class Problems:
             self.failed.add(name)
 
     def run(self, name: str, check: Callable[[], Any], *needs: str) -> Any:
-        """Run a check and collect its WandsError; skip the check if a check or section in `needs` failed.
+        """Run a check and collect the WandsError that the check raises. Skip the check if a check named in `needs` failed.
 
         Returns:
             The result of the check; None if the check failed or was skipped. A skipped check counts as failed.
@@ -89,7 +93,10 @@ class Problems:
         return None
 
     def raise_all(self) -> None:
-        """Raise one error with every collected problem, of the class of the first error, if there is a problem."""
+        """Raise one error that contains all collected problems, or return if there are none.
+
+        The error has the class of the first collected error.
+        """
         if len(self._errors) == 1:
             raise self._errors[0]
         if self._errors:
@@ -100,15 +107,16 @@ def failed_rules(rules: Mapping[str, object]) -> list[str]:
     """Return the messages of all rules that fail.
 
     Args:
-        rules: message -> whether the rule fails.
+        rules: maps the message of a rule to a true value if the rule fails.
     """
     return [message for message, fails in rules.items() if fails]
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """Return an exception's message on one line, for use inside another message.
+    """Return an exception's message on one line, so that it can be used inside another message.
 
-    The text of an OSError is its reason without number and file name. An empty message becomes the exception's class name.
+    For an OSError, return only the reason, without error number and file name. If the message is empty, return the name
+    of the exception's class.
 
     Args:
         error: any exception.
@@ -119,12 +127,15 @@ def one_line(error: BaseException, limit: int = 200) -> str:
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return the fix for a misspelled name: the nearest known name, or all of them.
+    """Return a fix for a misspelled name.
+
+    The fix is a question with the most similar known name, such as "did you mean cp_size?". If no known name is
+    similar, the fix lists all known names.
 
     Args:
-        name: what the user typed.
+        name: name that the user typed.
         known: valid names.
-        prefix: text to put in front of the nearest name, such as the recipe section with its dot.
+        prefix: text in front of the most similar name, such as a recipe section with its dot.
     """
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)

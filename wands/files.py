@@ -1,4 +1,8 @@
-"""Read JSON files; write files and folders atomically: under a temporary name next to the target, synced, then renamed."""
+"""Read JSON files; write files and folders atomically.
+
+A file or folder is first written under a temporary name next to the target. It is then synced to the disk and renamed
+to the target.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,9 @@ def read_json(
 
     Args:
         path: the file.
-        label: how the user knows the file, for example "--deepspeed zero3.json"; the path by default.
-        fix: end of the message.
-        error: class to raise.
+        label: name of the file in error messages, such as "--deepspeed zero3.json". Empty means the path.
+        fix: end of the error message, which says how to fix the error.
+        error: class of the error.
 
     Raises:
         WandsError: of class `error`, if the file is missing, unreadable or not JSON.
@@ -39,10 +43,10 @@ def read_json(
 def read_json_object(
     path: Path, *, label: str = "", fix: str = "fix the file.", error: type[WandsError] = ConfigError
 ) -> dict[str, Any]:
-    """Read a JSON file that contains an object. The arguments are explained at `read_json`.
+    """Read a JSON file that contains an object. `read_json` explains the arguments.
 
     Raises:
-        WandsError: of class `error`, if the file is missing, is unreadable or contains no JSON object.
+        WandsError: of class `error`, if the file is missing, is unreadable or does not contain a JSON object.
     """
     value = read_json(path, label=label, fix=fix, error=error)
     if not isinstance(value, dict):
@@ -51,7 +55,10 @@ def read_json_object(
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, Any]]:
-    """Return every place where two nested JSON values differ, as (dotted name, value in ours, value in theirs)."""
+    """Return all differences between two nested JSON values.
+
+    Each difference is (dotted key, value in `ours`, value in `theirs`). A missing key counts as None.
+    """
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return [
             difference
@@ -62,21 +69,23 @@ def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, 
 
 
 def first_difference(ours: Any, theirs: Any) -> tuple[str, Any, Any] | None:
-    """Return the first of the `differences` of two JSON values, or None."""
+    """Return the first difference that `differences` finds between two JSON values, or None if they are equal."""
     return next(iter(differences(ours, theirs)), None)
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; leaving the block renames it to `path`, an exception removes it.
+    """Yield a temporary path next to `path`. When the block ends, rename the temporary file to `path`.
 
-    The suffix is kept, because writers choose their format by it. A missing folder is created.
+    If the block raises an exception, the temporary file is deleted. The temporary path has the suffix of `path`,
+    because writers choose the file format by the suffix. A missing folder is created.
 
     Args:
         path: the file to create or replace.
 
     Raises:
-        WandsError: the file cannot be written (no space, no permission, a file where a folder should be).
+        WandsError: if the file cannot be written, because of missing space, a missing permission, or a file with the
+            name of the folder.
     """
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
@@ -94,17 +103,18 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`; leaving the block renames it to `out`, an exception deletes it.
+    """Yield a temporary folder next to `out`. When the block ends, rename the temporary folder to `out`.
 
-    A folder that is replaced keeps its name until the new one is complete. If the process is killed, a complete folder
-    is left under `out` or `out` with the suffix ".old".
+    If the block raises an exception, the temporary folder is deleted. If `out` is replaced, the old folder is kept
+    until the new folder is complete. Even if the process is killed, a complete folder is left, either at `out` or at
+    `out` with the suffix ".old".
 
     Args:
-        out: folder that the user gave as --out; missing, or an empty folder.
-        replaceable: name of a file; a folder that contains it may be replaced.
+        out: folder that the user gave as --out. It must be missing, empty or replaceable.
+        replaceable: name of a file. A folder that contains this file may be replaced.
 
     Raises:
-        ConfigError: if `out` cannot be replaced, or a temporary name is in use.
+        ConfigError: if `out` may not be replaced, or the name of a temporary folder is in use.
         WandsError: if `out` cannot be written.
     """
     partial, old = (out.with_name(f"{out.name}.{suffix}") for suffix in ("tmp", "old"))
@@ -113,8 +123,8 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
         partial.mkdir(parents=True)
     except FileExistsError:
         raise ConfigError(
-            f"--out {out} needs the name {partial} for a temporary folder, which exists; delete that folder if no other wands "
-            "writes to it and it has no files of yours."
+            f"--out {out}: the temporary folder {partial} already exists; delete {partial}, unless another wands process "
+            "writes to it or it contains your files."
         ) from None
     except OSError as error:
         raise WandsError(f"--out {out} cannot be made ({one_line(error)}); choose another folder.") from error
@@ -146,7 +156,7 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
 def _check_replaceable(out: Path, old: Path, replaceable: str | None) -> None:
     if os.path.ismount(out):
         raise ConfigError(
-            f"--out {out} is a mount point, which a finished folder cannot replace; give a folder in it, such as "
+            f"--out {out} is a mount point and cannot be replaced; give a folder inside the mount point, such as "
             f"{out / 'output'}."
         )
     if out.exists() and not out.is_dir():
@@ -156,30 +166,30 @@ def _check_replaceable(out: Path, old: Path, replaceable: str | None) -> None:
         raise ConfigError(f"--out {out} contains files{allowed}; choose a new or an empty folder.")
     if old.exists():
         raise ConfigError(
-            f"--out {out} needs the name {old}, which a killed process may have left; delete that folder, or rename it to "
-            f"{out.name} if {out.name} is missing."
+            f"--out {out}: the folder {old} already exists, perhaps from a process that was killed; delete {old}, or "
+            f"rename it to {out.name} if {out.name} is missing."
         )
 
 
 def write_text(path: Path, text: str) -> None:
-    """Create or replace a text file.
+    """Create or replace a text file atomically.
 
     Raises:
-        WandsError: the file cannot be written.
+        WandsError: if the file cannot be written.
     """
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a finished file or folder to `path` so that it survives a power cut."""
+    """Rename a finished file or folder to `path`, and sync it to the disk so that it survives a power failure."""
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Write a file to the disk. For a folder, write the names of its files to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

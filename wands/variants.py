@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 TEXT_LEN = 512
-"""Text tokens that every sample attends to: the embeddings, then zero padding, which official Wan attends to."""
+"""Number of text tokens that every sample attends to.
+
+The embeddings of the caption come first, then zeros, to which official Wan attends too.
+"""
 IMAGE_LEN = 257
-"""CLIP tokens of one image of any size: 16 x 16 patches and the class token."""
+"""Number of CLIP tokens of one image of any size: 16 x 16 patches and the class token."""
 MASK_CHANNELS = 4
-"""Mask channels of a latent frame: one for each of its four pixel frames, 1 for conditioning frames."""
+"""Number of mask channels of a latent frame, one for each of its four pixel frames. The mask is 1 for conditioning frames."""
 _CONFIG_KEYS = {
     "patch_size": "patch_size",
     "num_heads": "num_attention_heads",
@@ -26,7 +29,7 @@ _CONFIG_KEYS = {
         for name in ("in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim", "num_layers")
     },
 }
-"""Field of DiTShape -> key of diffusers' config."""
+"""Maps a field of DiTShape to a key of diffusers' config."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,19 @@ class DiTShape:
     """Shape of a Wan DiT.
 
     Attributes:
-        num_heads: attention heads of a block.
-        head_dim: channels of one head.
-        num_layers: transformer blocks.
+        num_heads: number of attention heads of a block.
+        head_dim: number of channels of one head.
+        num_layers: number of transformer blocks.
         ffn_dim: hidden width of the feed-forward.
-        in_channels: latent channels of the patch embedding: noisy channels, then conditioning channels.
-        out_channels: latent channels of the output.
+        in_channels: number of latent channels of the input: noisy channels, then conditioning channels.
+        out_channels: number of latent channels of the output.
         text_dim: width of the text encoder's hidden states.
         freq_dim: width of the sinusoidal timestep features.
-        patch_size: latent (frames, height, width) of one token.
+        patch_size: size of one token in latent (frames, rows, columns).
         image_dim: width of CLIP's hidden states; None for a model without CLIP.
-        image_len: CLIP tokens that every sample attends to; 0 without CLIP.
-        image_positions: rows of the position embedding of two images; 0 without a position embedding.
+        image_len: number of CLIP tokens that every sample attends to; 0 without CLIP.
+        image_positions: number of rows of the position embedding for the CLIP tokens of two images; 0 for a model
+            without this embedding.
     """
 
     num_heads: int
@@ -63,7 +67,7 @@ class DiTShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DiTShape:
-        """Read the shape from the config of a diffusers ``WanTransformer3DModel``."""
+        """Return the shape of a DiT from the config of a diffusers ``WanTransformer3DModel``."""
         image_dim, positions = config.get("image_dim"), config.get("pos_embed_seq_len") or 0
         sizes: dict[str, Any] = {field: config[key] for field, key in _CONFIG_KEYS.items()}
         sizes["patch_size"] = tuple(config["patch_size"])
@@ -73,7 +77,7 @@ class DiTShape:
         return cls(image_dim=image_dim, **sizes)
 
     def to_config(self) -> dict[str, Any]:
-        """Return the diffusers config of a DiT with this shape, which `from_config` reads."""
+        """Return the diffusers config of a DiT with this shape. `from_config` reads this config."""
         config = {key: getattr(self, field) for field, key in _CONFIG_KEYS.items()}
         config["patch_size"] = list(self.patch_size)
         if self.image_dim is not None:
@@ -87,7 +91,10 @@ class DiTShape:
 
     @property
     def condition_channels(self) -> int:
-        """Latent channels that are neither noised nor predicted: a mask and the latents of conditioning frames."""
+        """Number of latent channels of the input that get no noise and are not predicted.
+
+        These channels are a mask and the latents of conditioning frames.
+        """
         return self.in_channels - self.out_channels
 
     @property
@@ -117,7 +124,10 @@ class DiTShape:
         return math.prod(self.patch_size)
 
     def linear_flops_per_token(self) -> int:
-        """Return the FLOPs of the linear layers and the cross-attention per video token in one forward (2 per multiply-add)."""
+        """Return the FLOPs per video token of the linear layers and the cross-attention in one forward pass.
+
+        A multiply-add counts as 2 FLOPs.
+        """
         d = self.dim
         block = 2 * (4 * d * d + 2 * d * d + 2 * d * self.ffn_dim)  # self q k v o, cross q o, ffn
         cross = 4 * d * (TEXT_LEN + self.image_len)  # scores and values of text and images
@@ -125,7 +135,10 @@ class DiTShape:
         return self.num_layers * (block + cross) + ends
 
     def linear_flops_per_sample(self) -> int:
-        """Return the FLOPs per sample in one forward: keys, values and embeddings of text, images and timestep."""
+        """Return the FLOPs per sample, independent of its video tokens, in one forward pass.
+
+        They compute the embeddings of text, images and timestep, and the keys and values of text and images.
+        """
         d = self.dim
         text_kv = self.num_layers * 2 * 2 * d * d * (TEXT_LEN + self.image_len)
         embed = 2 * TEXT_LEN * (self.text_dim * d + d * d)
@@ -134,16 +147,20 @@ class DiTShape:
         return text_kv + embed + image + time
 
     def attention_flops_per_squared_token(self) -> int:
-        """Return the FLOPs of self-attention per pair of tokens of a sample in one forward (scores and values)."""
+        """Return the FLOPs of self-attention in one forward pass for each (query, key) pair of tokens of a sample.
+
+        The FLOPs compute the scores and the weighted sum of values.
+        """
         return self.num_layers * 4 * self.dim
 
     def forward_flops(self, seq_lens: Sequence[int]) -> int:
-        """Return the matmul FLOPs of one forward of the stock model over a bin, with all 512 text tokens of each sample.
+        """Return the matmul FLOPs of one forward pass of the stock model over packed samples.
 
-        A training step of a full finetune takes three times as many FLOPs.
+        Each sample has 512 text tokens, padding included. A training step of a full finetune needs three times as many
+        FLOPs.
 
         Args:
-            seq_lens: number of tokens of each sample in the bin.
+            seq_lens: number of video tokens of each sample.
         """
         linear = (
             sum(seq_lens) * self.linear_flops_per_token() + len(seq_lens) * self.linear_flops_per_sample()
@@ -154,12 +171,12 @@ class DiTShape:
 
 @dataclass(frozen=True)
 class Expert:
-    """A DiT of a model, with the noise levels that it is trained at.
+    """A DiT of a model, with the range of noise levels that the DiT is trained for.
 
     Attributes:
-        name: "high" or "low"; "" for a model with one DiT.
-        subfolder: "transformer" or "transformer_2": subfolder of a diffusers pipeline, and name of the module there.
-        sigma_range: [low, high); the end is included if it is 1.
+        name: "high" or "low" for the high-noise or low-noise expert; "" for a model with one DiT.
+        subfolder: "transformer" or "transformer_2", the name of the DiT and of its subfolder in a diffusers pipeline.
+        sigma_range: (smallest, largest) noise level. The largest is excluded unless it is 1.
     """
 
     name: str
@@ -171,17 +188,21 @@ class Expert:
 class Variant:
     """A published Wan model.
 
+    The names in `conditions` mean: "text" is the caption, which every model has. "image" is the first frame, as 4 mask
+    channels and the latents of a video that consists of this frame and grey frames. "last_image" is the last frame, in
+    the same channels as "image". "clip" are CLIP's hidden states of the first frame, and of the last frame with
+    "last_image", for the cross-attention. "first_frame" is the clean first latent frame, whose tokens have timestep 0.
+    It is optional for each sample.
+
     Attributes:
-        name: name in wands and its recipes.
+        name: name of the variant in wands and in recipes.
         dit: shape of the DiT, or of each expert.
-        vae_stride: pixels per latent in (frames, height, width).
+        vae_stride: number of pixels per latent in (frames, rows, columns).
         fps: frame rate of the training videos.
         default_shift: flow shift of official inference.
-        boundary_ratio: t/1000 at and above which the high-noise expert is used; None for one DiT.
-        conditions: inputs of the model besides noise: "text": the caption; every model has it. "image": the first
-            frame, as 4 mask channels and the latents of a video of this frame and grey frames. "last_image": the last
-            frame, in the same channels. "clip": CLIP hidden states of these frames, in the cross-attention.
-            "first_frame": the clean first latent frame with timestep 0 for its tokens; optional for each sample.
+        boundary_ratio: the high-noise expert is used for timesteps >= 1000 * boundary_ratio. None for a model with one
+            DiT.
+        conditions: names of the inputs of the model besides noise.
     """
 
     name: str
@@ -199,19 +220,31 @@ class Variant:
 
     @property
     def experts(self) -> tuple[Expert, ...]:
-        """The DiTs of the model. Sampling uses the first if t >= 1000 * boundary_ratio, else the second."""
+        """DiTs of the model. With two DiTs, sampling uses the first for timesteps >= 1000 * boundary_ratio, else the second."""
         boundary = self.boundary_ratio
         if boundary is None:
             return (Expert("", "transformer", (0.0, 1.0)),)
         return Expert("high", "transformer", (boundary, 1.0)), Expert("low", "transformer_2", (0.0, boundary))
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Return frames, rows and columns of the latents of 4k+1 frames of height x width pixels."""
+        """Return the (frames, rows, columns) of the latents of a video.
+
+        Args:
+            num_frames: number of frames of the video. It must be 4k + 1.
+            height: height of the video in pixels.
+            width: width of the video in pixels.
+        """
         stride = self.vae_stride
         return (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2]
 
     def num_tokens(self, num_frames: int, height: int, width: int) -> int:
-        """Return the number of video tokens of 4k+1 frames of height x width pixels."""
+        """Return the number of tokens of a video.
+
+        Args:
+            num_frames: number of frames of the video. It must be 4k + 1.
+            height: height of the video in pixels.
+            width: width of the video in pixels.
+        """
         sides = zip(self.latent_size(num_frames, height, width), self.dit.patch_size, strict=True)
         return math.prod(side // patch for side, patch in sides)
 
@@ -249,17 +282,19 @@ VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
 
 
 def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> Variant:
-    """Recognise the variant of a model from its configs.
+    """Return the variant of a model, recognised from its configs.
 
-    An unpublished shape, such as the demo's, belongs to the family with the same inputs and gets a name that ends in "-tiny".
+    An unpublished shape, such as the shape of the demo model, belongs to the family of variants with the same inputs.
+    Its name ends in "-tiny".
 
     Args:
-        config: config of the diffusers ``WanTransformer3DModel``; for A14B, of either expert.
-        index: `model_index.json` of the pipeline; None for a DiT without a pipeline. It distinguishes Wan 2.2 T2V from Wan 2.1
-            T2V, whose DiT has the same shape, and can set another `boundary_ratio`.
+        config: config of the diffusers ``WanTransformer3DModel``. For a model with two experts, the config of either
+            expert.
+        index: `model_index.json` of the pipeline; None for a DiT without a pipeline. It distinguishes Wan 2.2 T2V from
+            Wan 2.1 T2V, whose DiTs have the same shape. It can also set a different `boundary_ratio`.
 
     Raises:
-        ValueError: if the config matches no supported family.
+        ValueError: if the config matches no supported family of variants.
     """
     shape, index = DiTShape.from_config(config), index or {}
     family = _family(shape, index)
@@ -289,5 +324,8 @@ def _family(shape: DiTShape, index: Mapping[str, Any]) -> str:
 
 
 def legal_frames(num_frames: int) -> int:
-    """Return the largest 4k+1 <= `num_frames`: the causal VAE encodes one frame, then groups of four frames."""
+    """Return the largest 4k + 1 that is not larger than `num_frames`.
+
+    The causal VAE encodes one frame, then groups of four frames.
+    """
     return (num_frames - 1) // 4 * 4 + 1

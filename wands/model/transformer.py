@@ -1,10 +1,10 @@
 """Wan's DiT for packed tokens, with the modules and parameter names of diffusers.
 
-Letters: L local tokens, S samples, M timesteps, P channels of a token, D width of the residual stream, T text tokens, I CLIP
-tokens of a sample's images, H heads.
+Letters: L local tokens, S samples, M timesteps, P channels of a token, D width of the residual stream, T text tokens, I
+CLIP tokens of a sample's images, H heads.
 
-The forward calls modules and never uses their weights directly, because ZeRO-3 gathers parameters in module hooks. A
-module that needs another forward therefore gets another class and keeps its parameters.
+The forward pass calls modules and never reads their weights directly, because ZeRO-3 gathers parameters in module
+hooks. A module that needs a different `forward` method therefore gets a different class, and keeps its parameters.
 """
 
 from __future__ import annotations
@@ -32,22 +32,25 @@ from wands.model.rope import rotate, rotations_of
 from wands.variants import TEXT_LEN
 
 SelfAttention = Callable[[Tensor, Tensor, Tensor, PackedMeta], Tensor]
-"""(q, k, v, meta) -> out, all [L, H, head dim]: attention inside samples, including their tokens on other ranks."""
+"""Type of a callable that maps (q, k, v, meta) to the attention output. All four tensors are [local tokens, heads, head dim].
+
+Every token attends to all tokens of its sample, including the tokens on other ranks.
+"""
 
 
 class PackedWanTransformer(WanTransformer3DModel):
-    """A `WanTransformer3DModel` whose forward runs on the packed tokens of several samples.
+    """A `WanTransformer3DModel` whose `forward` takes the packed tokens of several samples.
 
-    Under bf16 autocast, matmuls and attention run in bf16. Timesteps, modulation, norms, rotary angles, the residual stream and
-    the head stay fp32, as in official Wan.
+    Under bf16 autocast, matmuls and attention run in bf16. Timesteps, modulation, norms, rotary angles, the residual
+    stream and the head stay in fp32, as in official Wan.
     """
 
     _no_split_modules = ["PackedWanBlock"]  # noqa: RUF012
     _repeated_blocks = ["PackedWanBlock"]  # noqa: RUF012
     selective_checkpoint: SelectiveCheckpoint | None = None
-    """Activation checkpointing of the blocks; see `set_checkpointing`."""
+    """Activation checkpointing of the blocks, set by `set_checkpointing`; None without checkpointing."""
     row_keys: RowKeys | None = None
-    """Keys of the dropout masks; see `set_dropout`."""
+    """Keys of the dropout masks, set by `set_dropout`; None without dropout."""
 
     # The decorator keeps the signature, from which diffusers reads the keys of a config.
     @functools.wraps(WanTransformer3DModel.__init__)  # type: ignore[misc]
@@ -62,11 +65,12 @@ class PackedWanTransformer(WanTransformer3DModel):
             block.__class__ = PackedWanBlock
 
     def set_attention(self, self_attention: SelfAttention, backend: Backend) -> None:
-        """Set the self-attention, and the kernel of the cross-attention.
+        """Set the self-attention, and the attention kernel of the cross-attention.
 
         Args:
-            self_attention: attention inside samples, such as `wands.attention.ulysses.context_attention`.
-            backend: attention kernel of the cross-attention, which needs no other rank.
+            self_attention: self-attention of packed tokens, such as the result of
+                `wands.attention.ulysses.context_attention`.
+            backend: attention kernel of the cross-attention, which needs no tokens of other ranks.
         """
         for block in self.blocks:
             block.attn1.set_processor(SelfAttentionProcessor(self_attention))
@@ -80,15 +84,16 @@ class PackedWanTransformer(WanTransformer3DModel):
         operators: Mapping[str, Sequence[OpOverload]] | None = None,
         offloader: ActivationOffloader | None = None,
     ) -> None:
-        """Set the activation checkpointing of the blocks; `wands.model.checkpointing` lists the tensor names.
+        """Set the activation checkpointing of the blocks. `wands.model.checkpointing` lists the tensor names.
 
         Args:
-            mode: "none": keep all activations; "full": run every block again in backward; "selective": as "full", but keep the
-                tensors in `saved`; "offload": as "selective", and keep the tensors in `offloaded` in host memory.
+            mode: "none": keep all activations. "full": run every block again in the backward pass. "selective": as
+                "full", but keep the tensors in `saved`. "offload": as "selective", and also keep the tensors in
+                `offloaded`, in host memory.
             saved: names of tensors that stay on the device.
             offloaded: names of tensors that are offloaded to host memory.
-            operators: tensor name -> operators, such as `wands.attention.ulysses.OPERATORS`.
-            offloader: host memory for offloaded tensors, see `SelectiveCheckpoint`; None makes a new offloader.
+            operators: maps a tensor name to operators, such as `wands.attention.ulysses.OPERATORS`.
+            offloader: host memory for offloaded tensors, see `SelectiveCheckpoint`. None makes a new offloader.
         """
         assert saved or mode != "selective", "selective checkpointing needs names"
         assert not saved or mode in ("selective", "offload"), f"{mode} checkpointing cannot save {saved}"
@@ -103,11 +108,12 @@ class PackedWanTransformer(WanTransformer3DModel):
         self.enable_gradient_checkpointing(self.selective_checkpoint)
 
     def set_dropout(self, p: float, lora_p: float = 0.0) -> None:
-        """Set dropout for training; `forward` then needs `meta.dropout_keys`.
+        """Set dropout for training. In training, `forward` then needs `meta.dropout_keys`.
 
         Args:
-            p: dropout probability of diffusers' dropout layers: attention outputs and hidden states of the feed-forwards.
-            lora_p: dropout probability of the LoRA inputs; the LoRA must exist already.
+            p: dropout probability of diffusers' dropout layers: attention outputs and hidden states of the
+                feed-forwards.
+            lora_p: dropout probability of the LoRA inputs. The LoRA must exist already.
         """
         self.row_keys = add_dropout(self, p, lora_p)
 
@@ -122,14 +128,18 @@ class PackedWanTransformer(WanTransformer3DModel):
         """Predict the velocity of every token.
 
         Args:
-            tokens: [L, P], the noisy channels in the order (C, pt, ph, pw), then the conditioning channels.
+            tokens: [L, P] for L tokens of P channels. The first channels are the noisy channels of the token's patch in
+                the order (latent channel, frame, row, column). The conditioning channels follow.
             meta: positions, samples and lengths of the tokens.
-            timesteps: fp32 [M], 1000 * sigma for each entry of `meta.timestep_lens`, or for each sample if it is empty.
-            text_embeds: [sum of text_lens, text_dim], without padding.
-            image_embeds: [S, I, image_dim], CLIP hidden states, for models with CLIP.
+            timesteps: fp32 [M], 1000 * sigma for each entry of `meta.timestep_lens`. If `meta.timestep_lens` is empty,
+                one timestep for each sample.
+            text_embeds: [sum of meta.text_lens, text_dim], without padding.
+            image_embeds: [S, I, image_dim], CLIP hidden states: S samples, I CLIP tokens. Required for models with CLIP
+                only.
 
         Returns:
-            [L, noisy channels of a token] in the dtype of the residual stream, with channels in the order (C, pt, ph, pw).
+            [L, noisy channels of a token] in the dtype of the residual stream, with the channels in the order of
+            `tokens`.
         """
         assert timesteps.dtype == torch.float32, (
             f"timesteps are {timesteps.dtype}: bf16 represents only 294 of 1000 timesteps"
@@ -163,17 +173,28 @@ class PackedWanTransformer(WanTransformer3DModel):
         return prediction.unflatten(1, (-1, channels)).mT.flatten(1)  # from the head's order (pt, ph, pw, C)
 
     def _embed_timesteps(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
-        """Embed timesteps: [M] -> embedding [M, D], and its projection to the modulation of the blocks [M, 6, D]."""
+        """Embed M timesteps.
+
+        Returns:
+            (embedding, table): the embedding [M, D] for width D, and its projection to the modulation of the blocks [M,
+            6, D].
+        """
         embedder = self.condition_embedder
         temb = embedder.time_embedder(embedder.timesteps_proj(timesteps))
         return temb, embedder.time_proj(embedder.act_fn(temb)).unflatten(1, (6, -1))
 
     def _embed_text(self, text_embeds: Tensor) -> Tensor:
-        """Embed text: [T, text_dim] -> [T + 1, D]; the last row is the embedding of the zero padding of all samples."""
+        """Embed text tokens [T, text_dim] and one zero token; return [T + 1, width].
+
+        The last row is the embedding of the zero padding that all samples share.
+        """
         return self.condition_embedder.text_embedder(F.pad(text_embeds, (0, 0, 0, 1)))
 
     def _embed_image(self, image_embeds: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Embed images: [S, I, image_dim] -> [S * I, D]; None for a model without CLIP."""
+        """Embed CLIP hidden states [samples, CLIP tokens, image_dim]; return [samples * CLIP tokens, width].
+
+        Return None for a model without CLIP.
+        """
         embedder = self.condition_embedder.image_embedder
         assert (embedder is None) == (image_embeds is None), (
             "image_embeds are required for models with CLIP, and not allowed for other models"
@@ -186,18 +207,19 @@ class PackedWanTransformer(WanTransformer3DModel):
         return embedder(images).flatten(0, 1)
 
     def to_json_string(self) -> str:
-        """Return the config with the class name of the stock model, which other tools load."""
+        """Return the config as JSON, with the class name of the stock model, so that other tools can load the model."""
         config = json.loads(super().to_json_string())
         return json.dumps(config | {"_class_name": "WanTransformer3DModel"}, indent=2, sort_keys=True) + "\n"
 
 
 @dataclass(frozen=True)
 class CrossSegments:
-    """Segments of the cross-attention, the same in every block.
+    """Segments of the cross-attention, the same in every block. Each sample is one segment.
 
     Attributes:
-        text: for each sample, its video tokens as queries and its padded text tokens as keys.
-        image: for each sample, its video tokens as queries and the CLIP tokens of its images as keys; None without CLIP.
+        text: segments with a sample's video tokens as queries, and the sample's padded text tokens as keys.
+        image: segments with a sample's video tokens as queries, and the CLIP tokens of the sample's images as keys.
+            None for a model without CLIP.
     """
 
     text: PaddedSegments
@@ -210,7 +232,7 @@ def _image_segments(meta: PackedMeta, image: Tensor) -> Segments:
 
 
 class PackedWanBlock(WanTransformerBlock):
-    """A transformer block with the arithmetic and the casts of the stock block."""
+    """Transformer block for packed tokens, with the same arithmetic and dtype casts as diffusers' block."""
 
     def forward(
         self,
@@ -226,14 +248,17 @@ class PackedWanBlock(WanTransformerBlock):
         """Run self-attention, cross-attention and the feed-forward.
 
         Args:
-            hidden: [L, D], residual stream.
-            text: [T + 1, D], text embeddings; the last row is the padding.
-            image: [S * I, D], image embeddings, or None.
-            table: [M, 6, D], modulation of each timestep.
+            hidden: [L, D], residual stream: L tokens of width D.
+            text: [T + 1, D], embeddings of T text tokens. The last row is the padding.
+            image: [samples * CLIP tokens, D], image embeddings; None without CLIP.
+            table: [M, 6, D], modulation for each of M timesteps.
             rotation: complex [L, 1, head dim / 2], rotary embedding.
             meta: positions, samples and lengths of the tokens.
             cross_segments: segments of the cross-attention.
             compute_dtype: dtype of matmuls and attention.
+
+        Returns:
+            [L, D], the new residual stream.
         """
         lens = meta.padded_timestep_lens
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + table.float()).unbind(1)
@@ -249,7 +274,7 @@ class PackedWanBlock(WanTransformerBlock):
 
 
 class SelfAttentionProcessor:
-    """Attention processor that gives projected, normalised and rotated q, k and v to a `SelfAttention`."""
+    """Attention processor that computes q, k and v (projected, normalised and rotated) and passes them to a `SelfAttention`."""
 
     def __init__(self, self_attention: SelfAttention) -> None:
         self.self_attention = self_attention
@@ -264,7 +289,7 @@ class SelfAttentionProcessor:
         rotation: Tensor,
         meta: PackedMeta,
     ) -> Tensor:
-        """Run self-attention: [L, D] -> [L, D]."""
+        """Run self-attention on hidden states [local tokens, width], and return a tensor of the same shape."""
         q = rotate(_heads(attn, _normed(attn.to_q, attn.norm_q, hidden_states)), rotation)
         k = rotate(_heads(attn, _normed(attn.to_k, attn.norm_k, hidden_states)), rotation)
         v = _heads(attn, attn.to_v(hidden_states))
@@ -273,10 +298,10 @@ class SelfAttentionProcessor:
 
 
 class CrossAttentionProcessor:
-    """Attention processor for cross-attention to the text, zero-padded to 512 tokens, and to images.
+    """Attention processor for cross-attention to text that is zero-padded to 512 tokens, and to images.
 
-    Tokens attend to the padding, as in official Wan. All padding is one key with a larger weight. Images have separate keys and
-    values, and the results of text attention and image attention are added.
+    Tokens attend to the padding, as in official Wan. The padding is computed as one key with a larger weight. Images
+    have separate keys and values. The results of text attention and image attention are added.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -292,7 +317,20 @@ class CrossAttentionProcessor:
         image: Tensor | None,
         cross_segments: CrossSegments,
     ) -> Tensor:
-        """Run cross-attention: tokens [L, D], text [T + 1, D], images [S * I, D] -> [L, D]."""
+        """Run cross-attention to the text and, if there are images, to the images.
+
+        Args:
+            attn: attention module of the block.
+            hidden_states: [L, D], L video tokens of width D.
+            encoder_hidden_states: [T + 1, D], embeddings of T text tokens. The last row is the padding.
+            _attention_mask: not used.
+            _rotary_emb: not used.
+            image: [samples * CLIP tokens, D], image embeddings; None without CLIP.
+            cross_segments: segments of the cross-attention.
+
+        Returns:
+            [L, D].
+        """
         q = _heads(attn, _normed(attn.to_q, attn.norm_q, hidden_states))
         k = _heads(attn, _normed(attn.to_k, attn.norm_k, encoder_hidden_states))
         v = _heads(attn, attn.to_v(encoder_hidden_states))
@@ -307,38 +345,45 @@ class CrossAttentionProcessor:
 
 
 class Fp32Linear(nn.Linear):
-    """A linear layer that stays in fp32 under autocast.
+    """A linear layer that computes in fp32 under autocast.
 
-    DeepSpeed's torch_autocast reduces gradients and gathers weights of the class `nn.Linear` in bf16, but not of this class.
+    DeepSpeed's torch_autocast reduces gradients and gathers weights in bf16 for layers of the class `nn.Linear`, but
+    not for layers of this class.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer in the dtype of its weights: [..., in] -> [..., out]."""
+        """Apply the layer to x [..., in_features] in the dtype of its weights, and return [..., out_features]."""
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 class PatchLinear(nn.Conv3d):
-    """The patch embedding for tokens from `patchify`. A convolution with kernel = stride is a linear layer."""
+    """The patch embedding for tokens from `patchify`.
+
+    A convolution whose kernel size equals its stride is a linear layer on patches.
+    """
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed tokens: [L, P] -> [L, D]."""
+        """Embed tokens [number of tokens, channels of a token], and return [number of tokens, width]."""
         return F.linear(tokens.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
 def _stock_float(x: Tensor) -> Tensor:
-    """Cast float64 to float32 where the stock model does, so that float64 models agree. Other dtypes do not change."""
+    """Cast float64 to float32, where the stock model has such a cast, so that float64 models give equal results.
+
+    Tensors of other dtypes are returned unchanged.
+    """
     return x.float() if x.dtype == torch.float64 else x
 
 
 def _normed(linear: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
-    """Project, then normalise over all heads in at least fp32."""
+    """Apply a linear layer, then normalise the result over all heads in at least fp32."""
     projected = linear(x)
     return norm(projected.to(torch.promote_types(projected.dtype, torch.float32)))
 
 
 def _heads(attn: WanAttention, x: Tensor) -> Tensor:
-    """Split the heads: [T, D] -> [T, H, head dim]."""
+    """Reshape x [tokens, width] to [tokens, heads, head dim]."""
     return x.unflatten(-1, (attn.heads, -1))
 
 

@@ -1,4 +1,4 @@
-"""Dtypes of a DiT's weights in training (fp32, bf16 or quantized) and in stock diffusers."""
+"""Dtypes of a DiT's weights in training (fp32, bf16 or quantized) and in diffusers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from wands.model.transformer import PatchLinear
 
 @dataclass(frozen=True)
 class WeightDtypePolicy:
-    """Storage dtypes of the weights.
+    """Storage dtypes of a DiT's weights.
 
     Attributes:
-        weights: "fp32"; or "bf16" for the linear layers and the patch embedding, whose weights autocast rounds to bf16 before
-            the matmul. Time embedding, modulation, norms and head compute in fp32 and stay fp32.
-        quantize: "none", or the name of a codec for the linear layers of the blocks. These layers must be frozen.
+        weights: "fp32", or "bf16" for the linear layers and the patch embedding. Autocast rounds the weights of these
+            layers to bf16 before the matmul anyway. Time embedding, modulation, norms and head compute in fp32 and stay
+            in fp32.
+        quantize: "none", or the name of a codec ("int8" or "nf4") for the linear layers of the blocks. These layers
+            must be frozen.
     """
 
     weights: str = "fp32"
     quantize: str = "none"
 
     def apply(self, model: nn.Module) -> None:
-        """Convert the parameters of a model on the meta device to the dtypes of the policy, without values."""
+        """Convert the parameters of a model on the meta device to the dtypes of the policy, in place."""
         if self.weights == "bf16":
             for module in model.modules():
-                if type(module) in (nn.Linear, PatchLinear):  # not subclasses, which compute in fp32
+                if type(module) in (nn.Linear, PatchLinear):  # subclasses compute in fp32
                     module.to(torch.bfloat16)
         if self.quantize != "none":
             for module in model.get_submodule("blocks").modules():
@@ -40,7 +42,7 @@ class WeightDtypePolicy:
 def stored_bytes(model: nn.Module) -> dict[torch.dtype, int]:
     """Return the size of a model's parameters in bytes, by dtype. The model may be on the meta device.
 
-    8-bit codes are int8, 4-bit codes are uint8, and the scales of both are fp32.
+    8-bit codes are counted as int8, 4-bit codes as uint8, and the scales of both as fp32.
     """
     sizes: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
@@ -50,6 +52,6 @@ def stored_bytes(model: nn.Module) -> dict[torch.dtype, int]:
 
 
 def stock_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a parameter when diffusers loads a DiT with `dtype`: a few layers always stay fp32."""
+    """Return the dtype of the parameter `name` when diffusers loads a DiT with `dtype`. Some layers always stay in fp32."""
     keeps_fp32 = set(WanTransformer3DModel._keep_in_fp32_modules) & set(name.split("."))
     return torch.float32 if keeps_fp32 else dtype

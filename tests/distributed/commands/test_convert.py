@@ -302,7 +302,9 @@ def test_nothing_is_overwritten(pipelines: dict[str, Path], tmp_path: Path):
             convert(source, out, to="official")
     assert (tmp_path / "full" / "precious.txt").read_text() == "keep me"
     (tmp_path / "out.tmp").mkdir()
-    with pytest.raises(ConfigError, match=r"needs the name .*out\.tmp"):
+    with pytest.raises(
+        ConfigError, match=r"--out .*out: the temporary folder .*out\.tmp already exists; delete .*out\.tmp"
+    ):
         convert(source, tmp_path / "out", to="official")
     (tmp_path / "empty").mkdir()
     convert(source, tmp_path / "empty", to="official", forward=False)
@@ -314,7 +316,8 @@ def test_a_mount_point_is_refused_at_the_start(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "volume").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
     with pytest.raises(
-        ConfigError, match=r"is a mount point.*give a folder in it, such as .*volume/output\."
+        ConfigError,
+        match=r"is a mount point.*give a folder inside the mount point, such as .*volume/output\.",
     ):
         convert("not/fetched", tmp_path / "volume", to="official")
     assert os.listdir(tmp_path) == ["volume"]

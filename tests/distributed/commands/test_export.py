@@ -119,7 +119,7 @@ def test_a_folder_of_the_users_is_not_deleted(run: Path, tmp_path: Path):
     (tmp_path / "out.tmp" / "precious.txt").write_text("keep me")
     with pytest.raises(
         ConfigError,
-        match=r"--out .*out needs the name .*out\.tmp for a temporary .*; delete that folder if",
+        match=r"--out .*out: the temporary folder .*out\.tmp already exists; delete .*out\.tmp, unless",
     ):
         export(run, tmp_path / "out")
     assert (tmp_path / "out.tmp" / "precious.txt").read_text() == "keep me"
@@ -138,7 +138,8 @@ def test_a_mount_point_is_refused_at_the_start(run: Path, tmp_path: Path, monkey
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
     monkeypatch.setattr(module, "load_full_weights", lambda *_: pytest.fail("read before it was refused"))
     with pytest.raises(
-        ConfigError, match=r"is a mount point.*give a folder in it, such as .*volume/output\."
+        ConfigError,
+        match=r"is a mount point.*give a folder inside the mount point, such as .*volume/output\.",
     ):
         export(run, tmp_path / "volume")
     assert os.listdir(tmp_path) == ["volume"]
@@ -299,7 +300,7 @@ def test_whenever_it_dies_a_whole_export_is_left(
             export(run, out, dtype="bf16")
     whole = out if out.exists() else tmp_path / "out.old"
     assert WanTransformer3DModel.from_pretrained(whole / "transformer").config.num_layers
-    with pytest.raises(ConfigError, match=r"needs the name .*out.old"):  # not ours to delete
+    with pytest.raises(ConfigError, match=r"the folder .*out\.old already exists"):  # not ours to delete
         export(run, out)
 
 
