@@ -74,7 +74,8 @@ class RecipesOptions(Options):
     """List the recipes that wands ships, or print one of them.
 
     Examples:
-        wands recipes wands recipes wan2.1-t2v-1.3b-lora
+        wands recipes
+        wands recipes wan2.1-t2v-1.3b-lora
     """
 
     name: Annotated[str | None, ARGUMENT] = None
@@ -85,7 +86,8 @@ class ConfigOptions(Options):
     """List the recipe keys with types, defaults and descriptions.
 
     Examples:
-        wands config wands config optim.lr
+        wands config
+        wands config optim.lr
     """
 
     key: Annotated[str | None, ARGUMENT] = None
@@ -100,7 +102,8 @@ class CheckOptions(ClipOptions):
     or an option is wrong.
 
     Examples:
-        wands check clips/ wands check clips/ --max-frames 121 --html report.html
+        wands check clips/
+        wands check clips/ --max-frames 121 --html report.html
     """
 
     model: str | None = None
@@ -129,9 +132,9 @@ class PreprocessOptions(ClipOptions):
     --out on a shared file system.
 
     Examples:
-        wands preprocess clips/ --out cache/ --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --workers 8 torchrun
-        --nproc-per-node 8 -m wands preprocess clips/ --out cache/ --model MODEL wands preprocess clips/ --out cache/
-        --model MODEL --part $SLURM_ARRAY_TASK_ID/16
+        wands preprocess clips/ --out cache/ --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --workers 8
+        torchrun --nproc-per-node 8 -m wands preprocess clips/ --out cache/ --model MODEL
+        wands preprocess clips/ --out cache/ --model MODEL --part $SLURM_ARRAY_TASK_ID/16
     """
 
     out: Path
@@ -185,7 +188,8 @@ class PlanOptions(RecipeOptions):
     numbers are predictions; nothing is run.
 
     Examples:
-        wands plan wan2.1-t2v-14b-lora --hardware h100 --gpus 8 wands plan --table
+        wands plan wan2.1-t2v-14b-lora --hardware h100 --gpus 8
+        wands plan --table
     """
 
     variant: str | None = None
@@ -227,8 +231,9 @@ class TrainOptions(RecipeOptions):
     To train on several GPUs, use a launcher such as deepspeed or torchrun, which starts one process per GPU.
 
     Examples:
-        wands train wan2.1-t2v-1.3b-lora --set data.cache=cache/ deepspeed --num_gpus 8 --module wands train my.yaml
-        --deepspeed zero3 torchrun --nproc-per-node 8 -m wands train my.yaml --deepspeed zero3
+        wands train wan2.1-t2v-1.3b-lora --set data.cache=cache/
+        deepspeed --num_gpus 8 --module wands train my.yaml --deepspeed zero3
+        torchrun --nproc-per-node 8 -m wands train my.yaml --deepspeed zero3
     """
 
     deepspeed: Path | None = None
@@ -337,7 +342,8 @@ class ExportOptions(Options):
     A checkpoint of a full finetune becomes a pipeline folder. A checkpoint of a LoRA run becomes a folder of LoRA files.
 
     Examples:
-        wands export runs/my-finetune --out exported/ --dtype bf16 wands export runs/my-lora --out merged/ --merge
+        wands export runs/my-finetune --out exported/ --dtype bf16
+        wands export runs/my-lora --out merged/ --merge
     """
 
     checkpoint: Annotated[Path, ARGUMENT]
@@ -396,8 +402,8 @@ class ConvertOptions(Options):
     The layouts are diffusers, official (Wan's own repositories) and comfyui.
 
     Examples:
-        wands convert Wan2.1-T2V-1.3B/ --to diffusers --out wan-diffusers/ wands convert style.safetensors --to comfyui
-        --out comfyui/
+        wands convert Wan2.1-T2V-1.3B/ --to diffusers --out wan-diffusers/
+        wands convert style.safetensors --to comfyui --out comfyui/
     """
 
     source: Annotated[str, ARGUMENT]
@@ -423,8 +429,8 @@ class SelftestOptions(Options):
     another option is wrong. With a launcher, only the checks of context parallelism run.
 
     Examples:
-        wands selftest --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --only vae torchrun --nproc-per-node 4 -m wands selftest
-        --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+        wands selftest --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --only vae
+        torchrun --nproc-per-node 4 -m wands selftest --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
     """
 
     model: str
