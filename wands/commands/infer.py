@@ -40,7 +40,7 @@ from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_she
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.loras import find_loras
 from wands.sampling.pipeline import DiTSource, PipelineSource, find_pipeline, load_pipeline
-from wands.sampling.requests import SampleRequest, SizeRule, build_requests, check_conditions, read_prompts
+from wands.sampling.requests import SampleRequest, build_requests, read_prompts
 from wands.sampling.sample import decode_latents, pipeline_for, sample_latents, shift_key
 from wands.sampling.sharing import plan_ranks, public_config, share_pipeline
 
@@ -146,12 +146,10 @@ class _Plan:
 def _plan(options: InferOptions, more_requests: Sequence[SampleRequest]) -> _Plan:
     with start_together():
         source = find_source(options)
-        rule = SizeRule(source.vae_stride, source.variant.dit.patch_size)
         prompts: list[str | SampleRequest] = list(options.prompts)
         prompts += read_prompts(options.prompts_file) if options.prompts_file else []
         fields = {key: getattr(options, key) for key in SampleRequest.model_fields if key != "prompt"}
-        requests, problems = build_requests([*prompts, *more_requests], fields, rule)
-        problems += check_conditions(requests, source.variant)
+        requests, problems = build_requests([*prompts, *more_requests], fields, source.variant)
         dims, degree_problems = plan_ranks(source.variant, options.ulysses_degree, options.ring_degree)
         device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if dims.world_size > 1:

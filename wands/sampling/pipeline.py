@@ -56,7 +56,6 @@ class PipelineSource:
         class_name: class of the pipeline, one of `CLASSES`.
         dits: source of "transformer" and, for a model with two experts, of "transformer_2".
         config: config of the DiTs, the same for both experts.
-        vae_stride: pixels per latent in (frames, height, width).
         variant: variant of the model, from its configs.
         loras: LoRAs to add to the DiTs, in this order.
     """
@@ -65,7 +64,6 @@ class PipelineSource:
     class_name: str
     dits: Mapping[str, DiTSource]
     config: Mapping[str, Any]
-    vae_stride: tuple[int, int, int]
     variant: Variant
     loras: tuple[Lora, ...] = ()
 
@@ -131,8 +129,8 @@ def find_pipeline(
             f"{label} is a {index['_class_name']}, but the transformer of {origin} is a {variant.name}, which needs a "
             f"{fitting[0]}. Use the pipeline that the transformer was trained from."
         )
-    stride = _check_encoders(label, root, variant, origin)
-    return PipelineSource(name, index["_class_name"], sources, config, stride, variant, tuple(loras))
+    _check_encoders(label, root, variant, origin)
+    return PipelineSource(name, index["_class_name"], sources, config, variant, tuple(loras))
 
 
 def _read_config(path: Path, label: str) -> dict[str, Any]:
@@ -140,13 +138,15 @@ def _read_config(path: Path, label: str) -> dict[str, Any]:
     return read_json_object(path, label=f"{label}: {path}", fix=fix)
 
 
-def _check_encoders(label: str, root: Path, variant: Variant, origin: str) -> tuple[int, int, int]:
-    """Check that the VAE and the encoders fit the DiT; return the VAE's pixels per latent."""
+def _check_encoders(label: str, root: Path, variant: Variant, origin: str) -> None:
     shape = variant.dit
     vae, text = (_read_config(root / part / "config.json", label) for part in ("vae", "text_encoder"))
-    rules = [
+    # The published VAE configs of Wan 2.1 have no z_dim and no scale factors.
+    stride = (vae.get("scale_factor_temporal", 4), *[vae.get("scale_factor_spatial", 8)] * 2)
+    rules: list[tuple[str, Any, str, Any]] = [
         ("out_channels", shape.out_channels, "its VAE's z_dim", vae.get("z_dim", 16)),
         ("text_dim", shape.text_dim, "its text encoder's d_model", text.get("d_model")),
+        ("the stride", variant.vae_stride, "its VAE's scale factors", stride),
     ]
     if shape.image_dim is not None:
         clip = _read_config(root / "image_encoder" / "config.json", label)
@@ -158,9 +158,6 @@ def _check_encoders(label: str, root: Path, variant: Variant, origin: str) -> tu
                 f"{label}: {part}={value} must equal {key}={expected} of the transformer of {origin}. Use the pipeline that the "
                 "transformer was trained from."
             )
-    # The published VAE configs of Wan 2.1 lack these two keys.
-    spatial = vae.get("scale_factor_spatial", 8)
-    return (vae.get("scale_factor_temporal", 4), spatial, spatial)
 
 
 def load_pipeline(

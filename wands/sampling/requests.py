@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,35 +45,24 @@ class SampleRequest(BaseModel):
     """Image file for the last frame, or a video, whose last frame is used."""
 
 
-@dataclass(frozen=True)
-class SizeRule:
-    """Video sizes that a model can sample.
+def size_problem(variant: Variant, key: str, value: int) -> str | None:
+    """Return None for a size that a model can sample, else the rule that the size breaks and the nearest valid sizes.
 
-    Attributes:
-        vae_stride: pixels per latent in (frames, height, width).
-        patch_size: latents per token in (frames, height, width).
+    Args:
+        variant: variant of the model.
+        key: "height", "width" or "num_frames".
+        value: pixels or frames, at least 1.
     """
-
-    vae_stride: tuple[int, int, int] = (4, 8, 8)
-    patch_size: tuple[int, int, int] = (1, 2, 2)
-
-    def problem(self, key: str, value: int) -> str | None:
-        """Return None for a valid size, else the rule that the size breaks and the nearest valid sizes.
-
-        Args:
-            key: "height", "width" or "num_frames".
-            value: pixels or frames, at least 1.
-        """
-        axis = ("num_frames", "height", "width").index(key)
-        stride, patch = self.vae_stride[axis], self.patch_size[axis]
-        first, step = (1, stride) if axis == 0 else (0, stride * patch)
-        below = (value - first) // step * step + first
-        if value == below:
-            return None
-        sizes = " or ".join(str(size) for size in (below, below + step) if size > 0)
-        if axis == 0:
-            return f"must be {stride}k+1 (one frame, then groups of {stride}). Use {sizes}."
-        return f"must be a multiple of {step} (VAE stride {stride} x patch {patch}). Use {sizes}."
+    axis = ("num_frames", "height", "width").index(key)
+    stride, patch = variant.vae_stride[axis], variant.dit.patch_size[axis]
+    first, step = (1, stride) if axis == 0 else (0, stride * patch)
+    below = (value - first) // step * step + first
+    if value == below:
+        return None
+    sizes = " or ".join(str(size) for size in (below, below + step) if size > 0)
+    if axis == 0:
+        return f"must be {stride}k+1 (one frame, then groups of {stride}). Use {sizes}."
+    return f"must be a multiple of {step} (VAE stride {stride} x patch {patch}). Use {sizes}."
 
 
 def flag_of(field: str) -> str:
@@ -151,7 +139,7 @@ def _parse_row(line: str, folder: Path) -> dict[str, Any]:
 
 
 def build_requests(
-    prompts: Sequence[str | SampleRequest], options: Mapping[str, Any], rule: SizeRule
+    prompts: Sequence[str | SampleRequest], options: Mapping[str, Any], variant: Variant
 ) -> tuple[list[SampleRequest], list[str]]:
     """Combine every prompt with its options and check the result.
 
@@ -159,7 +147,7 @@ def build_requests(
         prompts: texts, or requests whose explicitly set fields override `options`.
         options: field of `SampleRequest` -> None or () if not given, one value for all prompts, or one value per prompt.
             Prompt i gets seed + i from a single `seed`, so that equal prompts give different videos.
-        rule: sizes that the model can sample.
+        variant: variant of the model.
 
     Returns:
         The requests, and the problems of all prompts. A prompt with a problem may have no request.
@@ -189,30 +177,15 @@ def build_requests(
             broken_rules += [(i, f"{flag_of(key)}={value}", text) for key, value, text in _rules(error)]
             continue
         requests.append(request)
-        for key in ("height", "width", "num_frames"):
-            if text := rule.problem(key, size := getattr(request, key)):
-                broken_rules.append((i, f"{flag_of(key)}={size}", text))
+        broken_rules += [(i, option, text) for option, text in find_problems(request, variant)]
     return requests, problems + _join_prompts(broken_rules, len(prompts))
 
 
-def check_conditions(requests: Sequence[SampleRequest], variant: Variant) -> list[str]:
-    """Return the problems with images and guidance: required but not given, or given but useless for the model.
-
-    Prompts with the same problem share one sentence.
-
-    Args:
-        requests: from `build_requests`.
-        variant: variant of the model.
-    """
-    problems = [
-        (i, option, rule)
-        for i, request in enumerate(requests)
-        for option, rule in _condition_problems(request, variant)
-    ]
-    return _join_prompts(problems, len(requests))
-
-
-def _condition_problems(request: SampleRequest, variant: Variant) -> Iterator[tuple[str, str]]:
+def find_problems(request: SampleRequest, variant: Variant) -> Iterator[tuple[str, str]]:
+    """Yield (option, broken rule) for sizes, images and guidance that the model cannot sample or does not use."""
+    for key in ("height", "width", "num_frames"):
+        if text := size_problem(variant, key, size := getattr(request, key)):
+            yield f"{flag_of(key)}={size}", text
     name, conditions = variant.name, variant.conditions
     can_start, must_end = {"image", "first_frame"} & set(conditions), "last_image" in conditions
     image, last_image = f"--image={request.image}", f"--last-image={request.last_image}"

@@ -29,8 +29,9 @@ from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.sampling import sample as sampling
 from wands.sampling import sharing
 from wands.sampling.pipeline import DiTSource, find_pipeline, load_pipeline
-from wands.sampling.requests import SampleRequest, SizeRule, build_requests, read_prompts
+from wands.sampling.requests import SampleRequest, build_requests, read_prompts, size_problem
 from wands.sampling.sharing import plan_ranks, share_pipeline
+from wands.variants import VARIANTS
 
 SMALL = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2}
 
@@ -750,12 +751,13 @@ def test_torchrun_tells_once_that_nothing_can_be_written(tiny_pipeline: Path, tm
 
 
 def test_size_rule_follows_the_model() -> None:
-    rule = SizeRule(vae_stride=(4, 16, 16), patch_size=(1, 2, 2))  # Wan 2.2 TI2V-5B
+    variant = VARIANTS["wan2.2-ti2v-5b"]
     assert (
-        rule.problem("height", 720) == "must be a multiple of 32 (VAE stride 16 x patch 2). Use 704 or 736."
+        size_problem(variant, "height", 720)
+        == "must be a multiple of 32 (VAE stride 16 x patch 2). Use 704 or 736."
     )
-    assert rule.problem("width", 1280) is None
-    assert rule.problem("num_frames", 121) is None
+    assert size_problem(variant, "width", 1280) is None
+    assert size_problem(variant, "num_frames", 121) is None
 
 
 @pytest.mark.parametrize(
@@ -961,7 +963,7 @@ def test_unusable_prompt_file(tmp_path: Path, name: str, content: bytes | None, 
 
 
 def test_defaults_are_the_models_own() -> None:
-    requests, problems = build_requests(["a"], {"height": None, "seed": ()}, SizeRule())
+    requests, problems = build_requests(["a"], {"height": None, "seed": ()}, VARIANTS["wan2.1-t2v-1.3b"])
     assert problems == []
     assert requests == [SampleRequest(prompt="a")]
     assert (requests[0].height, requests[0].width, requests[0].num_frames) == (480, 832, 81)

@@ -35,7 +35,7 @@ from wands.errors import ConfigError
 from wands.sampling import sample as sampling
 from wands.sampling.images import ConditionImages, read_image
 from wands.sampling.pipeline import find_pipeline, load_pipeline
-from wands.sampling.requests import SampleRequest, check_conditions, read_prompts
+from wands.sampling.requests import SampleRequest, find_problems, read_prompts
 from wands.sampling.sharing import share_pipeline
 from wands.variants import VARIANTS
 
@@ -478,9 +478,8 @@ def test_a_negative_prompt_of_a_row_without_guidance(
         ConfigError, match=r"^--negative-prompt='dull, grey' of prompt 1 has no effect with --guidance=1,"
     ):
         infer(folder, [], prompts_file=tmp_path / "p.jsonl", out_dir=tmp_path, guidance_scale=1.0, **SMALL)
-    assert (
-        check_conditions([SampleRequest(prompt="b", guidance_scale=1)], find_pipeline(folder).variant) == []
-    )
+    request = SampleRequest(prompt="b", guidance_scale=1)
+    assert list(find_problems(request, find_pipeline(folder).variant)) == []
 
 
 def test_parts_that_do_not_belong_together(tiny_variant: Callable[[str], Path], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.errors import CacheError, DataError
-from wands.sampling.requests import SampleRequest, check_conditions, read_prompts
+from wands.sampling.requests import SampleRequest, find_problems, read_prompts
 from wands.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,9 +89,8 @@ def test_frames_taken_are_those_that_the_variant_needs():
     first = [name for name, frames in taken.items() if frames == {"image": 0}]
     assert first == ["wan2.1-i2v-14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b"]
     for name, frames in taken.items():
-        problems = check_conditions(
-            [SampleRequest(prompt="a", **dict.fromkeys(frames, "f.png"))], VARIANTS[name]
-        )
+        request = SampleRequest(prompt="a", **dict.fromkeys(frames, "f.png"))
+        problems = list(find_problems(request, VARIANTS[name]))
         assert not problems, problems
 
 
