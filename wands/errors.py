@@ -55,7 +55,8 @@ class CheckpointError(WandsError):
 class Problems:
     """Errors of several checks, collected so that one error can report them all.
 
-    Each check has a name. A check can need the result of other checks. It is skipped if one of these checks failed.
+    Each check has a name. A check can need the result of other checks. If one of these other checks failed, the check
+    is skipped.
     """
 
     def __init__(self) -> None:

@@ -106,8 +106,8 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
     """Yield a temporary folder next to `out`. When the block ends, rename the temporary folder to `out`.
 
     If the block raises an exception, the temporary folder is deleted. If `out` is replaced, the old folder is kept
-    until the new folder is complete. Even if the process is killed, a complete folder is left, either at `out` or at
-    `out` with the suffix ".old".
+    until the new folder is complete. If the process is killed during the replacement, a complete folder is left, either
+    at `out` or at `out` with the suffix ".old".
 
     Args:
         out: folder that the user gave as --out. It must be missing, empty or replaceable.
@@ -189,7 +189,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Write a file to the disk. For a folder, write the names of its files to the disk."""
+    """Flush a file to the disk, so that a power failure cannot lose its content. For a folder, flush its list of file names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

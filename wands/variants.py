@@ -135,7 +135,7 @@ class DiTShape:
         return self.num_layers * (block + cross) + ends
 
     def linear_flops_per_sample(self) -> int:
-        """Return the FLOPs per sample, independent of its video tokens, in one forward pass.
+        """Return the FLOPs of one forward pass per sample that do not depend on the number of video tokens.
 
         They compute the embeddings of text, images and timestep, and the keys and values of text and images.
         """
@@ -230,7 +230,7 @@ class Variant:
         """Return the (frames, rows, columns) of the latents of a video.
 
         Args:
-            num_frames: number of frames of the video. It must be 4k + 1.
+            num_frames: number of frames of the video, 4k + 1 for an integer k.
             height: height of the video in pixels.
             width: width of the video in pixels.
         """
@@ -241,7 +241,7 @@ class Variant:
         """Return the number of tokens of a video.
 
         Args:
-            num_frames: number of frames of the video. It must be 4k + 1.
+            num_frames: number of frames of the video, 4k + 1 for an integer k.
             height: height of the video in pixels.
             width: width of the video in pixels.
         """
@@ -324,7 +324,7 @@ def _family(shape: DiTShape, index: Mapping[str, Any]) -> str:
 
 
 def legal_frames(num_frames: int) -> int:
-    """Return the largest 4k + 1 that is not larger than `num_frames`.
+    """Return the largest number of the form 4k + 1 that is not larger than `num_frames`.
 
     The causal VAE encodes one frame, then groups of four frames.
     """

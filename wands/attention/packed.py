@@ -114,20 +114,22 @@ def _idle(lens: Sequence[int], partner_lens: Sequence[int], num_rows: int) -> It
 class PackedMeta:
     """Positions, sample indices and lengths of the tokens that one rank holds.
 
-    L is the number of tokens on this rank, padding included. A ring row is the part of the bin (the packed samples) that one
-    Ulysses group holds.
+    L is the number of tokens on this rank, padding included. A ring row is the part of the packed samples that one
+    Ulysses group (the ranks that share attention heads) holds.
 
     Attributes:
         positions: int64 [L, 3], (frame, row, column) of each token in the token grid of the token's sample.
         segment_ids: int64 [L], sample index of each token, ascending.
         chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r, for self-attention. Without ring
             attention, there is one ring row.
-        local_seq_lens: number of tokens of each sample on this rank. Padding can follow the last sample.
+        local_seq_lens: number of tokens of each sample on this rank, without the padding that can follow the last
+            sample.
         text_lens: number of text tokens of each sample, without padding.
         timestep_lens: number of tokens on this rank for each timestep, if a sample can have several timesteps. Empty
             means that every sample has one timestep.
         timestep_samples: sample index of each timestep. Empty means that every sample has one timestep.
-        dropout_keys: 64 random bits for each sample, from which its dropout masks are computed. Empty without dropout.
+        dropout_keys: 64 random bits for each sample, from which the sample's dropout masks are computed. Empty without
+            dropout.
     """
 
     positions: Tensor

@@ -35,7 +35,7 @@ from wands.distributed.layout import ring_rounds
 class RingAttention:
     """Self-attention of a ring row: a callable that maps (q, k, v, meta) to the output of `ring_attention`.
 
-    A ring row is the part of the packed samples that one Ulysses group holds.
+    A ring row is the part of the packed samples that one Ulysses group (the ranks that share attention heads) holds.
 
     Attributes:
         backend: attention kernel.
@@ -71,10 +71,9 @@ def ring_attention(
     group: dist.ProcessGroup | None = None,
     grad_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Run self-attention inside each sample, where the tokens of a sample are spread over the ring.
+    """Run self-attention inside each sample, where the tokens of a sample are spread over the ranks of a ring.
 
-    A ring row is the part of the packed samples that one Ulysses group holds. A chunk is the part of a sample in one ring
-    row.
+    A ring row is the part of the packed samples that one Ulysses group (the ranks that share attention heads) holds.
 
     Args:
         q: [N, H, D], for the N tokens of this rank's ring row, H heads and head dim D. Rows after the last sample are
@@ -115,8 +114,8 @@ def ring_forward(
         q: [N, H, D], for N tokens, H heads and head dim D.
         k: [N, H, D].
         v: [N, H, D].
-        lens: the chunk lengths of `ring_attention` as a flat list.
-        degree: number of ranks in the ring.
+        lens: number of tokens of each sample in the first ring row, then in the second ring row, and so on.
+        degree: number of ranks in the ring, which is the number of ring rows.
         group: name of the ring's process group; empty if `degree` is 1.
         grad_group: name of the process group for gradients. Only the backward pass uses this group.
         backend: name of the attention kernel.
@@ -128,14 +127,14 @@ def ring_forward(
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:
         out, lse = kernel.forward(q, k, v, _segments(chunk_lens[0], chunk_lens[0], q.device), scale)
-        return out.contiguous(), lse.contiguous()  # some kernels return the memory order of q
+        return out.contiguous(), lse.contiguous()  # some kernels return tensors with the memory layout of q
     ring = _resolve_process_group(group)
     rank, rounds = dist.get_rank(ring), ring_rounds(chunk_lens)
     out = torch.zeros_like(q, dtype=_fp32_or_wider(q), memory_format=torch.contiguous_format)
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_fp32_or_wider(q))
     block = torch.stack([k, v])
     for step in range(rounds):
-        transfer = _RingTransfer(block, ring) if step + 1 < rounds else None  # transfer during the kernel
+        transfer = _RingTransfer(block, ring) if step + 1 < rounds else None  # runs parallel to the kernel
         segments = _segments(chunk_lens[rank], chunk_lens[(rank - step) % degree], q.device)
         _merge(out, lse, *kernel.forward(q, block[0], block[1], segments, scale))
         block = transfer.wait() if transfer else block
@@ -157,7 +156,10 @@ def ring_backward(
     backend: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v for `ring_forward`.
+    """Return the gradients (dq, dk, dv) for `ring_forward`.
+
+    `out` and `lse` are the results of `ring_forward`. `dout` is the gradient of `out`. The other arguments are the
+    arguments of `ring_forward`.
 
     A block is the keys and values of one rank. The gradient of a block follows the block around the ring. Each rank
     adds a summand to the gradient and sends the sum to the next rank. The last transfer brings the sum to the rank that
@@ -196,7 +198,10 @@ def ring_backward(
 
 
 class _RingTransfer:
-    """Asynchronous transfer: send a block to the next rank of the ring, and receive a block from the previous rank."""
+    """Asynchronous transfer in a ring: send a tensor to the next rank, and receive a tensor from the previous rank.
+
+    The tensor contains keys and values, or the gradients of keys and values.
+    """
 
     def __init__(self, block: Tensor, group: dist.ProcessGroup) -> None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -207,7 +212,7 @@ class _RingTransfer:
         )
 
     def wait(self) -> Tensor:
-        """Wait until the block is sent and another block is received. Return the received block."""
+        """Wait until the send and the receive are done. Return the received tensor."""
         for work in self._works:
             work.wait()
         return self._received

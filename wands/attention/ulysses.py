@@ -92,7 +92,7 @@ class UlyssesAttention(DistributedAttention):
 
 @torch.library.custom_op("wands::to_heads", mutates_args=())
 def to_heads(x: Tensor, group: str, degree: int) -> Tensor:
-    """Exchange the local tokens of all heads for the group's tokens of some heads.
+    """Run an all-to-all after which this rank has all tokens of its Ulysses group, but only some of the heads.
 
     Args:
         x: [B, L, H, D], for batch size B, L local tokens, H heads and head dim D.
@@ -107,7 +107,7 @@ def to_heads(x: Tensor, group: str, degree: int) -> Tensor:
 
 @torch.library.custom_op("wands::to_tokens", mutates_args=())
 def to_tokens(x: Tensor, group: str, degree: int) -> Tensor:
-    """Undo `to_heads`.
+    """Run an all-to-all that undoes `to_heads`: this rank then has only its local tokens, but all heads.
 
     Args:
         x: [B, L * U, H / U, D], for batch size B, L local tokens, H heads and head dim D.

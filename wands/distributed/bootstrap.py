@@ -32,7 +32,7 @@ def ranks_per_node() -> int:
     # The context-parallel degrees depend on this number. If each rank counted the processes of its node, ranks on nodes of
     # different sizes would choose different degrees and hang.
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    for nodes in ("GROUP_WORLD_SIZE", "CROSS_SIZE"):  # torchrun, DeepSpeed's launcher
+    for nodes in ("GROUP_WORLD_SIZE", "CROSS_SIZE"):  # torchrun's and DeepSpeed's number of nodes
         if nodes in os.environ:
             return max(world_size // int(os.environ[nodes]), 1)
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

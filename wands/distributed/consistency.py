@@ -37,14 +37,15 @@ def check_agreement(
 
     Args:
         parts: maps a name to a text: a digest or a JSON object. For JSON objects, the error message names the first key
-            that differs. A text must come before the texts that depend on it. Ranks may have different names.
+            that differs. A text must come before the texts that depend on it, so that the error names the cause first.
+            Ranks may have different names.
         device: device of this rank, from which the process group's backend can send.
-        fixes: maps a name to the class of the error and to the text of its fix.
+        fixes: maps a name to (class of the error, text of the fix).
 
     Raises:
-        ConfigError: if a text differs between ranks. `fixes` can name another class. All ranks raise the same message.
-            The message contains the name of the text, the ranks that differ from the largest group of equal ranks, and
-            the fix.
+        ConfigError: if a text differs between ranks. `fixes` can name a different class. All ranks raise the same
+            message. The message contains the name of the text, the ranks that differ from the largest group of equal
+            ranks, and the fix.
     """
     text = json.dumps(sorted(parts.items()))
     digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
@@ -84,14 +85,17 @@ def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None
 
 
 def _first_key(odd: str | None, usual: str | None) -> str:
-    """Return the first key at which two JSON objects differ, with both values, in brackets; an empty text for digests."""
+    """Return the first key at which two JSON objects differ, with both values, in brackets.
+
+    Return an empty text for digests, and "(missing)" if `odd` is None.
+    """
     if odd is None or usual is None:
         return " (missing)" if odd is None else ""
     try:
         found = differences(json.loads(odd), json.loads(usual))
     except ValueError:
         return ""
-    if not found or not found[0][0]:  # 1 and 1.0, or values without keys
+    if not found or not found[0][0]:  # equal values such as 1 and 1.0, or JSON without keys
         return ""
     key, *values = found[0]
     here, there = (value if isinstance(value, str) else json.dumps(value) for value in values)

@@ -25,7 +25,10 @@ from wands.attention.packed import ChunkLens, segment_ids_of
 
 @dataclass(frozen=True)
 class CommBytes:
-    """Number of bytes that a rank sends for one attention layer, by kind of communication and by pass."""
+    """Number of bytes that a rank sends for one attention layer.
+
+    The fields separate the Ulysses all-to-alls from the ring transfers, and the forward pass from the backward pass.
+    """
 
     ulysses_forward: int
     ulysses_backward: int
@@ -42,7 +45,7 @@ class CommBytes:
 class ContextPlan:
     """Split of a bin (the samples packed into one sequence) over all ranks of a context-parallel group.
 
-    A ring row is the part of the bin that one Ulysses group holds.
+    A ring row is the part of the bin that one Ulysses group (the ranks that share attention heads) holds.
 
     Attributes:
         seq_lens: number of tokens of each sample, in packed order.
@@ -79,9 +82,9 @@ class ContextPlan:
         return self.ring_degree * self.row_len - sum(self.seq_lens)
 
     def cost_balance(self) -> float:
-        """Return the attention time of the ring, divided by the time of an even split of the (query, key) pairs; 1 is best.
+        """Return the ratio of the ring's attention time to the time with an even split of the (query, key) pairs.
 
-        In each round, all ranks wait for the rank with the most pairs.
+        The best ratio is 1. In each round of the ring, all ranks wait for the rank with the most pairs.
         """
         lens, degree = self.chunk_lens, self.ring_degree
         lockstep = sum(
@@ -181,9 +184,9 @@ class ContextLayout:
 def split_over_ring(seq_lens: tuple[int, ...], ring_degree: int) -> ChunkLens:
     """Split every sample into one chunk per ring row, so that the ring rows have nearly equal numbers of tokens.
 
-    A ring row is the part of the packed samples that one Ulysses group holds. The chunks of a sample differ by at most
-    one token. A sample with fewer tokens than ring rows is not split. Its split would have empty chunks, and the ring
-    would still send their keys.
+    A ring row is the part of the packed samples that one Ulysses group (the ranks that share attention heads) holds.
+    The chunks of a sample differ by at most one token. A sample with fewer tokens than ring rows is not split: with
+    empty chunks, the ring would still send the keys.
 
     Args:
         seq_lens: number of tokens of each sample.

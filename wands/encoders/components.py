@@ -76,7 +76,7 @@ def loading_part(model: str | Path, part: str) -> Iterator[None]:
         part: name of the component, for error messages.
 
     Raises:
-        ConfigError: if the block raises an error that means that the component's files cannot be loaded.
+        ConfigError: if the block fails to load the component.
     """
     try:
         with quiet_loading():

@@ -23,7 +23,7 @@ from wands.model.files.loading import load_index
 
 
 def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
-    """Return a video with the first frame of a clip, optionally its last frame, and mid-grey (value 0) in all other frames.
+    """Return a video that contains the first frame of a clip, optionally the last frame, and otherwise grey frames (value 0).
 
     Args:
         pixels: [3, F, H, W] in [-1, 1], for F > 1 frames of H rows and W columns.
@@ -68,7 +68,7 @@ class ImageEncoder:
 
     @torch.no_grad()
     def encode(self, images: Sequence[np.ndarray]) -> Tensor:
-        """Return CLIP's hidden states before its last layer for all images, concatenated along the token axis.
+        """Return the hidden states that CLIP's last layer gets as input, for all images, concatenated along the token axis.
 
         Args:
             images: images, each uint8 [rows, columns, 3].
@@ -88,7 +88,7 @@ class ImageEncoder:
 
 
 class WindowEncoder:
-    """Encoder of a window (a range of frames of a clip) to all tensors that the cache stores for it, except text embeddings.
+    """Encoder of a window (a range of frames of a clip) to the tensors that the cache stores, except text embeddings.
 
     CLIP stays loaded next to the VAE. CLIP needs 1.3 to 2.5 GB, which is little compared with the activations of the
     VAE. A separate pass with CLIP would decode every clip twice.
@@ -140,8 +140,8 @@ class WindowEncoder:
 
         Returns:
             bf16 tensors on the CPU by name. "latents" is [C, f, h, w]: channels, frames, rows and columns of the
-            latents. The conditions "image" and "clip" add "image_latents" [C, f, h, w] and "image_embeds" [CLIP tokens,
-            CLIP width].
+            latents. The condition "image" adds "image_latents" [C, f, h, w]. The condition "clip" adds "image_embeds"
+            [CLIP tokens, CLIP width].
         """
         encoded = {"latents": self.vae.encode(pixels)}
         last_image = "last_image" in self.conditions

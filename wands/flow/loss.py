@@ -27,7 +27,7 @@ def flow_matching_loss(
             computed in fp32 (in fp64 for fp64 inputs).
         target: [L, P], target velocity.
         segment_ids: int64 [L], sample index of each token.
-        sample_weights: fp32 [S], factor of each sample's squared errors, from `loss_weights`.
+        sample_weights: fp32 [S] for S samples, factor of each sample's squared errors, from `loss_weights`.
 
     Returns:
         (loss, sample_errors). loss is the weighted sum, a scalar with gradient. sample_errors is [S] without gradient:

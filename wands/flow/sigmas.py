@@ -38,8 +38,8 @@ def sample_sigma(
     """Draw a noise level from the recipe's distribution, truncated to the range from `low` to `high`.
 
     The range applies to sigma after the shift. The inverse CDF is truncated. No draw is therefore rejected, and every
-    call takes two numbers from the generator. With `mix_uniform`, sigma is sometimes drawn from a uniform distribution.
-    The probability of this is the share of the uniform distribution in the total probability mass of the range.
+    call takes two numbers from the generator. With `mix_uniform`, sigma sometimes comes from a uniform distribution.
+    The probability of this is the share of the uniform distribution in the probability mass of the range.
 
     Args:
         generator: source of two uniform numbers.
@@ -87,7 +87,7 @@ def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
 
 
 def _mass(flow: FlowConfig, low: float, high: float) -> float:
-    """Return the probability that sigma before the shift is between `low` and `high`."""
+    """Return the probability that sigma before the shift is between `low` and `high`, under the recipe's distribution."""
     if flow.timestep_sampling == "uniform":
         return high - low
     if flow.timestep_sampling == "logit_normal":
@@ -117,7 +117,8 @@ def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -
 def _z_bounds(flow: FlowConfig, low: float, high: float) -> tuple[float, float]:
     """Return `low` and `high` as logits, in standard deviations from the mean logit.
 
-    If the range is above the mean, both numbers are negated and swapped. The reason is that a CDF near 1 has too few digits.
+    If the range is above the mean, both numbers are negated and swapped, because float64 has too few digits for a CDF
+    near 1.
     """
     z = [(_logit(bound) - flow.logit_mean) / flow.logit_std for bound in (low, high)]
     return (-z[1], -z[0]) if _mirrored(flow, low) else (z[0], z[1])
@@ -134,7 +135,10 @@ def _logit(value: float) -> float:
 
 
 def _mode(uniform: float, scale: float) -> float:
-    """Map `uniform` in [0, 1] to sigma, which falls from 1 to 0. If scale > 0, sigma falls most slowly in the middle."""
+    """Map `uniform` in [0, 1] to sigma, for the distribution "mode".
+
+    Sigma falls from 1 to 0. If scale > 0, sigma falls most slowly in the middle.
+    """
     return 1.0 - uniform - scale * (math.cos(math.pi * uniform / 2) ** 2 - 1.0 + uniform)
 
 
@@ -153,7 +157,7 @@ def _mode_inverse(value: float, scale: float) -> float:
 def _to_fp32_inside(sigma: float, low: float, high: float) -> float:
     """Round sigma to fp32 so that sigma and the fp32 timestep of sigma stay inside the range from `low` to `high`.
 
-    The timestep selects the expert. Without this step, rounding could move a sample onto the boundary and so to the wrong
+    The timestep selects one of two experts. Without this step, rounding could move a sample to the range of the other
     expert.
     """
     value, up, down = np.float32(min(max(sigma, low), high)), np.float32(2.0), np.float32(-1.0)

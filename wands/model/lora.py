@@ -72,7 +72,7 @@ def add_lora(
             partitioned.
         lora: rank, alpha and targets.
         seed: `train.seed`.
-        start: initial LoRA by layer name, instead of the values above.
+        start: initial lora_A and lora_B by layer name. They replace the initial values that are described above.
 
     Raises:
         ConfigError: if a pattern in `lora.targets` matches no layer, or a layer of `start` does not fit the model or
@@ -80,7 +80,7 @@ def add_lora(
     """
     targets = find_targets(model, lora.targets)
     _check_start(targets, lora, start or {})
-    alpha: Any = lora.scaled_alpha  # PEFT declares int, and only divides
+    alpha: Any = lora.scaled_alpha  # PEFT declares an int, but only divides alpha by the rank
     config = peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=list(targets))
     model.requires_grad_(False)
     peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
@@ -91,7 +91,7 @@ def add_lora(
         lora_A, lora_B = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
         for linear in (lora_A, lora_B):  # PEFT uses the dtype of the base, but trained weights are fp32
             linear.to(torch.promote_types(linear.weight.dtype, torch.float32))
-        if isinstance(base, Fp32Linear):  # the result of the LoRA is added to fp32 values
+        if isinstance(base, Fp32Linear):  # the LoRA must compute in fp32 like its base layer
             lora_A.__class__ = lora_B.__class__ = Fp32Linear
         with torch.no_grad():
             lora_A.weight.copy_(_initial_lora_A(name, lora_A.weight.shape, seed))
@@ -129,7 +129,7 @@ def lora_pairs(state: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, LoraP
 
 
 def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]:
-    """Read the LoRA of one expert from a file in any known layout.
+    """Read the LoRA of one expert from a file in any layout that wands knows.
 
     Args:
         path: LoRA file or folder, see `wands.model.files.lora_files.find_lora_file`.

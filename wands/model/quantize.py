@@ -66,7 +66,7 @@ class Int8:
 
     @staticmethod
     def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
-        """Return the weight of codes and scales, fp32 [out_features, in_features]."""
+        """Decode codes and scales to the weight, fp32 [out_features, in_features]."""
         return load_library().int8_vectorwise_dequant(codes, scales)
 
 
@@ -103,7 +103,7 @@ class NormalFloat4:
 
     @staticmethod
     def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
-        """Return the weight of codes and scales, fp32 [out_features, in_features]."""
+        """Decode codes and scales to the weight, fp32 [out_features, in_features]."""
         library = load_library()
         # Decode the weight as one row: the CPU kernel starts a new block at every row, even if I is not a multiple of BLOCK_SIZE.
         shape = torch.Size((1, len(codes) * in_features))

@@ -170,14 +170,15 @@ class PackedWanTransformer(WanTransformer3DModel):
             modulate(normed, 1 + scale, shift, meta.padded_timestep_lens).to(hidden.dtype)
         )
         channels = self.config.out_channels or self.config.in_channels
-        return prediction.unflatten(1, (-1, channels)).mT.flatten(1)  # from the head's order (pt, ph, pw, C)
+        # The head's channels are in the order (pt, ph, pw, C). Return them in the order (C, pt, ph, pw).
+        return prediction.unflatten(1, (-1, channels)).mT.flatten(1)
 
     def _embed_timesteps(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
         """Embed M timesteps.
 
         Returns:
-            (embedding, table): the embedding [M, D] for width D, and its projection to the modulation of the blocks [M,
-            6, D].
+            (embedding, table). The embedding is [M, D] for width D. The table is [M, 6, D], the modulation of the
+            blocks.
         """
         embedder = self.condition_embedder
         temb = embedder.time_embedder(embedder.timesteps_proj(timesteps))
@@ -369,9 +370,9 @@ class PatchLinear(nn.Conv3d):
 
 
 def _stock_float(x: Tensor) -> Tensor:
-    """Cast float64 to float32, where the stock model has such a cast, so that float64 models give equal results.
+    """Cast float64 to float32. Return tensors of other dtypes unchanged.
 
-    Tensors of other dtypes are returned unchanged.
+    The calls are at the places where the stock model casts to float32, so that float64 models give equal results.
     """
     return x.float() if x.dtype == torch.float64 else x
 

@@ -75,7 +75,7 @@ class Backend:
         if _has_no_pairs(segments):
             return torch.zeros_like(q), _new_lse(q)
         out, lse = self.run_forward(q, k, v, segments, scale)
-        for rows in segments.idle_q(len(q)):  # kernels leave out undefined, and lse undefined, 0 or +inf
+        for rows in segments.idle_q(len(q)):  # kernels return any `out` here, and lse 0, +inf or any value
             out[rows] = 0
             lse[:, rows] = -torch.inf
         return out, lse
@@ -91,18 +91,19 @@ class Backend:
         segments: Segments,
         scale: float,
     ) -> Grads:
-        """Compute the gradients that come from one block of keys.
+        """Compute the gradients of q, k and v that come from one block of keys and values.
 
-        `out` and `lse` are the results over all blocks of keys, not only over this block.
+        `k` and `v` can be one of several blocks that q attends to. `out` and `lse` are the results over all blocks.
 
         Args:
             dout: [Tq, H, D], gradient of `out`.
             q: [Tq, H, D], for Tq rows, H heads and head dim D.
-            k: [Tk, H, D], this block of keys.
+            k: [Tk, H, D], keys of this block.
             v: [Tk, H, D], values of this block.
             out: [Tq, H, D], attention output over all blocks.
             lse: [H, Tq], log-sum-exp of the scores over all blocks. A row with +inf contributes to no gradient.
-            segments: number of rows of q and of k in each segment.
+            segments: number of rows of q and of k in each segment. Rows of q attend only to rows of k in the same
+                segment.
             scale: factor on the attention scores.
 
         Returns:
@@ -126,7 +127,7 @@ def _has_no_pairs(segments: Segments) -> bool:
 
 
 def _new_lse(q: Tensor) -> Tensor:
-    """Return the log-sum-exp of rows that attend to no key: -inf, [H, T] for q of shape [T, H, D]."""
+    """Return -inf, the log-sum-exp of rows that attend to no key: [heads, rows] for q of shape [rows, heads, head dim]."""
     return q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_score_dtype(q))
 
 
@@ -166,7 +167,7 @@ def _score_dtype(x: Tensor) -> torch.dtype:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """Transpose [T, H, D] to [H, T, D], and cast the tensor to at least fp32."""
+    """Transpose x [rows, heads, head dim] to [heads, rows, head dim], and cast the result to at least fp32."""
     return x.transpose(0, 1).to(_score_dtype(x))
 
 

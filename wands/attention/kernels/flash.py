@@ -86,7 +86,7 @@ def _torch_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -
 def _torch_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
 ) -> Grads:
-    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # not read without dropout
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the kernel reads it only for dropout
     return torch.ops.aten._flash_attention_backward(
         *(x.contiguous() for x in (dout, q, k, v, out, lse)),
         *(s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k, 0.0, False),
@@ -189,7 +189,7 @@ def _empty_grads(q: Tensor, k: Tensor, v: Tensor) -> Grads:
 
 
 def _batched(x: Tensor) -> Tensor:
-    """Return a view [1, H, T, D] of x [T, H, D]."""
+    """Return x [rows, heads, head dim] as a view [1, heads, rows, head dim]."""
     return x.transpose(0, 1)[None]
 
 

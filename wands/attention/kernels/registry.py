@@ -124,5 +124,8 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -
 
 @cache
 def _log_once(level: int, message: str) -> None:
-    """Log a message once per process. The model and the run summary both choose the kernel."""
+    """Log a message once per process.
+
+    Without this, a message of `choose_backend` would be logged twice: for the model and for the run summary.
+    """
     logger.log(level, message)

@@ -79,7 +79,7 @@ def check_backend(
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     merged = torch.zeros(q.shape, dtype=lse.dtype, device=device)
     for part, part_lse in parts:
-        # 0 in rows without keys: -inf - -inf is nan.
+        # Set the weight of rows without keys to 0, because -inf - -inf is nan.
         weight = (part_lse - lse).exp().masked_fill(part_lse.isneginf(), 0)
         merged += part * weight.mT[..., None]
     out = merged.to(dtype)
@@ -146,7 +146,7 @@ class _Comparer:
 
 
 def _draw(head_dim: int) -> list[Tensor]:
-    """Return random q, k, v and dout, each fp32 [T, H, D], as views that are not contiguous."""
+    """Return random q, k, v and dout for the check, each fp32 [rows, heads, head dim], as views that are not contiguous."""
     generator = torch.Generator().manual_seed(0)
     rows_q, rows_k = sum(LENS_Q) + SPARE_ROWS, sum(LENS_K) + SPARE_ROWS
     shapes = [(rows, NUM_HEADS, 2 * head_dim) for rows in (rows_q, rows_k, rows_k, rows_q)]
@@ -157,11 +157,11 @@ def _draw(head_dim: int) -> list[Tensor]:
 
 
 def _blocks() -> list[tuple[Tensor, Segments]]:
-    """Split the keys into two blocks.
+    """Split the keys of the check into two blocks.
 
     Returns:
-        (rows, segments) for each block: the indices of the block's rows in k, and the segments of these rows. Each
-        block ends with the rows that follow the last segment.
+        (rows, segments) for each block. `rows` are the indices of the block's rows in k. `segments` contains the number
+        of rows of q and of the block in each segment. Each block ends with the rows that follow the last segment.
     """
     starts = [0, *accumulate(LENS_K)]
     rows: tuple[list[int], list[int]] = ([], [])
