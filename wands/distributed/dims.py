@@ -93,9 +93,9 @@ def choose_degrees(
 ) -> ContextDegrees:
     """Choose the Ulysses degree and the ring degree for the recipe's `parallel` section.
 
-    If only `cp_size` is set, the Ulysses degree is the largest number that divides the number of heads, the group size
-    and the number of ranks per node. The ring degree is the group size divided by the Ulysses degree. The reason is
-    that an all-to-all always sends less than a ring of the same degree.
+    If only `cp_size` is set, the Ulysses degree is as large as possible, because an all-to-all always sends less than a
+    ring of the same degree. It must divide the number of heads, the group size and the number of ranks per node. The
+    ring degree is the group size divided by the Ulysses degree.
 
     Args:
         parallel: `parallel` section of a recipe that `load_recipe` has checked.

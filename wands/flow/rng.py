@@ -1,7 +1,7 @@
 """Random number generators of training. Each generator is keyed by the purpose of its numbers.
 
 No generator keeps a state from one draw to the next. The same (seed, sample, repeat_index, epoch, purpose) therefore
-gives the same bits on every rank, in every bin, in every order of samples, and after every restart.
+always gives the same bits. They do not depend on the rank, the packing of the samples, their order, or restarts.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from wands.errors import ConfigError
 PAGE_BYTES = 1 << 24
 """Size of a page of host memory in bytes.
 
-Packed sequences of any length reuse the same pages. The reasons are that pinning memory takes longer than a copy, and
-that torch rounds the size of a pinned buffer up to a power of two.
+Packed sequences of any length reuse the same pages, because pinning new memory takes longer than a copy. Larger buffers
+would also waste memory: torch rounds the size of a pinned buffer up to a power of two.
 """
 _GROUPS_ON_DEVICE = 2
 
