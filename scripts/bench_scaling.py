@@ -25,7 +25,7 @@ from wands.config.recipe_loading import load_recipe
 from wands.distributed.dims import choose_degrees
 from wands.planning.hardware import MACHINES, Machine
 from wands.planning.memory import estimate_memory
-from wands.planning.step_time import Prediction, predict
+from wands.planning.step_time import Prediction, Traffic, predict
 from wands.planning.workload import Weight, Workload
 from wands.train.weights import list_weights
 from wands.variants import VARIANTS, DiTShape, legal_frames
@@ -117,6 +117,23 @@ def smallest_fit(shape: DiTShape, lens: Sequence[int], gpus: int, setting: Setti
     return next(filter(fits, predictions), None)
 
 
+def effective_len(one: Prediction) -> float:
+    """Return sum(L^2) / sum(L): clips of this length need as much attention work per token as the bin."""
+    lens = one.plan.seq_lens
+    return sum(length * length for length in lens) / sum(lens)
+
+
+def needed_len(one: Prediction) -> float:
+    """Return the smallest effective length at which the messages of the ring's forward overlap with compute completely."""
+    flops = one.machine.peak * one.machine.attention_efficiency
+    return one.plan.ring_degree * flops / one.machine.ring_bandwidth(one.cp)
+
+
+def hidden(traffic: Traffic) -> float:
+    """Return the share of a transfer that overlaps with compute."""
+    return 1 - traffic.exposed / traffic.total if traffic.total else 1.0
+
+
 def cp_sizes(gpus: int, bins: int) -> list[int]:
     """Return the powers of two with which every data-parallel rank has a bin."""
     return [cp for cp in (1 << i for i in range(gpus.bit_length())) if gpus // cp <= bins]
@@ -134,10 +151,10 @@ def line(one: Prediction) -> str:
     cells = f"{one.workload.world_size:6}{one.dp:5}{f'{plan.ring_degree} x {plan.ulysses_degree}':>16}{one.seconds:9.2f}"
     cells += f"{seconds[0]:9.2f}{seconds[1]:8.2f}"
     ring, zero = one.ring_traffic * micro_steps, one.zero * micro_steps
-    cells += f"{ring.total:8.2f}{ring.hidden:8.0%}" if ring.total else f"{'':16}"
-    cells += f"{zero.total:8.2f}{zero.hidden:8.0%}"
-    hides = "yes" if one.l_eff >= one.l_needed else "no"
-    cells += f"{one.l_needed:13,.0f}{hides:>12}" if ring.total else f"{'':25}"
+    cells += f"{ring.total:8.2f}{hidden(ring):8.0%}" if ring.total else f"{'':16}"
+    cells += f"{zero.total:8.2f}{hidden(zero):8.0%}"
+    hides = "yes" if effective_len(one) >= needed_len(one) else "no"
+    cells += f"{needed_len(one):13,.0f}{hides:>12}" if ring.total else f"{'':25}"
     tokens = one.workload.recipe.train.bins_per_step * sum(plan.seq_lens) / one.seconds
     return (
         f"{cells}{one.mfu:7.1%}{memory(one) / 1e9:8.1f}{tokens:12,.0f}{'' if fits(one) else '  does not fit'}"

@@ -2,12 +2,63 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
+import click
+
 from wands.cli import main
-from wands.config.reference import cli_page, recipe_page
+from wands.config.reference import WIDTH, list_sections
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
+_NOTE = "<!-- Written by scripts/build_reference.py from wands/config. Change the docstrings there. -->"
+
+_RECIPE_INTRO = """\
+A recipe is a YAML file with the sections below. `wands recipes` lists the shipped recipes, and `--set section.key=value`
+sets a key on the command line. Precedence: defaults, then the file, then `--set`. An unknown key or an invalid value is an
+error. `wands config` prints this page in short, `wands config optim.lr` one key."""
+_CLI_INTRO = """\
+`wands COMMAND --help` prints the same texts. `python -m wands` is the same as `wands`; launchers such as torchrun and
+deepspeed start it this way. `wands -v COMMAND` prints debug messages. Exit code 2 means an error that you can fix; the last
+line names the option or key and the fix."""
+
+
+def recipe_page() -> str:
+    """Return the recipe reference in Markdown."""
+    lines = ["# Recipe reference", _NOTE, _RECIPE_INTRO]
+    for section in list_sections():
+        lines += [f"## {section.name or 'Top level'}", section.description]
+        for key in section.keys:
+            default = key.default if key.default in ("required", "unset") else f"default `{key.default}`"
+            lines += [f"### {key.name}", f"`{key.type}`, {default}", key.description]
+    return "\n\n".join(lines) + "\n"
+
+
+def cli_page(commands: Mapping[str, click.Command]) -> str:
+    """Return the command-line reference in Markdown.
+
+    Args:
+        commands: the subcommands by name, in order.
+    """
+    lines = ["# Command-line reference", _NOTE, _CLI_INTRO]
+    table = ["| command | purpose |", "|---|---|"]
+    for name, command in commands.items():
+        table.append(f"| [{name}](#wands-{name}) | {command.get_short_help_str(WIDTH)} |")
+    lines.append("\n".join(table))
+    for name, command in commands.items():
+        context = click.Context(command, info_name=f"wands {name}")
+        text, _, examples = str(command.help).partition("\b\nExamples:\n")
+        options = (param for param in command.params if isinstance(param, click.Option))
+        records = filter(None, (option.get_help_record(context) for option in options))
+        lines += [
+            f"## wands {name}",
+            f"```\n{context.get_usage().removeprefix('Usage: ')}\n```",
+            text.strip(),
+            "\n".join(f"- `{option}`: {' '.join(help.split())}" for option, help in records),
+            f"```bash\n{textwrap.dedent(examples).strip()}\n```",
+        ]
+    return "\n\n".join(lines) + "\n"
 
 
 def build_pages() -> dict[str, str]:

@@ -256,7 +256,7 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     from wands.commands.plots import save_loss_plot
     from wands.data.cache.reader import LatentCache
     from wands.sampling.contact_sheet import SheetRow, save_contact_sheet
-    from wands.train.metrics import read_metrics
+    from wands.train.metrics import read_rows
 
     cache = LatentCache(out / "cache")
     samples = [json.loads(line) for line in (out / "samples" / "samples.jsonl").read_text().splitlines()]
@@ -266,7 +266,7 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     clips, latents = ([made(video, taken) for video in videos] for videos in (clips, latents))
     table = np.array([[correlation(mine, clip) for clip in clips] for mine in latents])
 
-    metrics = read_metrics(out / "run")
+    metrics = read_rows(out / "run" / "metrics.jsonl")
     passes = round(len(metrics) * _plan(out / "cache")[0])
     short = f"{passes} passes over the clips: expect colours and layout, not details. "
     note = short if passes < ENOUGH_PASSES else ""

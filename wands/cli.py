@@ -110,7 +110,7 @@ def _preprocess(options: opts.PreprocessOptions) -> None:
 def _pack(options: opts.PackOptions) -> None:
     from wands.commands.pack import pack
 
-    click.echo(pack(options).render())
+    click.echo(pack(options))
 
 
 @command(main, opts.PlanOptions)

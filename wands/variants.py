@@ -20,14 +20,10 @@ IMAGE_LEN = 257
 """Number of CLIP tokens of one image of any size: 16 x 16 patches and the class token."""
 MASK_CHANNELS = 4
 """Number of mask channels of a latent frame, one for each of its four pixel frames. The mask is 1 for conditioning frames."""
-_CONFIG_KEYS = {
-    "patch_size": "patch_size",
+_EQUAL_KEYS = ("patch_size", "in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim", "num_layers")
+_CONFIG_KEYS = {name: name for name in _EQUAL_KEYS} | {
     "num_heads": "num_attention_heads",
     "head_dim": "attention_head_dim",
-    **{
-        name: name
-        for name in ("in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim", "num_layers")
-    },
 }
 """Maps a field of DiTShape to a key of diffusers' config."""
 
@@ -81,12 +77,8 @@ class DiTShape:
         config = {key: getattr(self, field) for field, key in _CONFIG_KEYS.items()}
         config["patch_size"] = list(self.patch_size)
         if self.image_dim is not None:
-            positions = self.image_positions or None
-            config |= {
-                "image_dim": self.image_dim,
-                "added_kv_proj_dim": self.dim,
-                "pos_embed_seq_len": positions,
-            }
+            config |= {"image_dim": self.image_dim, "added_kv_proj_dim": self.dim}
+            config["pos_embed_seq_len"] = self.image_positions or None
         return config
 
     @property

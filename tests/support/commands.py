@@ -14,7 +14,6 @@ from wands.data.clips.isolated import IsolatedWorker
 
 if TYPE_CHECKING:
     from wands.commands.check.check_report import CheckReport
-    from wands.commands.pack import PackResult
     from wands.commands.preprocess.preprocess_report import PreprocessReport
 
 Filled = TypeVar("Filled", bound=Options)
@@ -48,7 +47,7 @@ def preprocess(
     return command(fill(opts.PreprocessOptions, given), max_samples=max_samples)
 
 
-def pack(recipe: str | None, **values: Any) -> PackResult:
+def pack(recipe: str | None, **values: Any) -> str:
     from wands.commands.pack import pack as command
 
     return command(fill(opts.PackOptions, {"recipe": recipe, **values}))

@@ -19,7 +19,7 @@ from wands.model.files.checkpoint_files import Checkpoint, find_checkpoint
 from wands.train import loop
 from wands.train.engine import build_engine
 from wands.train.loop import train
-from wands.train.metrics import read_metrics
+from wands.train.metrics import read_rows
 from wands.train.prepare import prepare_run
 from wands.train.run import TrainingRun
 
@@ -84,7 +84,7 @@ def run_training(
         finally:
             for _ in engines[:]:  # none where the ranks did not agree
                 release(engines.pop())
-    return read_metrics(output_dir) if rank == 0 else []
+    return read_rows(output_dir / "metrics.jsonl") if rank == 0 else []
 
 
 _build_groups = ProcessGroups.build

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from wands.config.options import PackOptions
@@ -17,39 +15,7 @@ FORMAT = "wands-plan-1"
 """Format name in a plan file; another number means other keys."""
 
 
-@dataclass(frozen=True)
-class PackResult:
-    """Written plan of an epoch.
-
-    Attributes:
-        path: the file.
-        header: its first line.
-        data: lines about sources and split.
-    """
-
-    path: Path
-    header: dict[str, Any]
-    data: tuple[str, ...] = ()
-
-    def render(self) -> str:
-        """Return the plan in a few lines for the terminal."""
-        head = self.header
-        levels = ", ".join(f"{level:.3f} on {dp}" for dp, level in head["efficiency"].items())
-        return "\n".join(
-            [
-                *(f"{'' if number else 'data':<11} {line}" for number, line in enumerate(self.data)),
-                f"epoch {head['epoch']}, seed {head['seed']}: {head['num_samples']} samples, {head['num_tokens']} tokens",
-                f"bins        {head['num_bins']} of at most {head['max_tokens']} tokens, fill {head['fill']:.3f}",
-                f"steps       {head['num_steps']} of {head['bins_per_step']} bins; the epoch starts at step {head['first_step']}",
-                f"efficiency  mean cost / cost of the slowest rank, by dp_size: {levels or '1 on one rank'}",
-                f"bias        Kolmogorov-Smirnov distance of a step's lengths from the data set's {head['length_bias']:.3f}, "
-                f"of random steps {head['length_bias_of_chance']:.3f}",
-                f"written     {self.path}",
-            ]
-        )
-
-
-def pack(options: PackOptions) -> PackResult:
+def pack(options: PackOptions) -> str:
     """Plan one epoch of a recipe's data and write it as JSON lines.
 
     The first line describes the whole plan: format, seed, epoch, first_step, sources (`list_sources`), split,
@@ -62,6 +28,9 @@ def pack(options: PackOptions) -> PackResult:
 
     Args:
         options: options of the command.
+
+    Returns:
+        The plan in a few lines for the terminal.
 
     Raises:
         WandsError: if the recipe or the data have problems, or the file cannot be written.
@@ -81,7 +50,20 @@ def pack(options: PackOptions) -> PackResult:
         file.write(json.dumps(header) + "\n")
         for step in range(first, first + header["num_steps"]):
             file.write(json.dumps(_step_line(run, step, mean_cost), ensure_ascii=False) + "\n")
-    return PackResult(options.out, header, tuple(describe_data(run.recipe.data, run.data)))
+    levels = ", ".join(f"{level:.3f} on {dp}" for dp, level in header["efficiency"].items())
+    sources = describe_data(run.recipe.data, run.data)
+    return "\n".join(
+        [
+            *(f"{'' if number else 'data':<11} {line}" for number, line in enumerate(sources)),
+            f"epoch {header['epoch']}, seed {header['seed']}: {header['num_samples']} samples, {header['num_tokens']} tokens",
+            f"bins        {header['num_bins']} of at most {header['max_tokens']} tokens, fill {header['fill']:.3f}",
+            f"steps       {header['num_steps']} of {header['bins_per_step']} bins; the epoch starts at step {first}",
+            f"efficiency  mean cost / cost of the slowest rank, by dp_size: {levels or '1 on one rank'}",
+            f"bias        Kolmogorov-Smirnov distance of a step's lengths from the data set's {header['length_bias']:.3f}, "
+            f"of random steps {header['length_bias_of_chance']:.3f}",
+            f"written     {options.out}",
+        ]
+    )
 
 
 def _header(run: TrainingRun, epoch: int) -> dict[str, Any]:

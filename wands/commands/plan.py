@@ -165,7 +165,7 @@ def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarr
     """Return the tokens of each clip of the recipe's data, or of equal clips if the recipe names no data."""
     data, dit = recipe.data, variant.dit
     if data.cache or data.sources or data.mock:
-        dataset = open_data(data, shape=dit, variant=variant, seed=recipe.train.seed, fingerprint=lambda: {})
+        dataset = open_data(data, variant, recipe.train.seed, fingerprint=dict)
         return dataset.num_tokens(dit.patch_size)
     size = options.size
     parts = SIZES.get(size) or size.lower().split("x")

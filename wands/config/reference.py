@@ -1,4 +1,4 @@
-"""Describe the recipe keys, the shipped recipes and the commands, on the terminal and as reference pages in Markdown."""
+"""Describe the recipe keys and the shipped recipes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import difflib
 import inspect
 import json
 import re
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -23,16 +22,6 @@ from wands.variants import VARIANTS
 WIDTH = 100
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true | false"}
 _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-_NOTE = "<!-- Written by scripts/build_reference.py from wands/config. Change the docstrings there. -->"
-
-_RECIPE_INTRO = """\
-A recipe is a YAML file with the sections below. `wands recipes` lists the shipped recipes, and `--set section.key=value`
-sets a key on the command line. Precedence: defaults, then the file, then `--set`. An unknown key or an invalid value is an
-error. `wands config` prints this page in short, `wands config optim.lr` one key."""
-_CLI_INTRO = """\
-`wands COMMAND --help` prints the same texts. `python -m wands` is the same as `wands`; launchers such as torchrun and
-deepspeed start it this way. `wands -v COMMAND` prints debug messages. Exit code 2 means an error that you can fix; the last
-line names the option or key and the fix."""
 
 
 class Key(NamedTuple):
@@ -137,20 +126,19 @@ def describe_config(query: str | None) -> str:
     if query is None:
         return _list_keys(sections)
     name = re.sub(r"\[\]|\.\d+", "", query)
-    by_section = {section.name.replace("[]", ""): section.keys for section in sections if section.name}
+    by_section = {section.name.replace("[]", ""): section for section in sections if section.name}
     by_name = {key.name.replace("[]", ""): key for section in sections for key in section.keys}
-    keys = by_section.get(name) or ((by_name[name],) if name in by_name else ())
+    section = by_section.get(name)
     # A name without a section means all keys of this name.
-    keys = keys or tuple(key for full_name, key in by_name.items() if full_name.endswith(f".{name}"))
+    keys = section.keys if section else [by_name[key] for key in by_name if f".{key}".endswith(f".{name}")]
     if not keys:
         last_parts = (full_name.rpartition(".")[2] for full_name in by_name)
         near = difflib.get_close_matches(name, [*last_parts, *by_section, *by_name], n=1, cutoff=0.5)
         fix = f"did you mean {near[0]}?" if near else "`wands config` lists all keys."
         raise ConfigError(f"{query} is not a key of the recipe; {fix}")
     formatter = click.HelpFormatter(max_width=WIDTH)
-    for section in sections:
-        if section.name.replace("[]", "") == name:
-            formatter.write_text(f"{section.name}: {section.description}")
+    if section:
+        formatter.write_text(f"{section.name}: {section.description}")
     for key in keys:
         formatter.write_paragraph()
         formatter.write_text(f"{key.name}  {key.limits}")
@@ -190,40 +178,3 @@ def _recipe_row(name: str) -> tuple[str, str, str, str]:
     variant = next((known for known in VARIANTS if name.startswith(f"{known}-")), "any")
     description = shipped_recipe(name).partition("\n")[0].lstrip("# ").rstrip(".")
     return name, variant, "LoRA" if load_recipe(name).lora else "full", description
-
-
-def recipe_page() -> str:
-    """Return the recipe reference in Markdown."""
-    lines = ["# Recipe reference", _NOTE, _RECIPE_INTRO]
-    for section in list_sections():
-        lines += [f"## {section.name or 'Top level'}", section.description]
-        for key in section.keys:
-            default = key.default if key.default in ("required", "unset") else f"default `{key.default}`"
-            lines += [f"### {key.name}", f"`{key.type}`, {default}", key.description]
-    return "\n\n".join(lines) + "\n"
-
-
-def cli_page(commands: Mapping[str, click.Command]) -> str:
-    """Return the command-line reference in Markdown.
-
-    Args:
-        commands: the subcommands by name, in order.
-    """
-    lines = ["# Command-line reference", _NOTE, _CLI_INTRO]
-    table = ["| command | purpose |", "|---|---|"]
-    for name, command in commands.items():
-        table.append(f"| [{name}](#wands-{name}) | {command.get_short_help_str(WIDTH)} |")
-    lines.append("\n".join(table))
-    for name, command in commands.items():
-        context = click.Context(command, info_name=f"wands {name}")
-        text, _, examples = str(command.help).partition("\b\nExamples:\n")
-        options = (param for param in command.params if isinstance(param, click.Option))
-        records = filter(None, (option.get_help_record(context) for option in options))
-        lines += [
-            f"## wands {name}",
-            f"```\n{context.get_usage().removeprefix('Usage: ')}\n```",
-            text.strip(),
-            "\n".join(f"- `{option}`: {' '.join(help.split())}" for option, help in records),
-            f"```bash\n{textwrap.dedent(examples).strip()}\n```",
-        ]
-    return "\n\n".join(lines) + "\n"

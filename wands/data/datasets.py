@@ -18,7 +18,7 @@ from wands.data.mock import MockDataset
 from wands.data.repeats import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import CacheError, ConfigError
 from wands.files import first_difference
-from wands.variants import DiTShape, Variant
+from wands.variants import Variant
 
 Data = LatentCache | MockDataset
 
@@ -105,12 +105,7 @@ Dataset = Data | CombinedDataset
 
 
 def open_data(
-    section: DataConfig,
-    *,
-    shape: DiTShape,
-    variant: Variant,
-    seed: int,
-    fingerprint: Callable[[], Mapping[str, Any]],
+    section: DataConfig, variant: Variant, seed: int, fingerprint: Callable[[], Mapping[str, Any]]
 ) -> Dataset:
     """Open the data of a recipe, check that it fits the model, and remove the other side of the split.
 
@@ -122,7 +117,6 @@ def open_data(
 
     Args:
         section: `data` of the recipe.
-        shape: shape of the DiT, for mock data.
         variant: variant of the model.
         seed: `train.seed`.
         fingerprint: returns the fingerprint of the model's encoders; not called for mock data.
@@ -133,7 +127,7 @@ def open_data(
     """
     configs = _configured_sources(section)
     opened: list[Data] = (
-        [MockDataset(section.mock, shape, seed)]
+        [MockDataset(section.mock, variant.dit, seed)]
         if section.mock is not None
         else _open_caches(section, configs, variant, fingerprint())
     )

@@ -69,14 +69,7 @@ class EpochPlan:
             dp_size: ranks with different bins; it divides the bins of a step.
             cost: cost of a bin.
         """
-        bin_cost = bin_costs(self.seq_lens, cost)
-        mean = slowest = 0.0
-        for step in self.steps:
-            for bins in assign_bins(step, dp_size, bin_cost):
-                costs = [bin_cost(bin) for bin in bins]
-                mean += sum(costs) / dp_size
-                slowest += max(costs)
-        return slowest / mean
+        return imbalance(self.steps, dp_size, bin_costs(self.seq_lens, cost))
 
     def length_bias(self) -> tuple[float, float]:
         """Return the Kolmogorov-Smirnov distance between a step's lengths and the data set's, 0 to 1.
@@ -218,6 +211,17 @@ def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: 
     tokens = np.bincount(np.repeat(np.arange(len(bins)), sizes), plan.seq_lens[used], len(bins))
     assert tokens.max() <= plan.max_tokens, f"a bin has {int(tokens.max())} tokens"
     assert {len(step) for step in plan.steps} == {bins_per_step}
+
+
+def imbalance(steps: Sequence[Step], dp_size: int, bin_cost: Callable[[Bin], float]) -> float:
+    """Return the cost of the slowest rank divided by the mean cost of the ranks, summed over the micro steps of the steps."""
+    mean = slowest = 0.0
+    for step in steps:
+        for bins in assign_bins(step, dp_size, bin_cost):
+            costs = [bin_cost(bin) for bin in bins]
+            mean += sum(costs) / dp_size
+            slowest += max(costs)
+    return slowest / mean
 
 
 def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], float]) -> list[list[Bin]]:

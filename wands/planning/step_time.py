@@ -48,11 +48,6 @@ class Traffic:
     def __mul__(self, count: int) -> Traffic:
         return Traffic(self.total * count, self.exposed * count)
 
-    @property
-    def hidden(self) -> float:
-        """Share of the transfer that overlaps with compute."""
-        return 1 - self.exposed / self.total if self.total else 1.0
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -106,18 +101,6 @@ class Prediction:
     def mfu(self) -> float:
         """Model FLOP/s as a share of the peak, without recomputation."""
         return self.flops * self.micro_steps / self.seconds / self.machine.peak
-
-    @property
-    def l_eff(self) -> float:
-        """Effective length sum(L^2) / sum(L): clips of this length need as much attention work per token as the bin."""
-        lens = self.plan.seq_lens
-        return sum(length * length for length in lens) / sum(lens)
-
-    @property
-    def l_needed(self) -> float:
-        """Smallest `l_eff` at which the messages of the ring's forward overlap with compute completely."""
-        flops = self.machine.peak * self.machine.attention_efficiency
-        return self.plan.ring_degree * flops / self.machine.ring_bandwidth(self.cp)
 
 
 def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Prediction:

@@ -122,11 +122,6 @@ class MetricsWriter:
         self._board.close()
 
 
-def read_metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's `metrics.jsonl`."""
-    return read_rows(output_dir / "metrics.jsonl")
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a jsonl file, up to the first damaged line; no rows if the file is missing."""
     rows: list[dict[str, Any]] = []

@@ -145,7 +145,10 @@ def prepare_run(
         *("model files", "world size"),
     )
     check("i2v_ratio", lambda: _check_i2v_ratio(recipe, variant), "model files", "flow")
-    data = check("data files", lambda: _open_data(recipe, variant, encoders), "data", "model files")
+    seed, fingerprint = recipe.train.seed, partial(encoders, path)
+    data = check(
+        "data files", lambda: open_data(recipe.data, variant, seed, fingerprint), "data", "model files"
+    )
     if problems.passed("data") and variant is None:
         sources = recipe.data.sources or ([SourceConfig(path=recipe.data.cache)] if recipe.data.cache else [])
         for source in sources:  # without a model, check only that the caches can be opened
@@ -177,16 +180,6 @@ def _check_i2v_ratio(recipe: Recipe, variant: Variant) -> None:
             f"flow.i2v_ratio={recipe.flow.i2v_ratio} applies to TI2V models only, and model.path is {variant.name}; remove the "
             "key."
         )
-
-
-def _open_data(recipe: Recipe, variant: Variant, encoders: Callable[[str], Mapping[str, Any]]) -> Dataset:
-    return open_data(
-        recipe.data,
-        shape=variant.dit,
-        variant=variant,
-        seed=recipe.train.seed,
-        fingerprint=lambda: encoders(recipe.model.path),
-    )
 
 
 def _check_samples(data: Dataset, dp_size: int) -> None:

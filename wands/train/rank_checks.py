@@ -75,13 +75,10 @@ def bins_digest(steps: Sequence[Step]) -> str:
 
 
 def _describe_data(run: TrainingRun) -> dict[str, Any]:
-    lengths = np.asarray(run.seq_lens, np.int64)
-    names = np.frombuffer("\0".join(run.data.keys).encode("utf-8", "surrogateescape"), np.uint8)
     description = {
         "num_samples": len(run.data.keys),
-        "num_tokens": int(lengths.sum()),
-        "names": _digest(names),
-        "lengths": _digest(lengths),
+        "num_tokens": int(run.seq_lens.sum()),
+        "keys, lengths and order": run.data_fingerprint(),
     }
     caches = [part.data for part in run.data.sources] if isinstance(run.data, CombinedDataset) else [run.data]
     for number, cache in enumerate(caches):

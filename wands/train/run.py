@@ -15,7 +15,7 @@ from wands.config.recipe import Recipe
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import PackingCollator
 from wands.data.datasets import CombinedDataset, Dataset
-from wands.data.packing import assign_bins
+from wands.data.packing import Step, imbalance
 from wands.data.patchify import grid_size
 from wands.data.sampler import PlanSampler, StepPlan
 from wands.distributed.dims import ContextDegrees, ParallelDims
@@ -177,14 +177,9 @@ class TrainingRun:
         grids = (grid_size(shape, self.shape.patch_size) for shape in shapes)
         return np.array([rows * columns if frames > 1 else 0 for frames, rows, columns in grids], np.int64)
 
-    def imbalance(self, bins: Sequence[tuple[int, ...]]) -> float:
+    def imbalance(self, bins: Step) -> float:
         """Return cost of the slowest rank / mean cost, summed over the micro steps of one optimizer step."""
-        slowest = mean = 0.0
-        for ranks in assign_bins(bins, self.dp_size, self.sampler.bin_cost):
-            costs = [self.sampler.bin_cost(bin) for bin in ranks]
-            slowest += max(costs)
-            mean += sum(costs) / len(costs)
-        return slowest / mean
+        return imbalance([bins], self.dp_size, self.sampler.bin_cost)
 
 
 Log = Callable[[str], None]

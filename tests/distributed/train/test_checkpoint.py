@@ -26,7 +26,7 @@ from wands.planning.workload import Weight
 from wands.train import checkpoint
 from wands.train.checkpoint import save_checkpoint
 from wands.train.control import ControlRequest, ControlRequests
-from wands.train.metrics import read_metrics
+from wands.train.metrics import read_rows
 from wands.train.resume import check_resumable, find_resume
 
 ZERO2 = {"zero_optimization": {"stage": 2}}
@@ -194,7 +194,7 @@ def _send_term_after(run: Path, steps: int) -> None:
 
     def wait() -> None:
         for _ in range(2000):
-            if len(read_metrics(run)) >= steps:
+            if len(read_rows(run / "metrics.jsonl")) >= steps:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             time.sleep(0.01)

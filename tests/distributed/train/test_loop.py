@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.runs import losses, run_training, weights
-from wands.train.metrics import read_metrics
+from wands.train.metrics import read_rows
 
 # ZeRO changes the order in which fp32 gradients are added; five AdamW steps amplify it to a few units in the last place.
 SERIES_TOLERANCE = 2e-5
@@ -173,4 +173,4 @@ def test_rows_of_a_step(tiny_pipeline: Path, tmp_path: Path, run_world):
         assert row["grad_norm"] > 0
         assert row["mfu"] is None  # a CPU's peak is not known
     assert list((tmp_path / "tensorboard").glob("events.*"))
-    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]

@@ -37,9 +37,7 @@ def write(path: Path, clips: Iterable[tuple[str, int]], max_samples: int = 3, **
 
 
 def open_section(fingerprint: dict[str, Any] = ENCODERS, **values: Any) -> Dataset:
-    return open_data(
-        DataConfig(**values), shape=VARIANT.dit, variant=VARIANT, seed=0, fingerprint=lambda: fingerprint
-    )
+    return open_data(DataConfig(**values), VARIANT, seed=0, fingerprint=lambda: fingerprint)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +146,7 @@ def test_held_out_clips_are_one_side_of_all(caches):
 
 def test_what_is_said_of_the_data(caches):
     section = DataConfig(sources=[{"path": caches("a"), "repeat": 1.5}, {"path": caches("b")}], holdout=0.4)
-    data = open_data(section, shape=VARIANT.dit, variant=VARIANT, seed=0, fingerprint=dict)
+    data = open_data(section, VARIANT, seed=0, fingerprint=dict)
     listed = list_sources(section, data)
     assert [one["num_samples"] + one["num_other_side"] for one in listed] == [7, 4]
     first, second, split = describe_data(section, data)
@@ -182,7 +180,7 @@ def test_another_variant_is_refused_by_name(caches):
         r"data\.sources\.1\.path: cache=.*b was made for wan2\.1-t2v-1\.3b \(",
     )
     with pytest.raises(CacheError, match=said):
-        open_data(section, shape=wide.dit, variant=wide, seed=0, fingerprint=dict)
+        open_data(section, wide, seed=0, fingerprint=dict)
 
 
 def write_wide(caches: Callable[[str], str]) -> str:

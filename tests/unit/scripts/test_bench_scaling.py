@@ -49,7 +49,7 @@ def test_the_ring_hides_where_l_eff_says(degree: int, rounds: str, factor: float
     assert one.plan.ring_degree == degree
     attention = SHAPE.attention_flops_per_squared_token() * sum(n * n for n in one.plan.seq_lens)
     seconds = attention / SHAPE.num_layers / degree / (FAR.peak * FAR.attention_efficiency)
-    enough = factor * FAR.network_bandwidth * one.l_needed / one.l_eff
+    enough = factor * FAR.network_bandwidth * bench_scaling.needed_len(one) / bench_scaling.effective_len(one)
     for bandwidth, hides in ((1.01 * enough, True), (0.99 * enough, False)):
         forward, backward = ring_traffic(one.plan, SHAPE.dim, seconds, bandwidth)
         grads = ContextPlan.comm_bytes(one.plan, SHAPE.dim, BF16)
@@ -131,7 +131,7 @@ def test_what_is_offloaded_goes_over_the_hosts_link():
 def test_traffic_that_is_instant_hides():
     one = prediction(SHAPE, LENS, 64, 16, Setting(INSTANT))
     assert one.seconds == pytest.approx(one.compute / LEVEL * 16)
-    assert Traffic().hidden == 1.0
+    assert bench_scaling.hidden(Traffic()) == 1.0
 
 
 @pytest.mark.parametrize("gpus", [8, 64, 1024])
