@@ -16,7 +16,6 @@ from typing import Any
 
 from wands.config.deepspeed_rules import (
     ADAM_TYPES,
-    check_ema,
     check_json,
     check_optimizer,
     check_weight_dtypes,
@@ -87,7 +86,6 @@ def build_ds_config(
     problems += _fill_precision(config, recipe, names)
     problems += _fill_optimizer(config, recipe.optim, names)
     problems += check_optimizer(recipe, config)
-    problems += check_ema(recipe, zero)
     if "scheduler" in config:
         unused = {"schedule", "warmup", "min_lr_ratio", "lr", "scale_lr", "scale_lr_base"}
         problems += [

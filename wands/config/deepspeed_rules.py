@@ -154,7 +154,7 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
 
 
 def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
-    """Check whether `optim.name` works with the rest of the recipe and with the merged DeepSpeed config."""
+    """Check whether `optim.name` and `ema` work with the rest of the recipe and with the merged DeepSpeed config."""
     name, reduce = recipe.optim.name, recipe.precision.reduce
     package, zero = KINDS[name].package, config.get("zero_optimization", {})
     is_missing = package and importlib.util.find_spec(package) is None
@@ -167,6 +167,9 @@ def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
             "optim.name=adamw8bit.": name == "adafactor" and stage > 0,
             "optim.name=adamw8bit has states that DeepSpeed cannot swap to NVMe; use "
             "zero_optimization.offload_optimizer.device=cpu.": name == "adamw8bit" and offload == "nvme",
+            "ema cannot be used with zero_optimization.offload_optimizer.device=nvme, because reading the weights back from "
+            "disk would take as long as the step; use device=cpu, or remove ema.": recipe.ema
+            and offload == "nvme",
         }
     )
     if name != "muon":
@@ -219,16 +222,5 @@ def check_weight_dtypes(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
             "precision.weights=fp32.": full and stage == 2 and offload_device(zero) != "none",
             f"{key} cannot be used with optim.name=muon, which DeepSpeed updates in a single dtype; use "
             "precision.weights=fp32 or optim.name=adamw.": full and recipe.optim.name == "muon",
-        }
-    )
-
-
-def check_ema(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
-    """Check whether `ema` can read the optimizer's master weights."""
-    return failed_rules(
-        {
-            "ema cannot be used with zero_optimization.offload_optimizer.device=nvme, because reading the weights back from "
-            "disk would take as long as the step; use device=cpu, or remove "
-            "ema.": recipe.ema and offload_device(zero) == "nvme"
         }
     )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
 # bitsandbytes: number of values that share an fp32 scale, and the smallest tensor whose moments are quantised.
 _BLOCK_8BIT, _MIN_8BIT = 256, 4096
 
 
-@dataclass(frozen=True)
-class OptimizerKind:
+class OptimizerKind(NamedTuple):
     """One value of `optim.name`.
 
     Attributes:

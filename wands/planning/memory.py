@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from wands.config.deepspeed import REDUCE_BUCKET_SIZE
 from wands.config.deepspeed_rules import offload_device
 from wands.config.optimizer_kinds import kind_of, state_bytes_per_param
 from wands.planning.activations import FP32, Activations
@@ -19,14 +20,8 @@ MARGIN = 1.06
 """Factor on the predicted bytes for rounding and fragmentation in the allocator."""
 CUDA_CONTEXT = 1.5 * 2**30
 """Bytes of a GPU that CUDA, its libraries and NCCL's buffers use before the first tensor."""
-# DeepSpeed's defaults.
-_ZERO_DEFAULTS = {
-    "reduce_bucket_size": 5e8,
-    "stage3_prefetch_bucket_size": 5e7,
-    "stage3_max_live_parameters": 1e9,
-    "stage3_max_reuse_distance": 1e9,
-    "stage3_param_persistence_threshold": 1e5,
-}
+# DeepSpeed's defaults of stage3_param_persistence_threshold and stage3_max_live_parameters.
+_PERSISTENCE_THRESHOLD, _MAX_LIVE_PARAMETERS = 1e5, 1e9
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ class _States:
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.ema, self.stage = workload, workload.recipe.ema, workload.zero_stage
-        zero = {**_ZERO_DEFAULTS, **workload.ds_config["zero_optimization"]}
+        zero = workload.ds_config["zero_optimization"]
         world_size, weights = workload.world_size, workload.weights
         self.optimizer_away = offload_device(zero) != "none"
         self.weights_away = offload_device(zero, "offload_param") != "none"
@@ -87,13 +82,14 @@ class _States:
         per_param = state_bytes_per_param(self.kind, trained, self.stage) if self.kind else 2 * FP32
         self.moments = per_param * workload.trained / (world_size if self.stage else 1)
         # build_engine limits the bucket to the size of all gradients.
-        bucket = FP32 * min(float(zero["reduce_bucket_size"]), workload.trained)
+        bucket = FP32 * min(float(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)), workload.trained)
         self.bucket = bucket * (2 if self.stage < 3 and zero.get("overlap_comm") else 1)
         # Small parameters that ZeRO-3 keeps whole on every rank, and whole weights that ranks have gathered while a block runs.
-        threshold = float(zero["stage3_param_persistence_threshold"])
+        threshold = float(zero.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD))
         persistent = sum(w.numel * w.element_size for w in weights if w.numel < threshold)
+        live = float(zero.get("stage3_max_live_parameters", _MAX_LIVE_PARAMETERS))
         element_size = workload.stored / max(sum(w.numel for w in weights), 1)
-        gathered = min(workload.stored, persistent + element_size * float(zero["stage3_max_live_parameters"]))
+        gathered = min(workload.stored, persistent + element_size * live)
         self.persistent, self.gathered = (
             (0.0, 0.0) if world_size == 1 else (float(persistent), float(gathered))
         )

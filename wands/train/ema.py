@@ -65,6 +65,7 @@ class WeightAverage:
         # Step at which the average starts, and step of its last update.
         self._first = self._last = step
         self._fragments = _fragments_of(engine)
+        self._places = {fragment.name: fragment.place for fragment in self._fragments}
         masters = [fragment.master() for fragment in self._fragments]
         device = torch.device("cpu") if section.device == "cpu" else engine.device
         self._crosses = device.type == "cpu" and any(master.is_cuda for master in masters)
@@ -135,10 +136,6 @@ class WeightAverage:
             for average, fragment in zip(self._averages, self._fragments, strict=True):
                 average.copy_(files.read(fragment.name))
         self._first, self._last = header["first_step"], header["last_step"]
-
-    @property
-    def _places(self) -> dict[str, list[Any]]:
-        return {fragment.name: fragment.place for fragment in self._fragments}
 
 
 def build_averages(

@@ -92,8 +92,8 @@ def _build_muon(named: Sequence[tuple[str, Any]], params: Mapping[str, Any], fus
                 "params": matrices,
                 "use_muon": True,
                 "lr": params["lr"] * ratio,
-                "weight_decay": params["weight_decay"]
-                / ratio,  # the optimizer multiplies weight_decay by the learning rate
+                # The optimizer multiplies weight_decay by the learning rate.
+                "weight_decay": params["weight_decay"] / ratio,
                 "momentum": _MUON_MOMENTUM,
             }
         )

@@ -123,7 +123,9 @@ def prepare_run(
     if problems.passed("recipe", "DeepSpeed JSON", "world size", "bins_per_step"):
         ds_config = check("merged config", lambda: merge(ds_user, recipe))
     else:
-        check("merged config", lambda: _check_json(ds_user, names[0]))
+        with problems.check("merged config"):
+            if messages := check_json(dict(ds_user), names[0]):
+                raise ConfigError(messages)
     if recipe.lora and recipe.lora.quantize != "none":
         check("quantize", load_library, "lora")
     config, variant, experts = check("model files", lambda: read_model(recipe), "model") or _NO_MODEL
@@ -166,12 +168,6 @@ def _check_bins(recipe: Recipe, dp_size: int, world_size: int) -> None:
             f"train.bins_per_step={recipe.train.bins_per_step} must be a multiple of dp_size={dp_size} ({world_size} "
             f"processes); use {dp_size} or a multiple of it."
         )
-
-
-def _check_json(ds_user: Mapping[str, Any], name: str) -> None:
-    problems = check_json(dict(ds_user), name)
-    if problems:
-        raise ConfigError(problems)
 
 
 def _check_i2v_ratio(recipe: Recipe, variant: Variant) -> None:
