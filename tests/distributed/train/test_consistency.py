@@ -400,7 +400,7 @@ def test_weights_that_drifted_are_named(
     assert f"parameters): {first[0]} {who}" in sentence(one)
     assert f"parameters): {last[0]} {who}" in sentence(end)
     assert f"parameters): {first[0]} {who}" in sentence(two)
-    assert f"differ ({num_whole[0]} of " in sentence(every)
+    assert f"differ between ranks ({num_whole[0]} of " in sentence(every)
     assert f" and {num_whole[0] - 3} more {who}" in sentence(every)
 
 
