@@ -120,7 +120,7 @@ def test_a_run_goes_on_from_an_exported_lora(run: Path, tiny_pipeline: Path, tmp
     assert first_loss(tiny_pipeline, merging.replace("}]", ", scale: 0.5}]")) != pytest.approx(
         truth, rel=1e-4
     )
-    with pytest.raises(ConfigError, match=r"expected lora\.rank=2 .* Set lora\.rank=4"):
+    with pytest.raises(ConfigError, match=r"expected lora\.rank=2, .* Set lora\.rank=4"):
         make_run(tiny_pipeline, tmp_path, ("lora.rank=2", *onwards[1:]), world_size=1)
     with pytest.raises(ConfigError, match=r"lora\.targets=attention excludes"):
         make_run(tiny_pipeline, tmp_path, ("lora.rank=4", onwards[-1]), world_size=1)
