@@ -12,10 +12,13 @@ Main = Callable[[Sequence[str] | None], int]
 
 
 def exit_2_on_user_error(main: Main) -> Callable[..., int]:
-    """Make a program print a user's error in one line to stderr and exit with code 2.
+    """Make a program report an error of the user in one line and exit with code 2.
+
+    The line is printed to stderr. An error of the user is a `WandsError`; any other exception is raised as usual.
 
     Args:
-        main: function of the command line's arguments (None: arguments of the process) that returns the exit code.
+        main: function of the program. It takes the arguments of the command line, or None for the arguments of the
+            process, and returns the exit code.
     """
 
     @functools.wraps(main)

@@ -2,12 +2,14 @@
 
 python -m data_tools.export CACHE OUT --format safetensors|webdataset
 
-OUT contains export.json (manifest of the cache), null_text.safetensors (embedding of the empty caption) and
-safetensors  a file per sample with latents and text_embeds in bf16, and image_latents and image_embeds for image-to-video
-             models; key, caption and other metadata in its header
-webdataset   the same files in tars of 1 GiB, each with the caption as .txt and the metadata as .json next to it
+OUT contains export.json (manifest of the cache), null_text.safetensors (embedding of the empty caption) and the samples.
 
-python -m data_tools.import_cache converts both formats back, bit by bit.
+- With --format safetensors, each sample is one file with latents and text_embeds in bf16. For image-to-video models, the
+  file also contains image_latents and image_embeds. Its header contains the key, the caption and other metadata.
+- With --format webdataset, these files are in tars of about 1 GiB. Next to each file, the tar contains the caption as
+  .txt and the metadata as .json.
+
+python -m data_tools.import_cache converts an export of either format to an identical cache.
 """
 
 from __future__ import annotations
@@ -37,19 +39,21 @@ EXPORT_NAME, NULL_NAME = "export.json", "null_text.safetensors"
 EXPORT_FORMAT = "wands export"
 FORMATS = ("safetensors", "webdataset")
 NAME_LENGTH = 150
-"""Largest length of a file name: file systems and tars allow 255 bytes."""
+"""Largest length of a file name without extension, in characters. File systems and tars allow 255 bytes for the whole
+name."""
 
 
 def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 << 30) -> int:
-    """Write every sample of a cache to a new folder and verify each checksum.
+    """Write every sample of a cache to a new folder, and verify the checksum of each sample.
 
-    The folder appears when it is complete. The next run removes files of a killed run.
+    The samples are written to a temporary folder, which gets the name `out` when it is complete. The next run removes the
+    temporary folder of a killed run.
 
     Args:
-        path: the cache.
+        path: folder of the cache.
         out: folder to create.
         format: one of `FORMATS`.
-        max_bytes: size at which a tar is finished; the last sample may exceed it.
+        max_bytes: size in bytes from which no further sample is added to a tar. The last sample of a tar may exceed it.
 
     Returns:
         Number of samples.
@@ -95,7 +99,11 @@ def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 <<
 
 
 def file_name(i: int, key: str) -> str:
-    """Return a file name for any file system, without a dot: WebDataset reads the text after a dot as the kind of file."""
+    """Return the file name of sample `i` without extension, which every file system accepts.
+
+    The name consists of the number and the percent-encoded key. It contains no dot, because WebDataset reads the text
+    after the first dot as the kind of file.
+    """
     readable = quote(key.encode("utf-8", "surrogateescape"), safe="").replace(".", "%2E")
     return f"{i:08d}-{readable}"[:NAME_LENGTH]
 
@@ -112,7 +120,7 @@ def _to_bytes(cache: LatentCache, i: int) -> bytes:
 
 
 class _Tars:
-    """Consecutive tars of limited size."""
+    """Writer of consecutive tars of limited size."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
@@ -138,12 +146,12 @@ class _Tars:
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code, 2 for an error of the user."""
+    """Run the command line and return the exit code: 0, or 2 for an error of the user."""
     assert __doc__
     parser = argparse.ArgumentParser(prog="python -m data_tools.export", description=__doc__.splitlines()[0])
-    parser.add_argument("cache", type=Path, help="folder written by wands preprocess")
-    parser.add_argument("out", type=Path, help="folder to create")
-    parser.add_argument("--format", choices=FORMATS, required=True)
+    parser.add_argument("cache", type=Path, help="cache folder written by wands preprocess")
+    parser.add_argument("out", type=Path, help="new folder for the export")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="format of the files to write")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     count = export(options.cache, options.out, options.format)

@@ -2,9 +2,11 @@
 
 python -m data_tools.import_cache SOURCE OUT [--model DIR_OR_HUB_ID]
 
-SOURCE is a folder with export.json (safetensors files or tars), or the cache_directory of musubi-tuner for Wan
-(*_wan.safetensors and *_wan_te.safetensors), which does not name its encoders, so that --model is needed.
-No pickle is opened and nothing is unpacked. Killed at any moment, the same command continues where it stopped.
+SOURCE is a folder with export.json (safetensors files or tars), or the cache_directory of musubi-tuner for Wan, with the
+files *_wan.safetensors and *_wan_te.safetensors. musubi-tuner does not store the names of its encoders, so its cache
+needs --model.
+
+The program opens no pickle and unpacks no archive. If it is killed, the same command continues the import.
 """
 
 from __future__ import annotations
@@ -45,7 +47,16 @@ MUSUBI_LATENTS = re.compile(
 
 @dataclass(frozen=True)
 class EncodedClip:
-    """A sample to import: latents bf16 [C, f, h, w], text_embeds bf16 [L, D], and `images`, the arrays of conditioning frames."""
+    """A sample to import.
+
+    Attributes:
+        key: key of the sample in the cache.
+        latents: bf16 [C, f, h, w].
+        text_embeds: bf16 [L, D].
+        meta: metadata of the sample, such as caption, source and fps.
+        images: maps the name of an array of conditioning frames, image_latents or image_embeds, to the array. Empty for
+            text-to-video models.
+    """
 
     key: str
     latents: Tensor
@@ -60,36 +71,40 @@ def import_cache(source: str | Path, out: str | Path, model: str | None = None) 
     Args:
         source: folder of an export, or cache folder of musubi-tuner.
         out: cache folder.
-        model: pipeline folder or Hub id with the VAE and the text encoder that musubi-tuner used.
+        model: for a cache of musubi-tuner, pipeline folder or Hub id with the VAE and the text encoder that musubi-tuner
+            used. None for an export.
 
     Returns:
         Number of samples in the cache.
 
     Raises:
-        CacheError: if `out` has other settings, or the disk is full.
-        ConfigError: if `model` is needed and missing, or given and not needed.
-        DataError: if there is nothing to import, or a file is damaged, unsafe, or does not fit; the message names it.
+        CacheError: if `out` is a cache with other settings, or the disk is full.
+        ConfigError: if `model` is missing for a cache of musubi-tuner, is given for an export, or needs conditioning
+            frames.
+        DataError: if `source` contains nothing to import, or a file is damaged, is a pickle, or does not fit the model.
+            The message names the file.
     """
     source = Path(source)
     if (source / EXPORT_NAME).is_file():
         if model is not None:
             raise ConfigError(
-                f"--model={model} is not needed, because {source} names its encoders; leave it out."
+                f"--model={model} is not needed, because the export in {source} names its encoders; leave --model out."
             )
         return _import_export(source, Path(out))
     if any(source.glob("*_wan.safetensors")):
         if model is None:
             raise ConfigError(
-                f"--model is needed: the cache of musubi-tuner in {source} does not name its encoders."
+                f"--model is needed: the cache of musubi-tuner in {source} does not name its encoders; give the "
+                "pipeline with which it was made."
             )
         return _import_musubi(source, Path(out), model)
     if pickles := sorted(path for path in source.glob("*") if path.suffix in PICKLES):
         raise DataError(
-            f"source={source} contains pickles such as {pickles[0].name}, which can run any program when opened "
-            "(DiffSynth keeps its cache so); run wands preprocess on the videos instead."
+            f"source={source} contains pickles such as {pickles[0].name}, as DiffSynth writes them; opening a pickle can run "
+            "any program, so run wands preprocess on the videos instead."
         )
     raise DataError(
-        f"source={source} has neither {EXPORT_NAME} nor *_wan.safetensors; give a folder of data_tools.export or "
+        f"source={source} has neither {EXPORT_NAME} nor *_wan.safetensors; give a folder that data_tools.export wrote, or "
         "the cache_directory of musubi-tuner."
     )
 
@@ -104,7 +119,7 @@ def _import_export(source: Path, out: Path) -> int:
             raise ValueError(f"format {manifest['format']}, layout {layout}")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(
-            f"source={source} has a damaged {EXPORT_NAME} or {NULL_NAME} ({reason(error)}); export again."
+            f"source={source} has a damaged {EXPORT_NAME} or {NULL_NAME} ({reason(error)}); export the cache again."
         ) from None
     names = array_names(variant.conditions)
     items = _read_folder(source, names) if layout == "safetensors" else _read_tars(source, names)
@@ -112,13 +127,15 @@ def _import_export(source: Path, out: Path) -> int:
     with CacheWriter(out, variant, fingerprint) as writer:
         for item in items:
             if item.key in seen:
-                raise DataError(f"source={source} has {item.key} twice; export again.")
+                raise DataError(
+                    f"source={source} contains the sample {item.key} twice; export the cache again."
+                )
             seen.add(item.key)
             if not writer.has(item.key, item.meta["content"]):
                 writer.add(item.key, item.latents, item.text_embeds, item.meta, **item.images)
         if len(seen) != count:
             raise DataError(
-                f"source={source} has {len(seen):,} samples of {count:,}; restore the others or export again."
+                f"source={source} has {len(seen):,} samples of {count:,}; restore the missing files or export the cache again."
             )
         writer.commit(null_text, seen)
     return count
@@ -127,7 +144,7 @@ def _import_export(source: Path, out: Path) -> int:
 def _read_folder(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
     for path in sorted(source.iterdir()):
         if path.suffix in PICKLES:
-            raise DataError(f"{path} is a pickle, which can run any program when opened; remove it.")
+            raise DataError(f"{path} is a pickle, and opening a pickle can run any program; remove the file.")
         if path.suffix == ".safetensors" and path.name != NULL_NAME:
             yield _exported(path.read_bytes(), str(path), names)
 
@@ -145,33 +162,44 @@ def _read_tars(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
                 for extension in sample.members:
                     if f".{extension.rpartition('.')[2]}" in PICKLES:
                         raise DataError(
-                            f"{path}: {sample.key}.{extension} is a pickle, which can run any program when opened; "
-                            "export again, or see data_tools.import_shards."
+                            f"{path}: {sample.key}.{extension} is a pickle, and opening a pickle can run any program; "
+                            "export the cache again. For shards of other trainers, use data_tools.import_shards."
                         )
                 if "safetensors" not in sample.members:
-                    raise DataError(f"{path}: {sample.key} has no .safetensors; export again.")
+                    raise DataError(f"{path}: {sample.key} has no .safetensors; export the cache again.")
                 content = tar.read(sample.members["safetensors"])
                 yield _exported(content, f"{path}: {sample.key}.safetensors", names)
 
 
 def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
-    """Return a sample of an export with the arrays `names`; its checksum is verified."""
+    """Return the sample that a safetensors file of an export contains, and verify its checksum.
+
+    Args:
+        content: bytes of the file.
+        place: name of the file in errors.
+        names: names of the arrays that the sample must have.
+
+    Raises:
+        DataError: if the file is damaged.
+    """
     try:
         header, stored = _header(content), load(content)
         tensors = {name: stored[name] for name in names}
         if any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
-            raise ValueError(f"not bf16 but {' and '.join(str(t.dtype) for t in tensors.values())}")
+            raise ValueError(
+                f"dtypes must be bf16, not {' and '.join(str(t.dtype) for t in tensors.values())}"
+            )
         crc32 = checksum(*map(to_bits, tensors.values()))
         if crc32 != int(header["crc32"], 16):
             raise ValueError(f"wrong checksum ({crc32:08x}, not {header['crc32']})")
         latents, text = tensors.pop("latents"), tensors.pop("text_embeds")
         return EncodedClip(json.loads(header["key"]), latents, text, json.loads(header["meta"]), tensors)
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise DataError(f"{place} is damaged ({reason(error)}); export again.") from None
+        raise DataError(f"{place} is damaged ({reason(error)}); export the cache again.") from None
 
 
 def _header(content: bytes) -> dict[str, str]:
-    """Return the metadata of a safetensors file."""
+    """Return the metadata in the header of a safetensors file, given as bytes; empty if the header has no metadata."""
     size = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + size]).get("__metadata__", {})
 
@@ -212,15 +240,20 @@ def _import_musubi(source: Path, out: Path, model: str) -> int:
 
 
 def _musubi_item(path: Path) -> EncodedClip:
-    """Read latents and text of a clip from files of musubi-tuner 0.2.
+    """Read the latents and the text embeddings of one clip from two files of musubi-tuner 0.2.
 
-    Source: kohya-ss/musubi-tuner, src/musubi_tuner/dataset (save_latent_cache_wan,
-    save_text_encoder_output_cache_wan).
+    Source: kohya-ss/musubi-tuner, src/musubi_tuner/dataset (save_latent_cache_wan, save_text_encoder_output_cache_wan).
+
+    Args:
+        path: file with the latents. The file with the text embeddings is in the same folder.
+
+    Raises:
+        DataError: if a file is missing, is damaged, or has an unexpected name or unexpected tensors.
     """
     named = MUSUBI_LATENTS.fullmatch(path.name)
     if named is None:
         raise DataError(
-            f"{path} is not named like a file of musubi-tuner (CLIP_FIRST-COUNT_WxH_wan.safetensors); remove it."
+            f"{path} is not named like a file of musubi-tuner (CLIP_FIRST-COUNT_WxH_wan.safetensors); remove the file."
         )
     text_path = path.with_name(f"{named['base']}_wan_te.safetensors")
     latent_bytes, text_bytes = _read_file(path), _read_file(text_path)
@@ -230,7 +263,7 @@ def _musubi_item(path: Path) -> EncodedClip:
         caption = _header(text_bytes).get("caption1")
     except (ValueError, SafetensorError) as error:
         raise DataError(
-            f"{path} or {text_path.name} is damaged or of another model ({reason(error)})."
+            f"{path} or {text_path.name} is damaged or of another model ({reason(error)}); cache the clip again."
         ) from None
     meta = {
         "caption": caption,
@@ -247,32 +280,32 @@ def _read_file(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read ({reason(error)}); cache it again with musubi-tuner."
+            f"{path} cannot be read ({reason(error)}); cache the clip again with musubi-tuner."
         ) from None
 
 
 def _tensor(content: bytes, pattern: str) -> Tensor:
     tensors = load(content)
     if any(name.startswith("f_indices") for name in tensors):
-        raise ValueError("f_indices: one-frame training, which text-to-video models do not support")
+        raise ValueError("f_indices is for one-frame training, which text-to-video models do not support")
     names = [name for name in tensors if re.fullmatch(pattern, name)]
     if len(names) != 1:
-        raise ValueError(f"tensors {', '.join(sorted(tensors))}")
+        raise ValueError(f"unexpected tensors {', '.join(sorted(tensors))}")
     return tensors[names[0]].to(torch.bfloat16)
 
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code, 2 for an error of the user."""
+    """Run the command line and return the exit code: 0, or 2 for an error of the user."""
     assert __doc__
     parser = argparse.ArgumentParser(
         prog="python -m data_tools.import_cache", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "source", type=Path, help="folder of data_tools.export, or cache folder of musubi-tuner"
+        "source", type=Path, help="folder that data_tools.export wrote, or cache folder of musubi-tuner"
     )
-    parser.add_argument("out", type=Path, help="cache folder")
-    parser.add_argument("--model", help="pipeline folder or Hub id that musubi-tuner encoded with")
+    parser.add_argument("out", type=Path, help="cache folder to create or continue")
+    parser.add_argument("--model", help="pipeline folder or Hub id of the model that musubi-tuner used")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     count = import_cache(options.source, options.out, options.model)

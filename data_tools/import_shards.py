@@ -2,9 +2,9 @@
 
 python -m data_tools.import_shards SHARDS --model DIR_OR_HUB_ID --out CACHE [--fps N]
 
-SHARDS is a file or a folder: tars of NVIDIA DFM or Megatron-Bridge (Energon: .pth latents, .json with the caption), or .tfrec
-files of MaxDiffusion. Captions are encoded again. TFRecords contain no captions, so the stored text embeddings are used. Pickles
-are never opened.
+SHARDS is a file or a folder. It contains tars of NVIDIA DFM or Megatron-Bridge (Energon: .pth latents, .json with the
+caption), or .tfrec files of MaxDiffusion. The captions in tars are encoded again. TFRecords contain no captions, so their
+stored text embeddings are used. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -34,12 +34,18 @@ from wands.errors import ConfigError, DataError, one_line
 from wands.variants import TEXT_LEN, Variant
 
 CONTRAST, JITTER = 0.4, 0.3
-"""Assumed standard deviations in log units: contrast of a clip against all clips, of a channel against the clip."""
+"""Assumed standard deviations of the logarithm of latent spreads: between clips, and between the channels of a clip."""
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """Result of an import: samples in the cache, samples from an earlier run, rejections."""
+    """Result of an import.
+
+    Attributes:
+        num_samples: number of samples in the cache.
+        num_reused: number of these samples that an earlier run wrote.
+        rejected: samples that cannot be used, each with the reason.
+    """
 
     num_samples: int
     num_reused: int
@@ -54,18 +60,18 @@ def import_shards(
     Args:
         source: a shard, or a folder with shards at any depth.
         out: cache folder.
-        model: pipeline folder or Hub id with the VAE and text encoder of the shards, which shards do not name. Channels,
-            size, normalisation and text width are checked.
-        fps: frames per second of the clips, which shards do not contain. Default: the variant's frame rate.
+        model: pipeline folder or Hub id with the VAE and the text encoder that encoded the shards. Shards do not name
+            their encoders, so only the channels, the size, the normalisation and the text width are checked.
+        fps: frames per second of the clips, which shards do not contain. None means the variant's frame rate.
         device: device of the text encoder.
 
     Raises:
-        ConfigError: if the model is not complete, or an option is invalid.
+        ConfigError: if the model is not complete or needs conditioning frames, or an option is invalid.
         DataError: if there are no shards or no usable samples.
         CacheError: if the cache has other settings, or the disk is full.
     """
     if fps is not None and not (math.isfinite(fps) and fps > 0):
-        raise ConfigError(f"--fps={fps} must be positive; use the rate of the clips, e.g. 16")
+        raise ConfigError(f"--fps={fps} must be positive; use the frame rate of the clips, such as 16")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -75,7 +81,7 @@ def import_shards(
     variant = read_variant(model)
     if variant.num_images:
         raise ConfigError(
-            f"model={model} is {variant.name}, which needs conditioning frames, and shards do not contain them; run wands "
+            f"model={model} is {variant.name}, which needs conditioning frames, but shards do not contain them; run wands "
             "preprocess on the videos."
         )
     shards, std = find_shards(Path(source)), _vae_std(model)
@@ -83,7 +89,7 @@ def import_shards(
     first = next(_checked(read_samples(shards, Path(source)), variant, std, rejected), None)
     if first is None:
         reason = f" (first: {rejected[0].reason})" if rejected else ""
-        raise DataError(f"source={source} gave no sample, {len(rejected)} rejected{reason}")
+        raise DataError(f"source={source} contains no usable sample, {len(rejected)} rejected{reason}")
     rejected.clear()
     fingerprint = imported_fingerprint(model, first.encoding)
     encoder = TextEncoder.load(model, device)
@@ -92,7 +98,8 @@ def import_shards(
         for sample in _checked(read_samples(shards, Path(source)), variant, std, rejected):
             if sample.encoding != first.encoding:
                 reason = (
-                    f"encoded with {sample.encoding}, the first sample with {first.encoding}; import it alone"
+                    f"encoded with {sample.encoding}, but the first sample with {first.encoding}; "
+                    "import it into another cache"
                 )
                 rejected.append(Rejection(sample.key, str(sample.path), reason))
                 continue
@@ -112,11 +119,11 @@ def import_shards(
 
 
 def imported_fingerprint(model: str | Path, imported: Any) -> dict[str, Any]:
-    """Return the fingerprint of a cache whose latents another program encoded.
+    """Return the fingerprint (encoders and settings) of a cache whose latents another program encoded.
 
     Args:
         model: pipeline folder or Hub id of the encoders.
-        imported: source of the latents, a JSON value.
+        imported: source of the latents, as a JSON value.
     """
     settings = {
         "imported": imported,
@@ -150,7 +157,7 @@ def _metadata(sample: EncodedSample, variant: Variant, fps: float) -> dict[str, 
 def _checked(
     samples: Iterator[EncodedSample], variant: Variant, std: Tensor, rejected: list[Rejection]
 ) -> Iterator[EncodedSample]:
-    """Yield the samples that fit a cache of ``variant``, and append rejections of the others to ``rejected``."""
+    """Yield the samples that fit a cache of `variant`, and append a rejection for every other sample to `rejected`."""
     for sample in samples:
         try:
             if sample.problem:
@@ -168,11 +175,13 @@ def _check_text(sample: EncodedSample, variant: Variant) -> None:
     if sample.text_embeds is not None:
         check_text_embeds(sample.text_embeds, variant)
     elif not clean_caption(sample.caption or ""):
-        raise DataError("missing caption in its .json; write one, the pickle next to it is never opened")
+        raise DataError(
+            "missing caption in the .json of the sample; write a caption, because the pickle next to it is never opened"
+        )
 
 
 def check_text_embeds(text: Tensor, variant: Variant) -> None:
-    """Check that text embeddings [L, D] fit a variant.
+    """Check that text embeddings have the shape [L, D] of a variant and are finite.
 
     Raises:
         DataError: if the shape is wrong, or a number is not finite.
@@ -187,10 +196,11 @@ def check_text_embeds(text: Tensor, variant: Variant) -> None:
 
 
 def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
-    """Check that latents fit a variant and are normalised.
+    """Check that latents have a shape that a variant can train on, are finite, and are normalised.
 
-    The standard deviation of each channel is near 1 for normalised latents, and near the VAE's ``std`` otherwise. A clip's
-    contrast scales all channels, so the profile over channels counts more than the absolute value.
+    The standard deviation of each channel is near 1 for normalised latents, and near the VAE's `std` for latents that are
+    not normalised. The contrast of a clip scales all channels by one factor. The check therefore mainly compares the
+    ratios between channels, and less the absolute values.
 
     Args:
         latents: [C, f, h, w].
@@ -198,7 +208,8 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
         std: [C], latents_std of the VAE.
 
     Raises:
-        DataError: if the latents do not fit, are not finite, or look not normalised.
+        DataError: if the shape does not fit, a number is not finite, a channel is constant, or the latents seem not
+            normalised.
     """
     channels, patch = variant.dit.out_channels, variant.dit.patch_size
     if latents.ndim != 4 or latents.shape[0] != channels or 0 in latents.shape:
@@ -209,7 +220,7 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     if any(size % step for size, step in zip(latents.shape[1:], patch, strict=True)):
         raise DataError(
             f"latents of shape {tuple(latents.shape)} are not multiples of patch_size={patch}; encode the clip "
-            "again at a size that is"
+            "again at a size that is a multiple"
         )
     if not latents.is_floating_point() or not latents.isfinite().all():
         raise DataError("latents contain numbers that are not finite; encode the clip again")
@@ -219,14 +230,21 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     raw, normalised = _unlikelihood(spread / std), _unlikelihood(spread)
     if raw < normalised:
         raise DataError(
-            f"latents look as the VAE gives them, not normalised (spread {spread.min():.2f} to "
-            f"{spread.max():.2f} over channels in the VAE's own profile; DFM leaves clips of low contrast so); "
-            "encode the clip again"
+            "latents seem to be the VAE's output, not normalised (the standard deviations of the channels, "
+            f"{spread.min():.2f} to {spread.max():.2f}, are like latents_std of the VAE). DFM does not normalise clips of "
+            "low contrast; encode the clip again"
         )
 
 
 def _unlikelihood(spread: Tensor) -> float:
-    """Return the negative log-likelihood that the channels' deviations, float [C], are 1 up to a common contrast."""
+    """Return the negative log-likelihood that all channels have a standard deviation of 1, up to a common factor.
+
+    `CONTRAST` and `JITTER` are the standard deviations of the common factor and of each channel's own factor, in log
+    units.
+
+    Args:
+        spread: float [C], standard deviation of each channel.
+    """
     logs = spread.double().log()
     contrast = logs.mean()
     shared = contrast**2 / (CONTRAST**2 + JITTER**2 / len(logs))
@@ -243,17 +261,19 @@ def _vae_std(model: str | Path) -> Tensor:
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code, 2 for an error of the user."""
+    """Run the command line and return the exit code: 0, or 2 for an error of the user."""
     assert __doc__
     parser = argparse.ArgumentParser(
         prog="python -m data_tools.import_shards", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("shards", type=Path, help="tar or .tfrec file, or a folder of them")
+    parser.add_argument("shards", type=Path, help="tar or .tfrec file, or a folder of such files")
     parser.add_argument(
-        "--model", required=True, help="pipeline folder or Hub id that they were encoded with"
+        "--model", required=True, help="pipeline folder or Hub id of the model that encoded the shards"
     )
-    parser.add_argument("--out", type=Path, required=True, help="cache folder")
-    parser.add_argument("--fps", type=float, help="frame rate of the clips (default: the variant's)")
+    parser.add_argument("--out", type=Path, required=True, help="cache folder to create or continue")
+    parser.add_argument(
+        "--fps", type=float, help="frame rate of the clips (default: the frame rate of the model variant)"
+    )
     parser.add_argument("--device", default="cpu", help="device of the text encoder (default cpu)")
     options = parser.parse_args(arguments)
     report = import_shards(options.shards, options.out, options.model, fps=options.fps, device=options.device)

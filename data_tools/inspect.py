@@ -23,7 +23,7 @@ STRIP_FRAMES = 8
 
 
 def describe(cache: LatentCache, num_rows: int) -> str:
-    """Describe a cache without decoding it.
+    """Return a text that describes a cache and lists its first samples. No latents are decoded to images.
 
     Args:
         cache: the cache.
@@ -52,25 +52,25 @@ def describe(cache: LatentCache, num_rows: int) -> str:
             *(_row(cache, i, int(tokens[i])) for i in range(min(num_rows, len(cache)))),
         ]
     if len(cache) > num_rows:
-        lines.append(f"... and {len(cache) - num_rows:,} more (--rows N shows them)")
+        lines.append(f"... and {len(cache) - num_rows:,} more (--rows N lists N samples)")
     return "\n".join(lines)
 
 
 def decode(cache: LatentCache, key: str, model: str, out: Path) -> tuple[int, ...]:
-    """Decode one sample to a video or a strip of frames.
+    """Decode one sample and write it as a video or as an image with a row of frames.
 
     Args:
-        cache: the cache; the sample's checksum is verified.
-        key: sample id.
+        cache: the cache. The checksum of the sample is verified.
+        key: key of the sample.
         model: diffusers pipeline folder or Hub id with the VAE that made the cache.
-        out: an .mp4, or a .png with up to eight frames side by side.
+        out: an .mp4 file for the video, or a .png file for up to eight frames side by side.
 
     Returns:
         Shape (frames, height, width, 3) of the decoded video.
 
     Raises:
         CacheError: if the sample does not exist or is damaged, or another VAE made the cache.
-        ConfigError: if `out` has another extension, or `model` is not a pipeline.
+        ConfigError: if `out` ends in neither .mp4 nor .png, or `model` is not a pipeline.
     """
     if out.suffix.lower() not in (".mp4", ".png"):
         raise ConfigError(f"--out={out} must end in .mp4 or .png.")
@@ -110,7 +110,10 @@ def _clip_states(variant: dict[str, Any]) -> str:
 
 
 def _short(values: Any) -> str:
-    """Return `name value` pairs of a fingerprint without unset values; hashes have eight digits."""
+    """Return the names and values of a fingerprint in one line.
+
+    Unset values are left out, and hashes are cut to eight digits.
+    """
     return ", ".join(f"{name} {value}" for name, value in _flat(values))
 
 
@@ -128,13 +131,17 @@ def _times(numbers: Sequence[int]) -> str:
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code, 2 for an error of the user."""
+    """Run the command line and return the exit code: 0, or 2 for an error of the user."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.inspect", description=__doc__.splitlines()[0])
-    parser.add_argument("cache", type=Path, help="folder written by wands preprocess")
-    parser.add_argument("--rows", type=int, default=5, help="samples to list (default 5)")
-    parser.add_argument("--decode", metavar="KEY", help="decode this sample instead of printing the cache")
-    parser.add_argument("--model", help="pipeline folder or Hub id with the VAE, for --decode")
-    parser.add_argument("--out", type=Path, help="FILE.mp4 or FILE.png, for --decode")
+    parser.add_argument("cache", type=Path, help="cache folder written by wands preprocess")
+    parser.add_argument("--rows", type=int, default=5, help="number of samples to list (default 5)")
+    parser.add_argument(
+        "--decode", metavar="KEY", help="decode the sample with this key instead of describing the cache"
+    )
+    parser.add_argument(
+        "--model", help="pipeline folder or Hub id with the VAE that decodes the sample; needed by --decode"
+    )
+    parser.add_argument("--out", type=Path, help="file to write, .mp4 or .png; needed by --decode")
     options = parser.parse_args(arguments)
     if options.decode is not None and not (options.model and options.out):
         parser.error("--decode needs --model and --out")

@@ -2,8 +2,8 @@
 
 python -m data_tools.merge OUT CACHE...
 
-Nothing is encoded again. The lists of rejected clips are joined. Killed at any moment, the same command continues where it
-stopped.
+Nothing is encoded again. The lists of rejected clips are joined. If the program is killed, the same command continues the
+merge.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from wands.files import first_difference, write_text
 from wands.variants import MASK_CHANNELS, VARIANTS, Variant
 
 SHOWN = 5
-"""Keys named in a message about many."""
+"""Largest number of keys that a message names."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,11 @@ class Merged:
     """Result of `merge`.
 
     Attributes:
-        num_samples: samples in the merged cache.
-        num_copied: samples copied by this run; an earlier run copied the others.
-        duplicates: keys that several caches have with equal content, stored once.
-        num_rejected: rejected clips of all caches, listed in rejects.jsonl.
+        num_samples: number of samples in the merged cache.
+        num_copied: number of samples that this run copied. An earlier run copied the others.
+        duplicates: keys that are in several caches with equal content. The merged cache contains each of these samples
+            once.
+        num_rejected: number of rejected clips of all caches. They are listed in rejects.jsonl.
     """
 
     num_samples: int
@@ -47,15 +48,16 @@ class Merged:
 
 
 def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
-    """Copy the samples of several caches into one, bit by bit, and verify each checksum.
+    """Copy the samples of several caches into one cache without any change, and verify the checksum of each sample.
 
     Args:
-        out: folder of the merged cache: new, or from an earlier run with the same caches.
-        paths: the caches. Samples with one key must have equal latents and text; the metadata of the first is kept.
+        out: folder of the merged cache. It is new, or an earlier run with the same caches wrote it.
+        paths: folders of the caches. If several caches contain the same key, the latents and the text must be equal. The
+            metadata of the first of these caches is kept.
 
     Raises:
-        CacheError: if fingerprints differ (the message names the difference), or a cache is damaged.
-        ConfigError: if samples of one key differ, or `out` contains other samples.
+        CacheError: if the caches have different fingerprints (the message names the difference), or a cache is damaged.
+        ConfigError: if samples with the same key differ, or `out` contains samples of no given cache.
     """
     caches = [LatentCache(path, verify=True) for path in paths]
     if any(cache.path.resolve() == Path(out).resolve() for cache in caches):
@@ -74,15 +76,17 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
                 differing.append(f"{key} (in {places[key][0].path} and {cache.path})")
     if differing:
         raise ConfigError(
-            f"{len(differing):,} key(s) have different samples: {', '.join(differing[:SHOWN])}; take them "
-            "out of one cache with python -m data_tools.split CACHE KEEP DROP --keys-file FILE."
+            f"{len(differing):,} key(s) have different samples: {', '.join(differing[:SHOWN])}; remove them "
+            "from one of the caches with python -m data_tools.split CACHE KEEP DROP --keys-file FILE."
         )
     copied = copy_samples(caches[0], Path(out), list(places.values()))
     return Merged(len(places), copied, duplicates, _join_rejects(caches, Path(out)))
 
 
 def _join_rejects(caches: Sequence[LatentCache], out: Path) -> int:
-    """Write the rejected clips of all caches, each line once, and return their number."""
+    """Write the lists of rejected clips of all caches to one list in `out`, without repeated lines, and return the number
+    of lines.
+    """
     files = [path for cache in caches if (path := cache.path / REJECTS_NAME).is_file()]
     texts = [path.read_text(encoding="utf-8") for path in files]
     lines = dict.fromkeys(line for text in texts for line in text.split("\n") if line)
@@ -92,25 +96,25 @@ def _join_rejects(caches: Sequence[LatentCache], out: Path) -> int:
 
 
 def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCache, int]]) -> int:
-    """Copy samples of other caches into a cache, new or from a copy that was killed.
+    """Copy samples of other caches into a new cache, or continue an interrupted copy.
 
     Args:
-        like: cache with the variant, the fingerprint and the embedding of "".
-        out: target folder.
-        places: (cache, position) of each sample.
+        like: cache that provides the variant, the fingerprint and the embedding of the empty caption.
+        out: folder of the new cache.
+        places: (cache, index of the sample in this cache) for each sample to copy.
 
     Returns:
-        Number of samples copied by this run.
+        Number of samples that this run copied.
 
     Raises:
-        CacheError: if a sample is damaged, the disk is full, or `out` has another fingerprint.
-        ConfigError: if `out` is a finished cache with other samples.
+        CacheError: if a sample is damaged, the disk is full, or `out` has another fingerprint than `like`.
+        ConfigError: if `out` is a finished cache that contains a sample which is not in `places`.
     """
     keys = {cache.keys[i] for cache, i in places}
     if (out / INDEX_NAME).exists() and (others := sorted(set(LatentCache(out).keys) - keys)):
         raise ConfigError(
             f"OUT={out} is a finished cache with {len(others):,} other sample(s), such as {others[0]}; give a "
-            "new folder, or merge that cache too."
+            "new folder, or merge the cache with these samples, too."
         )
     copied = 0
     with CacheWriter(out, to_variant(like.manifest["variant"]), like.fingerprint) as writer:
@@ -131,7 +135,14 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
 
 
 def to_variant(contract: dict[str, Any]) -> Variant:
-    """Return a variant with the contract of a manifest; sizes of the DiT, which no cache contains, are arbitrary."""
+    """Return a variant with the values that a cache manifest stores.
+
+    A cache does not contain the other sizes of the DiT, such as its depth. These sizes come from an arbitrary variant.
+
+    Args:
+        contract: `variant` of the manifest: its name, latent channels, strides, patch size, conditions and embedding
+            widths.
+    """
     base = next(iter(VARIANTS.values()))
     channels, conditions = contract["latent_channels"], tuple(contract["conditions"])
     image_len, image_dim = contract.get("image_embeds", (0, None))
@@ -157,12 +168,12 @@ def _check_alike(first: LatentCache, other: LatentCache) -> None:
         name, one, two = difference
         raise CacheError(
             f"cache={other.path} has {name}={two} but {first.path} has {one}; only caches made with the same "
-            "model and settings can be merged: encode one of them again, or train on both with data.sources."
+            "model and settings can be merged. Encode one of them again, or train on both with data.sources."
         )
     if to_bits(first.null_text_embeds).tobytes() != to_bits(other.null_text_embeds).tobytes():
         raise CacheError(
-            f"cache={other.path} has another embedding of the empty caption than {first.path}; one of them was "
-            "altered: see python -m data_tools.verify."
+            f"cache={other.path} has another embedding of the empty caption than {first.path}; one of the "
+            "caches was altered. Check both with python -m data_tools.verify."
         )
 
 
@@ -174,10 +185,10 @@ def _signature(cache: LatentCache, i: int) -> tuple[Any, ...]:
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code, 2 for an error of the user."""
+    """Run the command line and return the exit code: 0, or 2 for an error of the user."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.merge", description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder of the merged cache")
-    parser.add_argument("cache", type=Path, nargs="+", help="folders written by wands preprocess")
+    parser.add_argument("cache", type=Path, nargs="+", help="cache folders written by wands preprocess")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     merged = merge(options.out, options.cache)
@@ -186,7 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{merged.num_rejected:,} rejected clips are listed in {options.out / REJECTS_NAME}")
     if merged.duplicates:
         names = ", ".join(merged.duplicates[:SHOWN])
-        print(f"{len(merged.duplicates):,} were in several caches with the same content, kept once: {names}")
+        print(
+            f"{len(merged.duplicates):,} samples are in several caches with equal content and are stored once: {names}"
+        )
     return 0
 
 

@@ -1,6 +1,7 @@
 """Read encoded samples from shards of other trainers: tars of DFM or Megatron-Bridge, and TFRecords of MaxDiffusion.
 
-Latents are read by torch's loader of plain tensors. Pickles of text are never opened.
+torch.load reads the latents with weights_only=True, which runs no code. Files with pickled text embeddings are never
+opened.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ class EncodedSample:
     """One sample of a shard, or the reason why it cannot be read.
 
     Attributes:
-        key: file, and number in the file.
+        key: name of the shard, and name or number of the sample in the shard.
         path: the shard.
-        latents: [C, f, h, w], any float type, as stored.
-        caption: None if the format has no captions.
-        text_embeds: [L, D] if the format has no captions.
-        content: digest of the sample's input.
-        encoding: facts about the encoding of the latents; equal for all samples of a cache.
-        source: path of the video, if known.
-        problem: the rule that is broken, and the fix; empty for a readable sample.
+        latents: [C, f, h, w] in the float type of the shard; None if the sample cannot be read.
+        caption: caption of the clip; None if the format has no captions.
+        text_embeds: [L, D], stored text embeddings; None if the format has captions.
+        content: hash of the sample's stored bytes.
+        encoding: settings with which the latents were encoded. They must be equal for all samples of a cache.
+        source: path of the video; empty if the shard does not contain it.
+        problem: reason why the sample cannot be read, and the fix; empty for a readable sample.
     """
 
     key: str
@@ -50,19 +51,21 @@ class EncodedSample:
 
 
 def find_shards(source: Path) -> list[Path]:
-    """Return the shards of a folder, or the one shard.
+    """Return the shards in a folder at any depth, or the path itself if it is one shard.
 
     Raises:
-        DataError: if there are no shards, or shards of both formats.
+        DataError: if there are no shards, or there are both tars and TFRecords.
     """
     files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
     shards = [path for path in files if is_tar(path) or _is_tfrecord(path)]
     if not shards:
         looked_for = f"looked for {' '.join(TAR_EXTENSIONS)} .tfrec .tfrecord"
         what = looked_for if source.exists() else "no such folder"
-        raise DataError(f"source={source} contains no shards ({what}); give the folder that holds them")
+        raise DataError(f"source={source} contains no shards ({what}); give the folder that contains shards")
     if len({is_tar(path) for path in shards}) > 1:
-        raise DataError(f"source={source} contains both tars and TFRecords; give the folder of one of them")
+        raise DataError(
+            f"source={source} contains both tars and TFRecords; give a folder with one kind of shards"
+        )
     return shards
 
 
@@ -71,7 +74,14 @@ def _is_tfrecord(path: Path) -> bool:
 
 
 def read_samples(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample]:
-    """Yield the samples of all shards. An unreadable sample or shard is a sample with a `problem`."""
+    """Yield the samples of all shards.
+
+    A sample or shard that cannot be read is yielded as a sample with a `problem`.
+
+    Args:
+        shards: result of `find_shards`.
+        source: file or folder in which the shards were found; keys are relative to it.
+    """
     root = source if source.is_dir() else source.parent
     for path in shards:
         name = path.relative_to(root).as_posix()
@@ -82,14 +92,21 @@ def read_samples(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample
 
 
 def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
-    """Yield the samples of a tar of DFM or Megatron-Bridge: .pth [C, f, h, w] and .json. A .pickle is never opened."""
+    """Yield the samples of a tar of DFM or Megatron-Bridge.
+
+    A sample consists of a .pth file with latents [C, f, h, w] and a .json file. A .pickle file is never opened.
+
+    Args:
+        path: the tar.
+        name: path of the tar relative to the source, for keys.
+    """
     base = next(name[: -len(end)] for end in TAR_EXTENSIONS if name.lower().endswith(end))
     with TarReader(path) as reader:
         for sample in reader.samples:
             key = f"{base}/{sample.key}"
             try:
                 if missing := [f".{part}" for part in ("pth", "json") if part not in sample.members]:
-                    raise DataError(f"no {' and no '.join(missing)} in its shard; give shards of DFM")
+                    raise DataError(f"the sample has no {' and no '.join(missing)}; give shards of DFM")
                 tensor, info = reader.read(sample.members["pth"]), reader.read(sample.members["json"])
                 yield _energon_sample(key, path, tensor, info)
             except DataError as error:
@@ -101,9 +118,9 @@ def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
 def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> EncodedSample:
     try:
         latents = torch.load(io.BytesIO(tensor), map_location="cpu", weights_only=True)
-    except Exception as error:  # damage and foreign pickles end in as many types as there are causes
+    except Exception as error:  # torch raises many exception types for damaged files and other pickles
         raise DataError(
-            f".pth is not a plain tensor ({one_line(error, 120)}); nothing else is unpickled"
+            f".pth is not a plain tensor ({one_line(error, 120)}); give shards of DFM, because no other pickle is opened"
         ) from None
     if not isinstance(latents, Tensor):
         raise DataError(f".pth contains a {type(latents).__name__}, not a tensor; give shards of DFM")
@@ -115,9 +132,7 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
         raise DataError(".json is not an object with a caption; give shards of DFM")
     version = facts.get("model_version", "wan2.1")
     if version != "wan2.1":
-        raise DataError(
-            f"model_version={version} is not wan2.1, whose latents this wands trains on; leave it out"
-        )
+        raise DataError(f"model_version={version} is not supported; use only samples of wan2.1")
     caption = facts.get("caption", "")
     return EncodedSample(
         key,
@@ -135,7 +150,12 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
 
 
 def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample]:
-    """Yield samples of a file of MaxDiffusion: latents [C, f, h, w], encoder_hidden_states [L, D]."""
+    """Yield the samples of a TFRecord file of MaxDiffusion: latents [C, f, h, w] and encoder_hidden_states [L, D].
+
+    Args:
+        path: the TFRecord file.
+        name: path of the file relative to the source, for keys.
+    """
     for number, record in enumerate(read_records(path)):
         key = f"{name.rpartition('.')[0]}/{number:06d}"
         try:
@@ -144,7 +164,7 @@ def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample]:
             features = parse_example(record)
             if missing := {"latents", "encoder_hidden_states"} - set(features):
                 raise DataError(
-                    f"record has no {' and no '.join(sorted(missing))}; give MaxDiffusion's own shards"
+                    f"record has no {' and no '.join(sorted(missing))}; give shards that MaxDiffusion wrote"
                 )
             latents, text = (
                 _without_batch(parse_tensor(features[part]), ndim)
@@ -167,7 +187,7 @@ def _without_batch(tensor: Tensor, ndim: int) -> Tensor:
 
 
 def _without_pads(text: Tensor) -> Tensor:
-    """Return text embeddings up to the last non-zero row; training appends the zeros."""
+    """Return text embeddings [L, D] without the zero rows at the end. Training appends these rows again."""
     if text.ndim != 2:
         return text
     used = (text != 0).any(dim=1).nonzero()

@@ -1,9 +1,12 @@
-"""Split a cache in two, by a stable hash of the clips' names or by a list of keys.
+"""Split a cache into two caches, by a stable hash of the clips' names or by a list of keys.
 
-python -m data_tools.split CACHE OUT_A OUT_B --fraction F     a share F of the clips goes to OUT_A, each with all its samples
-python -m data_tools.split CACHE OUT_A OUT_B --keys-file FILE  the keys in FILE, one a line, go to OUT_A
+python -m data_tools.split CACHE OUT_A OUT_B --fraction F
+python -m data_tools.split CACHE OUT_A OUT_B --keys-file FILE
 
-Killed at any moment, the same command continues where it stopped.
+With --fraction, a fraction F of the clips goes to OUT_A, each clip with all its samples. With --keys-file, the samples
+whose keys are in FILE, one key per line, go to OUT_A. All other samples go to OUT_B.
+
+If the program is killed, the same command continues the split.
 """
 
 from __future__ import annotations
@@ -29,22 +32,23 @@ def split(
     fraction: float | None = None,
     keys: Collection[str] | None = None,
 ) -> tuple[int, int]:
-    """Copy each sample of a cache into one of two new ones.
+    """Copy each sample of a cache into one of two new caches. Give either `fraction` or `keys`.
 
     Args:
-        path: the cache; it is not changed.
-        out_a: folder for the samples of `keys`, or of the clips whose hash is below `fraction`.
+        path: folder of the cache, which is not changed.
+        out_a: folder for the samples in `keys`, or for the clips whose hash is below `fraction`.
         out_b: folder for the other samples.
-        fraction: share of the clips, in (0, 1). All samples of a clip are on the side that its name decides. A cache that
-            has grown is split in the same way, and a larger fraction contains all clips of a smaller fraction.
-        keys: sample ids, instead of `fraction`.
+        fraction: fraction of the clips for `out_a`, between 0 and 1. A hash of the clip's name decides, so all samples of
+            a clip go to the same folder. New clips in the cache do not change the decision for other clips. With a larger
+            fraction, `out_a` still contains all clips that it contains with a smaller fraction.
+        keys: keys of the samples for `out_a`.
 
     Returns:
         Number of samples in `out_a` and in `out_b`.
 
     Raises:
         CacheError: if the cache is damaged or the disk is full.
-        ConfigError: if a key is not in the cache, or a side has no sample.
+        ConfigError: if a key is not in the cache, or one of the new caches would be empty.
     """
     assert (fraction is None) != (keys is None)
     cache = LatentCache(path, verify=True)
@@ -55,7 +59,7 @@ def split(
         if missing := sorted(wanted - set(cache.keys)):
             raise ConfigError(
                 f"keys={', '.join(missing[:SHOWN])} are not in cache={path} ({len(missing):,} of "
-                f"{len(wanted):,}); see python -m data_tools.inspect for its keys."
+                f"{len(wanted):,}); python -m data_tools.inspect lists its keys."
             )
     else:
         assert fraction is not None
@@ -65,7 +69,8 @@ def split(
     sides = [[i for i, key in enumerate(cache.keys) if (key in wanted) == side] for side in (True, False)]
     if not all(sides):
         raise ConfigError(
-            f"cache={path} would be split into {len(sides[0]):,} and {len(sides[1]):,} samples; each side needs one."
+            f"cache={path} would be split into {len(sides[0]):,} and {len(sides[1]):,} samples, but each new cache needs a "
+            "sample; change --fraction or --keys-file."
         )
     for out, places in zip((out_a, out_b), sides, strict=True):
         copy_samples(cache, Path(out), [(cache, i) for i in places])
@@ -73,21 +78,25 @@ def split(
 
 
 def name_hash(name: str) -> float:
-    """Return a number in [0, 1) that depends on a clip's name alone, on every machine."""
+    """Return a number in [0, 1) that depends only on a clip's name. It is the same on every machine."""
     content = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return (int.from_bytes(content, "big") >> 11) / (1 << 53)
 
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code, 2 for an error of the user."""
+    """Run the command line and return the exit code: 0, or 2 for an error of the user."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.split", description=__doc__.splitlines()[0])
-    parser.add_argument("cache", type=Path, help="folder written by wands preprocess")
-    parser.add_argument("out_a", type=Path)
-    parser.add_argument("out_b", type=Path)
+    parser.add_argument("cache", type=Path, help="cache folder written by wands preprocess")
+    parser.add_argument("out_a", type=Path, help="new folder for the chosen samples")
+    parser.add_argument("out_b", type=Path, help="new folder for the other samples")
     how = parser.add_mutually_exclusive_group(required=True)
-    how.add_argument("--fraction", type=float, help="share of the clips for OUT_A, by a hash of their names")
-    how.add_argument("--keys-file", type=Path, help="file with the keys for OUT_A, one a line")
+    how.add_argument(
+        "--fraction", type=float, help="fraction of the clips for OUT_A, chosen by a hash of their names"
+    )
+    how.add_argument(
+        "--keys-file", type=Path, help="file with the keys of the samples for OUT_A, one per line"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     keys = None

@@ -20,7 +20,7 @@ from wands.errors import DataError
 _POLYNOMIAL = 0x82F63B78
 _BLOCK = 4096
 _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16}
-"""Supported values of tensorflow.DataType."""
+"""Maps the supported values of tensorflow.DataType to torch dtypes."""
 
 
 # ---- checksum
@@ -28,7 +28,7 @@ _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.flo
 
 @cache
 def _byte_table() -> np.ndarray:
-    """Return the CRC of each single byte, uint32 [256]."""
+    """Return the CRC-32C register after each single byte, uint32 [256], for a register that starts at 0."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
@@ -37,7 +37,11 @@ def _byte_table() -> np.ndarray:
 
 @cache
 def _skip_tables() -> np.ndarray:
-    """Return each byte of a CRC after `_BLOCK` zero bytes, uint32 [4, 256]."""
+    """Return tables that advance a CRC-32C register over `_BLOCK` zero bytes, uint32 [4, 256].
+
+    Entry [i, b] is the new register if byte i of the old register is b and its other bytes are 0. The new register of any
+    old register is the XOR of four entries, one for each byte.
+    """
     state = (np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32))[:, None]).astype(
         np.uint32
     )
@@ -48,10 +52,10 @@ def _skip_tables() -> np.ndarray:
 
 
 def crc32c(data: bytes) -> int:
-    """Return the CRC-32C (Castagnoli) of some bytes.
+    """Return the CRC-32C (Castagnoli) checksum of some bytes.
 
-    All blocks of 4096 bytes are processed in parallel, one byte of each per step, and their checksums are then combined.
-    A loop over single bytes needs minutes for the 28 MB of one sample.
+    The data is divided into blocks of `_BLOCK` bytes. All blocks are processed in parallel, one byte of each block per
+    step. Their checksums are then combined. A plain loop over all bytes would need minutes for the 28 MB of one sample.
     """
     table, size = _byte_table(), len(data) // _BLOCK * _BLOCK
     crc = 0xFFFFFFFF
@@ -76,7 +80,7 @@ def crc32c(data: bytes) -> int:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """Return the masked checksum of a TFRecord."""
+    """Return the CRC-32C of some bytes, rotated and shifted by a constant as TFRecord files store it."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -85,7 +89,9 @@ def masked_crc32c(data: bytes) -> int:
 
 
 def read_records(path: Path) -> Iterator[bytes | DataError]:
-    """Yield each record of a file, or an error in place of a damaged record. A damaged length ends the file.
+    """Yield the data of each record of a file, or an error in place of a damaged record.
+
+    After a record with a damaged length, the start of the next record is unknown, so the iteration ends.
 
     Raises:
         DataError: if the file cannot be read.
@@ -96,7 +102,9 @@ def read_records(path: Path) -> Iterator[bytes | DataError]:
             while head := file.read(12):
                 length, checksum = struct.unpack("<QI", head) if len(head) == 12 else (0, 0)
                 if len(head) < 12 or masked_crc32c(head[:8]) != checksum:
-                    yield DataError("length of the record is damaged; it and what follows is lost")
+                    yield DataError(
+                        "length of the record is damaged, so the rest of the file cannot be read; replace the file"
+                    )
                     return
                 if length + 4 > size - file.tell():
                     yield DataError(f"file ends inside the record ({length:,} bytes); replace the file")
@@ -113,7 +121,9 @@ def read_records(path: Path) -> Iterator[bytes | DataError]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (number, value) of each field of a protobuf message; length-delimited values are bytes.
+    """Yield (number, value) of each field of a protobuf message.
+
+    The value of a varint field is an int. The value of any other field is bytes.
 
     Raises:
         ValueError: if the data is not a protobuf message.
@@ -144,24 +154,32 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
         value, place = value | (byte & 0x7F) << shift, place + 1
         if byte < 0x80:
             return value, place
-    raise ValueError("a number does not end")
+    raise ValueError("a number has no end")
 
 
 def _last(data: bytes, number: int) -> bytes | None:
-    """Return the last value of a length-delimited field, which counts if there are several."""
+    """Return the last value of the length-delimited field with this number, or None if there is no such field.
+
+    In a protobuf message, the last of several values of a field is the valid value.
+    """
     values = [value for found, value in _fields(data) if found == number and isinstance(value, bytes)]
     return values[-1] if values else None
 
 
 def parse_example(data: bytes) -> dict[str, bytes]:
-    """The features of a tf.train.Example that hold bytes, by name; a list's first value.
+    """Return the bytes features of a serialized tf.train.Example.
+
+    Returns:
+        Maps the name of a feature to its value. Of a list of several values, only the first is returned. Features of
+            other types are
+        left out.
 
     Raises:
-        DataError: it is no such message.
+        DataError: if the data is not a tf.train.Example.
     """
     features: dict[str, bytes] = {}
     try:
-        for number, entry in _fields(_last(data, 1) or b""):  # Example.features -> Features.feature, a map
+        for number, entry in _fields(_last(data, 1) or b""):  # Example.features.feature, a map
             if number != 1 or not isinstance(entry, bytes):
                 continue
             name, feature = _last(entry, 1), _last(entry, 2)
@@ -170,15 +188,18 @@ def parse_example(data: bytes) -> dict[str, bytes]:
             if name is not None and isinstance(value, bytes):
                 features[name.decode()] = value
     except ValueError as error:
-        raise DataError(f"record is no tf.train.Example ({error}); give MaxDiffusion's own shards") from None
+        raise DataError(
+            f"record is not a tf.train.Example ({error}); give shards that MaxDiffusion wrote"
+        ) from None
     return features
 
 
 def parse_tensor(data: bytes) -> Tensor:
-    """The value that `tf.io.serialize_tensor` wrote, in its own type.
+    """Return the tensor that `tf.io.serialize_tensor` wrote, in its stored dtype.
 
     Raises:
-        DataError: it is no such message, of another type, or its bytes do not fill its shape.
+        DataError: if the data is not a serialized tensor, its dtype is not in `_DTYPES`, or the number of bytes does not
+            fit the shape.
     """
     try:
         kind, shape = 0, []
@@ -190,12 +211,16 @@ def parse_tensor(data: bytes) -> Tensor:
                 shape = [int(size) for size in sizes]  # type: ignore[arg-type]
         content = _last(data, 4) or b""
     except ValueError as error:
-        raise DataError(f"is no serialized tensor ({error}); give MaxDiffusion's own shards") from None
+        raise DataError(
+            f"array is not a serialized tensor ({error}); give shards that MaxDiffusion wrote"
+        ) from None
     if kind not in _DTYPES:
-        raise DataError(f"is a tensor of TensorFlow's type {kind}; floats are wanted")
+        raise DataError(
+            f"tensor has TensorFlow's type {kind}, which is not a float; give shards that MaxDiffusion wrote"
+        )
     wanted = int(np.prod(shape, dtype=object)) * _DTYPES[kind].itemsize
     if wanted != len(content) or not content:
         raise DataError(
-            f"tensor of shape {shape} holds {len(content):,} bytes, not {wanted:,}; replace the file"
+            f"tensor of shape {shape} has {len(content):,} bytes instead of {wanted:,}; replace the file"
         )
     return torch.frombuffer(bytearray(content), dtype=_DTYPES[kind]).reshape(shape)

@@ -1,8 +1,9 @@
-"""Verify every bit of a latent cache that a reader uses.
+"""Verify all data of a latent cache that training reads.
 
 python -m data_tools.verify CACHE [--workers N]
 
-Exit code 0: no problem. 1: problems; each line names the sample or the part of a file, and the fix.
+The exit code is 0 if there is no problem. It is 1 if there are problems. The program then prints one line per problem,
+which names the sample or the file, and the fix.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from wands.errors import CacheError
 
 MANIFEST_KEYS = {"format", "schema_version", "variant", "fingerprint", "digest"}
 DAMAGE = (OSError, KeyError, ValueError, RuntimeError, TypeError)
-"""Exceptions of h5py for a file with broken structures."""
+"""Exceptions that h5py raises for a damaged file."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Problem:
     """A problem of a cache.
 
     Attributes:
-        place: file name, with the sample's key if only one sample is affected.
+        place: name of the file, and the key of the sample if only one sample is affected.
         what: description of the problem.
-        fix: how to repair the cache.
+        fix: instruction to repair the cache.
     """
 
     place: str
@@ -58,9 +59,9 @@ class VerifyResult:
     """Result of `verify`.
 
     Attributes:
-        problems: problems; empty for an intact cache.
-        num_samples: samples in the shards, indexed or not.
-        num_bytes: bytes of arrays whose checksum was computed.
+        problems: all problems; empty for an intact cache.
+        num_samples: number of samples in the shards, also of samples that are not in the index.
+        num_bytes: number of bytes of arrays whose checksum was computed.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -78,15 +79,20 @@ def verify(
 ) -> VerifyResult:
     """Read a whole cache and compare the data with its checksums and with the index.
 
-    Protected are: arrays by the CRC-32 of the sample in shard and index; keys, captions and structures of a shard by HDF5's
-    checksums; the index by the checksums of the zip file and by comparison with the shards; the manifest by its digest.
-    Unused bits, such as gaps in a shard, are not read. Not protected is metadata outside an HDF5 header: metadata of one
-    sample above 64 KiB.
+    The check finds changes in the following data:
+
+    - Arrays: the shard and the index store a CRC-32 of each sample.
+    - Keys, captions and structures of a shard: HDF5 stores checksums of them.
+    - The index: the zip file stores checksums, and the index is compared with the shards.
+    - The manifest: it stores a digest of its content.
+
+    Unused bytes, such as gaps in a shard, are not read. Changes are not found in metadata of more than 64 KiB for one
+    sample, because HDF5 stores it outside the header, without a checksum.
 
     Args:
         path: cache folder, finished or not.
-        workers: number of threads; each thread checks one shard at a time.
-        advance: called after each shard.
+        workers: number of threads, which check one shard each at a time. None means the number of CPU cores, at most 4.
+        advance: function that is called after each shard, for a progress bar.
 
     Raises:
         CacheError: if `path` is not a cache.
@@ -101,7 +107,11 @@ def verify(
         for i, (shard, row) in enumerate(zip(index.shards.tolist(), index.rows.tolist(), strict=True)):
             if not 0 <= shard < len(index.shard_names) or row in rows[index.shard_names[shard]]:
                 report.problems.append(
-                    Problem(f"{INDEX_NAME} ({index.keys[i]})", "no separate place", REBUILD)
+                    Problem(
+                        f"{INDEX_NAME} ({index.keys[i]})",
+                        "the position of the sample is invalid or belongs to another sample, too",
+                        REBUILD,
+                    )
                 )
             else:
                 rows[index.shard_names[shard]][row] = i
@@ -122,7 +132,14 @@ REBUILD = "run the same wands preprocess again, which rebuilds the index from th
 
 
 def _check_manifest(path: Path, shards: list[str], report: VerifyResult) -> str | None:
-    """Return the digest of the fingerprint that shards must have; None if the manifest is damaged."""
+    """Check the manifest of a cache, and append problems to `report`.
+
+    Returns:
+        Digest of the fingerprint, which every shard must contain; None if the manifest is damaged.
+
+    Raises:
+        CacheError: if the manifest cannot be read and there are no shards, so that `path` is not a cache.
+    """
     fix = "restore it, or copy it from a cache of the same model and settings."
     try:
         manifest = read_manifest(path)
@@ -153,38 +170,51 @@ def _check_index(path: Path, report: VerifyResult) -> CacheIndex | None:
         report.problems.append(Problem(INDEX_NAME, f"is damaged ({what})", REBUILD))
         return None
     if list(index.keys) != sorted(set(index.keys)):
-        report.problems.append(Problem(INDEX_NAME, "names a key twice or out of order", REBUILD))
+        report.problems.append(Problem(INDEX_NAME, "contains a key twice or in the wrong order", REBUILD))
     return index
 
 
 def _check_shard(
     path: Path, fingerprint: str | None, index: CacheIndex | None, rows: dict[int, int], report: VerifyResult
 ) -> Iterator[Problem]:
-    """Yield the problems of a shard; `rows` maps rows of the shard to samples of the index."""
+    """Check one shard, and add the number of samples and bytes to `report`.
+
+    Args:
+        path: the shard.
+        fingerprint: digest of the fingerprint that the shard must contain; None skips this check.
+        index: index of the cache; None if it is missing or damaged.
+        rows: maps the number of a sample in the shard to its position in the index.
+        report: result to which the counts are added.
+
+    Yields:
+        The problems of the shard.
+    """
     fix = f"delete {path.name} and run the same wands preprocess again, which encodes the missing samples."
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
-        yield Problem(path.name, f"cannot be read ({reason(error)}), {len(rows)} samples", fix)
+        yield Problem(path.name, f"cannot be read ({reason(error)}), which affects {len(rows)} samples", fix)
         return
     try:
         if index and path.name in index.shard_names:
             size = int(index.shard_bytes[index.shard_names.index(path.name)])
             if (found := os.fstat(descriptor).st_size) != size:
-                yield Problem(path.name, f"has {found:,} bytes, the index says {size:,}", fix)
+                yield Problem(path.name, f"has {found:,} bytes, but the index says {size:,}", fix)
         try:
             file = h5py.File(path, "r", locking=False)
         except DAMAGE as error:
-            yield Problem(path.name, f"is damaged ({reason(error)}), {len(rows)} samples", fix)
+            yield Problem(path.name, f"is damaged ({reason(error)}), which affects {len(rows)} samples", fix)
             return
         with file:
             try:
                 carried = file.attrs["fingerprint"]
                 if fingerprint is not None and carried != fingerprint:
-                    yield Problem(path.name, f"carries fingerprint {carried}, not the manifest's", fix)
+                    yield Problem(
+                        path.name, f"has fingerprint {carried}, not the manifest's fingerprint", fix
+                    )
                 ids = dict(zip(index.shard_names, index.shard_ids, strict=True)) if index else {}
                 if ids.get(path.name) not in (None, file.attrs.get("id")):
-                    yield Problem(path.name, "is not the shard that was indexed", fix)
+                    yield Problem(path.name, "is not the shard from which the index was made", fix)
                 present = {int(name) for name in file["samples"]}
             except DAMAGE as error:
                 yield Problem(path.name, f"has damaged structures ({reason(error)})", fix)
@@ -212,18 +242,25 @@ def _check_shard(
 
 
 def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
-    """Return everything that a reader uses of a sample.
+    """Return the data of a sample that a reader uses, and the checksum of the arrays as computed from their bytes.
 
-    The bits are read without HDF5, which allows only one reading thread.
+    The bytes of arrays are read without HDF5, because HDF5 allows only one thread to read at a time.
+
+    Args:
+        group: HDF5 group of the sample.
+        descriptor: descriptor of the open shard.
+
+    Returns:
+        Maps names of values to values: key, crc32 as stored, `computed` checksum, shapes, lengths, offsets and num_bytes.
     """
     attrs = {name: group.attrs[name] for name in ("key", "dtype", "crc32", "meta")}
     if attrs["dtype"] not in ("bfloat16", b"bfloat16"):
-        raise ValueError(f"dtype {attrs['dtype']}")
+        raise ValueError(f"dtype {attrs['dtype']}, not bfloat16")
     computed = num_bytes = 0
     for name in stored_names(group):
         stored = group[name]
         if stored.dtype != np.uint16:
-            raise ValueError(f"{name} of {stored.dtype}")
+            raise ValueError(f"{name} has dtype {stored.dtype}, not uint16")
         offset = stored.id.get_offset()
         content = stored[()].tobytes() if offset is None else os.pread(descriptor, stored.nbytes, offset)
         computed = zlib.crc32(content, computed)
@@ -243,22 +280,33 @@ def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
 
 
 def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> Iterator[Problem]:
-    """Yield differences of index and shard; the values of the shard have passed their checksums."""
+    """Yield a problem for each value of a sample that differs between the index and the shard.
+
+    The values in the shard have passed their checksums, so the index is wrong if they differ.
+
+    Args:
+        name: name of the shard and key of the sample, for messages.
+        index: index of the cache.
+        i: position of the sample in the index.
+        stored: result of `_read_sample`.
+    """
     if stored["key"] != index.keys[i]:
-        yield Problem(f"{INDEX_NAME} ({index.keys[i]})", f"{name} holds {stored['key']}", REBUILD)
+        yield Problem(f"{INDEX_NAME} ({index.keys[i]})", f"{name} contains the key {stored['key']}", REBUILD)
     for column in ("latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets"):
         ours = getattr(index, column)[i].tolist()
         if ours != stored[column]:
-            what = f"{column} {ours}, the shard has {stored[column]}"
+            what = f"{column} is {ours}, but the shard has {stored[column]}"
             yield Problem(f"{INDEX_NAME} ({index.keys[i]})", what, REBUILD)
 
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 1 when something is wrong, 2 for a mistake of the user's."""
+    """Run the command line and return the exit code: 0, 1 if the cache has a problem, or 2 for an error of the user."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.verify", description=__doc__.splitlines()[0])
-    parser.add_argument("cache", type=Path, help="folder written by wands preprocess")
-    parser.add_argument("--workers", type=int, help="threads (default: cores, at most 4)")
+    parser.add_argument("cache", type=Path, help="cache folder written by wands preprocess")
+    parser.add_argument(
+        "--workers", type=int, help="number of threads (default: number of CPU cores, at most 4)"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with progress("shards", len(list(options.cache.glob("shard-*.h5")))) as advance:

@@ -230,7 +230,7 @@ def test_sources_without_a_sample(
     energon(tmp_path / "hopeless/a.tar", [energon_sample(raw(latents(0)))])
     assert main([str(tmp_path / name), "--model", str(model), "--out", str(tmp_path / "cache")]) == 2
     part = {"empty": "looked for .tar", "gone": "no such folder", "both": "both tars and TFRecords"}
-    assert part.get(name, "1 rejected (first: latents look as the VAE") in capsys.readouterr().err
+    assert part.get(name, "1 rejected (first: latents seem to be the VAE") in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
 
 
@@ -400,7 +400,7 @@ def test_unusable_records_say_why(model: Path, tmp_path: Path) -> None:
         "TensorFlow's type 3": integer.SerializeToString(),
         "text embedding of shape (5, 7)": record(tensor, padded(5, 7)),
         "not finite": record(tensor, text / 0),
-        "no tf.train.Example": b"\xff" * 50,
+        "not a tf.train.Example": b"\xff" * 50,
         "not normalised": record(raw(tensor), text),
         "tensor": short.SerializeToString(),
     }
@@ -429,7 +429,10 @@ def test_damage_to_a_file_costs_what_it_hits(tmp_path: Path) -> None:
     assert read(flipped) == [records[0], "checksum of the record is wrong; replace the file", *records[2:]]
     flipped = data.copy()
     flipped[second + 3] ^= 1
-    assert read(flipped) == [records[0], "length of the record is damaged; it and what follows is lost"]
+    assert read(flipped) == [
+        records[0],
+        "length of the record is damaged, so the rest of the file cannot be read; replace the file",
+    ]
     for cut in (second + 5, second + 12, second + 60):
         found = read(bytes(data[:cut]))
         assert found[0] == records[0]

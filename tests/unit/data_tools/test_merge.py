@@ -66,7 +66,9 @@ def test_duplicates_are_told_and_kept_once(
     assert merge_module.main([str(tmp_path / "out"), str(parts[0]), str(tmp_path / "d")]) == 0
     text = capsys.readouterr().out
     assert "10 samples, 10 of them copied now" in text
-    assert "2 were in several caches with the same content, kept once: clip/003, clip/004" in text
+    assert (
+        "2 samples are in several caches with equal content and are stored once: clip/003, clip/004" in text
+    )
     write_cache(tmp_path / "wanted", [*range(9), 50])
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
 

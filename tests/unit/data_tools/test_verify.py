@@ -217,7 +217,7 @@ def test_missing_files_and_a_shard_of_another_cache(
     shutil.copy(tmp_path / "other" / "shard-00000.h5", cache / "shard-00001.h5")
     problems = verify(cache).problems
     assert any("not the manifest's" in problem.what for problem in problems)
-    assert any("bytes, the index says" in problem.what for problem in problems)
+    assert any("bytes, but the index says" in problem.what for problem in problems)
     (cache / "shard-00001.h5").unlink()
     [problem] = verify(cache).problems
     assert problem.place == "shard-00001.h5"
