@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StrictModel(BaseModel):
-    """Immutable model that refuses unknown keys; field docstrings become the descriptions of the fields."""
+    """Immutable pydantic model that refuses unknown keys. The docstring of a field becomes its description."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -21,14 +21,15 @@ class StrictModel(BaseModel):
 
 @dataclass(frozen=True)
 class Spelling:
-    """Spelling of a field on the command line, where it differs from the name of the field.
+    """Spelling of a field on the command line, for fields whose spelling does not follow from their name.
 
     Attributes:
-        name: flag, such as ``--set``; by default the field's name.
-        metavar: placeholder for the value in the help text.
-        flag_value: value of the flag if the user types the flag alone.
-        argument: True for a positional argument.
-        alias: earlier name of the flag, which still works and is not in the help text.
+        name: flag, such as `--set`. An empty text means `--` and the name of the field, with dashes.
+        metavar: placeholder for the value in the help text; None means click's default.
+        flag_value: value of the option if the user types the flag without a value; None requires a value.
+        argument: True for a positional argument, False for an option.
+        alias: earlier name of the flag. The user can still type it, but the help text does not show it. Empty means no
+            alias.
     """
 
     name: str = ""
@@ -39,8 +40,8 @@ class Spelling:
 
 
 ARGUMENT = Spelling(argument=True)
-"""Spelling of a positional argument."""
+"""Spelling of a field that is a positional argument."""
 
 
 class Options(StrictModel):
-    """Base class of the option models; each command has a subclass."""
+    """Base class of the option models. Each command has a subclass, whose fields are the options of the command."""

@@ -18,14 +18,19 @@ T = TypeVar("T")
 
 
 def command_name(options: type[Options]) -> str:
-    """Return the name of the subcommand that takes these options."""
+    """Return the name of the subcommand that takes these options: the class name without "Options", in lower case."""
     return options.__name__.removesuffix("Options").lower()
 
 
 def command(group: click.Group, options: type[Options]) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
-    """Return a decorator that registers a function of an option model as a subcommand of a group.
+    """Return a decorator that registers a function as a subcommand of a click group.
 
-    Parameters are in order of declaration, required ones first.
+    The subcommand parses the command line into an instance of the option model and calls the function with it. The help
+    text lists the required parameters first, and otherwise keeps the order of the fields.
+
+    Args:
+        group: click group that gets the subcommand.
+        options: option model of the subcommand.
     """
 
     def register(run: Callable[[Any], T]) -> Callable[[Any], T]:
@@ -45,12 +50,12 @@ def command(group: click.Group, options: type[Options]) -> Callable[[Callable[[A
 
 
 def help_line(field: FieldInfo) -> str:
-    """Return the first paragraph of a field's docstring on one line."""
+    """Return the first paragraph of a field's docstring as one line."""
     return " ".join((field.description or "").partition("\n\n")[0].split())
 
 
 class _Option(click.Option):
-    """Option whose help text shows its name and no alias."""
+    """Click option whose help text shows the first name of the option and hides the other names."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         shown = copy.copy(self)
@@ -59,7 +64,9 @@ class _Option(click.Option):
 
 
 def _help_text(options: type[Options]) -> str:
-    """Put descriptions of the positional arguments before the examples of the class docstring."""
+    """Return the help text of a command: its class docstring, with descriptions of the positional arguments before the
+    examples.
+    """
     text, _, examples = str(inspect.getdoc(options)).partition("Examples:\n")
     arguments = [
         f"{name.upper()}: {help_line(field)}"

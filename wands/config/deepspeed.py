@@ -1,8 +1,9 @@
 """Merge the DeepSpeed JSON with the recipe.
 
-The JSON sets ZeRO stage, offload, optimizer, scheduler, buckets and profiler. wands adds the batch sizes, the precision, and
-the settings of optimizer, scheduler and clipping that the JSON does not contain. It is an error if a key contradicts the
-recipe, is unknown to DeepSpeed, or has no effect in wands; the message names both files.
+The JSON sets ZeRO stage, offload, optimizer, scheduler, buckets and profiler. wands adds the batch sizes and the
+precision. wands also adds settings of the optimizer, the scheduler and gradient clipping that the JSON does not contain.
+A key in the JSON is an error if it contradicts the recipe, is unknown to DeepSpeed, or has no effect in wands. The error
+names both files.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from wands.files import read_json_object
 
 Names = tuple[str, str]
 REDUCE_BUCKET_SIZE = 500_000_000
-"""Gradients in a bucket if the JSON does not set reduce_bucket_size: DeepSpeed's own default."""
+"""Number of gradient values in a bucket if the JSON does not set reduce_bucket_size. It is DeepSpeed's default."""
 
 
 def load_ds_config(path: str | Path | None) -> dict[str, Any]:
     """Read a DeepSpeed JSON.
 
     Args:
-        path: a file, or the name of a file in ds_configs/ such as ``zero3``. None means ZeRO-2.
+        path: a file, or the name of a file in ds_configs/ such as `zero3`. None means a config that only sets ZeRO-2.
 
     Raises:
         ConfigError: if the file is missing or is not a JSON object.
@@ -59,24 +60,27 @@ def build_ds_config(
     device_type: str,
     names: Names = ("the DeepSpeed JSON", "the recipe"),
 ) -> dict[str, Any]:
-    """Complete the user's JSON with the settings of the recipe.
+    """Complete the user's DeepSpeed JSON with the settings of the recipe.
 
-    A recipe key counts as set if its value differs from the default, because the recipe.yaml of a run contains all defaults.
-    If the user writes a default value in the recipe, the JSON overrides this value without an error.
+    A recipe key counts as set by the user if its value differs from the default. The reason is that the recipe.yaml in a
+    run folder contains all defaults. If the user writes a default value in the recipe, the JSON can therefore override it
+    without an error.
 
     Args:
-        user: the JSON as read. A key with the value "auto" counts as missing.
+        user: the JSON as read from the file. A key with the value "auto" counts as missing.
         recipe: the resolved recipe.
         world_size: number of ranks.
         device_type: "cuda" or "cpu".
-        names: names of the two files in an error.
+        names: names of the JSON and of the recipe in errors.
 
     Returns:
-        A config for `deepspeed.initialize`, with optimizer and clipping, and with the scheduler as the user wrote it. A later
-        call accepts this config as `user`, for the same recipe and world size.
+        A config for `deepspeed.initialize`. It contains the optimizer and gradient clipping, and the scheduler if the
+            JSON has one. A
+        later call for the same recipe and world size accepts this config as `user`.
 
     Raises:
-        ConfigError: for every contradiction, every wrong type and every key without effect, in one report.
+        ConfigError: if the JSON contradicts the recipe, or has a wrong type or a key without effect. One error lists all
+            problems.
     """
     config = copy.deepcopy(dict(user))
     problems = check_json(config, names[0])
@@ -97,8 +101,8 @@ def build_ds_config(
         raise ConfigError(problems)
     zero = config.setdefault("zero_optimization", {"stage": 0})
     if recipe.optim.name == "muon" and zero.get("stage") == 3:
-        zero["reduce_scatter"] = False  # DeepSpeed does not support Muon with it
-    config.setdefault("steps_per_print", 2**31)  # wands prints its own line per step
+        zero["reduce_scatter"] = False  # DeepSpeed's Muon needs this value at ZeRO-3
+    config.setdefault("steps_per_print", 2**31)  # a number that no run reaches: wands logs the steps
     _choose_adam(config, device_type)
     return config
 
@@ -110,10 +114,10 @@ def _set_keys(optim: OptimConfig) -> set[str]:
 def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: Names) -> list[str]:
     bins, dp_size = recipe.train.bins_per_step, world_size // recipe.parallel.group_size
     accumulation = max(bins // dp_size, 1) if dp_size else 1
-    # Without packing, the number of forwards of a bin differs from step to step. wands then sets every boundary itself,
-    # and DeepSpeed's accumulation, also in the run folder's JSON, is 1.
+    # Without packing, the number of forward passes differs from step to step. wands then sets every accumulation boundary
+    # itself, and gradient_accumulation_steps is 1, also in the JSON in the run folder.
     written = accumulation if recipe.packing.enabled else 1
-    # DeepSpeed counts every rank as data parallel, because it does not know of context parallelism.
+    # DeepSpeed does not know about context parallelism, so it counts every rank as a data-parallel rank.
     totals, per_rank = (accumulation * world_size, written * world_size), (accumulation, written)
     legal_values = {
         "train_micro_batch_size_per_gpu": ((1,), "a micro batch is one bin"),
@@ -149,7 +153,7 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> lis
         }
     )
     if compute == "bf16":
-        # The listed classes are gathered and reduced in bf16. An empty list means exact fp32 traffic.
+        # Parameters of the listed classes are gathered and reduced in bf16. With an empty list, everything stays in fp32.
         modules = ["torch.nn.Linear"] if reduce == "bf16" else []
         config["torch_autocast"] = {**autocast, "lower_precision_safe_modules": modules}
     elif data_type:
@@ -162,7 +166,7 @@ def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) ->
     problems = []
     section = config.setdefault("optimizer", {"type": kind.type, "params": {}})
     params = section.setdefault("params", {})
-    name = kind_of(section["type"])  # None: a type that only DeepSpeed knows, which the recipe cannot name
+    name = kind_of(section["type"])  # None for a type that the recipe does not know
     if name != optim.name and (optim.name != "adamw" or name is not None):
         fix = f"set optim.name={name}" if name else "remove optimizer from the JSON"
         problems.append(
@@ -197,22 +201,23 @@ def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) ->
 
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer's states are on the host, so that the host makes the optimizer's step."""
+    """Return whether the optimizer states are offloaded to the host or to NVMe. The host then runs the optimizer step."""
     return offload_device(config["zero_optimization"]) != "none"
 
 
 def uses_adam(config: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer is Adam or AdamW, from torch or from DeepSpeed."""
+    """Return whether the optimizer is Adam or AdamW, either from torch or from DeepSpeed."""
     return config["optimizer"]["type"].lower() in ADAM_TYPES
 
 
 def _choose_adam(config: dict[str, Any], device_type: str) -> None:
-    """Select torch's Adam instead of DeepSpeed's Adam, which is compiled on first use and needs a CUDA toolkit.
+    """Select torch's Adam or DeepSpeed's Adam for an optimizer of type Adam or AdamW.
 
-    Only a GPU run with optimizer states on the host uses DeepSpeed's Adam, because torch's Adam is several times slower there.
+    torch's Adam is preferred, because DeepSpeed's Adam is compiled on first use, which needs a CUDA toolkit. Only a GPU
+    run with optimizer states on the host uses DeepSpeed's Adam, because torch's Adam is several times slower on the host.
     """
     params, offloads = config["optimizer"]["params"], offloads_optimizer(config)
-    # Only DeepSpeed's Adam has bias_correction, so a user who sets the key has chosen DeepSpeed's.
+    # Only DeepSpeed's Adam has bias_correction, so a user who sets this key wants DeepSpeed's Adam.
     if uses_adam(config) and "bias_correction" not in params and not (offloads and device_type == "cuda"):
         params.setdefault("torch_adam", True)
         if params["torch_adam"] and device_type == "cuda" and "foreach" not in params:
@@ -222,9 +227,14 @@ def _choose_adam(config: dict[str, Any], device_type: str) -> None:
 
 
 def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
-    """Return the peak learning rate: the optimizer's learning rate, scaled with the batch size by `optim.scale_lr`.
+    """Return the peak learning rate.
 
-    With a scheduler in the JSON, `optim.scale_lr` has no effect, because the scheduler defines the learning rates.
+    It is the learning rate in the optimizer section, scaled with the batch size as `optim.scale_lr` says. If the JSON has
+    a scheduler, `optim.scale_lr` has no effect, because the scheduler defines the learning rates.
+
+    Args:
+        config: result of `build_ds_config`.
+        recipe: the resolved recipe.
     """
     lr = float(config["optimizer"]["params"]["lr"])
     if "scheduler" in config:

@@ -1,6 +1,6 @@
-"""Checks of the user's DeepSpeed JSON, alone and together with the recipe.
+"""Checks of the user's DeepSpeed JSON, first alone and then together with the recipe.
 
-Each check returns messages and raises nothing, so that one report lists every problem.
+Each check returns messages instead of raising an error, so that one report can list every problem.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TYPES = {
     "a number": int | float,
     "a string": str,
 }
-# Keys that wands passes to DeepSpeed 0.19, by the type of the value. DeepSpeed itself ignores a misspelt key.
+# Keys that wands passes to DeepSpeed 0.19, grouped by the type of their value. DeepSpeed would ignore a misspelt key.
 _KEYS = {
     "an object": "zero_optimization optimizer scheduler bf16 fp16 torch_autocast aio timers flops_profiler comms_logger "
     "tensorboard wandb csv_monitor comet",
@@ -32,8 +32,8 @@ _KEYS = {
     "a string": "log_level communication_data_type",
 }
 KNOWN_KEYS = {key: type_name for type_name, keys in _KEYS.items() for key in keys.split()}
-"""Key -> name of its type."""
-# Keys that DeepSpeed accepts but that have no effect, or a wrong effect, in this trainer; and keys that DeepSpeed dropped.
+"""Maps each key that a DeepSpeed JSON may contain to the name of its type."""
+# Keys that DeepSpeed accepts, but that have no effect or a wrong effect in wands, and keys of removed DeepSpeed features.
 _UNUSED = {
     "use model.checkpointing of the recipe": "activation_checkpointing",
     "use precision.reduce of the recipe": "seq_parallel_communication_data_type",
@@ -55,28 +55,35 @@ _UNUSED = {
     "sparse_gradients disable_allgather",
 }
 UNUSED_KEYS = {key: fix for fix, keys in _UNUSED.items() for key in keys.split()}
-"""Key -> reason or fix."""
+"""Maps each key that is refused, because it has no useful effect in wands, to the reason or the fix."""
 ADAM_TYPES = ("adam", "adamw")
 _ADAM_PARAMS = (
     *ADAM_KEYS,
     *("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "fp32_optimizer_states", "set_grad_none"),
-    *("fused", "foreach", "maximize", "capturable", "differentiable"),  # torch's
+    *("fused", "foreach", "maximize", "capturable", "differentiable"),  # only in torch's Adam
 )
 
 
 def offload_device(zero: Mapping[str, Any], key: str = "offload_optimizer") -> str:
-    """Return "none", "cpu" or "nvme" for a section of `zero_optimization`: offload_optimizer or offload_param."""
+    """Return the device of an offload section of `zero_optimization`: "none", "cpu" or "nvme".
+
+    Args:
+        zero: `zero_optimization` of the JSON.
+        key: name of the offload section: offload_optimizer or offload_param.
+    """
     if key == "offload_optimizer" and zero.get("cpu_offload"):
         return "cpu"
     return str((zero.get(key) or {}).get("device", "none"))
 
 
 def check_json(config: dict[str, Any], name: str) -> list[str]:
-    """Check a DeepSpeed JSON without the recipe. Remove invalid keys and keys with the value "auto" for the later checks.
+    """Return the problems of a DeepSpeed JSON that do not depend on the recipe.
+
+    Invalid keys, and keys with the value "auto", are removed from `config`, so that later checks can continue.
 
     Args:
         config: the JSON; changed in place.
-        name: file name for the messages.
+        name: name of the file in messages.
     """
     problems = []
     for key, value in list(config.items()):
@@ -154,7 +161,13 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
 
 
 def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
-    """Check whether `optim.name` and `ema` work with the rest of the recipe and with the merged DeepSpeed config."""
+    """Return the reasons why `optim.name` or `ema` cannot be used with the rest of the recipe and with the merged
+    DeepSpeed config.
+
+    Args:
+        recipe: the resolved recipe.
+        config: the DeepSpeed config with the optimizer and gradient clipping.
+    """
     name, reduce = recipe.optim.name, recipe.precision.reduce
     package, zero = KINDS[name].package, config.get("zero_optimization", {})
     is_missing = package and importlib.util.find_spec(package) is None
@@ -196,7 +209,7 @@ def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
 
 
 def check_weight_dtypes(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
-    """Check whether `precision.weights` and `lora.quantize` work with the `zero_optimization` section."""
+    """Return the reasons why `precision.weights` or `lora.quantize` cannot be used with the `zero_optimization` section."""
     bf16, quantize = recipe.precision.weights == "bf16", recipe.lora.quantize if recipe.lora else "none"
     stage, key = int(zero.get("stage", 0)), "precision.weights=bf16"
     narrow = key if bf16 else f"lora.quantize={quantize}" if quantize != "none" else ""

@@ -1,7 +1,7 @@
 """Read recipes and check them before anything is loaded.
 
-Precedence: defaults, then the YAML file, then ``--set section.key=value``. A recipe is used as it is written, or refused
-with all its problems in one report. No value is corrected.
+Defaults have the lowest precedence, then the YAML file, then `--set section.key=value`. A recipe is either used exactly
+as it is written, or refused with one report of all its problems. No value is corrected.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ _SHIPPED = Path(str(resources.files("wands.recipes")))
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file and apply ``section.key=value`` overrides to it.
+    """Read a recipe file and apply `section.key=value` overrides to it.
 
     Args:
-        path: YAML file, name of a shipped recipe (such as ``wan2.1-t2v-1.3b-finetune``), or None for the defaults.
-        overrides: ``section.key=value`` strings; a value is YAML.
+        path: YAML file, or name of a shipped recipe (such as `wan2.1-t2v-1.3b-finetune`). None uses the defaults of all
+            keys.
+        overrides: texts of the form `section.key=value`. The value is YAML.
 
     Raises:
-        ConfigError: if a key is unknown, a value is invalid or keys contradict each other; one line per problem.
+        ConfigError: if a key is unknown, a value is invalid, or keys contradict each other. The error has one line per
+            problem.
     """
     problems = Problems()
     recipe = read_recipe(path, overrides, problems)
@@ -40,15 +42,17 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Problems) -> Recipe:
-    """Read a recipe like `load_recipe`, but collect its problems, so that other checks can continue.
+    """Read a recipe like `load_recipe`, but add its problems to `problems` instead of raising an error, so that other
+    checks can continue.
 
     Args:
         path: as for `load_recipe`.
         overrides: as for `load_recipe`.
-        problems: gets the problems; its `failed` gets "recipe" and the names of the sections that have a problem.
+        problems: collection to which the problems are added. "recipe" and the names of the sections with a problem are
+            added to its `failed` names.
 
     Returns:
-        The recipe, with the defaults in the sections that have a problem.
+        The recipe. Sections that have a problem contain the defaults.
 
     Raises:
         ConfigError: if the file is missing or is not a YAML mapping.
@@ -71,7 +75,7 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
 
 
 def list_recipes() -> list[str]:
-    """Return the names of the shipped recipes."""
+    """Return the names of the shipped recipes in alphabetical order."""
     return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
 
 
@@ -79,7 +83,7 @@ def shipped_recipe(name: str) -> str:
     """Return the YAML text of a shipped recipe.
 
     Raises:
-        ConfigError: if there is no shipped recipe of that name.
+        ConfigError: if there is no shipped recipe with this name.
     """
     name, names = name.removesuffix(".yaml"), list_recipes()
     if name not in names:
@@ -119,7 +123,7 @@ def _apply_override(values: dict[str, Any], item: str) -> str | None:
     except yaml.YAMLError:
         return f"--set {item}: the value is not valid YAML; quote it."
     if isinstance(value, str):
-        if text.strip()[:1] not in ("'", '"'):  # YAML would end a path at " #"
+        if text.strip()[:1] not in ("'", '"'):  # in YAML, " #" in a path would start a comment
             value = text.strip()
         with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-4 as text
             value = float(value)
@@ -133,11 +137,11 @@ def _apply_override(values: dict[str, Any], item: str) -> str | None:
 
 
 def _validation_problems(error: ValidationError) -> Iterator[str]:
-    """Yield one message per key; the messages of a key with several types are joined."""
+    """Yield one message per invalid key. If a key accepts several types, its message joins the reasons of all types."""
     reasons: dict[tuple[str, ...], list[str]] = {}
     values = {}
     for item in error.errors():
-        path = tuple(str(part) for part in item["loc"] if "[" not in str(part))  # without "list[str]"
+        path = tuple(str(part) for part in item["loc"] if "[" not in str(part))  # without types: "list[str]"
         if item["type"] in ("extra_forbidden", "invalid_key"):
             prefix = "".join(f"{part}." for part in path[:-1])
             fix = suggest(path[-1], _section_at(path[:-1]).model_fields, prefix)
@@ -160,7 +164,7 @@ def _section_at(path: Sequence[str]) -> type[BaseModel]:
 
 
 def _cross_checks(recipe: Recipe) -> list[str]:
-    """Return the problems of keys that are valid alone but contradict each other."""
+    """Return the problems of keys whose values are valid alone but contradict each other."""
     level_bins, bins_per_step = recipe.packing.level_bins, recipe.train.bins_per_step
     problems = failed_rules(
         {

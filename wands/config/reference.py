@@ -25,13 +25,14 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 class Key(NamedTuple):
-    """One recipe key.
+    """One recipe key and its description.
 
     Attributes:
-        name: full name, such as optim.lr; keys of list items contain [], as in data.sources[].path.
-        type: type and limits.
-        default: default as in YAML, or "required" or "unset".
-        description: Markdown.
+        name: full name, such as optim.lr. The name of a key inside list items contains [], as in data.sources[].path.
+        type: type and limits of the value, such as "number > 0".
+        default: default as written in YAML. "required" means that there is no default, and "unset" that the default is
+            empty.
+        description: docstring of the key, in Markdown.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Key(NamedTuple):
 
     @property
     def limits(self) -> str:
-        """Type and default in brackets, as in the help of an option."""
+        """Type, limits and default in brackets, as in the help text of an option."""
         default = self.default if self.default == "required" else f"default: {self.default}"
         return f"[{self.type}; {default}]"
 
@@ -52,7 +53,7 @@ class Key(NamedTuple):
 
 
 class Section(NamedTuple):
-    """One recipe section, or the top level with an empty name."""
+    """One recipe section and its keys. The top level of the recipe is a section with an empty name."""
 
     name: str
     description: str
@@ -60,7 +61,7 @@ class Section(NamedTuple):
 
 
 def list_sections() -> list[Section]:
-    """Return all sections of the recipe; a nested section follows its parent."""
+    """Return all sections of the recipe. A section follows the section that contains it."""
     return list(_walk(Recipe, "", str(inspect.getdoc(Recipe))))
 
 
@@ -114,10 +115,11 @@ def _default_text(field: FieldInfo) -> str:
 
 
 def describe_config(query: str | None) -> str:
-    """Return a line about every recipe key, or the full description of one section or key.
+    """Return a text that describes recipe keys: all keys in short, or one section or key in full.
 
     Args:
-        query: section, section.key or key; None for all.
+        query: name of a section (optim), a full key name (optim.lr), or a key name without a section (lr). None lists all
+            keys.
 
     Raises:
         ConfigError: if no section or key has this name.
@@ -148,7 +150,7 @@ def describe_config(query: str | None) -> str:
 
 
 def _list_keys(sections: list[Section]) -> str:
-    """Return one line per key, grouped by section."""
+    """Return a text with one entry per key, grouped by section."""
     formatter = click.HelpFormatter(max_width=WIDTH)
     for section in sections:
         formatter.write_paragraph()
@@ -161,10 +163,13 @@ def _list_keys(sections: list[Section]) -> str:
 
 
 def describe_recipes(name: str | None) -> str:
-    """Return the YAML of a shipped recipe, or a table of all shipped recipes.
+    """Return the YAML of one shipped recipe, or a table of all shipped recipes.
+
+    Args:
+        name: name of a shipped recipe; None returns the table.
 
     Raises:
-        ConfigError: if there is no shipped recipe of this name.
+        ConfigError: if there is no shipped recipe with this name.
     """
     if name is not None:
         return shipped_recipe(name).rstrip()
@@ -174,7 +179,11 @@ def describe_recipes(name: str | None) -> str:
 
 
 def _recipe_row(name: str) -> tuple[str, str, str, str]:
-    """Return name, model variant, trained weights and the first comment line of a shipped recipe."""
+    """Return the table row of a shipped recipe.
+
+    Returns:
+        Name, model variant, trained weights ("LoRA" or "full"), and the first comment line of the recipe.
+    """
     variant = next((known for known in VARIANTS if name.startswith(f"{known}-")), "any")
     description = shipped_recipe(name).partition("\n")[0].lstrip("# ").rstrip(".")
     return name, variant, "LoRA" if load_recipe(name).lora else "full", description
