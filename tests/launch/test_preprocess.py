@@ -499,7 +499,7 @@ def test_encoders_of_another_dit_are_refused(one_clip: Path, tiny_pipeline: Path
     other = Path(shutil.copytree(tiny_pipeline, tmp_path / "other"))
     config = other / "transformer" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"text_dim": 4096}))
-    with pytest.raises(ConfigError, match="text encoder gives d_model=32 but its DiT takes text_dim=4096"):
+    with pytest.raises(ConfigError, match="text encoder's d_model=32 must equal text_dim=4096"):
         preprocess(str(one_clip), tmp_path / "cache", other, **SMALL)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"in_channels": 32}))
     with pytest.raises(ConfigError, match=r"in_channels=32.* matches no Wan 2\.1 or 2\.2"):

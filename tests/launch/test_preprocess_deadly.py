@@ -66,7 +66,7 @@ def assert_later_runs_skip_them(
     source: Path, model: Path, out: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(decoding, "_start", None)
+        patch.setattr(decoding, "decode_clip", None)
         again = preprocess(str(source), out, model, **OPTIONS)
     assert again is not None
     assert len(again.rejected) == 2
@@ -103,12 +103,14 @@ def test_a_clip_that_crashes_its_decoder_is_rejected_and_the_run_continues(
 def test_a_decoder_that_hangs_is_killed(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start_hanging(worker: IsolatedWorker, clip: Any, settings: Any) -> None:
-        hangs = Path(clip.path).stem == "deadly0"
-        worker.start(deadly.hang) if hangs else started(worker, clip, settings)
+    def start_hanging(worker: IsolatedWorker, function: Any, path: Path, *args: Any) -> None:
+        if path.stem == "deadly0":
+            started(worker, deadly.hang)
+        else:
+            started(worker, function, path, *args)
 
-    started = decoding._start
-    monkeypatch.setattr(decoding, "_start", start_hanging)
+    started = IsolatedWorker.start
+    monkeypatch.setattr(IsolatedWorker, "start", start_hanging)
     monkeypatch.setattr(decoding, "LIMIT_SECONDS", 20.0)
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **OPTIONS)
     assert report is not None
@@ -143,14 +145,13 @@ def test_one_crash_is_forgiven(
 
 def leave_suspects(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Leave what a run leaves whose process died while these clips were in the encoder."""
-    read = SourceScan.read.__func__
+    read = SourceScan.__init__
 
-    def scanned(cls: type, *args: Any) -> SourceScan:
-        scan = read(cls, *args)
+    def scanned(scan: SourceScan, *args: Any) -> None:
+        read(scan, *args)
         for number, clip in enumerate(scan.clips.values()):
             if Path(clip.path).stem in names:
                 (work[0] / f"encoding-{number}").write_text(clip.video)
-        return scan
 
     def prepared(self: Any) -> None:
         prepare(self)
@@ -159,7 +160,7 @@ def leave_suspects(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     work: list[Path] = []
     prepare = module.PreprocessRun.prepare
     monkeypatch.setattr(module.PreprocessRun, "prepare", prepared)
-    monkeypatch.setattr(SourceScan, "read", classmethod(scanned))
+    monkeypatch.setattr(SourceScan, "__init__", scanned)
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def find_pipeline(
             f"{label} is a {index['_class_name']}, but the transformer of {origin} is a {variant.name}, which needs a "
             f"{fitting[0]}. Use the pipeline that the transformer was trained from."
         )
-    _check_encoders(label, root, variant, origin)
+    check_encoders(label, root, variant, origin)
     return PipelineSource(name, index["_class_name"], sources, config, variant, tuple(loras))
 
 
@@ -138,7 +138,18 @@ def _read_config(path: Path, label: str) -> dict[str, Any]:
     return read_json_object(path, label=f"{label}: {path}", fix=fix)
 
 
-def _check_encoders(label: str, root: Path, variant: Variant, origin: str) -> None:
+def check_encoders(label: str, root: Path, variant: Variant, origin: str) -> None:
+    """Check that the VAE and the encoders of a pipeline fit its DiT.
+
+    Args:
+        label: flag and value that name the pipeline.
+        root: folder of the pipeline.
+        variant: variant of the DiT.
+        origin: flag and value that name the DiT.
+
+    Raises:
+        ConfigError: if a config is missing, or a size differs.
+    """
     shape = variant.dit
     vae, text = (_read_config(root / part / "config.json", label) for part in ("vae", "text_encoder"))
     # The published VAE configs of Wan 2.1 have no z_dim and no scale factors.

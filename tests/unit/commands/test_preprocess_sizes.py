@@ -196,7 +196,7 @@ def test_a_bound_that_is_too_small_for_a_clip_costs_that_size(
 
 def test_sizes_of_a_picture() -> None:
     spec, size = ClipSpec(fps=16, max_pixels=480 * 832), (Fraction(1920), Fraction(1080))
-    sizes = plan_sizes(spec, (1280 * 720, 480 * 832, 10**7, 10**8), *size).by_suffix
+    sizes, _ = plan_sizes(spec, (1280 * 720, 480 * 832, 10**7, 10**8), *size)
     assert {suffix: geometry.target for suffix, geometry in sizes.items()} == {
         "": (832, 464),
         "#1280x720": (1280, 720),

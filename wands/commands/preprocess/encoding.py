@@ -21,7 +21,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from wands.commands.clip_rules import NO_MEMORY
-from wands.commands.preprocess.decoding import ClipEnd, EncodeSettings, Window, decode_clips
+from wands.commands.preprocess.decoding import EncodeSettings, Window, decode_clips
 from wands.commands.preprocess.scan import Clip
 from wands.data.cache.format import to_bits
 from wands.data.cache.write_ahead_log import WriteAheadLog, read_records
@@ -135,10 +135,10 @@ class _ClipEncoder:
         self.in_encoder = settings.work / f"encoding-{slot}"
         self.spool = TextSpool(sorted(settings.work.glob("text-*.journal")))
         self.encoder: WindowEncoder | None = None
-        self.times = WorkerTimes()
+        self.num_windows = 0
 
     def run(self, clips: Sequence[Clip]) -> Iterator[Done | WorkerTimes]:
-        options, began = self.settings.options, time.monotonic()
+        options, times, began = self.settings.options, WorkerTimes(), time.monotonic()
         reasons: dict[str, str] = {}
         with closing(decode_clips(clips, self.settings)) as pieces:
             if any(clip.decode for clip in clips):
@@ -147,25 +147,23 @@ class _ClipEncoder:
                     dtype=options.vae_dtype,
                     tiling=options.vae_tiling,
                 )
-            self.times.worked += time.monotonic() - began
             while True:
-                began = time.monotonic()
-                piece = next(pieces, None)
                 ready = time.monotonic()
-                self.times.waited += ready - began
+                piece = next(pieces, None)
+                times.waited += time.monotonic() - ready
                 if piece is None:
                     break
                 video = piece.clip.video
-                if isinstance(piece, ClipEnd):
-                    if reason := reasons.pop(video, piece.reason):
-                        yield Done.rejected(piece.clip, reason, piece.deadly)
-                    else:
-                        yield Done()
-                elif video not in reasons and (reason := self._store(piece)):
-                    reasons[video] = reason
-                self.times.worked += time.monotonic() - ready
+                if isinstance(piece, Window):
+                    if video not in reasons and (reason := self._store(piece)):
+                        reasons[video] = reason
+                elif reason := reasons.pop(video, piece.reason):
+                    yield Done.rejected(piece.clip, reason, piece.deadly)
+                else:
+                    yield Done()
+        times.worked, times.num_windows = time.monotonic() - began - times.waited, self.num_windows
         self._move_to_shard()
-        yield self.times
+        yield times
 
     def _store(self, window: Window) -> str | None:
         """Encode a window and log its samples; return the reason if the window cannot be encoded."""
@@ -198,7 +196,7 @@ class _ClipEncoder:
         ]
         tensors = [*encoded.values(), *(self.spool.read(row.caption) for row in rows)]
         self.samples.add(clip.video + window.suffix, [*map(to_bits, tensors)], {"samples": samples})
-        self.times.num_windows += 1
+        self.num_windows += 1
         if self.samples.num_records >= self.settings.max_samples or self.samples.num_bytes >= LOG_BYTES:
             self._move_to_shard()
 

@@ -37,6 +37,7 @@ from wands.encoders.spool import TextSpool
 from wands.encoders.text import CLEANING_VERSION
 from wands.encoders.vae import TILE, TILE_STRIDE
 from wands.errors import CacheError, ConfigError, DataError, WandsError
+from wands.sampling.pipeline import check_encoders
 from wands.variants import TEXT_LEN, Variant
 
 QUARANTINE_NAME = "quarantine.jsonl"
@@ -97,7 +98,7 @@ def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, starte
         )
         run = PreprocessRun(writer, pool, settings)
         run.prepare()
-        run.scan(SourceScan.read(rows, rejected, spec, more_pixels, run.quarantine))
+        run.scan(SourceScan(rows, rejected, spec, more_pixels, run.quarantine))
         run.encode()
         return run.commit(variant, started)
 
@@ -316,32 +317,18 @@ def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any
 
 def _read_variant(model: str) -> Variant:
     """Return the variant of a pipeline after checking that its encoders fit its DiT."""
-
-    def config_of(part: str) -> dict[str, Any]:
-        return read_config(find_part(model, part, CONFIG_FILES) / "config.json")
-
     variant = read_variant(model)
-    dit = variant.dit
-    find_part(model, "tokenizer", CONFIG_FILES)
-    vae, text_encoder = config_of("vae"), config_of("text_encoder")
-    stride = (vae.get("scale_factor_temporal", 4), *[vae.get("scale_factor_spatial", 8)] * 2)
-    rules = [
-        ("VAE gives z_dim", vae.get("z_dim", 16), "out_channels", dit.out_channels),
-        ("VAE gives stride", stride, "stride", variant.vae_stride),
-        ("text encoder gives d_model", text_encoder.get("d_model"), "text_dim", dit.text_dim),
-    ]
-    if "clip" in variant.conditions:
-        find_part(model, "image_processor", CONFIG_FILES)
-        clip = config_of("image_encoder")
+    has_clip = "clip" in variant.conditions
+    parts = ("tokenizer", "vae", "text_encoder", "image_processor", "image_encoder")
+    for part in parts if has_clip else parts[:3]:
+        root = find_part(model, part, CONFIG_FILES).parent
+    check_encoders(f"--model={model}", root, variant, f"--model={model}")
+    if has_clip:
+        clip = read_config(root / "image_encoder" / "config.json")
         tokens = ((clip.get("image_size", 224) // clip.get("patch_size", 32)) ** 2 + 1) * variant.num_images
-        rules += [
-            ("image encoder gives hidden_size", clip.get("hidden_size"), "image_dim", dit.image_dim),
-            ("image encoder gives tokens", tokens, "tokens", dit.image_len),
-        ]
-    for part, value, key, expected in rules:
-        if value != expected:
+        if tokens != variant.dit.image_len:
             raise ConfigError(
-                f"--model {model}: its {part}={value} but its DiT takes {key}={expected}. Use a pipeline whose parts "
-                "belong together."
+                f"--model={model}: its image encoder gives {tokens} tokens, but its transformer takes {variant.dit.image_len}. "
+                "Use a pipeline whose parts belong together."
             )
     return variant

@@ -7,9 +7,9 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +22,8 @@ from wands.errors import ConfigError, one_line
 
 SCAN_THREADS = 16
 FromSource = TypeVar("FromSource", ClipRecord, Rejection)
+Samples = dict[str, IndexEntry]
+"""Samples of one range of a file in the cache, by suffix. If several captions share a window, any of their samples."""
 
 
 @dataclass(frozen=True)
@@ -68,34 +70,24 @@ class Clip:
         return [row for row in self.rows if suffix not in row.present]
 
 
-@dataclass
 class SourceScan:
-    """Clips of the source.
+    """Clips of the source, identified by the content of their files.
 
     Attributes:
-        spec: size, rate and length of the samples.
-        more_pixels: further area limits.
         contents: key of each usable row -> digest of what its samples are made from.
         clips: clips by (path, digest of the video).
         rejected: rows that cannot be used.
     """
 
-    spec: ClipSpec
-    more_pixels: tuple[int, ...]
-    contents: dict[str, str] = field(default_factory=dict)
-    clips: dict[tuple[str, str], Clip] = field(default_factory=dict)
-    rejected: list[Rejection] = field(default_factory=list)
-
-    @classmethod
-    def read(
-        cls,
+    def __init__(
+        self,
         rows: Sequence[ClipRecord],
         rejected: Sequence[Rejection],
         spec: ClipSpec,
-        more_pixels: Sequence[int],
+        more_pixels: tuple[int, ...],
         quarantine: Mapping[str, str],
-    ) -> SourceScan:
-        """Identify the content of every file by its size, its beginning, its end and some pieces between.
+    ) -> None:
+        """Read the size of every file, its beginning, its end and some pieces between.
 
         Args:
             rows: usable rows of the source.
@@ -104,23 +96,22 @@ class SourceScan:
             more_pixels: further area limits.
             quarantine: digests of clips that crash or hang a process, with the reason.
         """
-        scan = cls(spec, tuple(more_pixels), rejected=list(rejected))
-        with ThreadPoolExecutor(
-            SCAN_THREADS
-        ) as pool:  # small reads of many files: the threads wait for the disk
+        self.spec, self.more_pixels, self.rejected = spec, more_pixels, list(rejected)
+        self.contents: dict[str, str] = {}
+        self.clips: dict[tuple[str, str], Clip] = {}
+        with ThreadPoolExecutor(SCAN_THREADS) as pool:  # many small reads: the threads wait for the disk
             for row, clip in zip(rows, pool.map(_examine, rows), strict=True):
                 if isinstance(clip, Rejection):
-                    scan.rejected.append(clip)
+                    self.rejected.append(clip)
                     continue
-                scan.contents[row.key] = clip.rows[0].content
+                self.contents[row.key] = clip.rows[0].content
                 if reason := quarantine.get(clip.video):
-                    scan.rejected.append(Rejection(row.key, clip.path, reason))
+                    self.rejected.append(Rejection(row.key, clip.path, reason))
                     continue
-                same_clip = scan.clips.get((clip.path, clip.video))
+                same_clip = self.clips.get((clip.path, clip.video))
                 if same_clip is not None:  # another caption: decode once for both
                     clip = replace(clip, rows=(*same_clip.rows, *clip.rows))
-                scan.clips[clip.path, clip.video] = clip
-        return scan
+                self.clips[clip.path, clip.video] = clip
 
     def pending(self, entries: Mapping[str, IndexEntry], rejected_videos: Collection[str] = ()) -> list[Clip]:
         """Return the clips with missing samples, each with the captions that lack samples and the cached latents to reuse.
@@ -129,18 +120,20 @@ class SourceScan:
             entries: samples of the cache by key.
             rejected_videos: digests of clips to leave out.
         """
-        stored = _StoredClip.by_video(entries)
+        stored: dict[str, Samples] = defaultdict(dict)
+        for key, entry in entries.items():
+            if entry.video:
+                stored[entry.video]["".join(key.partition("#")[1:])] = entry
         lacking = (
-            self._lacking(clip, stored.get(clip.video, _StoredClip({})), entries)
+            self._lacking(clip, stored.get(clip.video, {}), entries)
             for clip in self.clips.values()
             if clip.video not in rejected_videos
         )
         return [clip for clip in lacking if clip is not None]
 
-    def _lacking(self, clip: Clip, stored: _StoredClip, entries: Mapping[str, IndexEntry]) -> Clip | None:
+    def _lacking(self, clip: Clip, stored: Samples, entries: Mapping[str, IndexEntry]) -> Clip | None:
         """Return the clip reduced to its missing samples, or None if the cache has all samples of the clip."""
         expected = self._expected(stored)
-        contents = {key: entry.content for key, entry in stored.entries.items()}
         rows = []
         for row in clip.rows:
             own = entries.get(row.key)
@@ -148,7 +141,7 @@ class SourceScan:
                 continue  # made by an early version of wands, which stored less metadata
             present = [
                 suffix
-                for suffix in contents
+                for suffix in stored
                 if (entry := entries.get(row.key + suffix)) is not None and entry.content == row.content
             ]
             if expected is None or not expected <= set(present):
@@ -156,22 +149,31 @@ class SourceScan:
         if not rows:
             return None
         lacking = replace(clip, rows=tuple(rows))
-        wanted = stored.entries if expected is None else expected & stored.entries.keys()
-        places = [(suffix, stored.entries[suffix]) for suffix in sorted(wanted) if lacking.lacks(suffix)]
+        wanted = sorted(stored if expected is None else expected & stored.keys())
         return replace(
             lacking,
-            latents=tuple((entry.shard, entry.row, suffix) for suffix, entry in places),
-            decode=expected is None or not expected <= stored.entries.keys(),
+            latents=tuple(
+                (stored[suffix].shard, stored[suffix].row, suffix)
+                for suffix in wanted
+                if lacking.lacks(suffix)
+            ),
+            decode=expected is None or not expected <= stored.keys(),
         )
 
-    def _expected(self, stored: _StoredClip) -> set[str] | None:
+    def _expected(self, stored: Samples) -> set[str] | None:
         """Return the suffixes of all samples of a clip, or None if they are known only after decoding."""
+        by_size: dict[str, Samples] = defaultdict(dict)
+        for suffix, entry in stored.items():
+            window, size = split_suffix(suffix)
+            by_size[size][window] = entry
+        windows = next((windows for windows in by_size.values() if _is_complete(windows)), None)
         sizes: frozenset[str] | None = frozenset({""})
         if self.more_pixels:
-            sizes = _size_suffixes(self.spec, self.more_pixels, stored.display_size)
-        if stored.windows is None or sizes is None:
+            display_size = next((entry.display_size for entry in stored.values() if entry.display_size), ())
+            sizes = _size_suffixes(self.spec, self.more_pixels, display_size)
+        if windows is None or sizes is None:
             return None
-        return {window + size for window in stored.windows for size in sizes}
+        return {window + size for window in windows for size in sizes}
 
     def accepted(self, entries: Mapping[str, IndexEntry]) -> set[str]:
         """Return the keys of the cached samples that belong to the source and have a requested size."""
@@ -200,36 +202,6 @@ def _size_suffixes(
     except TooSmallError:
         return None
     return None if size_error else frozenset(sizes)
-
-
-@dataclass(frozen=True)
-class _StoredClip:
-    """Samples of one range of a file in the cache, by suffix. If several captions share a window, any of their samples."""
-
-    entries: Mapping[str, IndexEntry]
-
-    @staticmethod
-    def by_video(entries: Mapping[str, IndexEntry]) -> dict[str, _StoredClip]:
-        """Group the samples of a cache by the digest of the video."""
-        groups: dict[str, dict[str, IndexEntry]] = defaultdict(dict)
-        for key, entry in entries.items():
-            if entry.video:
-                groups[entry.video]["".join(key.partition("#")[1:])] = entry
-        return {video: _StoredClip(samples) for video, samples in groups.items()}
-
-    @cached_property
-    def windows(self) -> set[str] | None:
-        """Suffixes of the clip's windows; None if no size has every window."""
-        by_size: dict[str, dict[str, IndexEntry]] = defaultdict(dict)
-        for suffix, entry in self.entries.items():
-            window, size = split_suffix(suffix)
-            by_size[size][window] = entry
-        return next((set(windows) for windows in by_size.values() if _is_complete(windows)), None)
-
-    @property
-    def display_size(self) -> tuple[str, ...]:
-        """Display size of the source file, from the metadata of any sample."""
-        return next((entry.display_size for entry in self.entries.values() if entry.display_size), ())
 
 
 def _is_complete(windows: Mapping[str, IndexEntry]) -> bool:
