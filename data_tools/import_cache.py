@@ -158,17 +158,17 @@ def _read_tars(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
         with reader as tar:
             for item in tar.rejections:
                 raise DataError(f"{path}: {item.key or 'archive'}: {item.reason}.")
-            for sample in tar.samples:
-                for extension in sample.members:
+            for key, members in tar.samples.items():
+                for extension in members:
                     if f".{extension.rpartition('.')[2]}" in PICKLES:
                         raise DataError(
-                            f"{path}: {sample.key}.{extension} is a pickle, and opening a pickle can run any program; "
+                            f"{path}: {key}.{extension} is a pickle, and opening a pickle can run any program; "
                             "export the cache again. For shards of other trainers, use data_tools.import_shards."
                         )
-                if "safetensors" not in sample.members:
-                    raise DataError(f"{path}: {sample.key} has no .safetensors; export the cache again.")
-                content = tar.read(sample.members["safetensors"])
-                yield _exported(content, f"{path}: {sample.key}.safetensors", names)
+                if "safetensors" not in members:
+                    raise DataError(f"{path}: {key} has no .safetensors; export the cache again.")
+                content = tar.read(members["safetensors"])
+                yield _exported(content, f"{path}: {key}.safetensors", names)
 
 
 def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:

@@ -102,12 +102,12 @@ def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
     """
     base = next(name[: -len(end)] for end in TAR_EXTENSIONS if name.lower().endswith(end))
     with TarReader(path) as reader:
-        for sample in reader.samples:
-            key = f"{base}/{sample.key}"
+        for sample, members in reader.samples.items():
+            key = f"{base}/{sample}"
             try:
-                if missing := [f".{part}" for part in ("pth", "json") if part not in sample.members]:
+                if missing := [f".{part}" for part in ("pth", "json") if part not in members]:
                     raise DataError(f"the sample has no {' and no '.join(missing)}; give shards of DFM")
-                tensor, info = reader.read(sample.members["pth"]), reader.read(sample.members["json"])
+                tensor, info = reader.read(members["pth"]), reader.read(members["json"])
                 yield _energon_sample(key, path, tensor, info)
             except DataError as error:
                 yield EncodedSample(key, path, problem=str(error))

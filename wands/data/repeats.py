@@ -30,8 +30,7 @@ class RepeatSchedule:
         seed: `train.seed`.
 
     Attributes:
-        num_rows: rows of all copies of all sources.
-        sample_of: int64 [num_rows], sample of each row, numbered through all sources.
+        sample_of: int64 [rows], sample of each row of all copies, numbered through all sources.
         min_samples: smallest number of rows of an epoch.
 
     Raises:
@@ -49,7 +48,6 @@ class RepeatSchedule:
                 for _ in range(times)
             ]
         )
-        self.num_rows = len(self.sample_of)
         ends = np.cumsum([num * times for num, times in zip(num_samples, copies, strict=True)]).tolist()
         self._first_rows = [0, *ends]
         self._orders = [permutation(num, seed, "visits", number) for number, num in enumerate(num_samples)]

@@ -108,7 +108,7 @@ def test_order_and_interruptions_leave_no_trace(
     assert_same(cache, samples)
     shapes = np.array([s.latents.shape for s in samples])
     assert (cache.index.latent_shapes == shapes).all()
-    assert cache.index.num_tokens((1, 2, 2)).tolist() == (shapes[:, 1] * 2 * 3).tolist()
+    assert cache.num_tokens((1, 2, 2)).tolist() == (shapes[:, 1] * 2 * 3).tolist()
     assert not list(folder.glob(".*"))
 
 

@@ -46,7 +46,7 @@ def test_as_an_explicit_list_would_have_it(sources: list[tuple[int, float]], see
         for copy in range(ceil(repeat))
         for sample in range(num)
     ]
-    assert visits.num_rows == len(named)
+    assert len(visits.sample_of) == len(named)
     firsts = np.cumsum([0, *(num for num, _ in sources)])
     assert visits.sample_of.tolist() == [firsts[source] + sample for source, sample, _ in named]
     for epoch, wanted in enumerate(by_hand(visits, 12)):

@@ -237,4 +237,4 @@ def test_whole_repeats_are_the_rows_of_the_data():
     doubled = build(LENS * 2, [f"clip{i}" for i in range(len(LENS))] * 2, max_steps=9)
     assert list(build_shares(2, max_steps=9).iterate()) == list(doubled.iterate())
     assert doubled.step_plan(0).repeat_indices((0, len(LENS))) == [0, 1]
-    assert visits.num_rows == 2 * len(LENS)
+    assert len(visits.sample_of) == 2 * len(LENS)

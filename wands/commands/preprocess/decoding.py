@@ -141,10 +141,8 @@ def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSetting
     finished = {suffix for _, _, suffix in clip.latents}
     for is_last_attempt in (False, True):
         try:
-            worker.start(
-                decode_clip, Path(clip.path), settings.spec, clip.start, clip.end, settings.more_pixels
-            )
-            with closing(worker.values(LIMIT_SECONDS)) as values:
+            arguments = (Path(clip.path), settings.spec, clip.start, clip.end, settings.more_pixels)
+            with closing(worker.run(decode_clip, *arguments, limit_seconds=LIMIT_SECONDS)) as values:
                 for decoded, last in mark_last(values):
                     check_frames(clip.path, len(decoded.frames), settings.conditions)
                     if decoded.suffix not in finished and clip.lacks(decoded.suffix):

@@ -220,9 +220,9 @@ class PreprocessRun:
         suspected_clips = [clip for clip in clips if clip.video in suspects]
         for clip in suspected_clips:
             with IsolatedWorker(method="spawn") as worker:
-                worker.start(encode_clips, self.settings, 0, self.pool.devices(0), [clip])
+                arguments = (self.settings, 0, self.pool.devices(0), [clip])
                 try:
-                    for event in worker.values(SUSPECT_SECONDS):
+                    for event in worker.run(encode_clips, *arguments, limit_seconds=SUSPECT_SECONDS):
                         self._handle(event)
                 except Crash as crash:
                     reason = (

@@ -134,8 +134,8 @@ class WorkerPool:
     ) -> Iterator[Event]:
         worker = self._processes.setdefault(slot, IsolatedWorker(method="spawn"))
         level = log.getEffectiveLevel() if slot == 0 else logging.ERROR
-        worker.start(_run_in_subprocess, level, self.size, task, settings, slot, self.devices(slot), share)
-        yield from _with_losses(slot, worker.values())
+        arguments = (level, self.size, task, settings, slot, self.devices(slot), share)
+        yield from _with_losses(slot, worker.run(_run_in_subprocess, *arguments))
 
     def _run_ranks(
         self, task: Task, settings: EncodeSettings, shares: Mapping[int, Sequence[Any]]

@@ -57,12 +57,6 @@ class CacheIndex:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def num_tokens(self, patch_size: Sequence[int]) -> np.ndarray:
-        """Return the tokens of each sample, int64 [N]."""
-        patch, latents = np.asarray(patch_size, np.int64), self.latent_shapes[:, 1:].astype(np.int64)
-        assert not (latents % patch).any(), f"latents are not multiples of patch_size={tuple(patch_size)}"
-        return (latents // patch).prod(axis=1)
-
     @classmethod
     def build(cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray) -> CacheIndex:
         """Return the index of entries in finished shards of a folder, sorted by key."""

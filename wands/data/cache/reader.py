@@ -9,8 +9,7 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,10 @@ from wands.data.cache.format import (
     from_bits,
     plain,
     read_manifest,
-    reason,
     variant_contract,
 )
 from wands.data.cache.index import CacheIndex
-from wands.data.cache.shards import open_shard, sample_path, stored_names
+from wands.data.cache.shards import damage_named, open_shard, sample_path, stored_names
 from wands.data.cache.writer import CacheWriter
 from wands.data.collate import Sample
 from wands.data.patchify import blank_other_frames
@@ -118,7 +116,9 @@ class LatentCache:
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
         """Return the video tokens of every sample, int64 [N]."""
-        return self.index.num_tokens(patch_size)
+        patch, latents = np.asarray(patch_size, np.int64), self.index.latent_shapes[:, 1:].astype(np.int64)
+        assert not (latents % patch).any(), f"latents are not multiples of patch_size={tuple(patch_size)}"
+        return (latents // patch).prod(axis=1)
 
     def find(self, key: str) -> int:
         """Return the position of a sample.
@@ -155,11 +155,11 @@ class LatentCache:
         num_frames = self.latent_shape(i)[0]
         first, end = (0, num_frames) if frames is None else frames
         assert 0 <= first <= end <= num_frames, (frames, num_frames)
-        with self._own_handles(), self._reading(i):
+        with self._own_handles(), damage_named(self._path(i)):
             file = self._shard(i)[1]
         read_all, wanted = self.verify or (first, end) == (0, num_frames), array_names(self.conditions)
         arrays: dict[str, np.ndarray] = {}
-        with self._reading(i):
+        with damage_named(self._path(i)):
             for (name, shape), offset in zip(
                 self._shapes(i).items(), self.index.offsets[i].tolist(), strict=True
             ):
@@ -185,7 +185,7 @@ class LatentCache:
 
     def meta(self, i: int) -> dict[str, Any]:
         """Return the metadata of sample `i`: caption, source file, window, num_frames, fps."""
-        with self._own_handles(), self._reading(i):
+        with self._own_handles(), damage_named(self._path(i)):
             return json.loads(self._shard(i)[0][sample_path(int(self.index.rows[i]))].attrs["meta"])
 
     def check_fits(self, variant: Variant, fingerprint: Mapping[str, Any]) -> None:
@@ -254,16 +254,18 @@ class LatentCache:
 
     def _shard(self, i: int) -> tuple[h5py.File, FileIO]:
         """Return the shard of sample `i` as HDF5 file and as plain file, which is closed after its last reader."""
-        name = self.index.shard_names[self.index.shards[i]]
-        if name not in self._handles:
-            path = self.path / name
+        path = self._path(i)
+        if path.name not in self._handles:
             file = open_shard(path, digest(self.fingerprint))
             self._compare(i, file)
-            self._handles[name] = file, FileIO(path)
-        self._handles.move_to_end(name)
+            self._handles[path.name] = file, FileIO(path)
+        self._handles.move_to_end(path.name)
         if len(self._handles) > MAX_HANDLES:
             self._handles.popitem(last=False)[1][0].close()
-        return self._handles[name]
+        return self._handles[path.name]
+
+    def _path(self, i: int) -> Path:
+        return self.path / self.index.shard_names[self.index.shards[i]]
 
     def _compare(self, i: int, file: h5py.File) -> None:
         """Raise CacheError if a shard is not the indexed shard, or sample `i` is not at its place."""
@@ -286,16 +288,8 @@ class LatentCache:
         shapes = {"latents": latents, "text_embeds": text, "image_latents": latents, "image_embeds": embeds}
         return {name: shapes[name] for name in self._names}
 
-    @contextmanager
-    def _reading(self, i: int) -> Iterator[None]:
-        """Replace the errors of a damaged shard by a CacheError that names sample `i`."""
-        try:
-            yield
-        except (OSError, KeyError, ValueError, RuntimeError) as error:
-            raise self._damaged(i, f"cannot be read ({reason(error)})") from None
-
     def _damaged(self, i: int, what: str) -> CacheError:
-        shard = self.index.shard_names[self.index.shards[i]]
+        shard = self._path(i).name
         return CacheError(
             f"cache={self.path} is damaged: sample {self.index.keys[i]} in {shard} {what}; delete {shard} "
             "and run the same wands preprocess again, which encodes the missing samples."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +40,6 @@ class IndexEntry:
     """Whether the sample is the last window of its clip."""
     display_size: tuple[str, ...] = ()
     """Width and height of the source as fractions, in square pixels; empty for imported latents."""
-
-    @classmethod
-    def of(cls, meta: Mapping[str, Any], **stored: Any) -> IndexEntry:
-        """Return the entry of a sample from its metadata and the other fields."""
-        required = {name: meta[name] for name in ("num_frames", "fps", "content")}
-        optional = {name: meta[name] for name in ("video", "last") if name in meta}
-        return cls(display_size=tuple(meta.get("display_size", ())), **required, **optional, **stored)
 
 
 def shard_name(number: int) -> str:
@@ -111,8 +104,29 @@ def read_shard_id(path: Path) -> str:
     Raises:
         CacheError: if the shard is damaged.
     """
-    with _damage_named(path), h5py.File(path, "r", locking=False) as file:
+    with damage_named(path), h5py.File(path, "r", locking=False) as file:
         return str(file.attrs["id"])
+
+
+def entries_of(file: h5py.File, shard: str) -> Iterator[IndexEntry]:
+    """Yield the entries of the samples in an open shard with the given file name."""
+    for name, group in file["samples"].items():
+        meta = json.loads(group.attrs["meta"])
+        yield IndexEntry(
+            key=json.loads(group.attrs["key"]),
+            shard=shard,
+            row=int(name),
+            latent_shape=tuple(group["latents"].shape),
+            text_len=group["text_embeds"].shape[0],
+            crc32=int(group.attrs["crc32"]),
+            num_frames=meta["num_frames"],
+            fps=meta["fps"],
+            content=meta["content"],
+            offsets=read_offsets(group),
+            video=meta.get("video", ""),
+            last=meta.get("last", False),
+            display_size=tuple(meta.get("display_size", ())),
+        )
 
 
 def read_entries(path: Path, fingerprint: str) -> Iterator[IndexEntry]:
@@ -121,18 +135,8 @@ def read_entries(path: Path, fingerprint: str) -> Iterator[IndexEntry]:
     Raises:
         CacheError: if the shard is damaged or belongs to another cache.
     """
-    with _damage_named(path), open_shard(path, fingerprint) as file:
-        for name, group in file["samples"].items():
-            yield IndexEntry.of(
-                json.loads(group.attrs["meta"]),
-                key=json.loads(group.attrs["key"]),
-                shard=path.name,
-                row=int(name),
-                latent_shape=tuple(group["latents"].shape),
-                text_len=group["text_embeds"].shape[0],
-                crc32=int(group.attrs["crc32"]),
-                offsets=read_offsets(group),
-            )
+    with damage_named(path), open_shard(path, fingerprint) as file:
+        yield from entries_of(file, path.name)
 
 
 def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -141,7 +145,7 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
     Raises:
         CacheError: if the shard is damaged or belongs to another cache.
     """
-    with _damage_named(path), open_shard(path, fingerprint) as file:
+    with damage_named(path), open_shard(path, fingerprint) as file:
         group = file[sample_path(row)]
         arrays = {name: group[name][()] for name in stored_names(group)}
         if checksum(*arrays.values()) != int(group.attrs["crc32"]):
@@ -151,7 +155,7 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
 
 
 @contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
+def damage_named(path: Path) -> Iterator[None]:
     """Replace the errors of a damaged shard by a CacheError that names the shard."""
     try:
         yield

@@ -41,8 +41,8 @@ from wands.data.cache.index import CacheIndex
 from wands.data.cache.shards import (
     LIBVER,
     IndexEntry,
+    entries_of,
     read_entries,
-    read_offsets,
     sample_path,
     shard_id,
     shard_name,
@@ -86,8 +86,7 @@ class ShardWriter:
 
     def _begin_shard(self) -> None:
         self._file: h5py.File | None = None
-        self._pending: list[IndexEntry] = []
-        self._num_bytes = 0
+        self._num_samples = self._num_bytes = 0
         self._rows: dict[str, int] = {}  # digest of all arrays but the text -> sample of the open shard
 
     def has(self, key: str, content: str) -> bool:
@@ -123,7 +122,7 @@ class ShardWriter:
         assert "\0" not in key, "the index separates keys by NUL"
         given = zip(ARRAYS, (latents, text_embeds, image_latents, image_embeds), strict=True)
         bits = {name: to_bits(tensor) for name, tensor in given if tensor is not None}
-        row, crc32 = len(self._pending), checksum(*bits.values())
+        row, crc32 = self._num_samples, checksum(*bits.values())
         text_bits = bits.pop("text_embeds")
         name = _digest_of(bits.values())
         same = self._rows.get(name) if self._file is not None else None
@@ -142,24 +141,12 @@ class ShardWriter:
             group.attrs.update(
                 key=np.bytes_(json.dumps(key)), dtype=np.bytes_("bfloat16"), crc32=crc32, meta=np.bytes_(text)
             )
-            offsets = read_offsets(group)
         except (OSError, RuntimeError) as error:
             raise self._drop_shard(size, error) from None
-        self._pending.append(
-            IndexEntry.of(
-                meta,
-                key=key,
-                shard=shard_name(self._next),
-                row=row,
-                latent_shape=tuple(latents.shape),
-                text_len=len(text_embeds),
-                crc32=crc32,
-                offsets=offsets,
-            )
-        )
+        self._num_samples += 1
         self._num_bytes += size
         self._rows.setdefault(name, row)
-        if row + 1 >= self.max_samples or self._num_bytes >= self.max_bytes:
+        if self._num_samples >= self.max_samples or self._num_bytes >= self.max_bytes:
             self.finish_shard()
 
     def add_record(self, record: LogRecord) -> None:
@@ -192,20 +179,22 @@ class ShardWriter:
         if self._file is None:
             return
         try:
-            partial = sample_path(len(self._pending))
+            partial = sample_path(self._num_samples)
             if partial in self._file:  # Ctrl-C interrupted a sample
                 del self._file[partial]
-            self._file.attrs["id"] = shard_id(self._pending)
-            self._file.close()
-            if self._pending:
+            if self._num_samples:
+                entries = list(entries_of(self._file, shard_name(self._next)))
+                self._file.attrs["id"] = shard_id(entries)
+                self._file.close()
                 _cut_slack(self._temporary)
                 publish(self._temporary, self.path / shard_name(self._next))
+                self.entries.update((entry.key, entry) for entry in entries)
+                self._next += 1
             else:
+                self._file.close()
                 self._temporary.unlink()
         except (OSError, RuntimeError) as error:
             raise self._drop_shard(self._num_bytes, error) from None
-        self.entries.update((entry.key, entry) for entry in self._pending)
-        self._next += bool(self._pending)
         self._begin_shard()
 
     @property

@@ -12,7 +12,6 @@ import io
 import tarfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -27,24 +26,12 @@ def is_tar(path: Path) -> bool:
     return path.name.lower().endswith(TAR_EXTENSIONS)
 
 
-@dataclass
-class TarSample:
-    """Members of an archive that belong together.
-
-    Attributes:
-        key: common name: folder and file name up to the first dot.
-        members: members by the lower-case text after the first dot ("mp4", "txt", "seg.json").
-    """
-
-    key: str
-    members: dict[str, tarfile.TarInfo] = field(default_factory=dict)
-
-
 class TarReader:
     """An open archive: its samples and the bytes of their members. Use as a context manager.
 
     Attributes:
-        samples: samples in the order of the archive.
+        samples: samples in the order of the archive: folder and file name up to the first dot -> members by the lower-case
+            text after the first dot ("mp4", "txt", "seg.json").
         rejections: members that cannot be used; the key is the member's name, or empty for the archive.
     """
 
@@ -117,8 +104,8 @@ class TarReader:
                 f"is cut off in the archive ({size:,} of {member.size:,} bytes); replace the archive"
             )
 
-    def _list(self) -> list[TarSample]:
-        samples: dict[str, TarSample] = {}
+    def _list(self) -> dict[str, dict[str, tarfile.TarInfo]]:
+        samples: dict[str, dict[str, tarfile.TarInfo]] = {}
         for member in self._members():
             name = PurePosixPath(member.name.removeprefix("./"))
             if member.isdir() or any(part.startswith(".") and part != ".." for part in name.parts):
@@ -127,14 +114,13 @@ class TarReader:
                 self._reject(member.name, problem)
                 continue
             stem, _, extension = name.name.partition(".")
-            key = str(name.with_name(stem))
-            members = samples.setdefault(key, TarSample(key)).members
+            members = samples.setdefault(str(name.with_name(stem)), {})
             if members.setdefault(extension.lower(), member) is not member:
                 self._reject(
                     str(name),
                     "another member has the same name; the first member is used, remove one of the two",
                 )
-        return list(samples.values())
+        return samples
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
         """Yield members up to the end mark. `tarfile` alone would take damage between two members for the end of the archive."""

@@ -90,44 +90,29 @@ class ClipSpec:
         assert self.frame_stride >= 1
 
     @classmethod
-    def of_variant(
-        cls,
-        variant: Variant,
-        *,
-        fps: float | None = None,
-        height: int | None = None,
-        max_pixels: int | None = None,
-        max_frames: int | None = 81,
-        **options: Any,
-    ) -> ClipSpec:
+    def of_variant(cls, variant: Variant, **options: Any) -> ClipSpec:
         """Return the spec of `wands preprocess` and `wands check`.
 
         Args:
-            variant: gives strides and the default frame rate.
-            fps: frames per second. Default: the variant's frame rate.
-            height: exact height in pixels, together with ``width``.
-            max_pixels: area limit. Default: `MAX_PIXELS`; no limit with ``height``.
-            max_frames: longest sample; None keeps whole clips.
-            options: ``width``, ``center_crop`` and ``clip_mode`` of `ClipSpec`.
+            variant: gives the strides.
+            options: attributes of the class. The default of ``fps`` is the variant's frame rate, the default of ``max_frames``
+                is 81. Without ``height`` the default of ``max_pixels`` is `MAX_PIXELS`.
 
         Raises:
             ConfigError: if a value is invalid or options exclude each other.
         """
-        shortest = variant.vae_stride[0] + 1
+        max_frames, shortest = options.setdefault("max_frames", 81), variant.vae_stride[0] + 1
         if variant.num_images and max_frames is not None and max_frames < shortest:
             raise ConfigError(
                 f"--max-frames={max_frames} makes stills, but {variant.name} needs a first frame and frames to generate; "
                 f"use {shortest} or more"
             )
-        return cls(
-            fps=variant.fps if fps is None else fps,
-            height=height,
-            max_pixels=MAX_PIXELS if max_pixels is None and height is None else max_pixels,
-            max_frames=max_frames,
-            size_multiple=variant.vae_stride[1] * variant.dit.patch_size[1],
-            frame_stride=variant.vae_stride[0],
-            **options,
-        )
+        if options.get("fps") is None:
+            options["fps"] = variant.fps
+        if options.get("max_pixels") is None and options.get("height") is None:
+            options["max_pixels"] = MAX_PIXELS
+        size_multiple = variant.vae_stride[1] * variant.dit.patch_size[1]
+        return cls(size_multiple=size_multiple, frame_stride=variant.vae_stride[0], **options)
 
     def legal_frames(self, num_frames: int) -> int:
         """Return the largest 1 + k * frame_stride that is <= num_frames; 0 for 0."""

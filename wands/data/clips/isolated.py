@@ -62,15 +62,20 @@ class IsolatedWorker:
         self._pipe: Connection | None = None
         self._ready = self.killed = False
 
-    def start(self, function: Callable[..., Iterator[Any]], *arguments: Any) -> None:
-        """Start a call; `values` yields what the generator yields.
+    def run(
+        self, function: Callable[..., Iterator[Any]], *arguments: Any, limit_seconds: float | None = None
+    ) -> Generator[Any, None, None]:
+        """Yield what a generator function yields in the subprocess. Leaving the loop early kills the subprocess.
 
         Args:
             function: generator function, importable by name; arguments and values are pickled.
             arguments: arguments of the function.
+            limit_seconds: longest time for one value; None waits without a limit.
 
         Raises:
-            Crash: if `kill` was called.
+            Crash: if the subprocess died or took too long, or `kill` was called.
+            WandsError: if the function raised the same WandsError; the same holds for MemoryError.
+            RuntimeError: if the function raised anything else; the text is its traceback.
         """
         if self._pipe is None:
             self._pipe, child_end = self._context.Pipe()
@@ -80,26 +85,12 @@ class IsolatedWorker:
             self._process.start()
             self._ready = False
             child_end.close()  # otherwise the end of the subprocess would go unnoticed
-        if self.killed:
-            self.close()
-            raise Crash("the process was killed")
-        with suppress(BrokenPipeError, ConnectionResetError):  # the subprocess died: `values` raises Crash
-            self._pipe.send((function, arguments))
-
-    def values(self, limit_seconds: float | None = None) -> Generator[Any, None, None]:
-        """Yield the values of the call that `start` started. Leaving the loop early kills the subprocess.
-
-        Args:
-            limit_seconds: longest time for one value; None waits without a limit.
-
-        Raises:
-            Crash: if the subprocess died or took too long.
-            WandsError: if the function raised the same WandsError; the same holds for MemoryError.
-            RuntimeError: if the function raised anything else; the text is its traceback.
-        """
-        assert self._pipe is not None, "call start first"
         finished = False
         try:
+            if self.killed:
+                raise Crash("the process was killed")
+            with suppress(BrokenPipeError, ConnectionResetError):  # the subprocess died: `recv` notices
+                self._pipe.send((function, arguments))
             while True:
                 if not self._pipe.poll(limit_seconds if self._ready else None):
                     raise Hang(f"it took more than {limit_seconds:g} s")
@@ -195,15 +186,14 @@ def run_in_threads(
                 return results.put((ended, value), timeout=0.1)
 
     def run(iterator: Iterator[Result]) -> None:
-        error = None
         try:
-            while not stopped.is_set():
-                put(False, next(iterator))
-        except StopIteration:
-            pass
-        except BaseException as caught:
-            error = caught
-        put(True, error)
+            for value in iterator:
+                put(False, value)
+                if stopped.is_set():
+                    return
+            put(True, None)
+        except BaseException as error:
+            put(True, error)
 
     for iterator in iterators:
         threading.Thread(target=run, args=(iterator,), name="run_in_threads", daemon=True).start()
@@ -251,8 +241,7 @@ def map_isolated(
         with worker:
             for index, item in remaining:
                 try:
-                    worker.start(_call, function, item)
-                    (result,) = worker.values(limit_seconds)
+                    (result,) = worker.run(_call, function, item, limit_seconds=limit_seconds)
                 except Crash as crash:
                     result = crash
                 yield index, result

@@ -94,7 +94,8 @@ def _find_listing(source: Source) -> Path | None:
         if any((folder / name).is_file() for name in CAPTION_LINES):
             names += VIDEO_LINES
         files = [folder / name for name in names if (folder / name).is_file()]
-        files = [file for file in files if not _is_sidecar(file)]
+        # If a clip has the same stem, the file is the caption of the clip: video.txt of video.mp4.
+        files = [file for file in files if not any(file.with_suffix(end).exists() for end in CLIP_EXTENSIONS)]
         if folder / _MERGE in files:  # merge.txt names the other tables
             files = [folder / _MERGE]
         if len(files) > 1:
@@ -105,11 +106,6 @@ def _find_listing(source: Source) -> Path | None:
         if files:
             return files[0]
     return None
-
-
-def _is_sidecar(file: Path) -> bool:
-    """Return whether a clip has the same stem: video.txt is then the caption of video.mp4."""
-    return any(file.with_suffix(extension).exists() for extension in CLIP_EXTENSIONS)
 
 
 def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
+from tarfile import TarInfo
 from typing import Any
 
-from wands.data.clips.archives import TAR_EXTENSIONS, TarReader, TarSample, is_tar
+from wands.data.clips.archives import TAR_EXTENSIONS, TarReader, is_tar
 from wands.data.clips.captions import check_captions
 from wands.data.clips.hf_dataset import clips_dir, saved_dataset
 from wands.data.clips.records import (
@@ -191,7 +193,7 @@ def _may_be_caption(file: Path, source: Source) -> bool:
             kind != ".jsonl"
             and file.is_file()
             and file.stat().st_size <= _MAX_CAPTION_BYTES
-            and bool(_captions_in_file(file.name, file.read_bytes(), source)[0])
+            and bool(_captions_in_file(file.name, file.read_bytes, source)[0])
         )
     except (OSError, DataError):
         return False
@@ -222,14 +224,12 @@ def _read_sidecar(clip: Path, siblings: list[str], source: Source) -> tuple[str,
         raise DataError(
             f"missing caption; write a caption in {clip.stem}.txt or {clip.stem}.json next to the clip"
         )
-    try:
-        data = clip.with_name(name).read_bytes()
-    except OSError as error:
-        raise DataError(f"{name} cannot be read ({error}); save it as UTF-8 text") from error
-    return name, *_captions_in_file(name, data, source)
+    return name, *_captions_in_file(name, clip.with_name(name).read_bytes, source)
 
 
-def _captions_in_file(name: str, data: bytes, source: Source) -> tuple[list[str], dict[str, Any]]:
+def _captions_in_file(
+    name: str, read: Callable[[], bytes], source: Source
+) -> tuple[list[str], dict[str, Any]]:
     """Return the captions in a file of one clip (.jsonl: its first line), and the JSON object that contains them.
 
     Raises:
@@ -237,7 +237,7 @@ def _captions_in_file(name: str, data: bytes, source: Source) -> tuple[list[str]
     """
     row: dict[str, Any] = {}
     try:
-        value: Any = data.decode("utf-8-sig")
+        value: Any = read().decode("utf-8-sig")
         kind = PurePosixPath(name).suffix.lower()
         if kind in (".json", ".jsonl"):
             value = json.loads(value.strip().split("\n")[0] if kind == ".jsonl" else value)
@@ -245,7 +245,7 @@ def _captions_in_file(name: str, data: bytes, source: Source) -> tuple[list[str]
                 raise DataError(f"{name} contains a {type(value).__name__}; write an object with a caption")
             row = lower_names(value)
             value = source.pick_caption(row)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
         raise DataError(f"{name} cannot be read ({error}); save it as UTF-8 text") from error
     return check_captions(value, name), row
 
@@ -285,10 +285,10 @@ def scan_tar(
     base = next(place[: -len(end)] for end in TAR_EXTENSIONS if place.lower().endswith(end))
     try:
         with TarReader(archive) as reader:
-            for sample in reader.samples:
-                key = f"{base}/{sample.key}"
+            for sample, members in reader.samples.items():
+                key = f"{base}/{sample}"
                 try:
-                    (extension, video), *others = _clips_of_sample(sample)
+                    (extension, video), *others = _clips_of_sample(members)
                     for _, other in others:
                         reason = f"{video.name} has the same key and is used; give this member another name"
                         yield reject(f"{place}:{other.name}", place, reason)
@@ -312,39 +312,39 @@ def scan_tar(
         yield reject(place, archive, error)
 
 
-def _clips_of_sample(sample: TarSample) -> list[tuple[str, Any]]:
+def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
     """Return extension and member of a sample's videos, then of its images; the first is the clip.
 
     Raises:
         DataError: if the sample has no clip.
     """
-    members = sorted(sample.members.items(), key=lambda item: (len(item[0]), item[0]))
+    shortest_first = sorted(members.items(), key=lambda item: (len(item[0]), item[0]))
     clips = [
         (extension, member)
         for known in (VIDEO_EXTENSIONS, IMAGE_EXTENSIONS)
-        for extension, member in members
+        for extension, member in shortest_first
         if f".{extension}".endswith(known)
     ]
     if clips:
         return clips
-    names = ", ".join(sorted(sample.members))
-    if "pth" in sample.members:
+    names = ", ".join(sorted(members))
+    if "pth" in members:
         raise DataError(f"contains latents ({names}), no clip; python -m data_tools.import_shards reads them")
     raise DataError(f"no clip among the members ({names}); add a clip, or remove the sample")
 
 
 def _captions_of_sample(
-    reader: TarReader, sample: TarSample, clip: str, source: Source
+    reader: TarReader, sample: str, clip: str, source: Source
 ) -> tuple[list[str], dict[str, Any]]:
     """Return captions from the .txt, .caption or .json next to the member with extension `clip`, and a .json's object.
 
     Raises:
         DataError: if there is no caption, or it cannot be read.
     """
+    members = reader.samples[sample]
     inner = clip.rpartition(".")[0]  # WebDataset reads "1.0.mp4" as key 1 and extension 0.mp4
     for ending in ("txt", "caption", "json"):
         for extension in (f"{inner}.{ending}".strip("."), ending):
-            if extension in sample.members:
-                name = f"{sample.key}.{extension}"
-                return _captions_in_file(name, reader.read(sample.members[extension]), source)
+            if member := members.get(extension):
+                return _captions_in_file(f"{sample}.{extension}", partial(reader.read, member), source)
     raise DataError("missing caption; add a .txt or .json of the same name to the archive")

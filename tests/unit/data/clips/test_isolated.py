@@ -61,8 +61,7 @@ def values(first: str, *items: str) -> Iterator[str]:
 
 
 def iterate(worker: IsolatedWorker, *items: str, limit_seconds: float = 60) -> Iterator[str]:
-    worker.start(values, *items)
-    return worker.values(limit_seconds)
+    return worker.run(values, *items, limit_seconds=limit_seconds)
 
 
 @pytest.mark.parametrize(
