@@ -7,6 +7,7 @@ from typing import Any
 
 from wands.config.options import PackOptions
 from wands.data.datasets import describe_data, list_sources
+from wands.data.packing import imbalance
 from wands.files import atomic_path
 from wands.train.prepare import load_run
 from wands.train.run import TrainingRun
@@ -89,7 +90,7 @@ def _header(run: TrainingRun, epoch: int) -> dict[str, Any]:
         "buffer_size": run.recipe.packing.buffer_size,
         "fill": plan.fill,
         "efficiency": {
-            str(dp): 1.0 / plan.imbalance(dp, sampler.cost)
+            str(dp): 1.0 / imbalance(plan.steps, dp, sampler.bin_cost)
             for dp in range(2, sampler.bins_per_step + 1)
             if sampler.bins_per_step % dp == 0
         },

@@ -60,17 +60,6 @@ class EpochPlan:
         used = [i for step in self.steps for bin in step for i in bin]
         return len(used), int(self.seq_lens[used].sum())
 
-    def imbalance(self, dp_size: int, cost: Cost) -> float:
-        """Return the cost of the slowest rank divided by the mean, summed over the micro steps; 1 is optimal.
-
-        The inverse is the share of time in which ranks do not wait.
-
-        Args:
-            dp_size: ranks with different bins; it divides the bins of a step.
-            cost: cost of a bin.
-        """
-        return imbalance(self.steps, dp_size, bin_costs(self.seq_lens, cost))
-
     def length_bias(self) -> tuple[float, float]:
         """Return the Kolmogorov-Smirnov distance between a step's lengths and the data set's, 0 to 1.
 
@@ -213,17 +202,6 @@ def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: 
     assert {len(step) for step in plan.steps} == {bins_per_step}
 
 
-def imbalance(steps: Sequence[Step], dp_size: int, bin_cost: Callable[[Bin], float]) -> float:
-    """Return the cost of the slowest rank divided by the mean cost of the ranks, summed over the micro steps of the steps."""
-    mean = slowest = 0.0
-    for step in steps:
-        for bins in assign_bins(step, dp_size, bin_cost):
-            costs = [bin_cost(bin) for bin in bins]
-            mean += sum(costs) / dp_size
-            slowest += max(costs)
-    return slowest / mean
-
-
 def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], float]) -> list[list[Bin]]:
     """Assign the bins of a step to ranks, so that the ranks of a micro step get bins of similar cost.
 
@@ -242,6 +220,25 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
     ordered = sorted(bins, key=bin_cost, reverse=True)
     micro_steps = [ordered[i : i + dp_size] for i in range(0, len(ordered), dp_size)]
     return [ranks[::-1] if number % 2 else ranks for number, ranks in enumerate(micro_steps)]
+
+
+def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], float]) -> float:
+    """Return the cost of the slowest rank divided by the mean, summed over the micro steps of all steps; 1 is optimal.
+
+    The inverse is the share of time in which ranks do not wait.
+
+    Args:
+        steps: steps with equally many bins.
+        dp_size: ranks with different bins; it divides the bins of a step.
+        bin_cost: cost of a bin of sample indices, from `bin_costs`.
+    """
+    mean = slowest = 0.0
+    for step in steps:
+        for bins in assign_bins(step, dp_size, bin_cost):
+            costs = [bin_cost(bin) for bin in bins]
+            mean += sum(costs) / dp_size
+            slowest += max(costs)
+    return slowest / mean
 
 
 def bin_costs(seq_lens: np.ndarray, cost: Cost) -> Callable[[Bin], float]:

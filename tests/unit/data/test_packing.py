@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 import wands.data.packing as packing
 import wands.data.step_groups as step_groups
 from wands.data.bins import pack_bins
-from wands.data.packing import EpochPlan, assign_bins, bin_costs, count_steps, plan_epoch, storage_windows
+from wands.data.packing import (
+    EpochPlan,
+    assign_bins,
+    bin_costs,
+    count_steps,
+    imbalance,
+    plan_epoch,
+    storage_windows,
+)
 from wands.errors import DataError
 from wands.variants import VARIANTS
 
@@ -97,14 +105,14 @@ def test_realistic_lengths_are_packed_full_and_level(mix: str, max_tokens: int, 
     lens = length_mix(*MIXES[mix])
     found = plan(lens, max_tokens, 64, cost=SHAPE.forward_flops)
     assert found.fill >= fill
-    assert found.imbalance(64, SHAPE.forward_flops) <= 1 / 0.985
-    assert found.imbalance(8, SHAPE.forward_flops) <= 1 / 0.985
+    assert imbalance(found.steps, 64, bin_costs(found.seq_lens, SHAPE.forward_flops)) <= 1 / 0.985
+    assert imbalance(found.steps, 8, bin_costs(found.seq_lens, SHAPE.forward_flops)) <= 1 / 0.985
     assert found.length_bias()[0] <= bias
 
     bins = [tuple(bin) for bin in decreasing(best_fit)(lens, max_tokens)]
     order = np.random.default_rng(0).permutation(len(bins) // 64 * 64).reshape(-1, 64)
     random_steps = EpochPlan(tuple(tuple(bins[i] for i in step) for step in order), lens, max_tokens)
-    assert random_steps.imbalance(64, SHAPE.forward_flops) > 1.08
+    assert imbalance(random_steps.steps, 64, bin_costs(random_steps.seq_lens, SHAPE.forward_flops)) > 1.08
 
 
 @settings(max_examples=25, deadline=None)
@@ -131,18 +139,26 @@ def test_levelling_micro_steps_alone_keeps_steps_mixed():
     cost = SHAPE.forward_flops
     whole = plan(lens, 75_600, 32, cost=cost)
     apart = plan(lens, 75_600, 32, cost=cost, level_bins=8)
-    assert apart.imbalance(8, cost) <= 1 / 0.98
+    assert imbalance(apart.steps, 8, bin_costs(apart.seq_lens, cost)) <= 1 / 0.98
     assert apart.fill == pytest.approx(whole.fill, abs=0.002)
     assert apart.length_bias()[0] < 0.4 * whole.length_bias()[0]
     assert apart.length_bias()[0] < 1.5 * apart.length_bias()[1]  # about what chance does
-    assert apart.imbalance(32, cost) > 1.2 > whole.imbalance(32, cost)  # not for ranks that all wait
+    assert (
+        imbalance(apart.steps, 32, bin_costs(apart.seq_lens, cost))
+        > 1.2
+        > imbalance(whole.steps, 32, bin_costs(whole.seq_lens, cost))
+    )  # not for ranks that all wait
 
 
 def test_full_steps_keep_to_the_level():
     lens = length_mix(*MIXES["C"], num_samples=5000)
     found = plan(lens, 131_072, 8, cost=SHAPE.forward_flops)
     full = EpochPlan(found.steps[:-1], lens, 131_072)
-    assert 1.0 / step_groups.LEVEL - 0.01 < full.imbalance(8, SHAPE.forward_flops) <= 1.0 / step_groups.LEVEL
+    assert (
+        1.0 / step_groups.LEVEL - 0.01
+        < imbalance(full.steps, 8, bin_costs(full.seq_lens, SHAPE.forward_flops))
+        <= 1.0 / step_groups.LEVEL
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -222,11 +238,11 @@ def test_bins_of_like_cost_share_a_step():
         10
     ] * 88  # bins of 90 + 10 and bins of ten tens: equally full, one costs eight times the other
     found = plan(lens, bins_per_step=2, cost=(0.0, 1.0))
-    assert found.imbalance(2, (0.0, 1.0)) < 1.01
+    assert imbalance(found.steps, 2, bin_costs(found.seq_lens, (0.0, 1.0))) < 1.01
     bins = [bin for step in found.steps for bin in step]
     shuffled = np.random.default_rng(0).permutation(len(bins)).reshape(-1, 2)
     by_chance = EpochPlan(tuple(tuple(bins[i] for i in step) for step in shuffled), found.seq_lens, 100)
-    assert by_chance.imbalance(2, (0.0, 1.0)) > 1.1
+    assert imbalance(by_chance.steps, 2, bin_costs(by_chance.seq_lens, (0.0, 1.0))) > 1.1
 
 
 def test_a_sample_longer_than_a_bin_is_named():
@@ -287,8 +303,8 @@ def test_imbalance_by_hand():
     lens = np.array([4, 2, 6])
     found = EpochPlan((((0,), (1,)), ((2,), ())), lens, 10)
     # slowest 4 and 6, mean 3 and 3
-    assert found.imbalance(2, (1.0, 0.0)) == pytest.approx(10 / 6)
-    assert found.imbalance(1, (1.0, 0.0)) == pytest.approx(1.0)
+    assert imbalance(found.steps, 2, bin_costs(found.seq_lens, (1.0, 0.0))) == pytest.approx(10 / 6)
+    assert imbalance(found.steps, 1, bin_costs(found.seq_lens, (1.0, 0.0))) == pytest.approx(1.0)
     assert found.fill == pytest.approx(6 / 20)  # of the full step
 
 
@@ -406,7 +422,10 @@ def test_windows_read_each_shard_in_one_go():
     assert opened(samples_of(at_once), places) > len(lens) / 2  # most reads are in a shard that is shut
     assert opened(samples_of(in_windows), places) < 2 * 79
     assert in_windows.fill > at_once.fill - 0.01
-    assert in_windows.imbalance(8, SHAPE.forward_flops) < at_once.imbalance(8, SHAPE.forward_flops) + 0.01
+    assert (
+        imbalance(in_windows.steps, 8, bin_costs(in_windows.seq_lens, SHAPE.forward_flops))
+        < imbalance(at_once.steps, 8, bin_costs(at_once.seq_lens, SHAPE.forward_flops)) + 0.01
+    )
 
 
 # ---- a plan that loses or doubles a sample never reaches the GPU

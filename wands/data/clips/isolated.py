@@ -97,7 +97,10 @@ class IsolatedWorker:
                 try:
                     kind, value = self._pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    raise Crash(self._exit_reason()) from None
+                    self._process.join(10)
+                    code = self._process.exitcode or 0
+                    cause = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                    raise Crash(f"the process ended {cause}") from None
                 self._ready, finished = True, kind in ("end", "error")
                 if kind == "error":
                     raise value
@@ -122,11 +125,6 @@ class IsolatedWorker:
             self._process.kill()
             self._process.join()
             self._pipe = self._process = None
-
-    def _exit_reason(self) -> str:
-        self._process.join(10)
-        code = self._process.exitcode or 0
-        return f"the process ended {f'by {signal.Signals(-code).name}' if code < 0 else f'with exit code {code}'}"
 
     def __enter__(self) -> Self:
         return self

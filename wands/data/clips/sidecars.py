@@ -100,8 +100,12 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
                     raise DataError(
                         f"taken for the poster of {clip}; rename the image if it is a separate clip"
                     )
-                place, captions, row = _read_sidecar(path, siblings, source)
-                yield from records_of_clip(name, path, captions, place, read_range(row, path))
+                if (sidecar := _sidecar_of(siblings)) is None:
+                    raise DataError(
+                        f"missing caption; write a caption in {path.stem}.txt or {path.stem}.json next to the clip"
+                    )
+                captions, row = _captions_in_file(sidecar, path.with_name(sidecar).read_bytes, source)
+                yield from records_of_clip(name, path, captions, sidecar, read_range(row, path))
             except DataError as error:
                 yield reject(clip_key(name), path, error)
 
@@ -203,28 +207,6 @@ def _belongs_to_another(stem: str, clips: set[str]) -> bool:
     """Return whether a text belongs to a clip with a shorter name, such as clip.tags.txt or clip.mp4.txt to clip.mp4."""
     parts = stem.split(".")
     return any(".".join(parts[:end]) in clips for end in range(1, len(parts)))
-
-
-def _read_sidecar(clip: Path, siblings: list[str], source: Source) -> tuple[str, list[str], dict[str, Any]]:
-    """Read the caption file next to a clip.
-
-    Args:
-        clip: the clip.
-        siblings: files with the clip's stem.
-        source: names of the caption column.
-
-    Returns:
-        The file's name, the captions in it, and the JSON object that contains them.
-
-    Raises:
-        DataError: if there is no caption file, or it cannot be read.
-    """
-    name = _sidecar_of(siblings)
-    if name is None:
-        raise DataError(
-            f"missing caption; write a caption in {clip.stem}.txt or {clip.stem}.json next to the clip"
-        )
-    return name, *_captions_in_file(name, clip.with_name(name).read_bytes, source)
 
 
 def _captions_in_file(

@@ -555,7 +555,7 @@ def test_a_full_disk_ends_the_scan(tmp_path: Path, mp4: list[bytes], monkeypatch
 
     monkeypatch.setattr(TarReader, "_copy", full)
     with TarReader(path) as reader:
-        [members] = reader.samples.values()
+        members = next(iter(reader.samples.values()))
         video = members["mp4"]
         with pytest.raises(CacheError, match=r"cannot store 000000\.mp4 .*No space left.*HF_DATASETS_CACHE"):
             reader.unpack(video, tmp_path / "cache")
