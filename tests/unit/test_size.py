@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 16_300
+TOTAL = 16_250
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -21,7 +21,7 @@ FOLDERS = {
     "attention": 807,
     "commands": 3716,
     "config": 1086,
-    "data": 3898,
+    "data": 3782,
     "distributed": 385,
     "encoders": 342,
     "export": 396,
