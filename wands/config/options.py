@@ -308,15 +308,16 @@ class InferOptions(Options):
     checkpoint: Path | None = None
     """Run folder or step folder of `wands train`. Its trained weights or LoRA are used with --model."""
     ema: bool = False
-    """Use the moving average of the weights in --checkpoint instead of the weights. The recipe of the training must have
-    an ema section."""
+    """Use the moving average of the weights in --checkpoint instead of the weights themselves. The recipe of the training
+    must have an ema section."""
     lora: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
     """LoRA to add to the model: a folder, file or Hub id in diffusers, PEFT or ComfyUI layout. SCALE multiplies its
-    effect. Give the option several times to add several LoRAs. In a model with two experts, the name of a key, file or
-    folder can contain high_noise or low_noise to choose the expert [default: high-noise]."""
+    update and is 1 by default. Give the option several times to add several LoRAs. For a model with two experts, a folder
+    can contain one file for each expert, with high_noise or low_noise in its name. A single file is added to the
+    high-noise expert, unless its keys begin with transformer_2."""
     lora_2: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
-    """LoRA to add to the low-noise expert, in a model with two experts. If the LoRA has files for both experts, only the
-    low-noise file is used. Give the option several times to add several LoRAs."""
+    """LoRA to add to the low-noise expert, in a model with two experts. If it is a LoRA for both experts, only its
+    weights for the low-noise expert are used. Give the option several times to add several LoRAs."""
     offload: Literal["none", "model", "sequential"] = "none"
     """Save GPU memory by keeping weights in host memory. model moves one model (such as the VAE) at a time to the GPU,
     and sequential moves one layer at a time. none keeps all weights on the GPU."""
@@ -359,13 +360,13 @@ class ExportOptions(Options):
     """Largest size of one weight file, such as 5GB. Larger weights are divided into several files. It has no effect on
     LoRA files."""
     copy_files: Annotated[bool, Spelling("--copy")] = False
-    """Copy the files of --base. Without --copy, they are hard-linked, which takes no disk space. It cannot be used for
-    LoRA files."""
+    """Copy the files of --base. Without --copy, the export contains hard links to these files, which take no disk space.
+    It cannot be used for LoRA files."""
     merge: bool = False
     """Merge the trained LoRA into the base weights and export the whole pipeline. It can be used only for LoRA runs."""
     ema: bool = False
-    """Export the moving average of the trained weights instead of the weights. The recipe of the run must have an ema
-    section."""
+    """Export the moving average of the trained weights instead of the weights themselves. The recipe of the training must
+    have an ema section."""
 
 
 class PushOptions(Options):

@@ -39,7 +39,7 @@ class ModelConfig(StrictModel):
     """Choose the experts to train in a model with two experts (A14B). `high` trains the high-noise expert, `low` the
     low-noise expert, and `both` trains both. If this key is unset, both are trained. Each expert draws the noise level
     sigma from its own range. With `both`, each step updates first the high-noise and then the low-noise expert, on the
-    same clips. Training one expert needs half the memory."""
+    same clips. Training one expert needs half the memory of training both."""
     merge_loras: list[MergeConfig] = Field(default_factory=list)
     """Use this section to train on top of existing LoRAs. Full finetunes, and exports with `--merge`, contain the merged
     LoRAs. An empty list merges no LoRA."""
@@ -155,8 +155,8 @@ class PrecisionConfig(StrictModel):
     weight instead of 4. Use `bf16` for LoRAs: matrix multiplications convert the frozen weights to bf16 anyway, so the
     results are identical bit by bit. In a full finetune, `bf16` needs ZeRO-1 or ZeRO-2, which keep fp32 master weights."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which GPUs exchange gradients, and weights with ZeRO-3. `bf16` halves the communication, but rounds the
-    gradients. Use `bf16` if communication limits the speed."""
+    """Dtype in which the GPUs exchange gradients and, with ZeRO-3, also weights. `bf16` halves the communication, but
+    rounds the gradients. Use `bf16` if communication limits the speed."""
 
 
 class AttentionConfig(StrictModel):
@@ -177,14 +177,14 @@ class ParallelConfig(StrictModel):
     cp_size: int | None = Field(default=None, ge=1)
     """Number of ranks that share one bin. Increase it if one clip does not fit a GPU. If only `cp_size` is set, wands
     uses the largest valid Ulysses degree, and the ring degree is cp_size / ulysses_degree. If this key is unset, it is
-    the product of the two degrees."""
+    ulysses_degree x ring_degree."""
     ulysses_degree: int | None = Field(default=None, ge=1)
-    """Number of ranks that divide the attention heads among themselves. It must divide the number of heads. If this key
-    is unset, wands derives it from `cp_size`; without `cp_size`, it is 1. Keep it at most as large as the number of GPUs
-    in a node."""
+    """Number of ranks that divide the attention heads among themselves. It must divide the number of heads. Keep it at
+    most as large as the number of GPUs in a node. If this key is unset, wands derives it from `cp_size` and
+    `ring_degree`. Without `cp_size`, it is 1."""
     ring_degree: int | None = Field(default=None, ge=1)
-    """Number of ranks that divide the tokens of each sample among themselves. If this key is unset, wands derives it from
-    `cp_size`; without `cp_size`, it is 1. Use it across nodes, or if the number of heads limits the Ulysses degree."""
+    """Number of ranks that divide the tokens of each sample among themselves. Use it across nodes, or if the number of
+    heads limits the Ulysses degree. If this key is unset, it is cp_size / ulysses_degree. Without `cp_size`, it is 1."""
     fused_all_to_all: bool = True
     """Send query, key and value together in one Ulysses all-to-all. False sends them in three all-to-alls, as DeepSpeed
     does. The results are identical."""
@@ -255,13 +255,13 @@ class PackingConfig(StrictModel):
     """Process all samples of a bin in one forward pass. False processes the samples of the same bins one after the other.
     The steps are equal, but slower."""
     max_tokens: int = Field(default=32760, gt=0)
-    """Capacity of a bin in video tokens. A bin holds the clips of one forward pass. The default is one clip of 832 x 480
-    pixels and 81 frames. Increase the capacity until the GPU memory is full. It must not be smaller than the longest
-    sample."""
+    """Capacity of a bin in video tokens. A bin holds the clips of one forward pass. The default is the number of tokens
+    of one clip of 832 x 480 pixels and 81 frames. Increase the capacity until the GPU memory is full. It must be at least
+    the number of tokens of the longest sample."""
     level_bins: int | None = Field(default=None, gt=0)
     """Number of bins that are balanced with each other, so that they take the same time. It must divide
     `train.bins_per_step`. If this key is unset, all bins of a step are balanced. If a step has several micro steps, set
-    it to dp_size (number of ranks / cp_size). The samples of a step then have more different lengths."""
+    it to dp_size (number of ranks / cp_size). Each step then mixes clips of more different lengths."""
     buffer_size: int | None = Field(default=None, gt=0)
     """Number of samples that are packed together. If this key is unset, the whole epoch is packed together. Set it if the
     storage is slow: training then reads from few cache files at a time, in random order. The samples of a few dozen steps
@@ -311,7 +311,7 @@ class FlowConfig(StrictModel):
     needs such samples. 0 always uses the caption."""
     i2v_ratio: float = Field(default=0.5, ge=0, le=1)
     """Fraction of the samples that train image-to-video, with a clean first frame at timestep 0. The other samples train
-    text-to-video. The key has an effect only for TI2V models."""
+    text-to-video. The key has an effect only for TI2V (text-image-to-video) models."""
 
     @model_validator(mode="before")
     @classmethod
@@ -325,8 +325,8 @@ class LossConfig(StrictModel):
     """Combination of the squared errors of a step into one loss."""
 
     reduction: Literal["sample", "token"] = "sample"
-    """Choose what counts equally in the loss. `sample` gives every clip the same weight. `token` gives every token the
-    same weight, so long and large clips count more."""
+    """Choose whether every clip or every token has the same weight in the loss. `sample` gives every clip the same
+    weight. `token` gives every token the same weight, so long and large clips count more."""
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -349,7 +349,8 @@ class OptimConfig(StrictModel):
     """Peak learning rate. The default suits full finetunes; use about 1e-4 for LoRAs. The value has the same meaning for
     all optimizers, because the updates of Muon are scaled to the size of AdamW's updates."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    """Decay rates of AdamW's first and second moments. AdamW also updates some parameters with `name: muon`."""
+    """Decay rates of AdamW's first and second moments. With `name: muon`, they apply to the parameters that AdamW
+    updates."""
     eps: float = Field(default=1e-8, gt=0)
     """Small number that AdamW adds to the denominator of its update, for numerical stability."""
     weight_decay: float = Field(default=0.01, ge=0)
@@ -359,8 +360,8 @@ class OptimConfig(StrictModel):
     """Choose the course of the learning rate after the warm-up. `constant` keeps it at its peak. `cosine` and `linear`
     let it fall to lr * min_lr_ratio at the last step."""
     warmup: float = Field(default=0.0, ge=0)
-    """Length of the linear warm-up of the learning rate. Values below 1 are a fraction of all steps. Values from 1 are a
-    number of steps. 0 means no warm-up."""
+    """Length of the linear warm-up of the learning rate. Values below 1 are a fraction of all steps. Values of 1 or more
+    are a number of steps. 0 means no warm-up."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the last step of the `cosine` and `linear` schedules, as a fraction of lr. 0 means that the
     learning rate falls to zero."""
