@@ -555,6 +555,7 @@ def start(body: str, *args: object) -> subprocess.Popen[str]:
     """A fresh interpreter: what forks a process in which torch has run may hang."""
     code = f"""
 import resource, sys
+from tests.support.commands import preprocess
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import WandsError
 source, out, model = sys.argv[1:4]
