@@ -41,14 +41,15 @@ class ModelConfig(StrictModel):
     sigma from its own range. With `both`, each step updates first the high-noise and then the low-noise expert, on the
     same clips. Training one expert needs half the memory of training both."""
     merge_loras: list[MergeConfig] = Field(default_factory=list)
-    """Use this section to train on top of existing LoRAs. Full finetunes, and exports with `--merge`, contain the merged
-    LoRAs. An empty list merges no LoRA."""
+    """Use this list to train on top of existing LoRAs. The checkpoints of a full finetune, and exports with `--merge`,
+    contain the merged LoRAs. An empty list merges no LoRA."""
     trainable: list[str] = Field(default_factory=list)
-    """Train only the parameters whose names match these patterns, such as `blocks.*.attn1.*`. The key has an effect only
-    in a full finetune. An empty list trains all parameters. Set it, for example, to train only the attention layers."""
+    """Train only the parameters whose names match these patterns, such as `blocks.*.attn1.*`. The key cannot be used
+    together with a `lora` section. An empty list trains all parameters. Set it, for example, to train only the attention
+    layers."""
     freeze: list[str] = Field(default_factory=list)
-    """Freeze the parameters whose names match these patterns. The key has an effect only in a full finetune. A parameter
-    that matches both `trainable` and `freeze` is frozen. An empty list freezes no parameter."""
+    """Freeze the parameters whose names match these patterns. The key cannot be used together with a `lora` section. A
+    parameter that matches both `trainable` and `freeze` is frozen. An empty list freezes no parameter."""
     checkpointing: Literal["none", "selective", "full", "offload"] = "none"
     """Choose the activations that are kept for the backward pass. Keeping fewer activations saves memory, but takes more
     time.
@@ -63,8 +64,8 @@ class ModelConfig(StrictModel):
 
     The default suits small models. Use `full` for videos on 80 GB GPUs. `wands plan` compares all four."""
     saved_tensors: list[SavedTensor] | None = None
-    """List of the tensors of each block to keep in GPU memory. The key has an effect with `checkpointing` `selective` or
-    `offload`.
+    """List of the tensors of each block to keep in GPU memory. The key can be used only with `checkpointing: selective`
+    or `offload`.
 
     - `attn_output`: output of self-attention. The backward pass then does not repeat the attention kernel and its
       communication.
@@ -75,9 +76,9 @@ class ModelConfig(StrictModel):
 
     If this key is unset, `selective` keeps `attn_output`, and `offload` keeps none of these tensors."""
     offloaded_tensors: list[Literal["block_input", SavedTensor]] | None = None
-    """List of the tensors of each block to move to host memory with `checkpointing: offload`. Valid names are
-    `block_input`, which is the input of the block, and the names for `saved_tensors`. If this key is unset, only
-    `block_input` is moved."""
+    """List of the tensors of each block to move to host memory. The key can be used only with `checkpointing: offload`.
+    Valid names are `block_input`, which is the input of the block, and the names for `saved_tensors`. If this key is
+    unset, only `block_input` is moved."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability in training, for the attention outputs and the hidden activations of the feed-forward layers. 0
     disables dropout. The dropped values of a clip do not depend on packing or on the number of GPUs. Try 0.1 if a small
@@ -138,8 +139,8 @@ class EmaConfig(StrictModel):
     """Use a smaller decay in the first steps, so that the average soon forgets the initial weights. The decay of step n
     is then at most (1 + n) / (10 + n)."""
     every: int = Field(default=1, gt=0)
-    """Number of optimizer steps between two updates of the average. One update uses decay ** every, so the average covers
-    the same number of steps for every value. Increase it if the updates take too much time."""
+    """Number of optimizer steps between two updates of the average. One update uses decay ** every, so that the average
+    covers the same number of optimizer steps for any value of this key. Increase it if the updates take too much time."""
     device: Literal["cpu", "gpu"] = "cpu"
     """Memory that stores the average: host memory (`cpu`) or GPU memory (`gpu`). All ranks together need 4 bytes per
     trained parameter. Use `gpu` if the host has too little memory."""
@@ -232,9 +233,9 @@ class DataConfig(StrictModel):
     """Use this list to train on several caches. All caches must be made with the same encoders. Leave it unset if you use
     `cache` or `mock`."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
-    """Fraction of the clips to hold out of training, for evaluation. 0 holds out no clip; 0.02, for example, holds out 2
-    % of the clips. A hash of the clip's name decides, so all samples of a clip are held out together. New clips do not
-    change the decision for other clips."""
+    """Fraction of the clips to hold out of training, for evaluation. 0 holds out no clip, and 0.02, for example, holds
+    out one clip in 50. A hash of the clip's name decides, so all samples of a clip are held out together. New clips do
+    not change the decision for other clips."""
     split: Literal["train", "holdout", "all"] = "train"
     """Choose the clips to use. `train` uses the clips that `holdout` leaves for training, `holdout` uses the held-out
     clips, and `all` uses all clips."""
