@@ -19,7 +19,7 @@ CORE_FILES = (
 FOLDERS = {
     ".": 483,
     "attention": 807,
-    "commands": 3716,
+    "commands": 3680,
     "config": 1086,
     "data": 3782,
     "distributed": 385,
