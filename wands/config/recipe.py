@@ -281,15 +281,16 @@ class FlowConfig(StrictModel):
     """
 
     preset: Literal["pretrain", "finetune"] = "finetune"
-    """Choose the values of the keys that the recipe does not set. `finetune` means timestep_sampling uniform, flow_shift
-    3.0 and mix_uniform 0. `pretrain` means timestep_sampling logit_normal, flow_shift 2.5 and mix_uniform 0.2."""
+    """Choose the values of timestep_sampling, flow_shift and mix_uniform if the recipe does not set them. `finetune`
+    means timestep_sampling uniform, flow_shift 3.0 and mix_uniform 0. `pretrain` means timestep_sampling logit_normal,
+    flow_shift 2.5 and mix_uniform 0.2."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
     """Distribution from which sigma is drawn, before the shift by `flow_shift`. `uniform` draws all noise levels equally
     often. `logit_normal` draws middle levels more often. `mode` also prefers middle levels, but draws low and high levels
     more often than `logit_normal` (Esser et al. 2024). `wands train --show-timesteps` prints the distribution."""
     logit_mean: float = 0.0
-    """Mean of logit(sigma), used by `timestep_sampling: logit_normal`. 0 centers the distribution at sigma 0.5. Larger
-    values draw more noise."""
+    """Mean of logit(sigma), used by `timestep_sampling: logit_normal`. 0 centers the distribution at sigma 0.5. With
+    larger values, samples have more noise on average."""
     logit_std: float = Field(default=1.5, gt=0)
     """Standard deviation of logit(sigma), used by `timestep_sampling: logit_normal`. Smaller values draw middle noise
     levels more often."""
@@ -302,7 +303,7 @@ class FlowConfig(StrictModel):
     high noise. Larger videos need larger shifts. The shipped recipes use the shift of Wan's official inference."""
     mix_uniform: float = Field(default=0.0, ge=0, le=1)
     """Fraction of the samples whose sigma is drawn uniformly and is not shifted. The other samples use
-    `timestep_sampling` and `flow_shift`. 0 means that all samples use them."""
+    `timestep_sampling` and `flow_shift`. With 0, all samples use `timestep_sampling` and `flow_shift`."""
     weighting: Literal["none", "linear", "bell"] = "none"
     """Weight of a sample in the loss, which depends on its sigma. `none` weights all samples with 1. `linear` uses 1 +
     flow_shift * sigma. `bell` uses a bell curve, which is largest at sigma 0.5, is 0 at sigma 0 and 1, and has a mean of
