@@ -26,7 +26,7 @@ from wands.flow.sigmas import sigma_weight
 from wands.model.files.loading import build_empty
 from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.model.lora import find_targets
-from wands.train.batches import rank_shards
+from wands.train.batches import rank_slices
 from wands.train.engine import build_engine, build_model
 from wands.train.run import TrainingRun
 from wands.train.step import train_step
@@ -143,7 +143,7 @@ def optimizer_step(
         plan = run.sampler.step_plan(0)
         denominator = run.denominator(plan)
         [expert] = run.experts
-        shards = rank_shards(run, plan, groups.dims)
+        shards = rank_slices(run, plan, groups.dims)
         result = train_step(engine, shards, run, groups, device, denominator, expert.sigma_range)
         loss = result.loss.double()
         dist.all_reduce(loss)

@@ -1,5 +1,7 @@
 """Variable-length attention on packed rows, with gradients. All tokens must be on this rank.
 
+The model uses these functions for cross-attention. Self-attention goes through ring.py, also on a single rank.
+
 Letters: T rows, H heads, D head dim.
 """
 

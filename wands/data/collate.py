@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wands.attention.packed import PackedMeta
 from wands.config.recipe import FlowConfig
-from wands.data.conditions import condition_tokens
+from wands.data.conditions import condition_channels
 from wands.data.patchify import grid_size, patchify
 from wands.distributed.layout import ContextLayout
 from wands.errors import DataError
@@ -59,7 +59,7 @@ class RankSlice:
         weights: fp32 [S], 0 for the sample of a padding bin, else 1.
         layout: positions of the tokens in the bin.
         num_cond_tokens: number of conditioning tokens at the start of each sample, on all ranks.
-        condition_tokens: fp32 [L, P'], conditioning channels that follow the channels of the noisy tokens, or None.
+        condition_channels: fp32 [L, P'], conditioning channels that follow the channels of the noisy tokens, or None.
         image_embeds: [S, I, E], of the whole batch, or None.
     """
 
@@ -70,7 +70,7 @@ class RankSlice:
     weights: Tensor
     layout: ContextLayout
     num_cond_tokens: tuple[int, ...]
-    condition_tokens: Tensor | None = None
+    condition_channels: Tensor | None = None
     image_embeds: Tensor | None = None
 
     @property
@@ -81,12 +81,12 @@ class RankSlice:
 
     def model_input(self, noisy_tokens: Tensor) -> Tensor:
         """Append the conditioning channels, which have no noise: [L, P] -> [L, P + P']."""
-        if self.condition_tokens is None:
+        if self.condition_channels is None:
             return noisy_tokens
-        return torch.cat([noisy_tokens, self.condition_tokens], dim=1)
+        return torch.cat([noisy_tokens, self.condition_channels], dim=1)
 
     def to(self, device: torch.device | str) -> RankSlice:
-        """Copy the tensors to `device`, except the layout, which only the host reads."""
+        """Copy the tensors to `device`. The layout stays on the host."""
         tensors = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
@@ -108,7 +108,7 @@ class PackedBatch:
         keys: key of each sample, for noise and sigma.
         weights: fp32 [S], 0 for the sample of a padding bin, else 1.
         num_cond_tokens: number of conditioning tokens at the start of each sample: the clean first frame of TI2V, or 0.
-        condition_tokens: fp32 [T, P'], see `wands.data.conditions`, or None.
+        condition_channels: fp32 [T, P'], see `wands.data.conditions`, or None.
         image_embeds: [S, I, E], or None.
         dropout_keys: 64 random bits per sample for the dropout masks; empty without dropout.
     """
@@ -121,7 +121,7 @@ class PackedBatch:
     keys: tuple[SampleKey, ...]
     weights: Tensor
     num_cond_tokens: tuple[int, ...]
-    condition_tokens: Tensor | None = None
+    condition_channels: Tensor | None = None
     image_embeds: Tensor | None = None
     dropout_keys: tuple[int, ...] = ()
 
@@ -136,7 +136,7 @@ class PackedBatch:
         assert bool((self.grid_sizes.prod(dim=1) == self.cu_seqlens.diff()).all())
         pairs = zip(self.num_cond_tokens, self.seq_lens, strict=True)
         assert all(0 <= num_cond < length for num_cond, length in pairs), self.num_cond_tokens
-        assert self.condition_tokens is None or len(self.condition_tokens) == len(self.tokens)
+        assert self.condition_channels is None or len(self.condition_channels) == len(self.tokens)
         assert self.image_embeds is None or len(self.image_embeds) == len(self.keys)
 
     @property
@@ -170,7 +170,7 @@ class PackedBatch:
             weights=self.weights,
             layout=layout,
             num_cond_tokens=self.num_cond_tokens,
-            condition_tokens=None if self.condition_tokens is None else local(self.condition_tokens),
+            condition_channels=None if self.condition_channels is None else local(self.condition_channels),
             image_embeds=self.image_embeds,
         )
 
@@ -260,7 +260,7 @@ class PackingCollator:
             keys=keys,
             weights=torch.full((len(samples),), weight),
             num_cond_tokens=tuple(map(self.num_cond_tokens, keys, grids)),
-            condition_tokens=self._condition_tokens(samples),
+            condition_channels=self._condition_channels(samples),
             image_embeds=torch.stack(images) if images else None,
             dropout_keys=self._dropout_keys(keys),
         )
@@ -283,12 +283,12 @@ class PackingCollator:
         words = (rng(self.seed, key, "dropout").bit_generator.random_raw() for key in keys)
         return tuple(int(word) - 2**63 for word in words)
 
-    def _condition_tokens(self, samples: Sequence[Sample]) -> Tensor | None:
+    def _condition_channels(self, samples: Sequence[Sample]) -> Tensor | None:
         if "image" not in self.conditions:
             return None
         last, patch_size = "last_image" in self.conditions, self.shape.patch_size
         latents = [sample.image_latents for sample in samples if sample.image_latents is not None]
-        return torch.cat([condition_tokens(x, last, patch_size) for x in latents])
+        return torch.cat([condition_channels(x, last, patch_size) for x in latents])
 
     def _text_of(self, sample: Sample, key: SampleKey) -> Tensor:
         """Return the embedding of the caption; for a random fraction `cfg_dropout` of keys, of the empty caption."""

@@ -34,7 +34,7 @@ def image_mask(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
     return mask
 
 
-def condition_tokens(image_latents: Tensor, last_image: bool, patch_size: tuple[int, int, int]) -> Tensor:
+def condition_channels(image_latents: Tensor, last_image: bool, patch_size: tuple[int, int, int]) -> Tensor:
     """Return the conditioning channels of each token, which follow the noisy channels: mask, then image latents.
 
     Args:

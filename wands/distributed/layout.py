@@ -149,15 +149,15 @@ class ContextLayout:
         begin = ulysses_rank * num_tokens  # start of this rank's slice of the ring row
         end = begin + num_tokens
         ranges, index = [], []
-        row_start = pack_start = 0
+        row_start = bin_start = 0
         for sample, length in enumerate(plan.seq_lens):
             chunk_len = plan.chunk_lens[ring_rank][sample]
             chunk_start = sum(chunks[sample] for chunks in plan.chunk_lens[:ring_rank])
             first, last = max(begin - row_start, 0), min(end - row_start, chunk_len)
             start, stop = (chunk_start + first, chunk_start + last) if first < last else (0, 0)
             ranges.append((start, stop))
-            index.append(torch.arange(pack_start + start, pack_start + stop))
-            row_start, pack_start = row_start + chunk_len, pack_start + length
+            index.append(torch.arange(bin_start + start, bin_start + stop))
+            row_start, bin_start = row_start + chunk_len, bin_start + length
         lens = tuple(stop - start for start, stop in ranges)
         num_pads = num_tokens - sum(lens)
         segment_ids = segment_ids_of((*lens[:-1], lens[-1] + num_pads))

@@ -15,7 +15,7 @@ from wands.distributed.layout import ContextLayout
 from wands.train.run import TrainingRun
 
 
-def rank_shards(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[RankSlice]:
+def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[RankSlice]:
     """Read and pack the samples that one rank forwards in one step, and cut the rank slices, without communication.
 
     Without packing, the same bins are forwarded one sample at a time. Ranks with fewer samples add forwards of weight zero,
@@ -29,10 +29,10 @@ def rank_shards(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
         num_forwards = max(sum(map(len, rank_bins)) for rank_bins in bins_of_ranks)
         bins = [(i,) for bin in bins for i in bin]
         bins += [()] * (num_forwards - len(bins))
-    return [read_shard(run, bin, plan, grid) for bin in bins]
+    return [read_slice(run, bin, plan, grid) for bin in bins]
 
 
-def read_shard(run: TrainingRun, bin: Bin, plan: StepPlan, grid: ParallelDims) -> RankSlice:
+def read_slice(run: TrainingRun, bin: Bin, plan: StepPlan, grid: ParallelDims) -> RankSlice:
     """Return the rank slice of one bin. Only the latent frames that contain the rank's tokens are read."""
     lens = [int(run.seq_lens[i]) for i in bin] or [1]  # the collator pads an empty bin with one token
     layout = ContextLayout.build(
@@ -72,7 +72,7 @@ def prefetched(
 
     def read_next() -> tuple[StepPlan, list[RankSlice]] | None:
         plan = next(plans, None)
-        return None if plan is None else (plan, rank_shards(run, plan, grid))
+        return None if plan is None else (plan, rank_slices(run, plan, grid))
 
     if run.recipe.data.prefetch == 0:
         yield from iter(read_next, None)

@@ -192,7 +192,7 @@ def assert_training_equals_sampling(made: Made, size: int) -> None:
     stock = stock_input(made.model, frames, noise)
     channels = variant.dit.out_channels
     if "first_frame" in variant.conditions:
-        assert (batch.condition_tokens, batch.image_embeds) == (None, None)
+        assert (batch.condition_channels, batch.image_embeds) == (None, None)
         assert torch.equal(stock.hidden_states[:, 1:], noise[:, 1:])
         clean = patchify(stock.hidden_states, variant.dit.patch_size)[: batch.num_cond_tokens[0]]
         assert differs(batch.tokens[: batch.num_cond_tokens[0]], clean) <= 1
@@ -200,11 +200,11 @@ def assert_training_equals_sampling(made: Made, size: int) -> None:
     else:
         assert torch.equal(stock.hidden_states[:channels], noise)
         condition = patchify(stock.hidden_states[channels:], variant.dit.patch_size)
-        assert batch.condition_tokens is not None
-        assert batch.condition_tokens.shape == condition.shape
-        assert differs(batch.condition_tokens, condition) <= 1
+        assert batch.condition_channels is not None
+        assert batch.condition_channels.shape == condition.shape
+        assert differs(batch.condition_channels, condition) <= 1
         mask = len(condition[0]) // (MASK_CHANNELS + channels) * MASK_CHANNELS
-        assert torch.equal(batch.condition_tokens[:, :mask], condition[:, :mask])
+        assert torch.equal(batch.condition_channels[:, :mask], condition[:, :mask])
         assert batch.num_cond_tokens == (0,)
         assert stock.timestep.shape == (1,)
     assert (stock.image_embeds is None) == (batch.image_embeds is None) == ("clip" not in variant.conditions)

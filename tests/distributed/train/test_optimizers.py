@@ -22,7 +22,7 @@ from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.checkpoint_files import find_checkpoint
 from wands.model.files.loading import build_empty
-from wands.train.batches import rank_shards
+from wands.train.batches import rank_slices
 from wands.train.checkpoint import build_state
 from wands.train.engine import build_engine, build_model, build_schedule
 from wands.train.optimizers import build_optimizer, muon_ratio
@@ -88,7 +88,7 @@ def record(model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any
         plan = training_run.sampler.step_plan(step)
         train_step(
             engine,
-            rank_shards(training_run, plan, groups.dims),
+            rank_slices(training_run, plan, groups.dims),
             training_run,
             groups,
             device,

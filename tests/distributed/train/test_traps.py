@@ -17,7 +17,7 @@ from wands.errors import CheckpointError
 from wands.flow import rng as keys
 from wands.flow.noise import add_noise
 from wands.model.files.checkpoint_files import find_checkpoint, load_state
-from wands.train.batches import rank_shards
+from wands.train.batches import rank_slices
 from wands.train.engine import build_engine, build_model
 from wands.train.step import train_step
 
@@ -140,7 +140,7 @@ def clipped_update(model: Path, out: Path, bug: str) -> tuple[float, float]:
     plan = run.sampler.step_plan(0)
     assert all(plan.bins)
     groups = ProcessGroups(run.grid(0))
-    train_step(engine, rank_shards(run, plan, groups.dims), run, groups, device, plan.denominators["sample"])
+    train_step(engine, rank_slices(run, plan, groups.dims), run, groups, device, plan.denominators["sample"])
     moved = sum(
         float((value.detach() - before[name]).square().sum())
         for name, value in engine.module.named_parameters()
@@ -173,7 +173,7 @@ def generators_of_a_step(model: Path, out: Path) -> list[tuple[Any, ...]]:
         run = make_run(model, out, ("flow.cfg_dropout=0.5", "model.dropout=0.1"), world_size=1)
         asked.clear()  # those of the plan
         plan = run.sampler.step_plan(0)
-        for shard in rank_shards(run, plan, run.grid(0)):
+        for shard in rank_slices(run, plan, run.grid(0)):
             add_noise(shard.tokens, shard.layout, shard.keys, run.recipe.flow, run.recipe.train.seed)
     return asked
 

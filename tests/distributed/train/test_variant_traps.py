@@ -164,7 +164,7 @@ def clean_rows_not_told_apart() -> Any:
 
 def _with_conditions(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
     return mock.patch.object(
-        RankSlice, "model_input", lambda self, noisy: change(noisy, self.condition_tokens)
+        RankSlice, "model_input", lambda self, noisy: change(noisy, self.condition_channels)
     )
 
 

@@ -142,7 +142,7 @@ def test_the_models_input_is_the_stock_pipelines(
             with pytest.raises(AssertionError):
                 check_model_input(folder, variant)
     with monkeypatch.context() as patch:
-        patch.setattr("wands.data.collate.condition_tokens", latents_before_mask)
+        patch.setattr("wands.data.collate.condition_channels", latents_before_mask)
         with pytest.raises(AssertionError):
             check_model_input(folder, variant)
     check_model_input(folder, variant)  # nothing else has changed

@@ -12,7 +12,7 @@ import torch
 from tests.support.runs import make_run
 from wands.data import collate
 from wands.train import batches
-from wands.train.batches import rank_shards
+from wands.train.batches import rank_slices
 from wands.train.run import TrainingRun
 
 
@@ -23,7 +23,7 @@ def run(tiny_pipeline: Path, tmp_path: Path) -> TrainingRun:
 
 def shards_of(run: TrainingRun) -> list[batches.RankSlice]:
     plan = run.sampler.step_plan(0)
-    return [shard for rank in (0, 1) for shard in rank_shards(run, plan, run.grid(rank))]
+    return [shard for rank in (0, 1) for shard in rank_slices(run, plan, run.grid(rank))]
 
 
 def test_the_ranks_forward_the_plan(run: TrainingRun):
@@ -32,7 +32,7 @@ def test_the_ranks_forward_the_plan(run: TrainingRun):
         forwarded = [
             tuple(run.data.keys.index(key.sample_id) for key in shard.keys)
             for rank in (0, 1)
-            for shard in rank_shards(run, plan, run.grid(rank))
+            for shard in rank_slices(run, plan, run.grid(rank))
         ]
         assert sorted(forwarded) == sorted(plan.bins)
 
@@ -81,7 +81,7 @@ def cumulate(change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
         (lose_a_sample, "_check_step"),
         (deal_a_bin_twice, "_check_step"),
         (forget_visits, "_check_step"),
-        (read_the_neighbour, "read_shard"),
+        (read_the_neighbour, "read_slice"),
         (read_another_length, "rank_slice"),
         (cumulate(lambda ends: ends.flip(0)), "__post_init__"),  # not monotone
         (cumulate(lambda ends: ends + 1), "__post_init__"),  # does not begin at 0

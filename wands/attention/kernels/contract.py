@@ -15,7 +15,7 @@ How to add a kernel:
    to `FLASH_BACKENDS`; `attention.backend=auto` tries this list from the top. For another kernel, add a `Backend` to
    `BACKENDS` in registry.py, and add its requirements to `_unmet_requirement`. The `Backend` class sets the result of
    rows that attend to no key, and does not call the kernel if there are no keys.
-2. Add the name to `AttentionConfig.backend` in wands/config/recipe.py.
+2. Add the name to `AttentionConfig.backend` in wands/config/recipe.py, and run scripts/build_reference.py.
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
    package to `ONE_IMPORTER` in tests/unit/test_layering.py.
 4. Add the name to `CUDA_BACKENDS` or `CPU_DTYPES` in tests/support/plain.py. Add a fake module with the package's

@@ -13,7 +13,7 @@ from torch import Tensor
 from wands.commands.selftest.parity_setup import Outcome, Setup, Skipped, judge, judge_error, relative_error
 from wands.commands.selftest.stock import OFFICIAL_TEXT_LEN
 from wands.data.clips.video import to_pixels
-from wands.data.conditions import condition_tokens
+from wands.data.conditions import condition_channels
 from wands.data.patchify import patchify
 from wands.encoders.components import loading_part
 from wands.encoders.image import ImageEncoder, given_frames
@@ -128,7 +128,7 @@ def check_condition(part: VaePart) -> Outcome:
     """Compare the image condition of I2V, mask and latents, with the stock pipeline."""
     patch = part.setup.variant.dit.patch_size
     latents = part.encoder.encode(given_frames(part.pixels, part.has_last))
-    return judge(condition_tokens(latents, part.has_last, patch), patchify(part.stock_condition(), patch))
+    return judge(condition_channels(latents, part.has_last, patch), patchify(part.stock_condition(), patch))
 
 
 def check_first_frame(part: VaePart) -> Outcome:
