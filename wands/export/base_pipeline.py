@@ -1,4 +1,4 @@
-"""Copy the parts of a base pipeline, and of an earlier export, into the folder of an export."""
+"""Copy files into the folder of an export: the frozen models of a base pipeline, and the user's files from an earlier export."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from wands.files import read_json_object
 
 
 def check_base(base_dir: Path, transformer_config: Mapping[str, Any], parts: Sequence[str]) -> None:
-    """Check that a base pipeline has the DiTs of a trained model.
+    """Check that the DiTs of a base pipeline have the same config as the trained DiTs.
 
     Args:
         base_dir: folder of the base pipeline.
         transformer_config: diffusers config of every trained DiT.
-        parts: subfolders of the trained DiTs in a pipeline.
+        parts: subfolders of the trained DiTs in the pipeline, such as "transformer".
 
     Raises:
-        ConfigError: if `base_dir` is not a diffusers pipeline or is another model.
+        ConfigError: if `base_dir` is not a diffusers pipeline, or a DiT's config differs from `transformer_config`.
     """
     if not (base_dir / "model_index.json").is_file():
         raise ConfigError(
@@ -41,12 +41,14 @@ def check_base(base_dir: Path, transformer_config: Mapping[str, Any], parts: Seq
 
 
 def differing_keys(config: Mapping[str, Any], expected: Mapping[str, Any], owner: str) -> list[str]:
-    """Return the public keys of two diffusers configs with different values, as texts for an error.
+    """Compare two diffusers configs, and return a text with both values for each key whose values differ.
+
+    Keys that start with "_" and keys that are missing in `config` are not compared.
 
     Args:
-        config: config of a pipeline; a key that is missing here does not differ.
+        config: config of a pipeline.
         expected: config with the expected values.
-        owner: name of the source of `expected`.
+        owner: name of the source of `expected`, which the texts contain.
     """
     return [
         f"{key}={config[key]} ({owner} {value})"
@@ -56,13 +58,16 @@ def differing_keys(config: Mapping[str, Any], expected: Mapping[str, Any], owner
 
 
 def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = True) -> None:
-    """Copy a base pipeline without its trained DiTs, README.md, export record, loss plot, samples and hidden files.
+    """Copy a base pipeline into the folder of an export.
+
+    The trained DiTs and the hidden files are not copied. README.md, the export record, the loss plot and the samples of
+    the base are not copied either.
 
     Args:
         base_dir: folder of the base pipeline.
-        out: existing folder.
+        out: existing folder of the export.
         parts: subfolders of the trained DiTs, which are not copied.
-        link: make hard links instead of copies if the file system can.
+        link: whether to make hard links instead of copies if the file system supports hard links.
     """
     replaced = {*parts, "README.md", RECORD_FILE, LOSS_FILE, "samples"}
 
@@ -75,7 +80,15 @@ def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = True
 
 
 def carry_over(earlier: Path, out: Path) -> None:
-    """Copy what users added to an earlier export: samples, and a README.md that wands did not write, with the loss plot."""
+    """Copy what users added to an earlier export into the folder of a new export.
+
+    Copy the folder `samples`. If `wands push` did not write the earlier README.md, also copy README.md and the loss
+    plot.
+
+    Args:
+        earlier: folder of the earlier export, which may not exist.
+        out: existing folder of the new export.
+    """
     if (earlier / "samples").is_dir():
         shutil.copytree(earlier / "samples", out / "samples", copy_function=_link_or_copy)
     card = earlier / "README.md"

@@ -1,4 +1,4 @@
-"""Write the LoRA of a DiT as files for diffusers and PEFT, and for ComfyUI."""
+"""Write the LoRA of a DiT as two files: one for diffusers and PEFT, and one for ComfyUI."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ COMFYUI_FILE = "comfyui.safetensors"
 
 
 def write_lora(pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the LoRA of one DiT with the keys of diffusers and with the keys of ComfyUI, and read both files back.
+    """Write the LoRA of one DiT to two files, and read both files back to check them.
+
+    One file has the keys of diffusers and the other file has the keys of ComfyUI. Alpha is folded into lora_B.
 
     Args:
-        pairs: LoRA by diffusers module; all modules have the same rank. Alpha is folded into lora_B.
-        folder: folder to create or fill.
+        pairs: maps a diffusers module name to its LoRA. All modules have the same rank.
+        folder: folder of the two files. It is created if it does not exist.
         dtype: dtype of the written tensors.
 
     Raises:
-        CheckpointError: if the LoRA is not finite, or a written file differs.
+        CheckpointError: if the LoRA contains values that are not finite, or a file that was read back differs from the
+            LoRA.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rank = max(len(pair.lora_A) for pair in pairs.values())

@@ -1,6 +1,6 @@
-"""Model card of an exported pipeline or LoRA: base model, training data, recipe, samples and how to load the model.
+"""Build the model card of an exported pipeline or LoRA: base model, training data, recipe, samples and loading example.
 
-A card may become public, so `without_paths` removes every path of the machine that trained the model.
+A card may become public. Therefore `without_paths` removes the paths of the machine that trained the model.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class LoraFile:
-    """One LoRA file of a pushed folder.
+    """One LoRA file of a folder that is pushed to the Hub.
 
     Attributes:
-        name: path of the file in the repository; the file has diffusers' keys.
-        targets: one (first word of the keys, DiT to load the LoRA into) for each DiT.
+        name: path of the file in the repository. The file has diffusers' keys.
+        targets: one tuple (first word of the keys, DiT into which these keys are loaded) for each DiT of the file.
     """
 
     name: str
@@ -49,14 +49,14 @@ class LoraFile:
 
     @property
     def location(self) -> str:
-        """Arguments of `load_lora_weights` for the name of the file."""
+        """Arguments of diffusers' `load_lora_weights` that select this file in the repository, as Python code."""
         folder, _, name = self.name.rpartition("/")
         return (f'subfolder="{folder}", ' if folder else "") + f'weight_name="{name}"'
 
 
 @dataclass(frozen=True)
 class FolderContents:
-    """Contents of a pushed folder.
+    """Contents of a folder that is pushed to the Hub.
 
     Attributes:
         class_name: diffusers class of the pipeline; "" for a folder of LoRAs.
@@ -68,9 +68,10 @@ class FolderContents:
 
 
 def without_paths(value: Any) -> Any:
-    """Return a copy of a JSON value in which every path of this machine is replaced by its last component.
+    """Return a copy of a JSON value in which the last component replaces every path of this machine.
 
-    Hub ids, URLs and relative paths (``runs/default``) stay, because they say nothing about a machine.
+    Hub ids, URLs and relative paths such as ``runs/default`` do not change, because they contain nothing about a
+    machine.
     """
     if isinstance(value, Mapping):
         return {key: without_paths(item) for key, item in value.items()}
@@ -82,22 +83,24 @@ def without_paths(value: Any) -> Any:
 
 
 def is_local(text: str) -> bool:
-    """Return whether a string looks like a path of a machine: absolute, under home, or starting with a dot."""
+    """Return whether a string looks like a path of a machine: an absolute path, a path under the home folder, or a path
+    that starts with a dot.
+    """
     return bool(_LOCAL.match(text))
 
 
 def loss_points(record: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """Return the finite (step, loss) pairs of a record, or [] if there are fewer than two."""
+    """Return the (step, loss) pairs of an export record whose loss is finite, or [] if there are fewer than two such pairs."""
     points = [(int(step), float(loss)) for step, loss in record.get("loss") or []]
     points = [(step, loss) for step, loss in points if math.isfinite(loss)]
     return points if len(points) > 1 else []
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a jsonl file that `wands infer` wrote, or [] if there is no such file.
+    """Return the JSON objects of a `.jsonl` file that `wands infer` wrote, or [] if the file does not exist.
 
     Raises:
-        WandsError: if the file is damaged.
+        WandsError: if the file cannot be read or contains a line that is not JSON.
     """
     try:
         # splitlines would also split at characters such as U+2028, which JSON does not escape in a prompt.
@@ -111,17 +114,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def build_card(
     directory: Path, repo_id: str, record: Mapping[str, Any], contents: FolderContents, license_id: str
 ) -> str:
-    """Return the text of the model card.
+    """Return the text of the model card of a folder that is pushed to the Hub.
 
     Args:
-        directory: pushed folder with the samples to show.
-        repo_id: ``owner/name``, for the title and the loading example.
-        record: record that `wands export` wrote. Rows for missing keys are left out of the card.
+        directory: folder that is pushed. The card shows the samples in its subfolder ``samples``.
+        repo_id: repository as ``owner/name``, for the title and the loading example.
+        record: export record that `wands export` wrote. If a key is missing, the card leaves out its row.
         contents: contents of the folder.
-        license_id: identifier of a licence on the Hub.
+        license_id: the Hub's identifier of the licence.
 
     Returns:
-        Markdown with a YAML head. If the record has a loss curve, the text shows the image `LOSS_FILE`.
+        Markdown that starts with a YAML block. If the record has a loss curve, the card shows the image file
+        `LOSS_FILE`.
     """
     variant = _variant_of(record)
     conditions = variant.conditions if variant else ()
@@ -182,14 +186,18 @@ def build_card(
 
 
 def _variant_of(record: Mapping[str, Any]) -> Variant | None:
-    """Return the variant in a record. For an unpublished shape, return the first variant of the family."""
+    """Return the variant that an export record names.
+
+    If the record names a DiT shape that was not published, return the first variant of the same family, or None if
+    there is none.
+    """
     name = str(record.get("variant", ""))
     family = (row for row in VARIANTS.values() if row.name.rpartition("-")[0] == name.rpartition("-")[0])
     return VARIANTS.get(name) or next(family, None)
 
 
 def _samples(directory: Path) -> list[dict[str, Any]]:
-    """Return caption and link of each video and image in the folder ``samples``, sorted by file name."""
+    """Return the caption and the link of each video and image in the subfolder ``samples``, sorted by file name."""
     folder = directory / "samples"
     prompts = {row.get("file"): row.get("prompt") for row in read_rows(folder / SAMPLES_FILE)}
     samples = []

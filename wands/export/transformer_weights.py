@@ -1,4 +1,4 @@
-"""Write the weights of a DiT as a diffusers folder, and check the folder with stock diffusers."""
+"""Write the weights of a DiT as a diffusers folder, and check that diffusers can load and run the written model."""
 
 from __future__ import annotations
 
@@ -25,17 +25,20 @@ def write_transformer(
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write one DiT, load it with stock diffusers, compare every tensor, and run a forward.
+    """Write one DiT as a diffusers folder, and check the folder.
+
+    The check loads the folder with diffusers, compares every tensor with `weights`, and runs a forward pass.
 
     Args:
-        weights: fp32 tensors by diffusers name.
+        weights: maps diffusers parameter names to fp32 tensors.
         config: diffusers config of the DiT.
         folder: folder to create.
         dtype: dtype of the written weights. Layers that diffusers keeps in fp32 stay fp32.
         max_shard_bytes: largest size of a safetensors file in bytes.
 
     Raises:
-        CheckpointError: if the weights do not fit the config, the written weights differ, or a forward is not finite.
+        CheckpointError: if the weights do not fit the config, the written weights differ from `weights`, or the output
+            of the forward pass is not finite.
     """
     with torch.device("meta"):
         model = WanTransformer3DModel.from_config(config)
@@ -68,10 +71,10 @@ def _verify(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> 
 
 
 def stock_forward(model: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Run a forward of a stock DiT. The inputs are random, but the same in every call.
+    """Run a forward pass of a diffusers DiT with random inputs, and return the output. Every call uses the same inputs.
 
     Args:
-        model: diffusers' WanTransformer3DModel.
+        model: diffusers' `WanTransformer3DModel`.
         dtype: dtype of the inputs.
     """
     generator = torch.Generator().manual_seed(0)

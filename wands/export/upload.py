@@ -1,4 +1,6 @@
-"""Send requests to the Hugging Face Hub: retry, explain errors, and keep the token out of all messages."""
+"""Send requests to the Hugging Face Hub. Failed requests are repeated, errors are explained, and no message contains
+the token.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds to wait before each new attempt. The Hub client does not repeat a commit that the server rejected."""
+"""Seconds to wait before each new attempt of a failed request. The Hub client itself does not repeat a commit that the
+server rejected.
+"""
 FIRST_CONTACT_WAITS = RETRY_WAITS[:2]
-"""Seconds to wait before each new attempt of the first requests, so that a wrong address is reported soon."""
+"""Seconds to wait before each new attempt of the first requests. There are only two, so that a wrong address is reported soon."""
 
 _LOGIN = "make a token with write access, then run `hf auth login` or set HF_TOKEN"
 _AGAIN = "run the same command again: files that were uploaded are not sent twice"
@@ -31,22 +35,28 @@ _XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
 
 @dataclass(frozen=True)
 class Hub:
-    """A repository on a Hub server, with the token, which no message shows."""
+    """A repository on a Hub server, and the token for it. No message contains the token.
+
+    Attributes:
+        api: client of the Hub server.
+        token: token of the user.
+        repo_id: name of the repository.
+    """
 
     api: HfApi
     token: str = field(repr=False)
     repo_id: str
 
     def call(self, action: str, request: Callable[[], T], waits: tuple[float, ...]) -> T:
-        """Return the result of `request`. If the server or the network fails, wait and send the request again.
+        """Send a request and return its result. If the server or the network fails, wait and send the request again.
 
         Args:
-            action: name of the request in messages.
+            action: description of the request for messages, such as "creating the repository".
             request: function that sends the request.
             waits: seconds to wait before each new attempt.
 
         Raises:
-            WandsError: if the request was refused, or every attempt failed.
+            WandsError: if the server refuses the request, or every attempt fails.
         """
         from huggingface_hub.errors import HfHubHTTPError
 
@@ -70,7 +80,7 @@ class Hub:
         raise AssertionError("the last attempt returns or raises")
 
     def _text(self, error: BaseException) -> str:
-        """Return an error as one short line without the token."""
+        """Return an error as one short line. Stars replace the token if the error contains it."""
         message = getattr(error, "server_message", None) or str(error)
         line = one_line(ValueError(message.replace(self.token, "***")), 300)
         status = _status(error)
@@ -94,15 +104,18 @@ class Hub:
 
 
 def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
-    """Check name, address and token without the network, and return the repository.
+    """Check the name of the repository, the address of the Hub and the token. Send no request.
 
     Args:
         repo_id: ``owner/name`` or ``name``.
-        token: Hub token; None uses HF_TOKEN or the token that ``hf auth login`` stored.
-        endpoint: address of the Hub; None uses HF_ENDPOINT or the public Hub.
+        token: Hub token; None uses the environment variable HF_TOKEN or the token that ``hf auth login`` stored.
+        endpoint: address of the Hub; None uses the environment variable HF_ENDPOINT or the public Hub.
+
+    Returns:
+        The repository, ready for requests.
 
     Raises:
-        WandsError: if name, address or token is invalid, or offline mode is set.
+        WandsError: if the name, the address or the token is invalid, there is no token, or offline mode is set.
     """
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -136,15 +149,16 @@ def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
 
 
 def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
-    """Create the repository and the branch if they are missing.
+    """Create the repository and its branch on the Hub if they do not exist.
 
     Args:
         hub: result of `connect`.
-        public: visibility of a new repository. An existing repository keeps its visibility, and a difference is logged.
+        public: whether a new repository is public. An existing repository keeps its visibility. If that differs from
+            `public`, a warning is logged.
         revision: branch to commit to; None is ``main``.
 
     Returns:
-        The hub with the full ``owner/name``.
+        A copy of `hub` whose `repo_id` is the full ``owner/name``.
     """
     from huggingface_hub import ModelInfo
     from huggingface_hub.errors import RepositoryNotFoundError

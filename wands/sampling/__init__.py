@@ -1,1 +1,1 @@
-"""Sampling: pipelines and LoRAs, requests and images, one sample, one video shared by ranks, contact sheets."""
+"""Sampling of videos: pipelines, LoRAs, requests, images, one video on one or several ranks, and contact sheets."""

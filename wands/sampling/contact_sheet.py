@@ -1,4 +1,6 @@
-"""Draw contact sheets: a PNG with a few frames of each video, optionally with each clip next to its sample."""
+"""Draw contact sheets. A contact sheet is a PNG with a few frames of each video, and optionally shows each clip next to
+its sample.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from wands.files import atomic_path
 
 CELL = (256, 144)
-"""Largest (width, height) of a frame in pixels."""
+"""Largest width and height of a frame on the sheet, in pixels."""
 MARGIN, FRAME_GAP, SIDE_GAP, ROW_GAP, LABEL_GAP = 20, 4, 28, 18, 6
 MIN_WIDTH = 480
 """Smallest width of a row in pixels, so that the caption of a narrow video has enough room."""
@@ -22,12 +24,13 @@ TEXT, FAINT, PAPER, LINE = (28, 28, 30), (110, 110, 118), (255, 255, 255), (222,
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One row of a sheet.
+    """One row of a contact sheet, which shows frames of one video, or frames of two videos next to each other.
 
     Attributes:
-        label: caption, drawn above the frames.
-        left: uint8 [F, H, W, 3].
-        right: uint8 [F, H, W, 3] of any size, drawn to the right of `left`; None leaves the right side empty.
+        label: caption above the frames.
+        left: frames of the left video, uint8 [F, H, W, 3].
+        right: frames of the right video, uint8 [F, H, W, 3]. The size may differ from the size of `left`. None leaves
+            the right half of the row empty.
     """
 
     label: str
@@ -36,26 +39,30 @@ class SheetRow:
 
 
 def pick_frames(frames: np.ndarray, count: int) -> np.ndarray:
-    """Choose `count` evenly spaced frames of a video, including the first and the last. Choose all frames of a short video.
+    """Choose `count` evenly spaced frames of a video, including the first and the last frame.
+
+    If the video has fewer frames than `count`, choose all frames.
 
     Args:
-        frames: uint8 [F, H, W, 3].
-        count: number of frames, at least 1.
+        frames: frames of the video, uint8 [F, H, W, 3].
+        count: number of frames to choose, at least 1.
 
     Returns:
-        uint8 [min(F, count), H, W, 3].
+        The chosen frames, uint8 [min(F, count), H, W, 3].
     """
     assert count > 0, count
     return frames[np.linspace(0, len(frames) - 1, min(len(frames), count)).round().astype(int)]
 
 
 def save_contact_sheet(path: Path, rows: Sequence[SheetRow], frames_per_row: int = 4) -> None:
-    """Draw all rows, one below the other, and write a PNG. If any row has a right side, both sides get a heading.
+    """Draw all rows below each other and write them as a PNG.
+
+    If any row has a right video, the sheet gets the headings "clip" on the left and "sample" on the right.
 
     Args:
         path: PNG to create or replace.
-        rows: at least one row.
-        frames_per_row: number of evenly spaced frames of each video.
+        rows: rows of the sheet, at least one.
+        frames_per_row: number of evenly spaced frames to show of each video.
 
     Raises:
         WandsError: if the file cannot be written.
@@ -86,7 +93,14 @@ def save_contact_sheet(path: Path, rows: Sequence[SheetRow], frames_per_row: int
 
 
 def _draw_row(label: str, strips: Sequence[Image.Image], right: int, width: int) -> Image.Image:
-    """Draw a label, and below the label one strip or two strips, of which the second starts at column `right`."""
+    """Draw a caption, and below the caption one or two strips of frames.
+
+    Args:
+        label: text of the caption.
+        strips: the left strip, or the left and the right strip.
+        right: column in pixels at which the right strip starts.
+        width: width of the row in pixels.
+    """
     font = _font(15)
     lines, line_height = _wrap(label, font, width), _line_height(font)
     top = len(lines) * line_height + LABEL_GAP
@@ -125,7 +139,7 @@ def _line_height(font: ImageFont.FreeTypeFont) -> int:
 
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Break a text at spaces into at most LABEL_LINES lines. A text that is too long ends in an ellipsis."""
+    """Break a text at spaces into at most LABEL_LINES lines of `width` pixels. Cut a longer text and add an ellipsis."""
     lines: list[str] = []
     rest = " ".join(text.split())
     while rest and len(lines) < LABEL_LINES:

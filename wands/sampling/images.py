@@ -1,4 +1,4 @@
-"""Read the first and last images of samples, scaled and cropped like training clips."""
+"""Read the images at which samples start or end. The images are scaled and cropped like training clips."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from wands.sampling.requests import SampleRequest, flag_of
 
 @dataclass(frozen=True)
 class ConditionImages:
-    """First and last image of a sample, RGB at the video's size; None for an image that was not given."""
+    """First and last image of a sample, in RGB and in the size of the video. An image that the user did not give is None."""
 
     image: Image.Image | None = None
     last_image: Image.Image | None = None
 
 
 def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages], list[str]]:
-    """Read the images of all requests.
+    """Read the first and last images of all requests.
 
     Args:
-        requests: requests with valid sizes.
+        requests: requests whose sizes are valid.
 
     Returns:
-        The images of each request, and one sentence per file that cannot be used.
+        (images of each request, error texts). There is one error text for each file that cannot be used.
     """
     read = functools.cache(read_image)  # many prompts may share an image
     images, problems = [], []
@@ -50,16 +50,18 @@ def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages
 
 
 def read_image(path: Path, height: int, width: int, *, last: bool = False) -> Image.Image:
-    """Read an image or a frame of a video. The decoder of training clips scales it to cover the size and crops the centre.
+    """Read an image, or one frame of a video.
+
+    The decoder of training clips scales the image to cover the requested size, and crops the image to its centre.
 
     Args:
         path: a video, or an image in any format that FFmpeg or Pillow reads.
-        height: pixels.
-        width: pixels.
-        last: use the last frame of a video instead of the first frame.
+        height: height of the result in pixels.
+        width: width of the result in pixels.
+        last: whether to read the last frame of a video instead of the first frame.
 
     Raises:
-        DataError: if the file cannot be read.
+        DataError: if neither FFmpeg nor Pillow can read the file.
     """
     try:
         return Image.fromarray(_decode(path, height, width, last))

@@ -1,7 +1,7 @@
-"""LoRAs for sampling: find the files, read every layout that diffusers or wands knows, add the LoRAs to the DiTs.
+"""Add LoRAs to the DiTs for sampling: find the files, read them in any layout that diffusers or wands supports, and load them.
 
-diffusers reads its own layout and the layouts of ComfyUI and musubi-tuner here, because it also reads changes of biases, which
-wands cannot merge into weights.
+Here diffusers itself reads its own layout and the layouts of ComfyUI and musubi-tuner. The reason is that diffusers can
+also load LoRA updates of biases, which wands cannot merge into the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from wands.model.files.name_maps import EXPERTS
 
 log = logging.getLogger(__name__)
 PEFT_KEYS = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "lora_bias")
-"""Keys of PEFT's config that change what a LoRA adds to the weights."""
+"""Keys of PEFT's settings that change the update which a LoRA adds to the weights."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Lora:
     """One LoRA file to add to the DiTs.
 
     Attributes:
-        path: file, folder or Hub id as the user typed it. If a folder contains one file per expert, the file.
+        path: file, folder or Hub id as the user typed it. For a folder with one file for each expert, this is the file.
         file: the safetensors file on this machine.
-        subfolder: DiT for keys that do not name a DiT: "transformer" or "transformer_2".
-        scale: factor on the LoRA's update.
-        flag: flag that the user typed, for errors.
+        subfolder: "transformer" or "transformer_2": the DiT to which keys without the name of a DiT belong.
+        scale: factor that multiplies the LoRA's update of the weights.
+        flag: command line flag that the user typed, for error messages.
     """
 
     path: str
@@ -52,20 +52,20 @@ class Lora:
 
     @property
     def label(self) -> str:
-        """Name of the LoRA in errors."""
+        """Flag and value that name the LoRA in error messages."""
         return f"{self.flag}={self.path}"
 
     def record(self) -> dict[str, Any]:
-        """Return the entry for `samples.jsonl`, which is the same on every machine."""
+        """Return the LoRA's entry in `samples.jsonl`. The entry contains nothing that depends on the machine."""
         return {"path": self.path, "part": self.subfolder, "scale": self.scale}
 
 
 def find_loras(lora: Sequence[str | Path], lora_2: Sequence[str | Path] = ()) -> list[Lora]:
-    """Find the files of LoRAs, and download LoRAs with a Hub id. No tensor is read.
+    """Find the files of LoRAs. Download a LoRA that is given as a Hub id. Do not read any tensor.
 
     Args:
-        lora: values of --lora, each "PATH" or "PATH=SCALE".
-        lora_2: values of --lora-2, for the low-noise expert.
+        lora: values of the flag --lora, each "PATH" or "PATH=SCALE".
+        lora_2: values of the flag --lora-2, which is for the low-noise expert, in the same form.
 
     Raises:
         ConfigError: if a scale is not a number, or a LoRA does not exist.
@@ -93,7 +93,11 @@ def _parse(text: str, flag: str) -> tuple[str, float]:
 
 
 def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
-    """Return one LoRA, or one for each expert whose name is in the name of a file or folder in `path`."""
+    """Find the LoRA at `path`: one LoRA, or one LoRA for each expert.
+
+    If files or subfolders have an expert's name ("high_noise" or "low_noise") in their names, each expert gets its
+    file.
+    """
     on_hub = is_hub_id(path)
     root = _fetch(path, flag) if on_hub else Path(path)
     experts = experts_in(root)
@@ -110,9 +114,10 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
 
 
 def _fetch(path: str, flag: str) -> Path:
-    """Return the folder of a Hub repository that contains the weights.
+    """Download the LoRA weights of a Hub repository and return their local folder.
 
-    diffusers would load the first file in the repository: of two experts always the high-noise expert, without a message.
+    diffusers would load only the first file in the repository. If the repository has a file for each of two experts,
+    that would always be the high-noise expert, without a message.
     """
     root = fetch_model(path, key=flag, allow=("*.safetensors", f"*{PEFT_CONFIG}"))  # * matches folders too
     folders = sorted({file.parent for file in root.rglob("*.safetensors")})
@@ -122,14 +127,14 @@ def _fetch(path: str, flag: str) -> Path:
 
 
 def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
-    """Add LoRAs to the DiTs of a pipeline, unmerged, each with its scale.
+    """Add LoRAs to the DiTs of a pipeline, each with its scale. The LoRAs are not merged into the weights.
 
     Args:
-        pipeline: diffusers pipeline, not offloaded yet.
-        loras: from `find_loras`.
+        pipeline: diffusers pipeline for which offloading is not enabled yet.
+        loras: result of `find_loras`.
 
     Raises:
-        ConfigError: if a file is damaged, has an unknown layout, or fits no module.
+        ConfigError: if a file is damaged, has an unknown layout, or fits no module of the DiT.
     """
     scales: dict[str, dict[str, float]] = {}
     for number, lora in enumerate(loras):
@@ -153,7 +158,12 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 
 
 def _read(pipeline: Any, lora: Lora) -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Return DiT -> (tensors, settings of PEFT's LoraConfig); all keys have the prefix "transformer."."""
+    """Read a LoRA file and return its tensors and settings for each DiT that it contains.
+
+    Returns:
+        A dict that maps "transformer" or "transformer_2" to (tensors by key, settings for PEFT's `LoraConfig`). The
+        settings are None if the file has none. All keys start with "transformer.".
+    """
     file = lora.file
     try:
         state, metadata = pipeline.lora_state_dict(

@@ -29,15 +29,15 @@ CLASSES = ("WanPipeline", "WanImageToVideoPipeline")
 
 @dataclass(frozen=True)
 class DiTSource:
-    """Source of a DiT: a diffusers folder, or a checkpoint.
+    """Source of a DiT: a diffusers folder, or a checkpoint of `wands train`.
 
     Attributes:
-        folder: folder or Hub id; for a checkpoint, the step folder.
-        subfolder: subfolder of `folder` with the DiT; "" if `folder` is the DiT.
-        label: flag and value that the user typed, for errors.
-        config: diffusers config of the DiT in a checkpoint; None reads the config from `folder`.
-        load: function that returns the weights in a checkpoint by diffusers parameter name, fp32 on the CPU; None reads the
-            weights from `folder`.
+        folder: for a diffusers folder, its path or Hub id. For a checkpoint, the step folder.
+        subfolder: subfolder of `folder` that contains the DiT; "" if `folder` contains the DiT itself.
+        label: flag and value that the user typed, for error messages.
+        config: for a checkpoint, the diffusers config of the DiT. None reads the config from `folder`.
+        load: for a checkpoint, a function that returns the weights: fp32 CPU tensors by diffusers parameter name. None
+            reads the weights from `folder`.
     """
 
     folder: str
@@ -49,14 +49,14 @@ class DiTSource:
 
 @dataclass(frozen=True)
 class PipelineSource:
-    """Sources of the parts of a pipeline.
+    """Sources from which a pipeline is loaded.
 
     Attributes:
-        model: diffusers pipeline folder or Hub id.
+        model: folder or Hub id of the diffusers pipeline.
         class_name: class of the pipeline, one of `CLASSES`.
-        dits: source of "transformer" and, for a model with two experts, of "transformer_2".
-        config: config of the DiTs, the same for both experts.
-        variant: variant of the model, from its configs.
+        dits: maps "transformer", and for a model with two experts also "transformer_2", to the source of this DiT.
+        config: diffusers config of the DiTs, which is equal for both experts.
+        variant: variant of the model, found from its configs.
         loras: LoRAs to add to the DiTs, in this order.
     """
 
@@ -71,15 +71,15 @@ class PipelineSource:
 def find_pipeline(
     model: str | Path, dits: Mapping[str, DiTSource] | None = None, loras: Sequence[Lora] = ()
 ) -> PipelineSource:
-    """Read the configs of a pipeline and check that the parts fit each other. No weight is read.
+    """Read the configs of a pipeline, and check that its DiTs, VAE, encoders and LoRAs fit each other. Do not read any weight.
 
     Args:
-        model: diffusers pipeline folder or Hub id.
-        dits: "transformer" or "transformer_2" -> source that replaces this DiT of the pipeline.
-        loras: from `find_loras`.
+        model: folder or Hub id of a diffusers pipeline.
+        dits: maps "transformer" or "transformer_2" to the source that replaces this DiT of the pipeline.
+        loras: result of `find_loras`.
 
     Raises:
-        ConfigError: if the model does not exist, is not a Wan pipeline, or its parts do not fit each other.
+        ConfigError: if the model does not exist or is not a Wan pipeline, or if its parts do not fit each other.
     """
     name, replaced = str(model), dits or {}
     label = f"--model={name}"
@@ -142,13 +142,13 @@ def check_encoders(label: str, root: Path, variant: Variant, origin: str) -> Non
     """Check that the VAE and the encoders of a pipeline fit its DiT.
 
     Args:
-        label: flag and value that name the pipeline.
+        label: flag and value that name the pipeline, for error messages.
         root: folder of the pipeline.
         variant: variant of the DiT.
-        origin: flag and value that name the DiT.
+        origin: flag and value that name the DiT, for error messages.
 
     Raises:
-        ConfigError: if a config is missing, or a size differs.
+        ConfigError: if a config is missing, or a size in a config differs from the size that the DiT needs.
     """
     shape = variant.dit
     vae, text = (_read_config(root / part / "config.json", label) for part in ("vae", "text_encoder"))
@@ -174,18 +174,19 @@ def check_encoders(label: str, root: Path, variant: Variant, origin: str) -> Non
 def load_pipeline(
     source: PipelineSource, *, dtype: torch.dtype = torch.float32, device: str = "cpu", offload: str = "none"
 ) -> AnyPipeline:
-    """Load all weights, add the LoRAs, and place the parts.
+    """Load all weights of a pipeline, add the LoRAs, and move the models to the device.
 
     Args:
-        source: from `find_pipeline`.
-        dtype: dtype of the DiTs and the text encoder. The VAE, the image encoder and a few layers of the DiTs stay fp32.
+        source: result of `find_pipeline`.
+        dtype: dtype of the DiTs and the text encoder. The VAE, the image encoder and a few layers of the DiTs stay
+            fp32.
         device: device to sample on.
-        offload: "none"; "model" or "sequential": keep the weights on the CPU, and move one model or one layer to `device`
-            when it is needed.
+        offload: "none" keeps all models on `device`. "model" and "sequential" keep the weights on the CPU, and move one
+            model or one layer at a time to `device`.
 
     Raises:
-        ConfigError: if files are missing or damaged, tensors do not fit the configs, or a LoRA fits no module.
-        CheckpointError: if trained weights do not fit their config.
+        ConfigError: if files are missing or damaged, the tensors do not fit the configs, or a LoRA fits no module.
+        CheckpointError: if the weights of a checkpoint do not fit their config.
     """
     with quiet_loading():
         dits = {part: load_dit(dit, dtype) for part, dit in source.dits.items()}
@@ -201,11 +202,11 @@ def load_pipeline(
 
 
 def load_dit(source: DiTSource, dtype: torch.dtype) -> WanTransformer3DModel:
-    """Load one stock DiT on the CPU. Layers that diffusers keeps in fp32 stay fp32.
+    """Load one DiT as a model of diffusers on the CPU, in `dtype`. Layers that diffusers keeps in fp32 stay fp32.
 
     Raises:
-        ConfigError: if the folder's weights are missing, damaged, or do not fit its config.
-        CheckpointError: if trained weights do not fit their config.
+        ConfigError: if the weights in a diffusers folder are missing, are damaged, or do not fit the folder's config.
+        CheckpointError: if the weights of a checkpoint do not fit their config.
     """
     if source.load is not None and source.config is not None:
         return _load_trained(source.label, source.config, source.load(), dtype)
@@ -249,7 +250,13 @@ def _load_trained(
 def _load_around(
     source: PipelineSource, dits: Mapping[str, torch.nn.Module], dtype: torch.dtype
 ) -> AnyPipeline:
-    """Load the frozen parts of a pipeline on the CPU, and build the pipeline with the given DiTs."""
+    """Load all models of a pipeline except the DiTs on the CPU, and build the pipeline with the given DiTs.
+
+    Args:
+        source: result of `find_pipeline`.
+        dits: maps "transformer" or "transformer_2" to the loaded DiT.
+        dtype: dtype of the text encoder. The VAE and the image encoder are loaded in fp32.
+    """
     dtypes = {"default": dtype, "vae": torch.float32}
     if "clip" in source.variant.conditions:
         dtypes["image_encoder"] = torch.float32

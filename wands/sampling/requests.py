@@ -1,4 +1,4 @@
-"""Sample requests: prompts with their options, checked before any weight is read."""
+"""Build sample requests. A sample request is a prompt with its options; it is checked before any weight is read."""
 
 from __future__ import annotations
 
@@ -15,43 +15,50 @@ from wands.variants import Variant
 
 CAPTION_NAMES = ("prompt", "caption", "text", "cap")
 CLIP_NAMES = ("video", "video_path", "file_name", "path")
-"""Columns of a data set's metadata file. Such a file is a valid prompt file; its clips are not read."""
+"""Columns that contain the path of a clip in the metadata file of a data set. Such a metadata file is a valid prompt
+file; its clips are not read.
+"""
 FilePath = Annotated[str | None, BeforeValidator(lambda path: None if path is None else str(path))]
 
 
 class SampleRequest(BaseModel):
-    """One video to sample. An explicitly set field overrides the option of the command with the same name."""
+    """Options of one video to sample. In a prompt file, a field that is set overrides the command line option with the
+    same name.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompt: str
     height: int = Field(default=480, gt=0)
-    """Pixels."""
+    """Height of the video in pixels."""
     width: int = Field(default=832, gt=0)
-    """Pixels."""
+    """Width of the video in pixels."""
     num_frames: int = Field(default=81, gt=0)
     num_inference_steps: int = Field(default=50, gt=0)
     guidance_scale: float = Field(default=5.0, ge=0, allow_inf_nan=False)
-    """Classifier-free guidance scale; values up to 1 turn guidance off."""
+    """Scale of classifier-free guidance. Values up to 1 turn guidance off."""
     guidance_scale_2: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Guidance scale of the low-noise expert; None uses `guidance_scale`."""
     flow_shift: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """None keeps the shift of the pipeline's scheduler."""
+    """Shift of the noise schedule. None keeps the shift of the pipeline's scheduler."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     negative_prompt: str = ""
     image: FilePath = None
-    """Image file for the first frame, or a video, whose first frame is used."""
+    """File with the first frame of the video: an image, or a video whose first frame is used."""
     last_image: FilePath = None
-    """Image file for the last frame, or a video, whose last frame is used."""
+    """File with the last frame of the video: an image, or a video whose last frame is used."""
 
 
 def size_problem(variant: Variant, key: str, value: int) -> str | None:
-    """Return None for a size that a model can sample, else the rule that the size breaks and the nearest valid sizes.
+    """Check one dimension of a video against the sizes that a model can sample.
 
     Args:
         variant: variant of the model.
         key: "height", "width" or "num_frames".
-        value: pixels or frames, at least 1.
+        value: number of pixels or frames, at least 1.
+
+    Returns:
+        None if the size is valid. Otherwise a text with the rule that the size breaks and the nearest valid sizes.
     """
     axis = ("num_frames", "height", "width").index(key)
     stride, patch = variant.vae_stride[axis], variant.dit.patch_size[axis]
@@ -66,26 +73,26 @@ def size_problem(variant: Variant, key: str, value: int) -> str | None:
 
 
 def flag_of(field: str) -> str:
-    """Return the flag of `wands infer` for a field of `SampleRequest`."""
+    """Return the command line flag of `wands infer` that sets a field of `SampleRequest`."""
     option = InferOptions.model_fields["prompts" if field == "prompt" else field]
     spellings = [item for item in option.metadata if isinstance(item, Spelling)]
     return spellings[0].name if spellings else f"--{field.replace('_', '-')}"
 
 
 def read_prompts(path: Path) -> list[SampleRequest]:
-    """Read a prompt file.
+    """Read a prompt file and return its sample requests.
 
     Args:
-        path: `.txt` with one prompt per line; or `.jsonl` with one object per line, whose keys are `prompt` (or `caption`)
-            and any other field of `SampleRequest`. Empty lines are skipped. Columns with the name of a clip are ignored.
-            Relative image paths start at the folder of the file.
+        path: `.txt` file with one prompt per line, or `.jsonl` file with one JSON object per line. The keys of an
+            object are `prompt` (or `caption`) and any other field of `SampleRequest`. Empty lines are skipped. Keys
+            that name a clip, such as `video`, are ignored. Relative image paths start at the folder of the prompt file.
 
     Returns:
-        One request per line, in the order of the file. Only the fields in the line are set explicitly.
+        One request per line, in the order of the file. Only fields that are in the line count as set.
 
     Raises:
-        ConfigError: if the file is missing, empty or not a prompt file, or lines are invalid. The error lists all invalid
-            lines.
+        ConfigError: if the file is missing, is empty, has a wrong suffix, or contains invalid lines. The error lists
+            all invalid lines.
     """
     label = f"--prompts-file={path}"
     if path.suffix not in (".txt", ".jsonl"):
@@ -141,16 +148,17 @@ def _parse_row(line: str, folder: Path) -> dict[str, Any]:
 def build_requests(
     prompts: Sequence[str | SampleRequest], options: Mapping[str, Any], variant: Variant
 ) -> tuple[list[SampleRequest], list[str]]:
-    """Combine every prompt with its options and check the result.
+    """Combine every prompt with the command line options, and check the resulting requests.
 
     Args:
-        prompts: texts, or requests whose explicitly set fields override `options`.
-        options: field of `SampleRequest` -> None or () if not given, one value for all prompts, or one value per prompt.
-            Prompt i gets seed + i from a single `seed`, so that equal prompts give different videos.
+        prompts: texts or requests. The fields that are set in a request override `options`.
+        options: maps a field of `SampleRequest` to one value for all prompts, or to a list with one value per prompt.
+            None or an empty list means that the option was not given. If there is only one `seed`, prompt number i
+            (from 0) gets seed + i, so that equal prompts give different videos.
         variant: variant of the model.
 
     Returns:
-        The requests, and the problems of all prompts. A prompt with a problem may have no request.
+        (requests, error texts of all prompts). A prompt with an invalid field has error texts and no request.
     """
     if not prompts:
         return [], ["--prompt is missing. Give --prompt TEXT at least once, or --prompts-file."]
@@ -182,7 +190,15 @@ def build_requests(
 
 
 def find_problems(request: SampleRequest, variant: Variant) -> Iterator[tuple[str, str]]:
-    """Yield (option, broken rule) for sizes, images and guidance that the model cannot sample or does not use."""
+    """Find sizes, images and guidance scales that the model cannot sample, and options that would have no effect.
+
+    Args:
+        request: request to check.
+        variant: variant of the model.
+
+    Yields:
+        (option as text, rule that the option breaks).
+    """
     for key in ("height", "width", "num_frames"):
         if text := size_problem(variant, key, size := getattr(request, key)):
             yield f"{flag_of(key)}={size}", text
@@ -215,7 +231,12 @@ def find_problems(request: SampleRequest, variant: Variant) -> Iterator[tuple[st
 
 
 def _join_prompts(problems: Iterable[tuple[int, str, str]], num_prompts: int) -> list[str]:
-    """Turn (index of a prompt, option, rule) into sentences, one for all prompts with the same option and rule."""
+    """Turn broken rules into error texts. Prompts that break the same rule with the same option share one text.
+
+    Args:
+        problems: tuples (index of the prompt, option as text, broken rule).
+        num_prompts: number of all prompts. A rule that all prompts break gets a text without prompt numbers.
+    """
     prompts: dict[tuple[str, str], list[int]] = {}
     for i, option, rule in problems:
         prompts.setdefault((option, rule), []).append(i + 1)
@@ -228,7 +249,7 @@ def _join_prompts(problems: Iterable[tuple[int, str, str]], num_prompts: int) ->
 
 
 def _rules(error: ValidationError) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, value, broken rule) for every error in a request."""
+    """Yield (key, value as text, broken rule) for every error that pydantic found in a request."""
     for item in error.errors():
         key = ".".join(map(str, item["loc"]))
         rule = f"is invalid: {item['msg'][0].lower()}{item['msg'][1:]}."

@@ -1,4 +1,4 @@
-"""Sample one video with a diffusers pipeline."""
+"""Sample one video with a diffusers pipeline: prepare the pipeline, run the denoising loop, decode the latents."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ NO_IMAGES = ConditionImages()
 
 
 def takes_images(pipeline: AnyPipeline) -> bool:
-    """Return whether a pipeline belongs to the class that samples from images."""
+    """Return whether a pipeline belongs to diffusers' class for sampling from images, `WanImageToVideoPipeline`."""
     return not isinstance(pipeline, WanPipeline)
 
 
 def pipeline_for(
     pipeline: AnyPipeline, request: SampleRequest, images: ConditionImages = NO_IMAGES
 ) -> AnyPipeline:
-    """Return a pipeline with the same modules and a new scheduler for one request.
+    """Return a pipeline for one request, with the same models and a new scheduler.
 
-    For TI2V, diffusers has one class for requests with an image and one for requests without. A scheduler keeps state of the
-    previous sample, so every request needs a new scheduler.
+    A scheduler keeps state of the previous sample, so every request needs a new scheduler. For the TI2V model,
+    diffusers has two pipeline classes: one for requests with an image, and one for requests without an image.
 
     Args:
         pipeline: pipeline of the model, of either class.
-        request: request with the `flow_shift` of the scheduler.
-        images: images of the request.
+        request: request. Its `flow_shift` is set in the new scheduler.
+        images: images of the request, which decide the class.
     """
     # Imported only if used, because the class for images requires torchvision.
     name = "WanPipeline" if images.image is None else "WanImageToVideoPipeline"
@@ -53,15 +53,15 @@ def pipeline_for(
 def sample_latents(
     pipeline: AnyPipeline, request: SampleRequest, images: ConditionImages = NO_IMAGES
 ) -> torch.Tensor:
-    """Run the pipeline's denoising loop for one request.
+    """Run the denoising loop of a pipeline for one request.
 
     Args:
-        pipeline: result of `pipeline_for`.
+        pipeline: result of `pipeline_for` for this request.
         request: request to sample.
         images: images of the request.
 
     Returns:
-        Final normalised latents, fp32 [C, f, h, w] on the CPU.
+        The final normalised latents, fp32 [C, f, h, w] on the CPU. f, h and w are the latent frames, rows and columns.
 
     Raises:
         WandsError: if the latents are not finite.
@@ -94,14 +94,14 @@ def sample_latents(
 
 @torch.no_grad()
 def decode_latents(pipeline: AnyPipeline, latents: torch.Tensor) -> np.ndarray:
-    """Decode latents exactly as diffusers' Wan pipelines do.
+    """Decode latents to frames with exactly the operations of diffusers' Wan pipelines.
 
     Args:
         pipeline: pipeline whose VAE decodes the latents.
-        latents: fp32 [C, f, h, w], normalised.
+        latents: normalised latents, fp32 [C, f, h, w].
 
     Returns:
-        uint8 [F, H, W, 3].
+        Frames of the video, uint8 [F, H, W, 3].
     """
     vae = pipeline.vae
     latents = latents[None].to(pipeline._execution_device, vae.dtype)
@@ -117,17 +117,17 @@ def decode_latents(pipeline: AnyPipeline, latents: torch.Tensor) -> np.ndarray:
 
 
 def with_shift(scheduler: Any, flow_shift: float | None) -> Any:
-    """Return a new scheduler of the same class and config.
+    """Return a new scheduler with the class and the config of a given scheduler, and with a new shift.
 
     Args:
-        scheduler: a flow-matching scheduler of diffusers.
-        flow_shift: shift to set; None keeps the shift of the scheduler.
+        scheduler: flow-matching scheduler of diffusers.
+        flow_shift: shift of the new scheduler; None keeps the shift of `scheduler`.
     """
     change = {} if flow_shift is None else {shift_key(scheduler): flow_shift}
     return type(scheduler).from_config(scheduler.config, **change)
 
 
 def shift_key(scheduler: Any) -> str:
-    """Return the key of the shift in a scheduler's config."""
+    """Return the name of the shift in a scheduler's config: "flow_shift" or "shift"."""
     # Solvers with flow sigmas, such as UniPC, call the shift flow_shift. FlowMatchEuler calls it shift.
     return "flow_shift" if "use_flow_sigmas" in scheduler.config else "shift"

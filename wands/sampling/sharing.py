@@ -1,11 +1,15 @@
-"""Sample one video on all ranks of a launcher together, with the tokens of stock transformers divided among the ranks.
+"""Sample each video on all ranks of a launcher together. The ranks divide the tokens of diffusers' transformers among them.
 
-Between the first block and the head, all modules except self-attention work token by token, so stock modules stay unchanged.
-Hooks select this rank's tokens and rotary angles before the blocks, another processor computes self-attention over all ranks,
-and a hook joins the output of the head. The video differs from the video of one process by no more than with another attention
-kernel, in bf16 too. `PackedWanTransformer` keeps the residual stream in fp32, so it would give another video in bf16.
+Between the first block and the head, all modules except self-attention process each token separately, so these modules
+of diffusers stay unchanged. Hooks select this rank's tokens and rotary angles before the blocks. A new attention
+processor computes self-attention over the tokens of all ranks. A hook after the head joins the tokens of all ranks.
 
-Letters: B samples of one size, N tokens of a sample, L tokens of this rank including padding, H heads, D head dim.
+The video differs from the video of one process only by rounding, as after a change of the attention kernel. This is
+also true in bf16. `PackedWanTransformer` is not used, because it keeps the residual stream in fp32. In bf16, its video
+would differ more from the video of one process.
+
+Letters: B samples with the same number of tokens, N tokens of a sample, L tokens of this rank including padding, H
+attention heads, D channels of a head, P output channels of a token.
 """
 
 from __future__ import annotations
@@ -43,15 +47,18 @@ log = logging.getLogger(__name__)
 def plan_ranks(
     variant: Variant, ulysses_degree: int | None = None, ring_degree: int | None = None
 ) -> tuple[ParallelDims, list[str]]:
-    """Choose the degrees of one context-parallel group of all ranks. Without a launcher there is one rank.
+    """Choose the Ulysses degree and the ring degree of one context-parallel group that contains all ranks of the launcher.
+
+    Without a launcher, there is one rank.
 
     Args:
-        variant: variant whose heads are divided.
+        variant: variant of the model, whose attention heads are divided.
         ulysses_degree: number of ranks that share the attention heads; None chooses the largest valid degree.
-        ring_degree: number of ranks that share the tokens; None uses the remaining ranks.
+        ring_degree: number of ranks that share the tokens; None uses all ranks that the Ulysses degree leaves.
 
     Returns:
-        The dimensions with this rank's place, and a list of problems with the degrees, which is empty or has one sentence.
+        (parallel dimensions of this rank, error texts). The list of error texts has at most one text, and is empty if
+        the degrees are valid.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     dims = ParallelDims(world_size, rank)
@@ -79,16 +86,16 @@ def plan_ranks(
 
 
 def share_pipeline(pipeline: AnyPipeline, dims: ParallelDims) -> None:
-    """Join the process group, and make the pipelines of all ranks sample each video together.
+    """Join the process group, and change the pipeline of this rank so that all ranks sample each video together.
 
-    Afterwards every rank must make the same calls, and every rank gets the same latents.
+    After this call, all ranks must call the pipeline with the same arguments, and all ranks get the same latents.
 
     Args:
-        pipeline: from `load_pipeline`.
-        dims: from `plan_ranks`.
+        pipeline: result of `load_pipeline`.
+        dims: result of `plan_ranks`.
 
     Raises:
-        ConfigError: on every rank, if weights or scheduler differ between ranks.
+        ConfigError: on every rank, if the weights or the scheduler differ between ranks.
     """
     # Imported here because the module imports DeepSpeed, which one process does not need.
     from wands.attention.ulysses import context_attention
@@ -108,9 +115,9 @@ def share_pipeline(pipeline: AnyPipeline, dims: ParallelDims) -> None:
 
 
 def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
-    """Compare the scheduler and the weights of all ranks, because folders of one name can differ between nodes.
+    """Check that the scheduler and the weights are equal on all ranks. Folders with the same name can differ between nodes.
 
-    The VAE is compared only if all ranks encode images with it. Only one rank decodes.
+    The VAE's weights are checked only if the VAE encodes images, because then all ranks use it. Only one rank decodes.
     """
     config = pipeline.config
     parts: dict[str, Any] = {
@@ -131,7 +138,10 @@ def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
 
 @torch.no_grad()
 def _checksums(module: torch.nn.Module, device: torch.device) -> dict[str, str]:
-    """Return a checksum (16 hex digits) of each parameter by name, also of offloaded parameters."""
+    """Return a dict that maps the name of each parameter to a checksum of its values (16 hex digits).
+
+    The values of offloaded parameters are included.
+    """
     sums = {}
     for path, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
@@ -146,7 +156,7 @@ def _checksums(module: torch.nn.Module, device: torch.device) -> dict[str, str]:
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a diffusers config without its private entries, such as the version of diffusers."""
+    """Return a diffusers config without the keys that start with "_", such as the version of diffusers."""
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
@@ -156,15 +166,16 @@ def shard_transformer(
     dims: ParallelDims,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Change a stock transformer in place, so that the ranks of a group divide the tokens of each call.
+    """Change a diffusers transformer in place, so that the ranks of a group divide the tokens of each call.
 
-    Arguments and results of a call do not change. All ranks of the group must call the model with the same latents, timesteps
-    and text. All ranks get the same whole velocity, bit for bit.
+    The arguments and the results of a call have the same form as before. All ranks of the group must call the model
+    with the same latents, timesteps and text. Every rank gets the same velocity of all tokens, bit for bit.
 
     Args:
-        transformer: stock model of any variant, with all weights on every rank. Timesteps may be per token.
-        self_attention: attention inside a sample whose tokens are divided among the group.
-        dims: place of this rank, with the degrees that `self_attention` uses.
+        transformer: diffusers model of any variant, with all weights on every rank. Timesteps may differ between
+            tokens.
+        self_attention: function that computes self-attention inside a sample whose tokens are divided among the group.
+        dims: parallel dimensions of this rank, with the degrees that `self_attention` uses.
         group: ranks that share a sample, in the order of `dims.cp_rank`; None for one rank.
     """
     cut = _Cut(transformer.config.patch_size, dims, group)
@@ -177,7 +188,15 @@ def shard_transformer(
 
 
 class ShardedAttentionProcessor:
-    """Self-attention with another kernel, and with the projections, norms, rotation and casts of the stock processor."""
+    """Attention processor of diffusers that computes self-attention over the tokens of all ranks.
+
+    The projections, norms, rotation and casts are the same as in diffusers' own processor. Only the attention itself is
+    computed by `self_attention`.
+
+    Args:
+        self_attention: function that computes self-attention inside a sample whose tokens are divided among ranks.
+        cut: hooks of the model, which hold the metadata of this rank's tokens.
+    """
 
     def __init__(self, self_attention: SelfAttention, cut: _Cut) -> None:
         self.self_attention, self.cut = self_attention, cut
@@ -190,7 +209,7 @@ class ShardedAttentionProcessor:
         _attention_mask: None,
         rotary_emb: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Run self-attention over the tokens of all ranks: [B, L, H * D] -> [B, L, H * D]."""
+        """Compute self-attention over the tokens of all ranks. The result has the shape of `hidden_states`: [B, L, H * D]."""
         q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, attn.to_v(hidden_states)))
         q, k = _rotate(q, *rotary_emb), _rotate(k, *rotary_emb)
@@ -211,7 +230,10 @@ class _Cut:
         self._order: Tensor
 
     def angles(self, _: Any, args: tuple[Tensor], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Select this rank's rows of the rotary angles [1, N, 1, D]. This hook runs first and stores the token index."""
+        """Select the rotary angles of this rank's tokens from the angles [1, N, 1, D] of all tokens.
+
+        This hook runs before the other hooks, and stores the indices of this rank's tokens for them.
+        """
         grid = grid_size(args[0].shape[2:], self.patch_size)
         self.meta, self._mine, self._order = _token_index(grid, self.dims, args[0].device)
         return tuple(table[:, self._mine] for table in output)
@@ -219,7 +241,10 @@ class _Cut:
     def timesteps(
         self, _: Any, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Select this rank's timesteps if there is one per token, [B * N]. One timestep per sample does not change."""
+        """Select the timesteps of this rank's tokens from the timesteps [B * N] of all tokens.
+
+        If there is only one timestep per sample, change nothing.
+        """
         num_tokens = options.get("timestep_seq_len")
         if num_tokens is None:
             return args, options
@@ -228,12 +253,12 @@ class _Cut:
         return (mine.flatten(), *others), options | {"timestep_seq_len": mine.shape[1]}
 
     def tokens(self, _: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Select this rank's tokens before the first block: [B, N, H * D] -> [B, L, H * D]."""
+        """Select this rank's tokens [B, L, H * D] from all tokens [B, N, H * D] before the first block."""
         hidden, *others = args
         return hidden[:, self._mine], *others
 
     def join(self, _: Any, _args: Any, output: Tensor) -> Tensor:
-        """Join the tokens of all ranks after the head: [B, L, P] on each rank -> [B, N, P]."""
+        """Join the head's outputs [B, L, P] of all ranks to the outputs [B, N, P] of all tokens, without padding."""
         pieces = [output]
         if self.group is not None:
             pieces = [torch.empty_like(output) for _ in range(self.group.size())]
@@ -245,14 +270,18 @@ class _Cut:
 def _token_index(
     grid: tuple[int, int, int], dims: ParallelDims, device: torch.device
 ) -> tuple[PackedMeta, Tensor, Tensor]:
-    """Return the metadata of this rank's tokens, their index in the sample [L], and the order of all ranks' tokens [N].
+    """Choose the tokens of this rank, and find where the joined tokens of all ranks belong in the sample.
 
-    A pad is a copy of token 0. No token attends to a pad, and the order omits pads.
+    The padding of a rank is copies of token 0, to which no token attends.
 
     Args:
-        grid: number of tokens in (frames, rows, columns).
-        dims: place of this rank.
+        grid: number of tokens in each (frame direction, row direction, column direction).
+        dims: parallel dimensions of this rank.
         device: device of the results.
+
+    Returns:
+        (metadata of this rank's tokens, indices [L] of this rank's tokens in the sample, indices [N]). The last tensor
+        selects the tokens of the sample in order from the joined tokens of all ranks, and leaves out the padding.
     """
     num_tokens = grid[0] * grid[1] * grid[2]
     layouts = [
@@ -271,7 +300,10 @@ def _token_index(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [B, L, H, D] with the roundings of the stock model, where this is a local function."""
+    """Rotate queries or keys [B, L, H, D] by their rotary angles, with the same roundings as diffusers.
+
+    The function is written again here because diffusers defines it inside another function and cannot export it.
+    """
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return (

@@ -1,1 +1,1 @@
-"""Files of weights: reading, writing, names, configs, LoRAs and checkpoints."""
+"""Files of model weights: reading, writing, tensor names, configs, LoRAs and checkpoints."""

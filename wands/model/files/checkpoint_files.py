@@ -41,21 +41,25 @@ class TrainState:
     The state of random number generators is not saved, because all random numbers are functions of the step.
 
     Attributes:
-        step: optimizer steps made.
+        step: number of optimizer steps that the run has made.
         epoch: epoch of the next step, for information only.
         world_size: number of ranks that wrote the ZeRO partitions.
         zero_stage: ZeRO stage of the partitions.
         variant: name of the model's variant.
-        parts: subfolders of the trained DiTs in the pipeline; the checkpoint has a folder of each name.
-        transformer_config: diffusers config of each DiT, enough to rebuild it.
-        data_fingerprint: digest of the keys and lengths of all samples, in order.
-        data_summary: counts for the model card.
-        recipe: the resolved recipe.
-        base: `model.path` of the run; a folder is stored as an absolute path.
-        loss: (step, loss) of the run so far, thinned to at most 2,000 points.
-        files: size in bytes of every other file in the folder, by name. A checkpoint is complete if all sizes agree.
-        base_on_hub: whether `base` is a Hub id. None in checkpoints of older versions, which stored a folder as the user typed
-            it. If an old `base` may be a folder, "./" is put in front, so that wands never searches for it on the Hub.
+        parts: subfolders of the trained DiTs in the diffusers pipeline, such as "transformer". The checkpoint has a
+            folder with each of these names.
+        transformer_config: diffusers config of the DiT, enough to rebuild it. All trained DiTs of a run have the same
+            config.
+        data_fingerprint: digest of the keys and lengths of all training samples, in order.
+        data_summary: numbers about the training data for the model card.
+        recipe: the recipe of the run, with all defaults filled in.
+        base: `model.path` of the run. A folder is stored as an absolute path.
+        loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
+        files: maps the name of every other file in the checkpoint folder to its size in bytes. A checkpoint is complete
+            if every file has this size.
+        base_on_hub: whether `base` is a Hub id. The value is None in checkpoints of older versions, which stored a
+            folder as the user typed it. If an old `base` may be a folder, "./" is put in front, so that wands never
+            searches for this name on the Hub.
     """
 
     step: int
@@ -79,16 +83,16 @@ class TrainState:
             object.__setattr__(self, "base", f"./{self.base}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for json.dump."""
+        """Return the state as a dict of plain values that `json.dump` can write."""
         return asdict(self)
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint.
+    """A complete checkpoint of one optimizer step.
 
     Attributes:
-        folder: the step folder.
-        state: the contents of its state file.
+        folder: folder of the step, such as `checkpoints/step_00000100`.
+        state: contents of the state file `wands_state.json` in this folder.
     """
 
     folder: Path
@@ -99,22 +103,23 @@ class Checkpoint(NamedTuple):
 
 
 def step_name(step: int) -> str:
-    """Return the folder name of a step. Sorted names are in the order of the steps."""
+    """Return the name of the checkpoint folder of a step. If such names are sorted as text, the steps are in ascending order."""
     return f"step_{step:08d}"
 
 
 def list_steps(folder: Path) -> list[Path]:
-    """Return the folders of finished steps in a checkpoints folder, oldest first."""
+    """Return the step folders (`step_*`) in a checkpoints folder, oldest first. A returned folder may be incomplete."""
     return sorted(
         path for path in folder.glob("step_*") if path.is_dir() and re.fullmatch(r"step_\d{8}", path.name)
     )
 
 
 def load_state(checkpoint: Path) -> TrainState:
-    """Read `wands_state.json` of a step folder and check the size of every file that it lists.
+    """Read `wands_state.json` of a step folder, and check the size of every file that this state lists.
 
     Raises:
-        CheckpointError: if the folder is not a checkpoint, or is incomplete.
+        CheckpointError: if the folder has no `wands_state.json`, this file is damaged, or a listed file is missing or
+            has a different size.
     """
     try:
         values = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
@@ -139,12 +144,14 @@ def load_state(checkpoint: Path) -> TrainState:
 
 
 def find_checkpoint(where: Path) -> Checkpoint:
-    """Return the newest complete checkpoint of a step folder, a checkpoints folder or a run folder.
+    """Return a complete checkpoint of a step folder, a checkpoints folder or a run folder.
 
-    If `latest` is missing, empty or names a damaged folder, the newest complete checkpoint is used, with a warning.
+    For a step folder, return its checkpoint. For the other folders, return the checkpoint that the file `latest` names.
+    If `latest` is missing, is empty or names a damaged checkpoint, log a warning and return the newest complete
+    checkpoint.
 
     Raises:
-        CheckpointError: if there is no complete checkpoint.
+        CheckpointError: if the folder contains no complete checkpoint.
     """
     if (where / STATE_FILE).is_file():
         return Checkpoint(where, load_state(where))
@@ -172,18 +179,21 @@ def find_checkpoint(where: Path) -> Checkpoint:
 
 
 def load_exported_state(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, Tensor]:
-    """Assemble the trained fp32 weights of a DiT from a checkpoint's ZeRO partitions.
+    """Assemble the fp32 weights of a trained DiT from a checkpoint's ZeRO partitions.
 
     Args:
-        where: step folder, or run folder; the newest complete checkpoint of a run is used.
-        part: subfolder of the DiT, one of the state's `parts`.
-        ema: read the moving average of the trained weights; frozen weights stay as they are.
+        where: step folder, or run folder. A run folder stands for its newest complete checkpoint.
+        part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
+        ema: whether to read the moving average of the trained weights instead of their last values. Frozen weights have
+            no average and keep their values.
 
     Returns:
-        diffusers parameter names -> fp32 CPU tensors. For a LoRA run: PEFT's names of the LoRA's parameters only.
+        A dict that maps diffusers parameter names to fp32 CPU tensors. For a LoRA run, it contains only the LoRA's
+        parameters under PEFT's names.
 
     Raises:
-        CheckpointError: if there is no complete checkpoint, or no average.
+        CheckpointError: if there is no complete checkpoint, or `ema` is set and the checkpoint contains no moving
+            average.
     """
     checkpoint = find_checkpoint(where)
     if not ema:
@@ -196,7 +206,7 @@ def load_exported_state(where: Path, part: str = "transformer", ema: bool = Fals
 
 
 def _load_trained(checkpoint: Checkpoint, part: str, excluded: Collection[str] = ()) -> dict[str, Tensor]:
-    """Read the weights except those named in `excluded`."""
+    """Read the fp32 weights of the DiT `part` from a checkpoint, except the weights with a name in `excluded`."""
     folder, state = checkpoint
     adapters_only = state.recipe.get("lora") is not None
     weights: dict[str, Tensor] = {}
@@ -229,18 +239,19 @@ def lora_of(state: TrainState) -> LoraConfig | None:
 
 
 def load_lora_of(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, LoraPair]:
-    """Read the LoRA from a checkpoint of a LoRA run.
+    """Read the LoRA of one DiT from a checkpoint of a LoRA run.
 
     Args:
-        where: step folder, or run folder; the newest complete checkpoint of a run is used.
-        part: subfolder of the DiT, one of the state's `parts`.
-        ema: read the moving average.
+        where: step folder, or run folder. A run folder stands for its newest complete checkpoint.
+        part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
+        ema: whether to read the moving average of the LoRA instead of its last values.
 
     Returns:
-        Module name -> LoRA.
+        A dict that maps the name of each adapted module to its pair of LoRA matrices.
 
     Raises:
-        CheckpointError: if there is no complete checkpoint, or no average.
+        CheckpointError: if there is no complete checkpoint, or `ema` is set and the checkpoint contains no moving
+            average.
     """
     lora = lora_of(find_checkpoint(where).state)
     assert lora is not None, f"{where} is of a run without LoRA"
@@ -254,21 +265,25 @@ def load_full_weights(
     ema: bool = False,
     base_key: str = "--base",
 ) -> dict[str, Tensor]:
-    """Read all weights of a DiT: the weights of a full finetune, or the weights of the base with the LoRA merged in.
+    """Read all weights of a trained DiT.
+
+    For a full finetune, these are the weights of the checkpoint. For a LoRA run, these are the weights of the base
+    model with the LoRA merged in.
 
     Args:
-        where: step folder, or run folder; the newest complete checkpoint of a run is used.
-        part: subfolder of the DiT, one of the state's `parts`.
+        where: step folder, or run folder. A run folder stands for its newest complete checkpoint.
+        part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
         base: model into whose weights a LoRA is merged; None uses the `model.path` of the run.
-        ema: read the moving average of the trained weights.
-        base_key: option that `base` comes from, for errors.
+        ema: whether to read the moving average of the trained weights instead of their last values.
+        base_key: option with which the user chose `base`, for error messages.
 
     Returns:
-        diffusers parameter names -> fp32 CPU tensors.
+        A dict that maps diffusers parameter names to fp32 CPU tensors.
 
     Raises:
-        CheckpointError: if there is no complete checkpoint or no average, or the base is damaged.
-        ConfigError: if the base does not exist, or a LoRA does not fit it.
+        CheckpointError: if there is no complete checkpoint, the base model is damaged, or `ema` is set and the
+            checkpoint contains no moving average.
+        ConfigError: if the base model does not exist, or a LoRA does not fit the base model.
     """
     state = find_checkpoint(where).state
     if lora_of(state) is None:
@@ -295,20 +310,23 @@ def load_full_weights(
 
 
 def average_file(rank: int) -> str:
-    """Return the name of the file with the average of a rank's partition, in the DiT's folder of a checkpoint."""
+    """Return the name of the file in which a rank stores its fragments of the moving average.
+
+    Each DiT folder of a checkpoint contains one such file per rank.
+    """
     return f"ema_rank_{rank:05d}.safetensors"
 
 
 def has_average(state: TrainState, part: str) -> bool:
-    """Return whether a checkpoint contains the moving average of a DiT."""
+    """Return whether a checkpoint contains the moving average of the weights of the DiT `part`."""
     return f"{part}/{average_file(0)}" in state.files
 
 
 def check_average(checkpoint: Path, state: TrainState) -> None:
-    """Check that a checkpoint contains the moving average of every trained DiT.
+    """Check that a checkpoint contains the moving average of the weights of every trained DiT.
 
     Raises:
-        CheckpointError: if an average is missing.
+        CheckpointError: if the moving average of a DiT is missing.
     """
     missing = [part for part in state.parts if not has_average(state, part)]
     if missing:
@@ -319,10 +337,18 @@ def check_average(checkpoint: Path, state: TrainState) -> None:
 
 
 def read_average_header(files: TensorFiles, path: Path) -> dict[str, Any]:
-    """Return the metadata of a rank's file: first_step, last_step, and fragments as name -> [start, shape].
+    """Return the metadata of a file with one rank's fragments of the moving average.
+
+    Args:
+        files: the open file.
+        path: path of this file, for error messages.
+
+    Returns:
+        A dict with the keys "first_step", "last_step" and "fragments". "fragments" maps a parameter name to [start,
+        shape]: the first flat index of the fragment, and the shape of the whole parameter.
 
     Raises:
-        CheckpointError: if `wands train` did not write the file.
+        CheckpointError: if the file has no such metadata, so that `wands train` did not write it.
     """
     try:
         return dict(json.loads(files.metadata[AVERAGE_METADATA]))
@@ -333,16 +359,16 @@ def read_average_header(files: TensorFiles, path: Path) -> dict[str, Any]:
 
 
 def load_average(folder: Path) -> dict[str, Tensor]:
-    """Join the fragments of all ranks' averages. One file is open at a time.
+    """Join the fragments of the moving average that the ranks wrote. Only one file is open at a time.
 
     Args:
-        folder: folder of a DiT in a checkpoint with averages.
+        folder: DiT folder of a checkpoint that contains a moving average.
 
     Returns:
-        Name of each trained parameter -> fp32 CPU tensor.
+        A dict that maps the name of each trained parameter to its average, an fp32 CPU tensor.
 
     Raises:
-        CheckpointError: if a file cannot be read, or values are missing.
+        CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
     """
     whole: dict[str, Tensor] = {}
     spans: dict[str, list[tuple[int, int]]] = {}

@@ -1,4 +1,4 @@
-"""Resolve a model given as a folder or a Hugging Face Hub id."""
+"""Find the local folder of a model that the user gives as a folder or as a Hugging Face Hub id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wands.errors import ConfigError, one_line
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether `name` has the form owner/name of a Hub repository and is not an existing path."""
+    """Return whether `name` has the form owner/name of a Hub repository, and no file or folder has this path."""
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(name).exists()
 
 
@@ -24,13 +24,13 @@ def fetch_model(
     allow: Sequence[str] | None = None,
     ignore: Sequence[str] | None = None,
 ) -> Path:
-    """Return the local folder of a model, downloading from the Hub the files that are needed.
+    """Return the local folder of a model. For a Hub id, download the requested files first.
 
     Args:
-        path: diffusers pipeline folder or Hub id (owner/name).
-        key: option or recipe key that the user typed, for errors.
-        allow: patterns of the files to download; None downloads all.
-        ignore: patterns of files not to download.
+        path: folder of a model, or Hub id (owner/name).
+        key: option or recipe key that the user typed, for error messages.
+        allow: glob patterns of the files to download; None downloads all files.
+        ignore: glob patterns of files that are not downloaded.
 
     Raises:
         ConfigError: if `path` is neither a folder nor a Hub id, or the download fails.

@@ -1,8 +1,11 @@
 """Load weights into a `PackedWanTransformer` one tensor at a time, without a second copy of the model.
 
-The model is built on the meta device, without memory. Each parameter is then filled from safetensors files or with official
-Wan's initial values, and under ZeRO-3 partitioned at once. Folders of official Wan repositories are read directly: their names
-and configs are translated to the names and configs of diffusers.
+The model is first built on the meta device, which uses no memory. Then each parameter gets its values from safetensors
+files or from official Wan's random initialisation. Under ZeRO-3, each parameter is partitioned as soon as it has
+values.
+
+Folders of official Wan repositories are read directly: their tensor names and configs are translated to those of
+diffusers.
 """
 
 from __future__ import annotations
@@ -48,26 +51,30 @@ _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
 def load_config(
     path: str | Path, subfolder: str = "transformer", *, key: str = "model.path"
 ) -> dict[str, Any]:
-    """Read the diffusers config of a DiT.
+    """Read the config of a DiT and return it in the format of diffusers.
 
     Args:
         path: folder or Hub id of a diffusers pipeline or an official Wan repository.
-        subfolder: folder of the DiT in `path`; "" if `path` is the folder of the DiT. In an official repository
+        subfolder: folder of the DiT in `path`; "" if `path` is the folder of the DiT. In an official repository,
             "transformer" is the only DiT or the high-noise expert, and "transformer_2" is the low-noise expert.
-        key: option or recipe key that the user typed, for errors.
+        key: option or recipe key that the user typed, for error messages.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
-        CheckpointError: if an official config does not fit its weights.
+        CheckpointError: if the config of an official repository contradicts the shapes of the weights.
     """
     return _read_config(f"{key}={path}", _find_folder(path, subfolder, ("config.json",), key))
 
 
 def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
-    """Read `model_index.json` of a pipeline; return {} for a folder of one DiT.
+    """Read `model_index.json` of a pipeline. Return {} for a folder that contains only one DiT.
 
-    An official repository has no such file. If it has two experts, the result contains boundary_ratio and transformer_2, as
-    in diffusers' index of the same model.
+    An official repository has no `model_index.json`. If it has two experts, return the two entries of diffusers' index
+    that describe them: "boundary_ratio" and "transformer_2". Otherwise return {}.
+
+    Args:
+        path: folder or Hub id of a pipeline, a DiT or an official repository.
+        key: option or recipe key that the user typed, for error messages.
 
     Raises:
         ConfigError: if the model does not exist or the file is damaged.
@@ -95,26 +102,29 @@ def load_transformer(
     storage: WeightDtypePolicy = WeightDtypePolicy(),  # noqa: B008, frozen
     key: str = "model.path",
 ) -> PackedWanTransformer:
-    """Build a DiT and fill its parameters.
+    """Build a DiT and give values to its parameters.
 
     Args:
         path: folder or Hub id of a diffusers pipeline or an official Wan repository.
-        subfolder: folder of the DiT, as for `load_config`.
-        init: "pretrained" reads the weights; "random" reads only the config and initialises as official Wan does.
-        seed: seed of random weights, which are equal at any world size.
-        zero_init_context: `deepspeed.zero.Init(...)` to partition each parameter right after it is filled. Every rank
-            must then call this function, and rank 0 reads the files.
-        merge: function of a parameter's name and fp32 value that returns the value to store, such as
+        subfolder: folder of the DiT in `path`, with the same meaning as for `load_config`.
+        init: "pretrained" reads the weights. "random" reads only the config, and initialises the weights as official
+            Wan does.
+        seed: seed of random weights. The weights do not depend on the number of ranks.
+        zero_init_context: `deepspeed.zero.Init(...)`, which partitions each parameter as soon as it has values. With
+            this context, every rank must call this function, and only rank 0 reads the weights. None does not
+            partition.
+        merge: function that gets a parameter's name and fp32 value, and returns the value to store. An example is
             `wands.model.lora.MergedLoras`.
-        storage: dtypes in which the parameters are stored after `merge`, whatever the dtypes in the files.
-        key: option or recipe key that the user typed, for errors.
+        storage: policy that chooses the dtype in which each parameter is stored after `merge`. The dtypes in the files
+            have no influence.
+        key: option or recipe key that the user typed, for error messages.
 
     Returns:
-        The model in training mode, on the CPU or on the device of the context.
+        The model in training mode, on the CPU or on the device of `zero_init_context`.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
-        CheckpointError: if the weights are missing, damaged, or do not fit the config.
+        CheckpointError: if the weights are missing, are damaged, or do not fit the config.
     """
     assert init in ("pretrained", "random"), init
     where = f"{key}={path}"
@@ -134,16 +144,20 @@ def load_transformer(
 
 
 def load_weights(path: str | Path, subfolder: str = "transformer", **options: Any) -> dict[str, Tensor]:
-    """Return the weights that `load_transformer` stores in a model: {diffusers name: fp32 tensor}.
+    """Return the weights that `load_transformer` would store in a model.
 
-    Arguments and errors are explained at `load_transformer`.
+    `options` are keyword arguments of `load_transformer`, which also explains the errors.
+
+    Returns:
+        A dict that maps diffusers parameter names to tensors, in fp32 unless the option `storage` chooses a different
+        dtype.
     """
     model = load_transformer(path, subfolder=subfolder, **options)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def build_empty(config: dict[str, Any]) -> PackedWanTransformer:
-    """Return a DiT without values, on the meta device."""
+    """Build a DiT in training mode from its diffusers config. The parameters are on the meta device and have no values."""
     with torch.device("meta"), no_init_weights():
         model: PackedWanTransformer = PackedWanTransformer.from_config(config)
     # The table of RoPE angles has no values on the meta device.
@@ -153,11 +167,11 @@ def build_empty(config: dict[str, Any]) -> PackedWanTransformer:
 
 
 def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
-    """Check that `load_transformer` will find every weight. Only the headers of the files are read.
+    """Check that `load_transformer` will find every weight with the right shape. Read only the headers of the files.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
-        CheckpointError: if the weights are missing, damaged, or do not fit the config.
+        CheckpointError: if the weights are missing, are damaged, or do not fit the config.
     """
     where, folder = f"model.path={path}", _find_folder(path, subfolder, _MODEL_FILES, "model.path")
     with _open_weights(where, folder, build_empty(_read_config(where, folder))):
@@ -165,7 +179,7 @@ def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
 
 
 def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key: str) -> Path:
-    """Return the folder of a DiT. From the Hub, only the files that match `patterns` are downloaded."""
+    """Return the local folder of a DiT. For a Hub id, download only the files of the DiT that match `patterns`."""
     allow = [f"{subfolder}/{pattern}".lstrip("/") for pattern in patterns]
     folder = fetch_model(path, key=key, allow=allow) / subfolder
     if (folder / "config.json").is_file():
@@ -200,11 +214,11 @@ def _read_object(where: str, file: Path) -> dict[str, Any]:
 
 @contextmanager
 def _freed_is_returned() -> Iterator[None]:
-    """Make the C library return freed tensors to the system at once.
+    """Make the C library return the memory of freed tensors to the operating system at once, while the body runs.
 
-    By default glibc raises its mmap threshold when the first large tensor is freed, and takes later tensors from its
-    heap. The partitions that ZeRO-3 allocates in between keep the heap from shrinking: four ranks that load one model
-    then use the memory of more than three copies of the model.
+    When the first large tensor is freed, glibc raises its mmap threshold by default and takes later tensors from its
+    heap. The partitions that ZeRO-3 allocates between these tensors keep the heap from shrinking. Four ranks that load
+    one model then use the memory of more than three copies of the model.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -223,10 +237,18 @@ def _freed_is_returned() -> Iterator[None]:
 
 @contextmanager
 def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> Iterator[Callable[[str], Tensor]]:
-    """Open the weights of a DiT, compare them with the model, and return a function that reads a tensor by diffusers name.
+    """Open the weights of a DiT and check that their names and shapes fit the model.
+
+    Args:
+        where: option and value that name the model, for error messages.
+        folder: folder of the weights.
+        model: the DiT.
+
+    Yields:
+        A function that takes a diffusers parameter name and returns the tensor from the files.
 
     Raises:
-        CheckpointError: if tensors are missing, unexpected or have another shape.
+        CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.
     """
     paths = find_weights(folder, DIT_STEM)
     if not paths:
@@ -251,7 +273,15 @@ def _fill(
     zero_init_context: Any,
     make: Callable[[str, tuple[int, ...]], Tensor],
 ) -> None:
-    """Fill each parameter in its storage dtype. Under ZeRO-3, partition each parameter right after it is filled."""
+    """Give each parameter its values, in its storage dtype. Under ZeRO-3, partition each parameter as soon as it has values.
+
+    Args:
+        model: DiT on the meta device.
+        merge: function that gets a parameter's name and value, and returns the value to store.
+        storage: policy that chooses the dtype of each parameter.
+        zero_init_context: `deepspeed.zero.Init(...)`; None does not partition.
+        make: function that gets a parameter's name and shape, and returns its value before `merge`.
+    """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     storage.apply(model)
     if zero_init_context is not None:
@@ -280,9 +310,10 @@ def _fill(
 
 
 def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return official Wan's initial value of a parameter, which depends only on seed, name and shape. The head is zero.
+    """Return official Wan's random initial value of a parameter. The output layer `proj_out` is zero.
 
-    Source: `init_weights` of the official Wan 2.1 model.
+    The value depends only on the seed and on the parameter's name and shape. Source: `init_weights` of the official Wan
+    2.1 model.
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

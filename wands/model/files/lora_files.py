@@ -1,9 +1,11 @@
 """Find, read and write LoRA files of Wan in the layouts of diffusers, PEFT, ComfyUI, official Wan and musubi-tuner.
 
-A LoRA file does not mark where in a key the trainer's prefix ends and the name of the module starts.
+A key of a LoRA file consists of a prefix that depends on the trainer, the name of a module, and a suffix such as
+".lora_A.weight". The key does not mark where the prefix ends, so wands compares the key with a list of known prefixes.
+
 Sources: diffusers' `save_lora_weights` and its loaders of other layouts, ComfyUI's `comfy/lora.py`, musubi-tuner.
 
-Letters: R rank, I in features, O out features.
+Letters: R rank of the LoRA, I in features, O out features.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 PEFT_FILE = "adapter_model.safetensors"
 """PEFT's name of a LoRA file in a folder."""
 PEFT_CONFIG = "adapter_config.json"
-"""PEFT's settings next to `PEFT_FILE`."""
+"""Name of the file next to `PEFT_FILE` in which PEFT stores the settings of a LoRA, such as alpha."""
 EXPERT_NAMES = dict(zip(EXPERTS, ("high_noise", "low_noise"), strict=True))
-"""DiT of a pipeline -> word in the name of the folder or file of its LoRA, as `wands export` and most publishers write it."""
+"""Maps a DiT of a pipeline to a word: "high_noise" or "low_noise". `wands export` and most publishers write this word
+into the name of the LoRA's file or folder.
+"""
 
 _PART = re.compile(r"\.(?:lora_(?P<half>A|B|down|up)(?:\.[\w-]+)?\.weight|(?P<alpha>alpha))$")
 _MUSUBI = "lora_unet_"
@@ -37,12 +41,12 @@ _PREFIXES = ("base_model.model.", COMFYUI_DIT, COMFYUI_LORA, "transformer_2.", "
 
 @dataclass(frozen=True)
 class LoraPair:
-    """Two matrices of one module's LoRA, which add `scale * lora_B @ lora_A` to the weight.
+    """LoRA of one module: two matrices, which add `scale * lora_B @ lora_A` to the module's weight.
 
     Attributes:
-        lora_A: [R, I].
-        lora_B: [O, R].
-        scale: alpha / R.
+        lora_A: matrix [R, I].
+        lora_B: matrix [O, R].
+        scale: factor of the product, which is alpha / R.
     """
 
     lora_A: Tensor
@@ -50,13 +54,16 @@ class LoraPair:
     scale: float = 1.0
 
     def folded(self) -> LoraPair:
-        """Return an equal pair with scale 1, which every loader reads. Folding is exact if the scale is a power of two."""
+        """Multiply the scale into lora_B and return the new pair, which has scale 1.
+
+        Every loader can read a pair with scale 1. The multiplication is exact if the scale is a power of two.
+        """
         if self.scale == 1.0:
             return self
         return LoraPair(self.lora_A, (self.lora_B.double() * self.scale).to(self.lora_B.dtype))
 
     def delta(self) -> Tensor:
-        """Return the update of the module's weight, [O, I] float64."""
+        """Return the matrix that the LoRA adds to the module's weight, float64 [O, I]."""
         return self.scale * (self.lora_B.double() @ self.lora_A.double())
 
 
@@ -64,7 +71,13 @@ class LoraPair:
 
 
 def experts_in(folder: Path) -> list[str]:
-    """Return the DiTs whose name in `EXPERT_NAMES` is part of the name of a file or subfolder; [] if there is none."""
+    """Return the DiTs for which a folder contains a LoRA file or subfolder with an expert's name.
+
+    The expert's names are the values of `EXPERT_NAMES`: "high_noise" and "low_noise".
+
+    Returns:
+        A list with "transformer", "transformer_2", both, or none of them.
+    """
     return [expert for expert, name in EXPERT_NAMES.items() if _with_name(folder, name)]
 
 
@@ -72,12 +85,13 @@ def find_lora_file(path: Path, key: str, expert: str | None = None) -> Path:
     """Return the safetensors file of one DiT's LoRA.
 
     Args:
-        path: a file, a folder with one file, or a folder with one file or folder for each expert.
-        key: option or recipe key that the user typed, for errors.
-        expert: "transformer" or "transformer_2" for a model of two experts, None for a model of one DiT.
+        path: a file, a folder with one file, or a folder with one file or subfolder for each expert.
+        key: option or recipe key that the user typed, for error messages.
+        expert: "transformer" or "transformer_2" for a model with two experts; None for a model with one DiT.
 
     Raises:
-        ConfigError: if there is no LoRA, only the LoRA of the other expert, or several candidates.
+        ConfigError: if `path` contains no LoRA, a LoRA of only the expert that is not wanted, or several LoRAs to
+            choose from.
     """
     if path.is_file():
         if path.suffix != ".safetensors":  # a pickle can run any code
@@ -110,15 +124,21 @@ def _with_name(folder: Path, name: str) -> list[Path]:
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Return whether `names` are keys of a LoRA file."""
+    """Return whether the tensor names of a file contain a LoRA key, such as "transformer.blocks.0.attn1.to_q.lora_A.weight"."""
     return any(_PART.search(name) and "lora_" in name for name in names)
 
 
 def read_lora_file(files: TensorFiles) -> dict[str, dict[str, LoraPair]]:
-    """Read an open file with a LoRA in any layout of `parse_lora`, with the alpha that the trainer wrote outside the keys.
+    """Read the LoRA in an open file of any layout that `parse_lora` supports.
+
+    If the trainer wrote alpha into the file's metadata or into PEFT's `adapter_config.json`, this alpha is used.
+
+    Returns:
+        A dict {"transformer": {diffusers module: pair}}. It has an entry "transformer_2" if the file contains this
+        expert.
 
     Raises:
-        CheckpointError: if the file is not a LoRA of Wan, is damaged, or has settings that wands does not support.
+        CheckpointError: if the file is damaged, is not a LoRA of Wan, or has settings that wands does not support.
     """
     state = {name: files.read(name) for name in files.shapes}
     return parse_lora(state, alphas=alphas_of(files.metadata, files.files[0]), where=files.where)
@@ -127,24 +147,29 @@ def read_lora_file(files: TensorFiles) -> dict[str, dict[str, LoraPair]]:
 def parse_lora(
     state: Mapping[str, Tensor], *, alphas: Mapping[str, float] | None = None, where: str = "the LoRA"
 ) -> dict[str, dict[str, LoraPair]]:
-    """Translate the tensors of a LoRA from any of these layouts.
+    """Translate the tensors of a LoRA file to pairs of matrices by diffusers module name.
 
-    - diffusers: `transformer.` or `transformer_2.` and diffusers' module name
-    - PEFT: `base_model.model.` and diffusers' module name, with or without the adapter's name after lora_A
-    - ComfyUI: `diffusion_model.` and the official module name
+    The keys may have any of these layouts:
+
+    - diffusers: prefix `transformer.` or `transformer_2.`, then diffusers' module name
+    - PEFT: prefix `base_model.model.`, then diffusers' module name; the name of the adapter may follow lora_A and
+      lora_B
+    - ComfyUI: prefix `diffusion_model.`, then the official module name
     - no prefix: diffusers' or the official module name
-    - musubi-tuner: `lora_unet_` and the official module name with underscores instead of dots
+    - musubi-tuner: prefix `lora_unet_`, then the official module name with underscores instead of dots
 
     Args:
-        state: tensors by key.
-        alphas: alpha of each expert, for modules without an alpha key; the default is the rank.
-        where: name of the file in errors.
+        state: maps a key of the file to its tensor.
+        alphas: maps an expert to the alpha of its modules that have no alpha key. Without an alpha, the scale is 1.
+        where: name of the file for error messages.
 
     Returns:
-        {"transformer": {diffusers module: pair}}, and an entry "transformer_2" if the file contains this expert.
+        A dict {"transformer": {diffusers module: pair}}. It has an entry "transformer_2" if the file contains this
+        expert.
 
     Raises:
-        CheckpointError: if a key is not a LoRA key of Wan, or one of a module's two matrices is missing.
+        CheckpointError: if a key is not a LoRA key of Wan, or repeats. Also if a module lacks one of its two matrices,
+            or the shapes of the matrices do not fit.
     """
     halves: dict[tuple[str, str], dict[str, Tensor]] = {}
     unknown = []
@@ -188,15 +213,24 @@ def parse_lora(
 
 
 def pairs_of(loras: Mapping[str, dict[str, LoraPair]], expert: str) -> dict[str, LoraPair] | None:
-    """Return the LoRA of one expert, or None if the file is for the other expert.
+    """Return the LoRA of one expert, or None if the file contains only the LoRA of the other expert.
 
-    A file with keys of only "transformer" is for any expert, because most files do not name their expert.
+    Most files do not name their expert, and their keys start with "transformer". If all keys of a file belong to
+    "transformer", its LoRA is therefore returned for either expert.
+
+    Args:
+        loras: result of `parse_lora`.
+        expert: "transformer" or "transformer_2".
     """
     return loras.get(expert) or (loras[EXPERTS[0]] if list(loras) == [EXPERTS[0]] else None)
 
 
 def _module_of(key: str) -> tuple[str, str]:
-    """Return (expert, diffusers module) of a LoRA key without its suffix, or raise KeyError."""
+    """Return (expert, diffusers module name) for a LoRA key without its suffix, such as ".lora_A.weight".
+
+    Raises:
+        KeyError: if the DiT has no such module.
+    """
     if key.startswith(_MUSUBI):
         return EXPERTS[0], _find_module(key.removeprefix(_MUSUBI), separator="_")
     prefix = next((prefix for prefix in _PREFIXES if key.startswith(prefix)), "")
@@ -205,7 +239,15 @@ def _module_of(key: str) -> tuple[str, str]:
 
 
 def _find_module(name: str, separator: str = ".") -> str:
-    """Return the diffusers name of a DiT module from its official or diffusers name, or raise KeyError."""
+    """Return the diffusers name of a DiT module from its official or diffusers name.
+
+    Args:
+        name: name of the module.
+        separator: text between the words of `name`.
+
+    Raises:
+        KeyError: if the DiT has no such module.
+    """
     block = re.match(rf"blocks{re.escape(separator)}(\d+){re.escape(separator)}", name)
     names = DIT.block if block else DIT.outside
     modules = {old.replace(".", separator): new for old, new in names.items()}
@@ -214,16 +256,21 @@ def _find_module(name: str, separator: str = ".") -> str:
 
 
 def alphas_of(metadata: Mapping[str, str], path: Path) -> dict[str, float]:
-    """Return the alpha of each expert that a trainer wrote outside the keys; {} if there is none.
+    """Return the alpha of each expert that a trainer wrote outside the keys of the LoRA file.
 
-    diffusers writes alpha into the metadata of the file. PEFT writes `adapter_config.json` next to `adapter_model.safetensors`.
+    diffusers writes alpha into the metadata of the file. PEFT writes alpha into `adapter_config.json` next to
+    `adapter_model.safetensors`.
 
     Args:
         metadata: metadata of the safetensors file.
-        path: path of the file.
+        path: path of this file.
+
+    Returns:
+        A dict that maps "transformer" or "transformer_2" to alpha; {} if the trainer wrote no alpha there.
 
     Raises:
-        CheckpointError: if the settings are damaged or need more than one alpha, such as DoRA or an alpha per module.
+        CheckpointError: if the settings are damaged, or contain a method that one alpha cannot describe, such as DoRA,
+            rsLoRA or an alpha for each module.
     """
     peft_config = path.with_name(PEFT_CONFIG)
     is_peft = path.name == PEFT_FILE and peft_config.is_file()
@@ -255,15 +302,15 @@ def alphas_of(metadata: Mapping[str, str], path: Path) -> dict[str, float]:
 
 
 def lora_tensors(pairs: Mapping[str, LoraPair], layout: str = "diffusers") -> dict[str, Tensor]:
-    """Return the keys and tensors of a LoRA file, with alpha folded into lora_B.
+    """Return the tensors of a LoRA file by key, with alpha folded into lora_B.
 
-    There are no alpha keys, because diffusers rejects an alpha key outside the blocks. All loaders know a LoRA of either expert
-    as "transformer", so a model of two experts needs one file for each expert.
+    The result has no alpha keys, because diffusers rejects an alpha key outside the blocks. All loaders expect the keys
+    of "transformer" for either expert. A model with two experts therefore needs one file for each expert.
 
     Args:
-        pairs: LoRA of one DiT by diffusers module.
-        layout: "diffusers": keys as `save_lora_weights` writes them; "comfyui": the prefix `diffusion_model.` and the official
-            module name; "official": the official module name.
+        pairs: maps a diffusers module name of one DiT to its LoRA.
+        layout: layout of the keys. "diffusers": keys as `save_lora_weights` writes them. "comfyui": prefix
+            `diffusion_model.` and the official module name. "official": the official module name.
     """
     prefix = {"diffusers": f"{EXPERTS[0]}.", "comfyui": COMFYUI_LORA, "official": ""}[layout]
     rename = str if layout == "diffusers" else DIT.to_official

@@ -1,7 +1,7 @@
-"""Translate tensor names between official Wan files and diffusers or transformers, with a table for each model.
+"""Translate tensor names of Wan's models between the official files and diffusers or transformers.
 
-The models are DiT, VAE, UMT5 and CLIP. Official norm3 of the DiT, the norm in front of the cross-attention, is norm2 in
-diffusers. The other norms of a block have no parameters.
+The models are DiT, VAE, UMT5 and CLIP. Each model has one table of names. The DiT's norm in front of the
+cross-attention is norm3 in official files and norm2 in diffusers. The other norms of a block have no parameters.
 
 Sources: `model.py`, `vae.py`, `vae2_2.py`, `t5.py` and `clip.py` of the official Wan 2.1 and 2.2 repositories, and
 diffusers' conversions of the published files.
@@ -18,21 +18,23 @@ from functools import cached_property
 from wands.errors import CheckpointError
 
 EXPERTS = ("transformer", "transformer_2")
-"""diffusers' names of the DiTs of a pipeline: the only DiT or the high-noise expert, and the low-noise expert."""
+"""diffusers' names of the DiTs in a pipeline. "transformer" is the only DiT or the high-noise expert, and
+"transformer_2" is the low-noise expert.
+"""
 COMFYUI_DIT = "model.diffusion_model."
 COMFYUI_LORA = "diffusion_model."
 
 
 @dataclass(frozen=True)
 class NameMap:
-    """One-to-one map between the module names of one model in official files and in diffusers or transformers.
+    """One-to-one map between the official module names of one model and its names in diffusers or transformers.
 
     The rest of a tensor name, such as ".weight", does not change.
 
     Attributes:
-        outside: official module or parameter -> diffusers module or parameter, outside the numbered blocks.
-        block: official name -> diffusers name inside a numbered block, without the prefix of the block.
-        prefixes: text in front of the number of a block: in official names, in diffusers names.
+        outside: maps official names to diffusers names, for modules and parameters outside the numbered blocks.
+        block: maps official names to diffusers names inside a numbered block, without the prefix of the block.
+        prefixes: the texts in front of a block's number: (text in official names, text in diffusers names).
     """
 
     outside: Mapping[str, str]
@@ -40,7 +42,7 @@ class NameMap:
     prefixes: tuple[str, str] = ("blocks.", "blocks.")
 
     def to_diffusers(self, name: str) -> str:
-        """Translate the official name of a tensor or module.
+        """Translate the official name of a tensor or module to its diffusers name.
 
         Raises:
             KeyError: if the official model has no such module.
@@ -54,7 +56,7 @@ class NameMap:
         raise KeyError(name)
 
     def to_official(self, name: str) -> str:
-        """Translate the diffusers name of a tensor or module.
+        """Translate the diffusers name of a tensor or module to its official name.
 
         Raises:
             KeyError: if the diffusers model has no such module.
@@ -63,7 +65,7 @@ class NameMap:
 
     @cached_property
     def inverse(self) -> NameMap:
-        """The map from diffusers names to official names."""
+        """Inverse map, whose method `to_diffusers` translates diffusers names to official names."""
         outside, block = ({new: old for old, new in table.items()} for table in (self.outside, self.block))
         return NameMap(outside, block, self.prefixes[::-1])
 
@@ -114,7 +116,7 @@ UMT5 = NameMap(
     prefixes=("blocks.", "encoder.block."),
 )
 UMT5_TIED = "encoder.embed_tokens.weight"
-"""Second name of `shared.weight` in transformers; official files store the tensor once."""
+"""Second name of the tensor `shared.weight` in transformers. Official files store this tensor once."""
 CLIP = NameMap(
     outside={
         "visual.patch_embedding": "vision_model.embeddings.patch_embedding",
@@ -133,9 +135,9 @@ CLIP = NameMap(
     },
     prefixes=("visual.transformer.", "vision_model.encoder.layers."),
 )
-"""Vision encoder of CLIP. Official files store attn.q, attn.k and attn.v as thirds of one tensor, attn.to_qkv."""
+"""Name map of CLIP's vision encoder. Official files store attn.q, attn.k and attn.v together in one tensor, attn.to_qkv."""
 CLIP_RESHAPED = ("visual.cls_embedding", "visual.pos_embedding")
-"""Tensors with leading dimensions of 1 in the official CLIP file."""
+"""Official names of CLIP tensors whose official shapes have extra leading dimensions of 1."""
 CLIP_UNUSED = ("textual.", "visual.head", "log_scale")
 """Tensors of the official CLIP file that transformers' `CLIPVisionModel` does not have."""
 
@@ -147,14 +149,18 @@ _VAE_RESIDUAL = {
 
 
 def vae_structure(names: Iterable[str], where: str) -> tuple[int, bool]:
-    """Return num_res_blocks of a VAE, and whether each level has its own list of layers, as in Wan 2.2.
+    """Read the structure of a VAE from its tensor names.
 
     Args:
         names: tensor names in the official or the diffusers layout.
-        where: name of the files in errors.
+        where: name of the files for error messages.
+
+    Returns:
+        (number of residual blocks in a level of the encoder, whether each level has its own list of layers as in Wan
+        2.2).
 
     Raises:
-        CheckpointError: if the names are not the names of a Wan VAE.
+        CheckpointError: if the VAE has no downsampling layer, so that it is not a Wan VAE.
     """
     names = list(names)
     nested = any(".downsampler." in name or ".downsamples.0.downsamples." in name for name in names)
@@ -173,10 +179,11 @@ def vae_structure(names: Iterable[str], where: str) -> tuple[int, bool]:
 def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
     """Return the name map of a VAE.
 
-    The official Wan 2.1 VAE has one flat list of layers in each half. diffusers groups the decoder's list into blocks.
+    The encoder and the decoder of the official Wan 2.1 VAE each have one flat list of layers. diffusers groups the
+    decoder's layers into blocks.
 
     Args:
-        num_res_blocks: residual blocks in a level of the encoder; a level of the decoder has one more block.
+        num_res_blocks: number of residual blocks in a level of the encoder. A level of the decoder has one more block.
         nested: whether each level has its own list of layers in the official file, as in Wan 2.2.
     """
     table = {"conv1": "quant_conv", "conv2": "post_quant_conv"}
@@ -208,7 +215,11 @@ def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
 
 
 def strip_prefix(names: Iterable[str]) -> dict[str, str]:
-    """Return {name without ComfyUI's prefix: name}. The prefix is removed only if every name starts with it."""
+    """Remove ComfyUI's prefix from tensor names if every name starts with it.
+
+    Returns:
+        A dict that maps each name without the prefix to the name in the file.
+    """
     names = list(names)
     for prefix in (COMFYUI_DIT, COMFYUI_LORA):
         if names and all(name.startswith(prefix) for name in names):
@@ -217,15 +228,16 @@ def strip_prefix(names: Iterable[str]) -> dict[str, str]:
 
 
 def rename_all(names: Iterable[str], rename: Callable[[str], str], where: str) -> dict[str, str]:
-    """Return {new name: old name}.
+    """Translate tensor names, and return a dict that maps each new name to its old name.
 
     Args:
         names: names to translate.
-        rename: a method of a `NameMap`; raises KeyError for an unknown name.
-        where: name of the files in errors.
+        rename: function that returns the new name and raises KeyError for an unknown name, such as a method of
+            `NameMap`.
+        where: name of the files for error messages.
 
     Raises:
-        CheckpointError: if `rename` does not know a name, or two names have the same translation.
+        CheckpointError: if `rename` does not know a name, or two names get the same new name.
     """
     renamed: dict[str, str] = {}
     unknown = []
@@ -254,16 +266,16 @@ def check_fit(
     where: str,
     ignored: Iterable[str] = (),
 ) -> None:
-    """Compare the tensors of files with the parameters of a model.
+    """Check that the tensors in files have the names and shapes of a model's parameters.
 
     Args:
-        found: name -> shape in the files.
-        wanted: name -> shape in the model.
-        where: name of the files in errors.
-        ignored: parts of names that may be missing or unexpected.
+        found: maps a tensor name in the files to its shape.
+        wanted: maps a parameter name of the model to its shape.
+        where: name of the files for error messages.
+        ignored: words. A tensor with one of these words in its name is not checked.
 
     Raises:
-        CheckpointError: if tensors are missing, unexpected or have another shape.
+        CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.
     """
     ignored = tuple(ignored)
     found, wanted = (
@@ -287,6 +299,6 @@ def check_fit(
 
 
 def shorten(names: Iterable[str], limit: int = 8) -> str:
-    """Return the first names on one line, and the number of the remaining names."""
+    """Return the first `limit` names in alphabetical order as one line, followed by the number of names that are left out."""
     names = sorted(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,8 +1,9 @@
 """Find the models in official Wan repositories, and translate their configs to diffusers and transformers.
 
-An official `config.json` lacks numbers that are constants in the official code (text width, patch size, norms). The shapes
-of the weights contain these numbers. Sources: `wan/configs/`, `WanModel`, `vae.py`, `vae2_2.py`, `t5.py` and `clip.py` of
-Wan 2.1 and 2.2.
+An official `config.json` lacks some numbers, because they are constants in the official code: text width, patch size
+and norms. wands reads these numbers from the shapes of the weights.
+
+Sources: `wan/configs/`, `WanModel`, `vae.py`, `vae2_2.py`, `t5.py` and `clip.py` of Wan 2.1 and 2.2.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ DIFFUSERS_CLASS = "WanTransformer3DModel"
 EXPERT_FOLDERS = dict(zip(EXPERTS, ("high_noise_model", "low_noise_model"), strict=True))
 DIT_STEM = "diffusion_pytorch_model"
 HEAD_DIM = 128
-"""Channels of an attention head in every published model. A file of weights does not contain this number."""
+"""Number of channels of an attention head in every published DiT. The shapes of the weights do not contain this number."""
 _BOUNDARY = {"t2v": 0.875, "i2v": 0.9}
-# official config key -> diffusers config key
+# Maps a key of the official config to the diffusers key with the same value.
 _SAME = {
     "num_heads": "num_attention_heads",
     "num_layers": "num_layers",
@@ -48,7 +49,9 @@ LATENTS_22 = {
         0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
     ],
 }  # fmt: skip
-"""Latent statistics of the Wan 2.2 VAE (48 channels); diffusers' defaults are the statistics of the Wan 2.1 VAE (16)."""
+"""Mean and standard deviation of each latent channel of the Wan 2.2 VAE (48 channels). diffusers' defaults are the
+values of the Wan 2.1 VAE (16 channels).
+"""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -57,8 +60,8 @@ def find_expert(root: Path, expert: str) -> Path | None:
     """Return the folder of a DiT in an official repository, or None if the repository has no such DiT.
 
     Args:
-        root: the repository.
-        expert: "transformer" (the only DiT, or the high-noise expert) or "transformer_2".
+        root: folder of the repository.
+        expert: "transformer" for the only DiT or the high-noise expert, "transformer_2" for the low-noise expert.
     """
     folder = root / EXPERT_FOLDERS[expert]
     if (folder / "config.json").is_file():
@@ -68,7 +71,9 @@ def find_expert(root: Path, expert: str) -> Path | None:
 
 
 def boundary_of(official_config: Mapping[str, Any]) -> float:
-    """Return boundary_ratio of a model of two experts, which is a constant in the official code.
+    """Return the boundary_ratio of a model with two experts: the share of the timestep range at which the experts change.
+
+    The ratio is a constant in the official code. It depends on the model_type in the config.
 
     Args:
         official_config: the official config.json of either expert.
@@ -79,16 +84,17 @@ def boundary_of(official_config: Mapping[str, Any]) -> float:
 def dit_config(
     shapes: Shapes, official_config: Mapping[str, Any] | None = None, *, where: str
 ) -> dict[str, Any]:
-    """Return the diffusers config of a DiT.
+    """Return the diffusers config of a DiT in an official layout.
 
     Args:
-        shapes: shapes of the weights by official name.
-        official_config: the official config.json, which alone contains num_heads and eps; None uses the values of the
-            published models.
-        where: name of the files in errors.
+        shapes: maps official names of the weights to their shapes.
+        official_config: the official config.json. The shapes do not contain its num_heads and eps. None uses the values
+            of the published models.
+        where: name of the files for error messages.
 
     Raises:
-        CheckpointError: if a weight is missing that every Wan DiT has, or the config contradicts the shapes.
+        CheckpointError: if a weight that every Wan DiT has is missing, the number of heads is unknown, or the config
+            contradicts the shapes.
     """
     known = official_config or {}
     try:
@@ -143,11 +149,11 @@ def dit_config(
 
 
 def to_official_config(config: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
-    """Return the official config.json of a DiT.
+    """Return the contents of the official config.json of a DiT.
 
     Args:
-        config: the diffusers config.
-        variant: variant of the model, whose name contains the official model_type.
+        config: the diffusers config of the DiT.
+        variant: variant of the model. Its name contains the official model_type, such as "t2v".
     """
     return {
         "_class_name": OFFICIAL_CLASS,
@@ -160,7 +166,12 @@ def to_official_config(config: Mapping[str, Any], variant: Variant) -> dict[str,
 
 
 def vae_config(shapes: Shapes) -> dict[str, Any]:
-    """Return the `AutoencoderKLWan` config of an official VAE, with the published latent statistics."""
+    """Return the `AutoencoderKLWan` config of an official VAE, with the latent mean and standard deviation of the
+    published VAE.
+
+    Args:
+        shapes: maps official names of the weights to their shapes.
+    """
     base_dim, num_pixel_channels = shapes["encoder.conv1.weight"][:2]
     z_dim = shapes["conv2.weight"][0]
     num_res_blocks, nested = vae_structure(shapes, "the VAE")
@@ -174,7 +185,11 @@ def vae_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def umt5_config(shapes: Shapes) -> dict[str, Any]:
-    """Return the `UMT5Config` arguments of an official text encoder."""
+    """Return the arguments of transformers' `UMT5Config` for an official text encoder.
+
+    Args:
+        shapes: maps official names of the weights to their shapes.
+    """
     vocab_size, d_model = shapes["token_embedding.weight"]
     num_buckets, num_heads = shapes["blocks.0.pos_embedding.embedding.weight"]
     return {
@@ -191,7 +206,13 @@ def umt5_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def clip_config(shapes: Shapes) -> dict[str, Any]:
-    """Return the `CLIPVisionConfig` arguments of an official file, with the number of heads of the published ViT-H/14."""
+    """Return the arguments of transformers' `CLIPVisionConfig` for an official CLIP file.
+
+    The number of attention heads is the number of the published ViT-H/14, because the shapes do not contain it.
+
+    Args:
+        shapes: maps official names of the weights to their shapes.
+    """
     width, _, patch, _ = shapes["visual.patch_embedding.weight"]
     side = round((shapes["visual.pos_embedding"][1] - 1) ** 0.5)
     return {

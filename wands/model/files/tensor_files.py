@@ -1,4 +1,4 @@
-"""Read one tensor at a time from safetensors and from pickles that contain only tensors; write safetensors."""
+"""Read single tensors from safetensors files and from pickles that contain only tensors, and write safetensors files."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _CODES = {
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """Tensor that is in a file or will be written to a file.
+    """Tensor that is in a file, or that will be written to a file. Its values are read only when they are needed.
 
     Attributes:
-        name: name in the file.
-        shape: shape in the file.
-        dtype: dtype in the file.
-        read: returns the tensor in this shape and dtype; every call reads the file again.
+        name: name of the tensor in the file.
+        shape: shape of the tensor in the file.
+        dtype: dtype of the tensor in the file.
+        read: function that returns the tensor with this shape and dtype. Each call reads the values again.
     """
 
     name: str
@@ -55,30 +55,30 @@ class LazyTensor:
 
     @classmethod
     def of(cls, name: str, value: Tensor, dtype: torch.dtype | None = None) -> LazyTensor:
-        """Return a LazyTensor for a tensor in memory, which `read` casts to `dtype`."""
+        """Return a LazyTensor for a tensor in memory. Its function `read` casts the tensor to `dtype`; None keeps the dtype."""
         dtype = dtype or value.dtype
         return cls(name, tuple(value.shape), dtype, partial(value.to, dtype))
 
     def derived(self, name: str, change: Callable[[Tensor], Tensor]) -> LazyTensor:
-        """Return a LazyTensor with another name, which reads this tensor and applies `change`."""
+        """Return a LazyTensor with a new name, whose function `read` applies `change` to the values of this tensor."""
         result = change(torch.empty(self.shape, dtype=self.dtype, device="meta"))
         return LazyTensor(name, tuple(result.shape), result.dtype, lambda: change(self.read()))
 
     @property
     def num_bytes(self) -> int:
-        """Size of the values in bytes."""
+        """Size of the tensor's values in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class TensorFiles:
-    """Tensors of several files; a tensor is read only when `read` is called.
+    """Tensors of several files, opened with a `with` statement. A tensor is read only when `read` is called.
 
-    The safetensors package maps a file into memory, and read pages stay in the process while the file is open. So `read` opens
-    the file, copies one tensor and closes the file. Otherwise a model would be in memory twice.
+    The safetensors package maps a file into memory. The parts that were read stay in memory as long as the file is
+    open, so a model would be in memory twice. Therefore `read` opens the file, copies one tensor and closes the file.
 
     Args:
-        files: safetensors, or pickles that contain only tensors.
-        where: name of the files in errors, such as "model.path=DIR".
+        files: safetensors files, or pickles that contain only tensors.
+        where: name of the files for error messages, such as "model.path=DIR".
     """
 
     def __init__(self, files: Sequence[Path], where: str) -> None:
@@ -103,11 +103,11 @@ class TensorFiles:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor by name, from the headers."""
+        """Shape of each tensor by name."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor."""
+        """Read one tensor by its name in the file, and return it on the CPU."""
         stored = self._stored[name]
         if isinstance(stored, Tensor):
             return stored
@@ -122,7 +122,9 @@ class TensorFiles:
 
     @contextmanager
     def _readable(self, path: Path) -> Iterator[Any]:
-        """Open a safetensors file, and turn the errors of a damaged file into a sentence."""
+        """Open a safetensors file for the body. If the file is missing or damaged, raise a CheckpointError that names
+        the file.
+        """
         try:
             with safe_open(path, framework="pt") as file:
                 yield file
@@ -157,11 +159,15 @@ class TensorFiles:
 
 
 def find_weights(folder: Path, stem: str) -> list[Path]:
-    """Return the safetensors files of a model: one file, the files of an index, or numbered files; [] if none exists.
+    """Return the safetensors files of a model.
+
+    A model has one file, several files that an index lists, or numbered files without an index. The result is [] if the
+    folder contains none of them.
 
     Args:
         folder: folder of the model.
-        stem: "diffusion_pytorch_model" or "model".
+        stem: file name without suffix: "diffusion_pytorch_model" for a diffusers model, "model" for a transformers
+            model.
 
     Raises:
         CheckpointError: if the index is damaged.
@@ -182,13 +188,17 @@ def find_weights(folder: Path, stem: str) -> list[Path]:
 def write_sharded(
     folder: Path, stem: str, tensors: Sequence[LazyTensor], max_shard_bytes: int = 5 * 10**9
 ) -> list[Path]:
-    """Write safetensors files of limited size, and an index if there are several files.
+    """Write tensors to safetensors files of limited size. If there are several files, also write an index.
 
     Args:
         folder: existing folder.
-        stem: "diffusion_pytorch_model" or "model".
-        tensors: tensors in the order in which files are filled.
-        max_shard_bytes: largest size of a file; a larger tensor gets its own file.
+        stem: file name without suffix: "diffusion_pytorch_model" for a diffusers model, "model" for a transformers
+            model.
+        tensors: tensors to write. They are distributed to the files in this order.
+        max_shard_bytes: largest total size of the tensors in a file, in bytes. A larger tensor gets a separate file.
+
+    Returns:
+        The paths of the written safetensors files.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
@@ -209,10 +219,11 @@ def write_sharded(
 def write_safetensors(
     path: Path, tensors: Sequence[LazyTensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write one file with at most one tensor in memory.
+    """Write one safetensors file, with at most one tensor in memory at a time.
 
-    The safetensors package needs all tensors in memory, and makes its files readable only for their owner. This function
-    keeps the permissions of the umask.
+    The safetensors package would need all tensors in memory, and would make the file readable only for its owner. This
+    function uses the permissions that the umask allows.
+
     Source: the description of the format in the README of the safetensors repository.
     """
     # Wide dtypes first, as in the safetensors package, so that every tensor starts at a multiple of its item size.
@@ -237,15 +248,16 @@ def write_safetensors(
 
 
 def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command: str) -> None:
-    """Read files back and compare them bit for bit with the tensors that were written.
+    """Read written files and compare their tensors bit for bit with the tensors that were to be written.
 
     Args:
-        tensors: tensors that were written.
-        files: written files.
-        command: name of the command, for errors.
+        tensors: tensors that were to be written.
+        files: the written files.
+        command: name of the wands command, for error messages.
 
     Raises:
-        CheckpointError: if a tensor is missing or differs.
+        CheckpointError: if a tensor is missing from the files, or a tensor in the files differs from the tensor in
+            `tensors`.
     """
     with TensorFiles(files, command) as written:
         if written.shapes.keys() != {tensor.name for tensor in tensors}:
@@ -260,5 +272,5 @@ def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command:
 
 
 def as_bytes(value: Tensor) -> Tensor:
-    """Return the bytes of a tensor, uint8 [N]. Unlike values, the bytes of NaN compare equal."""
+    """Return the bytes of a tensor as a flat uint8 tensor. Comparisons use the bytes, because NaN is not equal to NaN."""
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
