@@ -1,4 +1,4 @@
-"""`wands export`: turn a training checkpoint into a diffusers pipeline folder, or into LoRA files."""
+"""`wands export`: write a training checkpoint as a diffusers pipeline folder, or as LoRA files."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def export(options: ExportOptions) -> Path:
-    """Write the pipeline folder of a checkpoint, or the LoRA files of a LoRA run.
+    """Write a training checkpoint as a diffusers pipeline folder. For a LoRA run, write LoRA files instead, unless
+    `options.merge` is set.
 
-    An earlier export keeps its name until the new export is complete. The new folder takes over the earlier export's folder
-    ``samples``, and its ``README.md`` unless wands wrote that file.
+    If the folder contains an earlier export, the new export replaces it only when the new export is complete. The new
+    folder keeps the subfolder ``samples`` of the earlier export. It also keeps ``README.md`` if the user wrote this
+    file.
 
     Args:
         options: options of the command.
@@ -48,9 +50,11 @@ def export(options: ExportOptions) -> Path:
         The absolute path of the written folder.
 
     Raises:
-        CheckpointError: if the checkpoint is incomplete or has no average, or the written weights differ from it.
-        ConfigError: if `--out` cannot be replaced, `--base` is another architecture, or `--max-shard-size` is not a size.
-        WandsError: if `--out` cannot be written; no partial export is left.
+        CheckpointError: if the checkpoint is incomplete, has no moving average although `options.ema` is set, or
+            differs from the written weights.
+        ConfigError: if the options contradict each other or the checkpoint. Also if `--out` cannot be replaced,
+            `--base` does not have the DiTs of the run, or `--max-shard-size` is not a size.
+        WandsError: if `--out` cannot be written. In this case no incomplete export is left.
     """
     max_shard_bytes = _bytes_of(options.max_shard_size)
     step_dir, state = find_checkpoint(options.checkpoint)
@@ -105,7 +109,13 @@ def _bytes_of(size: str) -> int:
 
 
 def _check_own_base(state: TrainState) -> None:
-    """Check that the base is known: older checkpoints store a relative `model.path`, which may be a folder or a Hub id."""
+    """Check that the base model of a run is known.
+
+    Older checkpoints store `model.path` as the user typed it, so a relative path may be a folder or a Hub id.
+
+    Raises:
+        ConfigError: if an older checkpoint names a base model that is not a folder here.
+    """
     if state.base_on_hub is None and state.base.startswith(".") and not Path(state.base).is_dir():
         raise ConfigError(
             f"--base is not given, and the run's model.path={Path(state.base)} is no folder from here and perhaps no Hub id "
@@ -114,7 +124,7 @@ def _check_own_base(state: TrainState) -> None:
 
 
 def _record(step_dir: Path, state: TrainState, base: str, options: ExportOptions) -> dict[str, Any]:
-    """Return the facts of a run for its model card."""
+    """Return the facts about a run that its model card needs, for the export record."""
     return {
         "wands_version": __version__,
         "base": str(Path(base).resolve()) if Path(base).is_dir() else base,

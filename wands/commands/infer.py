@@ -1,8 +1,10 @@
-"""`wands infer`: sample videos from prompts; write one mp4 each, a contact sheet and a record of every option.
+"""`wands infer`: sample videos from prompts. Write an mp4 for each video, a contact sheet, and a record of all options.
 
-Sampling uses diffusers' own `WanPipeline` or `WanImageToVideoPipeline`, so every user of an exported folder gets the same video.
-Under a launcher all processes share each video. Every rank runs the whole pipeline on the same latents except the transformer,
-which the ranks run together. The first rank decodes and writes.
+Sampling uses diffusers' own `WanPipeline` or `WanImageToVideoPipeline`, so every user of an exported folder gets the
+same video.
+
+Under a launcher, all processes sample each video together. Every rank runs the whole pipeline on the same latents, but
+the ranks divide the work of the transformer among them. Only the first rank decodes the latents and writes files.
 """
 
 from __future__ import annotations
@@ -52,16 +54,17 @@ SHEET_FRAMES = 4
 
 @dataclass(frozen=True)
 class InferResult:
-    """Sampled video and its files.
+    """One sampled video and its files.
 
     Attributes:
-        request: request with every option set.
-        video: the mp4.
-        latents: safetensors with `latents` fp32 [C, f, h, w], normalised as in a cache; None if not kept.
+        request: the sample request.
+        video: the mp4 file.
+        latents: safetensors file with the tensor `latents`, fp32 [C, f, h, w], normalised as in a training cache. None
+            if the latents were not saved.
         contact_sheet: PNG that shows all samples of the run.
         fps: frames per second of the mp4.
-        flow_shift: shift of the scheduler.
-        seconds: wall time of sampling and decoding.
+        flow_shift: shift of the scheduler that was used.
+        seconds: time for sampling and decoding, in seconds.
     """
 
     request: SampleRequest
@@ -74,24 +77,29 @@ class InferResult:
 
 
 def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) -> list[InferResult]:
-    """Sample every prompt and write the videos, one contact sheet and `samples.jsonl` into `options.out_dir`.
+    """Sample every prompt. Write the videos, one contact sheet and `samples.jsonl` into the folder `options.out_dir`.
 
-    File numbers continue after the files in the folder; no earlier video or sheet is changed. On one machine a request gives the
-    same video bit for bit, whatever is sampled before it. Under a launcher every rank calls this function and the ranks sample
-    each video together, equal to the video of one process up to rounding.
+    The numbers in the file names continue after the numbers of files in the folder, so no earlier file is replaced. On
+    one machine, a request always gives the same video bit for bit, whatever was sampled before.
+
+    Under a launcher, every rank calls this function, and the ranks sample each video together. The video equals the
+    video of one process up to rounding.
 
     Args:
         options: options of the command.
-        more_requests: requests to sample after the prompts of `options`; explicitly set fields win over the options.
+        more_requests: requests to sample after the prompts of `options`. Fields that are set in a request override
+            `options`.
 
     Returns:
-        One result per request, in order; an empty list on ranks other than the first.
+        One result per request, in order. On ranks other than the first, an empty list.
 
     Raises:
-        ConfigError: before weights are read, with all problems at once: if the model cannot be used, options are invalid, an
-            image cannot be read, the ranks cannot share a video, or the folder is not writable. Also if ranks got other options.
-        CheckpointError: if the checkpoint is missing, incomplete, without an average, or of another model.
-        WandsError: if a file cannot be written.
+        ConfigError: before weights are read, if the model cannot be used, an option is invalid, or an image cannot be
+            read. Also if the ranks cannot share a video, the folder is not writable, or the ranks have different
+            options. The error lists all problems.
+        CheckpointError: if the checkpoint is missing or incomplete, does not fit its config, or has no moving average
+            although `options.ema` is set.
+        WandsError: if a file cannot be written, or a sample has values that are not finite.
     """
     plan = _plan(options, more_requests)
     source, dims = plan.source, plan.dims
@@ -132,7 +140,17 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
 
 @dataclass(frozen=True)
 class _Plan:
-    """Checked sources and requests, and the device and dtype of sampling."""
+    """Everything that sampling needs before weights are loaded: the checked sources and requests, the device and the dtype.
+
+    Attributes:
+        source: sources of the pipeline.
+        requests: requests to sample.
+        images: first and last image of each request.
+        dims: parallel dimensions of this rank.
+        device: device to sample on.
+        dtype: dtype of the DiTs and the text encoder.
+        origin: facts about the weights for `samples.jsonl`.
+    """
 
     source: PipelineSource
     requests: list[SampleRequest]
@@ -167,14 +185,16 @@ def _plan(options: InferOptions, more_requests: Sequence[SampleRequest]) -> _Pla
 
 
 def find_source(options: InferOptions) -> PipelineSource:
-    """Find the pipeline with the DiTs and LoRAs that the options name; no weight is read.
+    """Find the pipeline, and the DiTs and LoRAs that the options name. Do not read any weight.
 
     Args:
         options: options of the command.
 
     Raises:
-        ConfigError: if the pipeline cannot be used, a folder is not a diffusers transformer, or two options replace one DiT.
-        CheckpointError: if there is no complete checkpoint, or the checkpoint has no average.
+        ConfigError: if the pipeline cannot be used, a folder is not a diffusers transformer, or two options replace the
+            same DiT.
+        CheckpointError: if there is no complete checkpoint, or `options.ema` is set and the checkpoint contains no
+            moving average.
     """
     dits = {}
     for part, folder in (("transformer", options.transformer), ("transformer_2", options.transformer_2)):
@@ -195,7 +215,13 @@ def find_source(options: InferOptions) -> PipelineSource:
 
 
 def _find_trained(checkpoint: Path, model: str, ema: bool) -> dict[str, DiTSource]:
-    """Return the sources of the DiTs in a checkpoint."""
+    """Return a dict that maps the subfolder of each trained DiT in a checkpoint to its source.
+
+    Args:
+        checkpoint: step folder or run folder.
+        model: folder or Hub id of the pipeline, the base model of a LoRA.
+        ema: whether to use the moving average of the weights.
+    """
     step, state = find_checkpoint(checkpoint)
     if ema:
         check_average(step, state)
@@ -232,7 +258,7 @@ def _option_problems(options: InferOptions, device: str, dims: ParallelDims) -> 
 
 
 def _out_problems(out_dir: Path) -> list[str]:
-    """Return why `out_dir` is not writable; the check leaves no file and no folder."""
+    """Return error texts if `out_dir` is not writable, otherwise []. The check leaves no file and no folder."""
     try:
         if out_dir.exists() and not out_dir.is_dir():
             return [f"--out={out_dir} is a file; give a folder."]
@@ -244,7 +270,7 @@ def _out_problems(out_dir: Path) -> list[str]:
 
 
 def _describe_weights(source: PipelineSource, options: InferOptions, dtype: str) -> dict[str, Any]:
-    """Return the origin of the samples' weights, for the record."""
+    """Return facts about the weights for `samples.jsonl`: the model, the dtype, the replaced DiTs and the LoRAs."""
     origin: dict[str, Any] = {"model": source.model, "dtype": dtype}
     origin |= {part: dit.folder for part, dit in source.dits.items() if dit.folder != source.model}
     if options.ema:
@@ -261,19 +287,21 @@ def check_ranks(
     images: Sequence[ConditionImages],
     dims: ParallelDims,
 ) -> None:
-    """Check that all ranks got the same command. Every rank must call this function.
+    """Check that all ranks have the same software, model and requests. Every rank must call this function.
 
-    Ranks with other seeds would write a mixture of their videos, and ranks with more prompts would wait forever.
+    Without this check, ranks with different seeds would produce a mixture of their videos. Ranks with more prompts than
+    other ranks would wait forever.
 
     Args:
-        source: from `find_pipeline`; each rank has searched for the newest step on its own.
-        origin: origin of the weights.
-        requests: requests with every option set.
-        images: images of each request; their contents are compared.
-        dims: from `plan_ranks`.
+        source: result of `find_pipeline`. Each rank has found its newest checkpoint separately, so the checkpoints can
+            differ.
+        origin: facts about the weights, from `_describe_weights`.
+        requests: requests to sample.
+        images: images of each request, whose pixels are compared.
+        dims: result of `plan_ranks`.
 
     Raises:
-        ConfigError: on every rank, naming the first difference and its ranks.
+        ConfigError: on every rank, with the first difference and the ranks that have it.
     """
     _, _, device = init_process_group()
     model = {**origin, "config": public_config(source.config)}
@@ -319,7 +347,7 @@ def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origi
 
 
 def _next_number(out_dir: Path) -> int:
-    """Return the first file number that no earlier run used."""
+    """Return the lowest number for file names that is greater than the numbers of all earlier runs in the folder."""
     names = [path.name for path in out_dir.iterdir()] if out_dir.is_dir() else []
     used = [int(match[1]) for name in names if (match := re.match(r"(?:contact_sheet_)?(\d{3,})[_.]", name))]
     return max(used, default=-1) + 1

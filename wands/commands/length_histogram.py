@@ -1,4 +1,4 @@
-"""Histogram of the lengths of samples, as text."""
+"""Draw a histogram of the lengths of samples as text. The length of a sample is its number of video tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ NUM_BARS = 10
 
 
 def count_lengths(tokens: Sequence[int] | np.ndarray) -> list[tuple[str, int]]:
-    """Return (label, number of samples) for each length, or for ten ranges if there are more than ten lengths.
+    """Count the samples of each length, or of each of at most ten ranges if there are more than ten different lengths.
 
     Args:
-        tokens: video tokens of every sample, at least one sample.
+        tokens: number of video tokens of every sample; at least one sample.
+
+    Returns:
+        Tuples (length or range as text, number of samples), shortest length first.
     """
     lengths = np.asarray(tokens, np.int64)
     distinct = np.unique(lengths).tolist()
@@ -33,13 +36,13 @@ def count_lengths(tokens: Sequence[int] | np.ndarray) -> list[tuple[str, int]]:
 
 
 def token_histogram(tokens: Sequence[int] | np.ndarray) -> str:
-    """Draw a histogram of the lengths of samples.
+    """Draw a histogram of the lengths of samples as text.
 
     Args:
-        tokens: video tokens of every sample, at least one sample.
+        tokens: number of video tokens of every sample; at least one sample.
 
     Returns:
-        A heading, the bars, and a line of totals; ASCII only.
+        ASCII lines: a heading, one line per bar, and a line with the totals.
     """
     lengths = np.asarray(tokens, np.int64)
     bars = count_lengths(lengths)

@@ -1,4 +1,4 @@
-"""Line plots of training runs, for the demo, the model card and `scripts/loss_compare.py`."""
+"""Plot the loss of training runs, for the demo, the model card and `scripts/loss_compare.py`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from wands.files import atomic_path
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the running mean of `window` values. The first points average fewer values, and only finite values count.
+    """Return the running mean over `window` values.
+
+    Element i is the mean of the value i and of the `window` - 1 values before it. At the start, there are fewer values
+    to average. Values that are not finite are left out.
 
     Args:
         values: float [N].
-        window: at least 1.
+        window: number of values to average, at least 1.
 
     Returns:
-        float64 [N]; NaN where a window contains no finite value.
+        float64 [N], with NaN where the window contains no finite value.
     """
     assert window > 0, window
     finite = np.isfinite(values)
@@ -36,13 +39,15 @@ def save_loss_plot(
     title: str = "Training loss",
     window: int | None = None,
 ) -> None:
-    """Plot loss over steps, raw values thin and their running mean thick, and write one PNG.
+    """Plot the loss over the optimizer steps, and write a PNG. A thin line shows the raw values and a thick line their
+    running mean.
 
     Args:
         path: PNG to create or replace.
-        series: name -> (steps, losses) of equal length; at least one series.
-        title: heading.
-        window: steps of the running mean. None uses a twentieth of each series, at most 200; 1 plots raw values only.
+        series: maps the name of a curve to (steps, losses), two sequences of equal length. There is at least one curve.
+        title: heading of the plot.
+        window: number of steps in the running mean. None uses a twentieth of each curve's steps, at most 200. 1 plots
+            only the raw values.
 
     Raises:
         WandsError: if the file cannot be written.

@@ -1,4 +1,4 @@
-"""Progress of a long command: a bar on a terminal, else a log line every 10 seconds."""
+"""Show the progress of a long command: a progress bar on a terminal, otherwise a log line every 10 seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOG_SECONDS = 10.0
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show progress; yield a function to call after each finished item.
+    """Show the progress of a loop over items. Yield a function that the loop calls after each finished item.
 
     Args:
         label: name of the items, such as "clips".
@@ -45,7 +45,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time in seconds, minutes or hours."""
+    """Return a time as text in seconds, minutes or hours, such as "90 s", "5 min" or "2.5 h"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

@@ -1,4 +1,4 @@
-"""Histogram of the timesteps that a recipe's flow section samples."""
+"""Draw a histogram of the timesteps that training samples with the `flow` section of a recipe."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ def timestep_histogram(
     num_bins: int = 20,
     sigma_range: tuple[float, float] = (0.0, 1.0),
 ) -> str:
-    """Draw a histogram of shifted timesteps, sampled as in training.
+    """Draw a histogram of random timesteps as text. The timesteps are sampled and shifted as in training.
 
     Args:
-        flow: `flow` of the recipe.
+        flow: `flow` section of a recipe.
         seed: random seed.
-        num_samples: number of draws; with 20,000 each bar is exact to 0.3 % of all samples.
-        num_bins: number of bars between 0 and 1000.
-        sigma_range: noise levels of the trained expert.
+        num_samples: number of random timesteps. With 20,000, the standard error of a bar is below 0.4 % of all samples.
+        num_bins: number of bars between timestep 0 and 1000.
+        sigma_range: (lowest, highest) noise level of the trained expert.
 
     Returns:
-        A heading, one line per bar from high noise to low noise, and a line of quantiles; ASCII only.
+        ASCII lines: a heading, one line per bar from high noise to low noise, and a line with the mean and the
+        quantiles.
     """
     generator = philox(seed, "histogram")
     sigmas = [sample_sigma(generator, flow, *sigma_range) for _ in range(num_samples)]

@@ -1,1 +1,3 @@
-"""`wands convert`: whole repositories, components, LoRAs, and the comparison of the result with the source."""
+"""`wands convert`: conversion of whole repositories, single models and LoRAs, and the comparison of the result with the
+source.
+"""

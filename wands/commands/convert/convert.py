@@ -1,4 +1,8 @@
-"""`wands convert`: write a model in another layout, compare it with the source bit for bit, and compare their forwards."""
+"""`wands convert`: write a model in the layout of another program, and compare the result with the source.
+
+The comparison has two parts. All tensors must be equal bit for bit, and the DiT's output in a forward pass must be
+equal.
+"""
 
 from __future__ import annotations
 
@@ -63,23 +67,26 @@ def convert(
     dtype: str | None = None,
     forward: bool = True,
 ) -> ConvertResult:
-    """Write a model or a LoRA in another layout.
+    """Write a model or a LoRA in the layout `to`.
 
-    Tensors are converted one at a time. The result is read back and compared with the source bit for bit. Stock
-    diffusers then runs a forward of the source and a forward of the result, and their outputs must be equal.
+    Tensors are converted one at a time. The result is read back and compared with the source bit for bit. Then
+    diffusers runs a forward pass with the source's DiT and with the result's DiT, and the two outputs must be equal.
 
     Args:
-        source: folder, Hub id or file: a diffusers pipeline or DiT, an official repository, a ComfyUI file, a LoRA.
-        out: folder to create; an existing folder must be empty.
+        source: folder, Hub id or file of a diffusers pipeline, a DiT, an official repository, a ComfyUI file or a LoRA.
+        out: folder to create. If it exists, it must be empty.
         to: "diffusers", "official" or "comfyui".
-        base: folder or Hub id of a model in the layout `to`; its parts that `source` lacks are copied.
-        dtype: "fp32" or "bf16" for the DiT and LoRAs, except layers that diffusers keeps in fp32; None keeps all dtypes.
-        forward: whether to compare forwards of the DiT.
+        base: folder or Hub id of a model in the layout `to`. Its parts that `source` lacks are copied. None copies
+            nothing.
+        dtype: "fp32" or "bf16": dtype of the written DiT and LoRAs. Layers that diffusers keeps in fp32 stay fp32. None
+            keeps all dtypes.
+        forward: whether to run the forward passes and compare their outputs.
 
     Raises:
-        ConfigError: if `source` is not a model, `out` is not empty, or `base` is another model.
-        CheckpointError: if names are unknown, tensors are missing or damaged, or a comparison fails.
-        WandsError: if `out` cannot be written; nothing is left behind.
+        ConfigError: if `source` is not a Wan model, `out` is not empty, or `base` is not the same model as `source`.
+        CheckpointError: if a tensor name is unknown, tensors are missing or damaged, or the result differs from the
+            source.
+        WandsError: if `out` cannot be written. In this case no file of the result is left.
     """
     result = ConvertResult(out.resolve())
     with atomic_folder(result.out) as unfinished:
@@ -100,18 +107,18 @@ def convert(
 
 @dataclass
 class ModelConversion:
-    """Conversion of one model.
+    """Conversion of one model to a different layout.
 
     Attributes:
         root: folder or file of the source.
         out: existing folder for the result.
         to: "diffusers", "official" or "comfyui".
-        rest: folder of a model whose other parts are copied.
+        rest: folder of a model. Its parts that the source lacks are copied. None copies nothing.
         dtype: dtype of the DiT; None keeps the dtype of the source.
-        forward: whether to compare forwards of the DiT.
-        result: receives a summary of each component, and notes.
-        variant: variant of the DiT, once it is known.
-        dit_config: diffusers config of the DiT, once it is known.
+        forward: whether to compare the DiT's output in a forward pass before and after the conversion.
+        result: receives a summary of each component, and notes for the user.
+        variant: variant of the DiT. It is None until the DiT has been converted.
+        dit_config: diffusers config of the DiT. It is empty until the DiT has been converted.
     """
 
     root: Path
@@ -125,7 +132,7 @@ class ModelConversion:
     dit_config: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Convert every component and add the other parts of the layout."""
+        """Convert every component of the source, then add the files that the layout needs besides the components."""
         self.components = {component.name: component for component in find_components(self.root)}
         self.two_experts = EXPERTS[1] in self.components
         for component in self.components.values():
@@ -139,7 +146,7 @@ class ModelConversion:
             self._complete_official()
 
     def _reason_to_skip(self, component: SourceComponent) -> str | None:
-        """Return why a component has no place in the new layout, or None."""
+        """Return a text that explains why the new layout cannot contain a component, or None if it can."""
         config = component.config or {"_class_name": official.OFFICIAL_CLASS}
         is_official = config.get("_class_name") == official.OFFICIAL_CLASS
         if self.to == "official" and is_official:
@@ -179,7 +186,9 @@ class ModelConversion:
         return variant_of(config, index)
 
     def _target(self, component: SourceComponent, config: Mapping[str, Any]) -> Path:
-        """Return the folder or the file for the tensors of a component."""
+        """Return the path for the tensors of a component: a folder, or a single file if the layout stores the component
+        in one file.
+        """
         name = component.name
         if self.to == "diffusers":
             return self.out / name
@@ -201,7 +210,11 @@ class ModelConversion:
     def _write(
         self, component: SourceComponent, config: Mapping[str, Any], tensors: Sequence[LazyTensor]
     ) -> list[Path]:
-        """Write the tensors of a component, with its config if the layout has a config."""
+        """Write the tensors of a component, and its config if the layout has a config file.
+
+        Returns:
+            The paths of the files with the tensors.
+        """
         target = self._target(component, config)
         target.parent.mkdir(exist_ok=True)
         if target.suffix in (".pth", ".safetensors"):
@@ -217,7 +230,12 @@ class ModelConversion:
         return write_sharded(target, KINDS[component.name].stem, tensors)
 
     def _complete_pipeline(self) -> None:
-        """Add the other parts of a diffusers pipeline if they are known."""
+        """Add the remaining parts of a diffusers pipeline, such as tokenizer and scheduler.
+
+        The parts are copied from `rest`, or from the source if the source is a diffusers pipeline. Otherwise they are
+        written new if the source has all components and a tokenizer. If something is missing, a note is added to the
+        result.
+        """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:
             check_rest(rest, self.dit_config, self.two_experts)
@@ -240,7 +258,7 @@ class ModelConversion:
         write_pipeline(self.out, self.root / _TOKENIZER, self.variant)
 
     def _complete_official(self) -> None:
-        """Copy the tokenizer and the official files that were not converted."""
+        """Copy the tokenizer, and the official files of `root` and `rest` that were not converted."""
         if (self.root / "tokenizer").is_dir():
             copy_path(self.root / "tokenizer", self.out / _TOKENIZER)
         for root in (self.root, self.rest):
@@ -255,10 +273,10 @@ class ModelConversion:
 
 
 def _write_pickle(path: Path, tensors: Sequence[LazyTensor]) -> None:
-    """Write a state dict as official Wan does.
+    """Write tensors as a pickled state dict, the format of the official Wan files.
 
     Raises:
-        OSError: if the disk is full.
+        OSError: if the file cannot be written, for example because the disk is full.
     """
     state = {tensor.name: tensor.read() for tensor in tensors}
     try:
@@ -268,7 +286,10 @@ def _write_pickle(path: Path, tensors: Sequence[LazyTensor]) -> None:
 
 
 def _is_wans_own(config: Mapping[str, Any]) -> bool:
-    """Return whether a VAE has the latent statistics of the published VAE, which are constants in the official code."""
+    """Return whether a VAE has the latent mean and standard deviation of the published VAE.
+
+    The official code contains these values as constants, so an official file cannot store different values.
+    """
     stock = build_stock("vae", config).config
     published = official.LATENTS_22 if stock["z_dim"] == 48 else build_stock("vae", {}).config
     return all(list(stock[key]) == list(published[key]) for key in official.LATENTS_22)

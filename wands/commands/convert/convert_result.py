@@ -10,16 +10,16 @@ from wands.model.files.name_maps import shorten
 
 @dataclass(frozen=True)
 class ComponentSummary:
-    """Numbers of one converted component or LoRA file.
+    """Numbers about one converted component or LoRA file.
 
     Attributes:
         name: name of the component or file.
         read: number of tensors in the source.
         written: number of tensors in the result.
-        renamed: number of written tensors whose name is new.
-        num_bytes: bytes of the written tensors.
-        unused: tensors of the source that have no place in the new layout.
-        forward: result of comparing forwards; "" if forwards were not compared.
+        renamed: number of written tensors whose name differs from the name in the source.
+        num_bytes: size of the written tensors in bytes.
+        unused: names of the source's tensors that the new layout does not have.
+        forward: text about the comparison of the outputs of two forward passes; "" if they were not compared.
     """
 
     name: str
@@ -42,12 +42,12 @@ class ComponentSummary:
 
 @dataclass
 class ConvertResult:
-    """Result of `convert`.
+    """Result of the function `convert`.
 
     Attributes:
-        out: written folder.
-        summaries: one for each component or LoRA file.
-        notes: missing parts of the folder and how to get them.
+        out: folder that was written.
+        summaries: one summary for each component or LoRA file.
+        notes: texts for the user, such as which parts the folder lacks and how to get them.
     """
 
     out: Path

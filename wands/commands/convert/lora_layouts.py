@@ -24,14 +24,16 @@ from wands.model.files.tensor_files import LazyTensor, TensorFiles, check_writte
 
 
 def find_loras(root: Path) -> dict[str | None, Path]:
-    """Return the LoRA files of a source: {None: file}, or {expert: file} for a folder with the names of experts.
+    """Find the LoRA files of a source.
 
     Returns:
-        {} if the source is not a LoRA.
+        {None: file} for a single LoRA. {expert: file} for a folder that contains a LoRA for each expert, where the
+        expert is "transformer" or "transformer_2". {} if the source is not a LoRA.
 
     Raises:
         CheckpointError: if a file cannot be read.
-        ConfigError: if an expert's folder has no LoRA or several candidates.
+        ConfigError: if it is unclear which file of a folder is the LoRA of an expert, or a folder with LoRAs of experts
+            contains a further safetensors file.
     """
     usual = [root] if root.is_file() else [root / name for name in (LORA_FILE, PEFT_FILE)]
     files: dict[str | None, Path] = dict([(None, path) for path in usual if path.is_file()][:1])
@@ -52,18 +54,21 @@ def find_loras(root: Path) -> dict[str | None, Path]:
 def convert_lora(
     source: Path, out: Path, result: ConvertResult, to: str, dtype: torch.dtype | None, expert: str | None
 ) -> None:
-    """Write a LoRA in another layout. Two experts become two files, because no loader reads both from one file.
+    """Write a LoRA in the layout `to`.
+
+    If one file contains the LoRAs of two experts, write two files, because no program loads both LoRAs from one file.
 
     Args:
-        source: file in any layout of `wands.model.files.lora_files.parse_lora`.
-        out: existing folder.
-        result: receives a summary of each file, and notes.
+        source: LoRA file in any layout that `wands.model.files.lora_files.parse_lora` supports.
+        out: existing folder for the new files.
+        result: receives a summary of each new file, and notes for the user.
         to: "diffusers", "official" or "comfyui".
-        dtype: dtype of the new file; None keeps the dtype of the source.
-        expert: "transformer" or "transformer_2" if the path of the file names the expert, else None.
+        dtype: dtype of the new files; None keeps the dtype of the source.
+        expert: "transformer" or "transformer_2" if the path of the file names the expert, otherwise None.
 
     Raises:
-        CheckpointError: if the file is not a LoRA of Wan, is for the other expert, or the written file differs.
+        CheckpointError: if the file is not a LoRA of Wan, contains the LoRA of an expert that differs from `expert`, or
+            differs from the written file.
     """
     with TensorFiles([source], f"SRC {source}") as files:
         loras, old_names = read_lora_file(files), files.tensors.keys()

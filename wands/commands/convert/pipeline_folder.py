@@ -1,4 +1,4 @@
-"""Write the parts of a diffusers pipeline around a converted DiT: configs, tokenizer, scheduler, index."""
+"""Write the files of a diffusers pipeline that are needed besides a converted DiT: configs, tokenizer, scheduler and index."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from wands.variants import Variant
 
 
 def build_stock(component: str, config: Mapping[str, Any]) -> Any:
-    """Build the model of diffusers or transformers on the meta device.
+    """Build a component's model with the class of diffusers or transformers, on the meta device and without values.
 
     Args:
-        component: name in a diffusers pipeline, such as "transformer" or "vae".
-        config: config of diffusers or transformers.
+        component: name of the component in a diffusers pipeline, such as "transformer" or "vae".
+        config: config of the model in the format of its library, diffusers or transformers.
     """
     with torch.device("meta"):
         if component == "text_encoder":
@@ -35,7 +35,13 @@ def build_stock(component: str, config: Mapping[str, Any]) -> Any:
 
 
 def write_stock_config(component: str, config: Mapping[str, Any], folder: Path) -> None:
-    """Write config.json as diffusers or transformers does. Arguments are explained at `build_stock`."""
+    """Write a component's config.json as its library, diffusers or transformers, would write it.
+
+    Args:
+        component: name of the component in a diffusers pipeline, such as "transformer" or "vae".
+        config: config of the model in the format of its library.
+        folder: existing folder for config.json.
+    """
     model = build_stock(component, config)
     if component in ("text_encoder", "image_encoder"):
         type(model.config)(**config).save_pretrained(folder)  # the model adds keys to its config
@@ -44,15 +50,16 @@ def write_stock_config(component: str, config: Mapping[str, Any], folder: Path) 
 
 
 def check_rest(rest: Path, config: Mapping[str, Any], two_experts: bool) -> None:
-    """Check that the other parts of a pipeline belong to the same model as a DiT.
+    """Check that a pipeline, from which the remaining parts will be copied, belongs to the same model as a DiT.
 
     Args:
         rest: folder of the pipeline.
         config: diffusers config of the DiT.
-        two_experts: whether the model has two DiTs.
+        two_experts: whether the model of the DiT has two experts.
 
     Raises:
-        ConfigError: if `rest` is not a diffusers pipeline or is another model.
+        ConfigError: if `rest` is not a diffusers pipeline, its DiT's config differs from `config`, or its number of
+            experts differs.
     """
     index, theirs = (
         read_json_object(
@@ -73,7 +80,8 @@ def check_rest(rest: Path, config: Mapping[str, Any], two_experts: bool) -> None
 
 
 def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
-    """Write tokenizer, scheduler and index as in diffusers' conversion of the published models.
+    """Write tokenizer, scheduler and index of a pipeline, with the same contents as in diffusers' conversions of the
+    published models.
 
     Args:
         out: folder of the converted components.
@@ -111,7 +119,7 @@ def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
 
 
 def copy_path(source: Path, target: Path) -> None:
-    """Copy a file or folder to a new path, and create the folders above it."""
+    """Copy a file or folder to a new path. Create the missing parent folders of the new path."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, target)

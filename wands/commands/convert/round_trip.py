@@ -1,4 +1,4 @@
-"""Compare forwards of stock diffusers with the tensors before and after a conversion."""
+"""Run diffusers' DiT with the tensors before and after a conversion, and compare the outputs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from wands.model.files.tensor_files import LazyTensor, TensorFiles, as_bytes
 
 
 def stock_names(names: Iterable[str]) -> dict[str, str]:
-    """Return {name of a tensor in a DiT file: diffusers name}, by diffusers' conversion.
+    """Return a dict that maps each tensor name of a DiT file to the diffusers name.
 
-    Comparisons use diffusers' conversion, so that they find errors in the name map of wands.
+    The translation uses diffusers' conversion function instead of the name map of wands. A comparison can then find
+    errors in the name map of wands.
 
     Args:
-        names: all names of a file, in any layout.
+        names: all tensor names of a DiT file, in any layout.
     """
     names = list(names)
     if any(".attn1." in name for name in names):
@@ -36,18 +37,18 @@ def stock_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], files: Sequence[Path]) -> str:
-    """Run the stock model with the tensors of the source, then with the tensors of the result, and compare the outputs.
+    """Run diffusers' DiT with the source's tensors and with the result's tensors, and compare the two outputs bit for bit.
 
     Args:
-        mapping: mapping of the DiT, with the open tensors of the source.
-        tensors: tensors that were written; the tensors of the source are cast to the same dtypes.
-        files: written files.
+        mapping: mapping from the DiT's source to the new layout. The source must be open.
+        tensors: tensors that were written. The source's tensors are cast to the same dtypes.
+        files: files that were written.
 
     Returns:
-        A sentence about the outputs.
+        A text about the outputs for the summary.
 
     Raises:
-        CheckpointError: if the outputs differ.
+        CheckpointError: if the two outputs differ.
     """
     new_names = stock_names(mapping.sources)
     dtypes = {new_names[tensor.name]: tensor.dtype for tensor in tensors}

@@ -1,4 +1,4 @@
-"""Find the models of a source in any layout, and map their tensors to another layout."""
+"""Find the models of a source in any layout, and map their tensors to a different layout."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ _Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class ComponentKind:
-    """Files and names of one kind of model in a pipeline.
+    """Description of the files and tensor names of one kind of model: DiT, VAE, text encoder or image encoder.
 
     Attributes:
         stem: name of the weight files in a diffusers folder, without suffix.
-        signs: name of a tensor in official files and name of a tensor in diffusers files, to recognise a file.
-        names: function (names of all tensors, name of the files in errors) -> name map.
-        config: function (shapes by official name, official config, name of the files in errors) -> diffusers config.
-        official_files: pattern of the file in an official repository; "" if the repository has a folder instead.
-        unused: parts of the names of tensors that are not converted.
+        signs: (tensor name that only official files of this kind have, tensor name that only its diffusers files have).
+            wands recognises a file by these names.
+        names: function that returns the name map. Its arguments are the names of all tensors, and the name of the files
+            for error messages.
+        config: function that returns the diffusers config. Its arguments are the shapes by official name, the official
+            config, and the name of the files for error messages.
+        official_files: glob pattern of the file in an official repository, without suffix; "" if the repository has a
+            folder instead.
+        unused: words. A tensor with one of these words in its name is not converted.
     """
 
     stem: str
@@ -74,16 +78,16 @@ KINDS: dict[str, ComponentKind] = {
         unused=name_maps.CLIP_UNUSED,
     ),
 }
-"""Name of a component in a diffusers pipeline -> kind of the component."""
+"""Maps the name of a component in a diffusers pipeline to the description of its files and tensor names."""
 
 
 class SourceComponent(NamedTuple):
-    """One model of the source.
+    """One model of the source, for example its VAE.
 
     Attributes:
         name: name of the component in a diffusers pipeline, a key of `KINDS`.
         files: files of the weights.
-        config: contents of config.json next to the weights; None if there is no such file.
+        config: contents of the config.json next to the weights; None if this file does not exist.
     """
 
     name: str
@@ -91,18 +95,18 @@ class SourceComponent(NamedTuple):
     config: _Config | None
 
     def open(self) -> TensorFiles:
-        """Return the tensor files of the component, to be used in a `with` statement."""
+        """Return the tensor files of the component, for use in a `with` statement."""
         path = self.files[0].parent if len(self.files) > 1 else self.files[0]
         return TensorFiles(self.files, f"SRC {path}")
 
 
 class ComponentMapping(NamedTuple):
-    """Tensors of a component in another layout.
+    """Tensors of a component, mapped to a different layout.
 
     Attributes:
-        config: config of diffusers or transformers.
-        sources: tensor of the source, in the shape of the new layout, by new name.
-        unused: tensors of the source that the new layout does not have.
+        config: config of the model in the format of diffusers or transformers.
+        sources: maps a tensor name of the new layout to the source's tensor, in the shape of the new layout.
+        unused: names of the source's tensors that the new layout does not have.
     """
 
     config: _Config
@@ -111,11 +115,14 @@ class ComponentMapping(NamedTuple):
 
 
 def find_components(source: Path) -> list[SourceComponent]:
-    """Return every model of a diffusers pipeline, an official repository, a folder of one DiT, or a single file.
+    """Return every model of a source.
+
+    Args:
+        source: diffusers pipeline, official repository, folder of one DiT, or single file.
 
     Raises:
-        ConfigError: if there is no Wan model.
-        CheckpointError: if a file cannot be read, or the weights of a component are missing.
+        ConfigError: if the source contains no Wan model.
+        CheckpointError: if a file cannot be read, or a model has no weights.
     """
     if source.is_file():
         return [_component_of_file(source)]
@@ -142,7 +149,7 @@ def find_components(source: Path) -> list[SourceComponent]:
 
 
 def _find_dits(source: Path) -> list[SourceComponent]:
-    """Return the DiT of a diffusers folder, or the DiTs of an official repository."""
+    """Return the DiT of a folder with one diffusers DiT, or the DiTs of an official repository."""
     components = []
     for expert in EXPERTS:
         folder = official.find_expert(source, expert)
@@ -176,15 +183,15 @@ def _read_config(folder: Path) -> _Config:
 
 
 def map_component(component: SourceComponent, files: TensorFiles, to: str) -> ComponentMapping:
-    """Find the source of every tensor in another layout, and check that the tensors fit the stock model.
+    """Find the source's tensor for every tensor of the layout `to`, and check that the tensors fit the model.
 
     Args:
-        component: the component.
-        files: open tensor files of the component.
+        component: component to map.
+        files: open tensor files of this component.
         to: "diffusers", "official" or "comfyui".
 
     Raises:
-        CheckpointError: if names are unknown, tensors are missing, or shapes differ from the config.
+        CheckpointError: if a tensor name is unknown, tensors are missing, or shapes differ from the config.
     """
     kind, where, given = KINDS[component.name], files.where, component.config or {}
     stored = {name: files.tensors[old] for name, old in name_maps.strip_prefix(files.tensors).items()}
@@ -221,10 +228,14 @@ def map_component(component: SourceComponent, files: TensorFiles, to: str) -> Co
 
 
 def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return the tensors that a `NameMap` knows, with their names in the files. Only CLIP has tensors to split or reshape.
+    """Split and reshape tensors so that a `NameMap` has a name for each of them. Only CLIP has such tensors.
 
     Args:
-        stored: tensor by name without prefix.
+        stored: maps a tensor name without ComfyUI's prefix to the tensor.
+
+    Returns:
+        A dict that maps names for the `NameMap` to tensors. Each tensor keeps its name in the file as
+        `LazyTensor.name`.
     """
     sources: dict[str, LazyTensor] = {}
     for name, value in stored.items():
