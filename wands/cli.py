@@ -1,6 +1,7 @@
-"""The `wands` command: each subcommand parses its option model, calls one function, and exits with code 2 on a WandsError.
+"""The `wands` command and its subcommands.
 
-Heavy packages are imported inside the subcommands, so that `wands --help` answers at once.
+Each subcommand parses its options and calls one function. If the function raises a WandsError, `wands` exits with code 2.
+Heavy packages are imported inside the functions of the subcommands, so that `wands --help` answers at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from wands.errors import WandsError
 
 
 class _CommandGroup(click.Group):
-    """Command group that prints a WandsError once, exits with code 2, and lists its commands in order of declaration."""
+    """Group of the `wands` subcommands. The help page lists the subcommands in the order of their declaration.
+
+    If a subcommand raises a WandsError, the group prints the message and exits with code 2. If all ranks of a node or of the
+    process group raise the same error, only one of these ranks prints the message.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -31,7 +36,7 @@ class _CommandGroup(click.Group):
             return super().invoke(ctx)
         except WandsError as error:
             formed = _process_group_formed()
-            # Before the process group forms, all ranks of a node raise the same error. Afterwards one rank may be alone with it.
+            # Before the process group exists, all ranks of a node raise the same error. Later a single rank may fail.
             local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
             printing_rank = os.environ.get("RANK", "0") if formed else local_rank
             if printing_rank == "0" or (formed and not error.agreed):
@@ -180,7 +185,11 @@ def _process_group_formed() -> bool:
 
 
 def _exit_rank(code: int = 0) -> None:
-    """Exit a rank without interpreter shutdown, because shutdown can abort finished gloo runs in the threads of collectives."""
+    """Exit this process with an exit code; return to the caller if the code is 0 and this is the only process.
+
+    A process of a distributed run exits without the shutdown of the Python interpreter. During the shutdown, the threads of
+    gloo's collectives can abort the process although the run has finished.
+    """
     if os.environ.get("WORLD_SIZE", "1") != "1" and _process_group_formed():
         logging.shutdown()
         sys.stdout.flush()

@@ -1,4 +1,7 @@
-"""Settings, limits and messages that `wands check` and `wands preprocess` share, so that they agree on every clip."""
+"""Settings, limits and messages that `wands check` and `wands preprocess` share.
+
+Both commands use this module, so that both accept and reject the same clips.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,39 @@ from wands.data.clips.records import ClipRecord, Rejection
 from wands.variants import Variant
 
 LIMIT_SECONDS = 300.0
-"""Longest time for decoding a clip in `wands check`, or a window of a clip in `wands preprocess`."""
+"""Longest decoding time in seconds.
+
+In `wands check` this is the limit for a whole clip. In `wands preprocess` it is the limit for one window (range of frames).
+"""
 NO_MEMORY = "does not fit into memory; lower --max-frames or --max-pixels"
 EMPTY_CAPTION = "empty caption once cleaned; write one"
 
 
 def crash_reason(path: object, crash: Crash) -> str:
-    """Return the reason of a rejected clip that crashes or hangs its decoder."""
+    """Return the rejection reason for a clip whose decoder crashed or exceeded the time limit.
+
+    Args:
+        path: the file of the clip.
+        crash: error that reports the crash or the exceeded time limit.
+    """
     return f"video={path} cannot be decoded: {crash}; replace or re-encode the file"
 
 
 def no_access_reason(path: object, error: str) -> str:
-    """Return the reason of a rejected clip whose file cannot be opened."""
+    """Return the rejection reason for a clip whose file cannot be opened.
+
+    Args:
+        path: the file of the clip.
+        error: text of the system's error, for example "Permission denied".
+    """
     return f"video={path} cannot be read ({error}); fix its permissions"
 
 
 def read_source(options: ClipOptions) -> tuple[list[ClipRecord], list[Rejection]]:
-    """Return the usable and the rejected rows of the source.
+    """Read the list of clips from the source of clips that `options` names.
+
+    Returns:
+        One record for each usable clip and caption, and the rejections of unusable clips.
 
     Raises:
         DataError: if the source does not exist or contains no clip.
@@ -37,7 +56,15 @@ def read_source(options: ClipOptions) -> tuple[list[ClipRecord], list[Rejection]
 
 
 def plan_samples(options: ClipOptions, variant: Variant) -> tuple[ClipSpec, tuple[int, ...]]:
-    """Return rate, size and length of the samples, and the further area limits of --max-pixels.
+    """Return the settings by which clips become samples.
+
+    Args:
+        options: options of the command.
+        variant: model variant, which sets the strides and the default frame rate.
+
+    Returns:
+        Frame rate, size and length of the samples under the first area limit of --max-pixels, and the remaining area limits
+        of --max-pixels in pixels.
 
     Raises:
         ConfigError: if an option is invalid or options exclude each other.

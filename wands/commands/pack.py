@@ -1,4 +1,4 @@
-"""`wands pack`: write the bins of an epoch to a file, exactly as `wands train` forwards them."""
+"""The command `wands pack`: write the bins (packed sequences) of an epoch to a file, exactly as `wands train` uses them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ from wands.train.prepare import load_run
 from wands.train.run import TrainingRun
 
 FORMAT = "wands-plan-1"
-"""Format name in a plan file; another number means other keys."""
+"""Name of the file format, in the first line of a plan file. A change of the file's keys changes the number."""
 
 
 def pack(options: PackOptions) -> str:
-    """Plan one epoch of a recipe's data and write it as JSON lines.
+    """Plan the bins (packed sequences) of one epoch of a recipe's data, and write the plan to a file as JSON lines.
 
-    The first line describes the whole plan: format, seed, epoch, first_step, sources (`list_sources`), split,
-    holdout, num_samples and num_tokens of the epoch, num_bins, num_steps, bins_per_step, max_tokens,
-    buffer_size, fill of the full steps, efficiency (dp_size -> mean cost / cost of the slowest rank), length_bias
-    and length_bias_of_chance (`EpochPlan.length_bias`), cost (a and b of a * sum(L) + b * sum(L^2), in FLOPs of a
-    forward) and data_fingerprint, which checkpoints contain too.
-    Each further line is an optimizer step: step, num_samples, num_tokens, fill, efficiency and bins. A bin has the
-    keys, indices and tokens of its samples, and its cost in units of the mean cost of the epoch's bins.
+    The first line describes the whole plan. Its keys are:
+
+    - format, seed, epoch, and first_step (number of the epoch's first optimizer step).
+    - sources (see `list_sources`), split and holdout.
+    - num_samples and num_tokens of the epoch, num_bins, num_steps, bins_per_step, max_tokens and buffer_size.
+    - fill: used share of the bins' token capacity. The last step counts only if it is the only step.
+    - efficiency: maps each possible dp_size to the mean cost of the ranks / the cost of the slowest rank.
+    - length_bias and length_bias_of_chance, see `EpochPlan.length_bias`.
+    - cost: [a, b] in FLOPs. The forward pass of a bin costs a * sum(L) + b * sum(L^2) for sample lengths L.
+    - data_fingerprint: the value that checkpoints also contain.
+
+    Each further line describes one optimizer step with the keys step, num_samples, num_tokens, fill, efficiency and bins.
+    Each bin has the keys, indices and tokens of its samples. Its cost is relative to the mean cost of the epoch's bins.
 
     Args:
-        options: options of the command.
+        options: options of the command; they name the recipe, the epoch and the file.
 
     Returns:
-        The plan in a few lines for the terminal.
+        Summary of the plan for the terminal, in a few lines.
 
     Raises:
         WandsError: if the recipe or the data have problems, or the file cannot be written.

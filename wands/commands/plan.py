@@ -1,4 +1,4 @@
-"""`wands plan`: find settings that fit a recipe on a machine, and predict the step time."""
+"""The command `wands plan`: find settings with which a recipe fits the memory of a machine, and predict the step time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from wands.variants import VARIANTS, Expert, Variant, legal_frames
 
 SIZES = {"480p": (480, 832), "720p": (720, 1280)}
 _NUM_ROWS = 10
-_TEXT_BYTES = 150 * 2  # bytes of a caption per channel of the text encoder: about 150 tokens in bf16
+_TEXT_BYTES = 150 * 2  # bytes of a text embedding per channel of the text encoder: about 150 tokens in bf16
 _MACHINE_OPTIONS = {"gpu_memory", "host_memory", "node_bandwidth", "network_bandwidth", "gpus_per_node"}
 _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "deepspeed": lambda one: one.ds_name,
@@ -44,16 +44,17 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
 
 
 def plan(options: PlanOptions) -> str:
-    """Find settings that fit a machine.
+    """Find settings with which a recipe fits a machine, and return a report as text.
+
+    The report lists the best settings, describes the first of these settings in detail, and shows the command that starts the
+    training run. With `options.out`, the recipe and the DeepSpeed JSON of the first settings are written to this folder.
+    With `options.table`, the function only returns the tables of `what_fits`.
 
     Args:
-        options: options of the command.
-
-    Returns:
-        The report.
+        options: options of the command; they name the recipe and the machine.
 
     Raises:
-        ConfigError: if no setting fits; the message has the smallest requirement.
+        ConfigError: if no settings fit the machine. The message contains the smallest amount of memory that is needed.
     """
     if options.table:
         return what_fits()
@@ -95,11 +96,14 @@ def _machine_of(options: PlanOptions) -> Machine:
 def what_fits(
     memories: Sequence[str] = ("rtx4090", "l40s", "h100", "h200"), counts: Sequence[int] = (1, 8, 64)
 ) -> str:
-    """Return Markdown tables of the published models on common machines, for clips of 480p and 81 frames, one per bin.
+    """Return Markdown tables of the settings with which published models can be trained on common machines.
+
+    Each cell contains the best settings for one model and one machine. The tables assume clips of 480p with 81 frames. Each
+    bin (packed sequence) contains one clip.
 
     Args:
-        memories: names in `MACHINES`, one column each.
-        counts: numbers of GPUs, one table each.
+        memories: names of machines in `MACHINES`. Each name is a column.
+        counts: numbers of GPUs. Each number gives a table.
     """
     tables = []
     for gpus in counts:
@@ -116,7 +120,16 @@ def what_fits(
 
 
 def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
-    """Return the best setting that fits; for a LoRA, with a quantised base if nothing else fits."""
+    """Return the best training settings that fit a machine in a few words, or "–" if no settings fit.
+
+    The base model of a LoRA is quantised to nf4 only if no settings fit with an unquantised base model.
+
+    Args:
+        name: name of a published model.
+        kind: "lora" or "finetune".
+        machine: kind of the GPUs and nodes.
+        gpus: number of GPUs.
+    """
     variant = VARIANTS[name]
     for quantize in ("none", "nf4") if kind == "lora" else ("none",):
         recipe = load_recipe(f"{name}-{kind}")
@@ -141,7 +154,14 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
 
 
 def _find_model(recipe: Recipe, options: PlanOptions) -> tuple[Variant, tuple[Expert, ...], dict[str, Any]]:
-    """Return the variant, the trained experts, and the DiT's config."""
+    """Find the model that the recipe trains.
+
+    The name of a published model is enough, from `options.variant` or from the name of a shipped recipe. Otherwise the
+    function reads the config files in `model.path` of the recipe.
+
+    Returns:
+        Model variant, trained experts (DiTs, each for a range of noise levels), and config of the DiT.
+    """
     name = options.variant
     sets_path = any(override.startswith("model.path") for override in options.overrides)
     if name is None and options.recipe in list_recipes() and not sets_path:
@@ -162,7 +182,11 @@ def _find_model(recipe: Recipe, options: PlanOptions) -> tuple[Variant, tuple[Ex
 
 
 def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarray:
-    """Return the tokens of each clip of the recipe's data, or of equal clips if the recipe names no data."""
+    """Return the number of video tokens of each clip, int64 [number of clips].
+
+    If the recipe names no data, the function assumes `options.clips` equal clips of `options.size` with `options.frames`
+    frames.
+    """
     data, dit = recipe.data, variant.dit
     if data.cache or data.sources or data.mock:
         dataset = open_data(data, variant, recipe.train.seed, fingerprint=dict)
@@ -230,7 +254,10 @@ def _start_command(best: Candidate, options: PlanOptions) -> str:
 
 
 def _describe_smallest(task: Task) -> str:
-    """Describe the setting that needs least memory, and the changes that would help."""
+    """Return an error message that says that no settings fit.
+
+    The message describes the settings that need the least memory, and suggests changes that reduce the need for memory.
+    """
     gpus, longest = task.workload.world_size, task.longest
     cp_sizes = (1, task.ranks_per_node)
     settings = list(build_candidates(task, task.ds_configs, [longest], cp_sizes, ("offload", "full")))

@@ -1,7 +1,8 @@
-"""`wands push`: upload the folder of a pipeline or a LoRA to the Hugging Face Hub, with a model card.
+"""The command `wands push`: upload the folder of a pipeline or a LoRA to the Hugging Face Hub, with a model card.
 
-The files are first staged as a folder of links: linked components become real folders (the Hub client does not enter
-linked folders), training state is left out, and JSON files lose the paths of this machine.
+The command uploads a temporary folder that contains links to the files. A component that is a link to a folder becomes a
+real folder there, because the Hub client does not enter linked folders. Training state is left out. JSON and text files
+that contain paths of this machine are copied without these paths.
 """
 
 from __future__ import annotations
@@ -42,20 +43,22 @@ _STATE_FILE = "wands_state.json"  # the folder that contains it is a training ch
 
 
 def push(options: PushOptions, token: str | None = None) -> str:
-    """Upload the folder of a pipeline or a LoRA and its model card; a second push sends only missing files.
+    """Upload the folder of a pipeline or a LoRA, with a model card, to a repository on the Hugging Face Hub.
 
-    Writes ``README.md`` and ``loss.png`` into the folder. A ``README.md`` that wands did not write is kept. The visibility of
-    an existing repository is never changed.
+    The model card ``README.md`` and the plot ``loss.png`` are written into the folder first. If the folder has a ``README.md``
+    that wands did not write, both files are left unchanged. A second push uploads only files that the repository lacks. The
+    visibility of an existing repository is never changed.
 
     Args:
         options: options of the command.
-        token: Hub token with write access; None takes HF_TOKEN or the token that ``hf auth login`` stored.
+        token: Hub token with write access. None uses HF_TOKEN or the token that ``hf auth login`` stored.
 
     Returns:
         The URL of the repository.
 
     Raises:
-        WandsError: if the folder is not a pipeline or LoRA, or name, token or server cannot be used, or the upload failed.
+        WandsError: if the folder contains neither a pipeline nor a LoRA; if the repository's name, the token or the server
+            cannot be used; or if the upload fails.
     """
     directory = options.directory
     contents = _check_contents(directory)
@@ -84,7 +87,11 @@ def push(options: PushOptions, token: str | None = None) -> str:
 
 
 def _check_contents(directory: Path) -> FolderContents:
-    """Return the contents of the folder; raise WandsError if diffusers could not load it."""
+    """Return the contents of the folder to push: the class of the pipeline, or the LoRA files.
+
+    Raises:
+        WandsError: if the folder has neither a pipeline nor a LoRA, or if the pipeline lacks a component.
+    """
     index_path = directory / "model_index.json"
     if not index_path.is_file():
         loras = tuple(_find_loras(directory))
@@ -108,7 +115,11 @@ def _check_contents(directory: Path) -> FolderContents:
 
 
 def _find_loras(directory: Path) -> Iterator[LoraFile]:
-    """Yield the LoRAs with diffusers' keys in the folder and in the folders of the two experts."""
+    """Yield the LoRA files in the folder itself and in its subfolders for the high-noise and the low-noise expert.
+
+    Files without diffusers' key names are ignored. The keys of a file name the DiT to which the LoRA belongs. If the keys
+    name only ``transformer``, the subfolder decides.
+    """
     for folder, expert in (("", EXPERTS[0]), *((name, expert) for expert, name in EXPERT_NAMES.items())):
         for path in sorted((directory / folder).glob("*.safetensors")):
             with TensorFiles([path], f"DIRECTORY {directory}") as files:
@@ -125,7 +136,14 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
-    """Return the training facts that the folder records; missing facts come from a checkpoint."""
+    """Return facts about the training run for the model card, for example base model, step and recipe.
+
+    Facts from the record file in the folder to push replace facts from the checkpoint.
+
+    Args:
+        directory: folder to push.
+        training: checkpoint, or folder of checkpoints; None reads no checkpoint.
+    """
     record: dict[str, Any] = {}
     if training is not None:
         from wands.model.files.checkpoint_files import find_checkpoint
@@ -139,7 +157,14 @@ def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
 
 
 def _license_of(base: str, hub: Hub) -> str:
-    """Return the licence of the base model; the licence of Wan if the base does not state one or cannot be read."""
+    """Return the licence of the base model as an id of the Hub.
+
+    If the base model states no licence or cannot be read, return the licence of the published Wan models.
+
+    Args:
+        base: folder or Hub id of the base model.
+        hub: connection to the Hub.
+    """
     from huggingface_hub import metadata_load
 
     license_id = None
@@ -155,7 +180,16 @@ def _license_of(base: str, hub: Hub) -> str:
 
 
 def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: FolderContents) -> None:
-    """Write README.md and loss.png into the folder, unless a user wrote the README.md."""
+    """Write the model card README.md and the plot loss.png into the folder.
+
+    Write neither file if the folder has a README.md that wands did not write. Write no plot if the record has no losses.
+
+    Args:
+        directory: folder to push.
+        hub: repository on the Hub.
+        record: facts about the training run.
+        contents: pipeline or LoRA files in the folder.
+    """
     path = directory / "README.md"
     try:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else model_card.MARKER
@@ -174,7 +208,11 @@ def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: 
 
 
 def _stage(directory: Path, staging: Path) -> None:
-    """Fill `staging` with links to the files to upload, and with changed copies of files that contain paths."""
+    """Fill the folder `staging` with the files of `directory` that are to be uploaded.
+
+    Most files become links. A file that contains paths of this machine becomes a copy without these paths. Training state and
+    hidden files are left out.
+    """
     skip = shutil.ignore_patterns(*_SKIPPED)
 
     def ignore(folder: str, names: list[str]) -> set[str]:
@@ -204,7 +242,7 @@ def _stage(directory: Path, staging: Path) -> None:
 
 
 def _cleaned(path: Path) -> str | None:
-    """Return a file's text without paths of this machine, or None if the file can be uploaded unchanged."""
+    """Return the text of a file without the paths of this machine. Return None if the file can be uploaded unchanged."""
     if path.name == model_card.RECORD_FILE:
         return json.dumps(without_paths(_read_object(path)), indent=2) + "\n"
     if path.name == "README.txt":  # next to an exported LoRA
@@ -224,7 +262,10 @@ def _cleaned(path: Path) -> str | None:
 
 
 def _without_origin(value: Any) -> Any:
-    """Remove the local folders that diffusers and transformers store as the origin of a component."""
+    """Return a copy of a JSON value without entries for the local folder from which a component was loaded.
+
+    diffusers and transformers store this folder in a component's config under "_name_or_path" or "name_or_path".
+    """
     if isinstance(value, list):
         return [_without_origin(item) for item in value]
     if not isinstance(value, dict):

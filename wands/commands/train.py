@@ -1,4 +1,4 @@
-"""`wands train`: check everything, print the start block, then train."""
+"""The command `wands train`: check the recipe, the model, the data and the memory, print a summary of the run, and train."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from wands.train.weights import read_model
 
 
 def run_train(options: TrainOptions, log: Log) -> None:
-    """Train as the recipe says.
+    """Check a recipe and its data, and train the model that the recipe names.
+
+    With `options.dry_run`, only check the recipe and print the summary of the run. With `options.show_timesteps`, only print
+    histograms of the sampled timesteps.
 
     Args:
         options: options of the command.
-        log: prints a text for the user; called on rank 0 only.
+        log: prints a text for the user. Only rank 0 calls this function.
 
     Raises:
-        WandsError: with every problem that was found, where possible before the process group starts.
+        WandsError: if the run cannot start or fails. One message lists all problems with recipe, model and data.
     """
     rank = int(os.environ.get("RANK", "0"))
     log = log if rank == 0 else lambda text: None
@@ -49,7 +52,7 @@ def run_train(options: TrainOptions, log: Log) -> None:
             ranks_per_node=ranks_per_node(),
             resume=options.resume,
         )
-        if rank == 0:  # the block queries the accelerator, and only rank 0 uses the queried one
+        if rank == 0:  # start_block queries the accelerator of the calling rank; rank 0 uses that accelerator
             log(start_block(run))
         _check_memory(run, options, log)
         if not options.dry_run:
@@ -67,7 +70,10 @@ def run_train(options: TrainOptions, log: Log) -> None:
 
 
 def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:
-    """Raise a ConfigError if this rank's machine has too little memory; with --force or --dry-run only log the problem."""
+    """Raise a ConfigError if the run needs more memory than this rank's machine has.
+
+    With --force or --dry-run, log the problem and raise no error.
+    """
     device_type, name = accelerator_type(), str(options.deepspeed or "zero2")
     machine = machine_here(device_type, ranks_per_node())
     ds_configs = {key: load_ds_config(key) for key in SHIPPED} | {name: load_ds_config(options.deepspeed)}
@@ -80,7 +86,10 @@ def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:
 
 
 def _show_timesteps(recipe: Recipe, log: Log) -> None:
-    """Print a histogram of the sampled timesteps for each expert."""
+    """Log a histogram of the sampled timesteps for each expert (DiT for a range of noise levels) that the recipe trains.
+
+    Without `model.path` in the recipe, log one histogram over all noise levels.
+    """
     experts = read_model(recipe)[2] if recipe.model.path else ()
     for expert in experts or (None,):
         if expert and expert.name:

@@ -1,1 +1,1 @@
-"""`wands check`: its report for terminals, programs and browsers."""
+"""The command `wands check`, and its report as text for terminals, JSON for programs, and HTML for browsers."""

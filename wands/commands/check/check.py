@@ -1,7 +1,8 @@
-"""`wands check`: predict clip by clip what `wands preprocess` will make of a source, without a model.
+"""The command `wands check`: report for each clip of a source which samples `wands preprocess` will write, and which
+problems exist.
 
-Both commands decode with the same function, so they cannot disagree. Decoding runs in subprocesses, so that a file that
-crashes or hangs a decoder is one more rejected clip.
+The command needs no model. `wands check` and `wands preprocess` decode with the same function, so that both accept the same
+clips. Decoding runs in subprocesses. If a file crashes or hangs its decoder, the clip is rejected and the check continues.
 """
 
 from __future__ import annotations
@@ -41,22 +42,27 @@ from wands.files import write_text
 from wands.variants import TEXT_LEN, VARIANTS, Variant
 
 ASSUMED = "wan2.1-t2v-1.3b"
-"""Variant whose strides and frame rate are used if no model is given; all Wan 2.1 variants share them."""
+"""Model variant that is assumed if the user gives no model. All Wan 2.1 variants have the same strides and frame rate."""
 SAMPLE_OVERHEAD = 1350
-"""Bytes per sample in a shard without arrays and caption: HDF5's groups, attributes, paths. Measured: 1.2 to 1.4 kB."""
+"""Bytes of a sample in an HDF5 shard, not counting its arrays and its caption: groups, attributes and paths.
+
+Measured values are 1.2 to 1.4 kB.
+"""
 ARRAY_OVERHEAD = 300
-"""Bytes in a shard for each further array of a sample."""
+"""Bytes of HDF5 structure in a shard for each array of a sample other than the latents and the text embeddings."""
 TO_SDR = "zscale=t=linear:npl=100,format=gbrpf32le,zscale=p=bt709,tonemap=hable,zscale=t=bt709:m=bt709:r=tv,format=yuv420p"
-"""FFmpeg filter that maps HDR to SDR, which the VAE was trained on."""
-THUMBNAIL = (176, 120)  # pixels, width and height at most
-KEPT_THUMBNAILS = 20_000  # 100 MB; a page shows fewer
+"""FFmpeg filter that converts HDR video to SDR video. The VAE was trained on SDR video."""
+THUMBNAIL = (176, 120)  # largest width and largest height in pixels
+KEPT_THUMBNAILS = 20_000  # 100 MB; an HTML page shows fewer
 
 
 def check(options: CheckOptions) -> CheckReport:
-    """Decode every clip of a source as `wands preprocess` will with the same options. Thumbnails are made only for --html.
+    """Decode every clip of a source, and report its samples, its warnings and the reason if the clip is rejected.
+
+    With equal options, `wands preprocess` decodes the clips in the same way. Thumbnails are made only for --html.
 
     Args:
-        options: options of the command.
+        options: options of the command; they name the source.
 
     Raises:
         ConfigError: if options exclude each other or the model does not exist.
@@ -115,7 +121,12 @@ def check(options: CheckOptions) -> CheckReport:
 
 
 def save_report(report: CheckReport, json_path: Path | None = None, html_path: Path | None = None) -> None:
-    """Write the report as JSON, as an HTML page, or both. An interrupted write leaves no partial file.
+    """Write the report to files. An interrupted write leaves no partial file.
+
+    Args:
+        report: result of `check`.
+        json_path: file for the report as JSON; None writes no JSON file.
+        html_path: file for the report as an HTML page; None writes no HTML file.
 
     Raises:
         WandsError: if a file cannot be written.
@@ -128,7 +139,7 @@ def save_report(report: CheckReport, json_path: Path | None = None, html_path: P
         write_text(html_path, render_page(report))
 
 
-# ---- one clip, in a worker
+# ---- decoding of one clip in a worker process
 
 
 @dataclass(frozen=True)
@@ -143,7 +154,10 @@ class _Task:
 
 
 _Finding = tuple[CheckedClip, tuple[str, ...]]
-"""A clip without key and caption, whose samples have only suffixes as keys, and a digest of each sample's images."""
+"""Result of decoding one clip: (clip, digest of the frames of each sample).
+
+The clip has neither key nor caption yet. The keys of its samples consist of the suffix only.
+"""
 
 
 def _decode(task: _Task) -> _Finding:
@@ -201,9 +215,14 @@ def _thumbnail(frame: np.ndarray) -> bytes:
 
 
 def _decode_all(tasks: Sequence[_Task | None], num_workers: int | None) -> list[_Finding]:
-    """Decode each distinct clip once, in worker processes. The finding for None is empty."""
+    """Decode each distinct clip once in worker processes, and return one finding (result of decoding) for each task.
+
+    Args:
+        tasks: clips to decode. None stands for a rejected row without a file; its finding is empty.
+        num_workers: number of worker processes; None starts one process per CPU core.
+    """
     findings: list[_Finding] = [(CheckedClip("", ""), ())] * len(tasks)
-    numbers: dict[_Task, list[int]] = {}  # a clip with several captions is several rows
+    numbers: dict[_Task, list[int]] = {}  # a clip with several captions has several tasks
     for number, task in enumerate(tasks):
         if task:
             numbers.setdefault(task, []).append(number)
@@ -226,15 +245,25 @@ def _decode_all(tasks: Sequence[_Task | None], num_workers: int | None) -> list[
 
 
 def _is_clip(path: str) -> bool:
-    """Return whether a rejection, for example for a missing caption, names a file that can be decoded."""
+    """Return whether the path of a rejected row is an absolute path of an existing video or image file.
+
+    For example, a row without a caption is rejected, but its file can be decoded for the report.
+    """
     try:
         return os.path.isabs(path) and path.lower().endswith(CLIP_EXTENSIONS) and os.path.isfile(path)
-    except ValueError:  # a name that no system accepts
+    except ValueError:  # a name that no operating system accepts
         return False
 
 
 def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -> list[str]:
-    """Return unusual facts about a decoded file; `longest` is the number of frames of the longest sample."""
+    """Return warnings about unusual properties of a decoded file, for example a variable frame rate.
+
+    Args:
+        path: the file.
+        clip: last decoded window of the file.
+        longest: number of frames of the longest sample from the file.
+        spec: rate, size and length of the samples.
+    """
     warnings, source = [], clip.source
     is_image = path.lower().endswith(IMAGE_EXTENSIONS)
     if clip.variable_fps:
@@ -272,13 +301,15 @@ def _describe_turn(source: VideoInfo) -> str:
 
 
 def _cache_bytes(clip: CheckedClip, digests: Sequence[str], variant: Variant, stored: set[str]) -> int:
-    """Return the bytes that the samples of a clip add to the cache.
+    """Estimate the number of bytes that the samples of a clip add to the cache of `wands preprocess`.
+
+    Samples with the same frames share their latents, which are counted only once.
 
     Args:
         clip: the clip with its caption.
-        digests: digest of the images of each sample.
-        variant: variant of the model.
-        stored: digests of the samples whose latents the cache already contains; updated.
+        digests: digest of the frames of each sample of the clip.
+        variant: model variant.
+        stored: digests of all samples whose latents were counted before. The function adds the digests of this clip.
     """
     dit, image, clip_states = variant.dit, "image" in variant.conditions, "clip" in variant.conditions
     text = 2 * min(clip.text_tokens, TEXT_LEN) * dit.text_dim + len(clip.caption.encode())
@@ -313,7 +344,14 @@ def _forecast(
 
 
 def _token_counter(model: str | None) -> Callable[[str], int]:
-    """Return the function that counts the tokens of a cleaned caption."""
+    """Return a function that counts the text tokens of a cleaned caption.
+
+    Args:
+        model: pipeline folder or Hub id with the tokenizer. None returns a function that estimates the number.
+
+    Raises:
+        ConfigError: if the tokenizer cannot be loaded.
+    """
     if model is None:
         return estimate_tokens
     from transformers import AutoTokenizer
@@ -326,4 +364,4 @@ def _token_counter(model: str | None) -> Callable[[str], int]:
         raise ConfigError(
             f"--model={model}: its tokenizer cannot be loaded ({one_line(error)}); check the folder tokenizer."
         ) from None
-    return lambda caption: len(tokenizer(caption, verbose=False).input_ids)  # it would warn beyond 512
+    return lambda caption: len(tokenizer(caption, verbose=False).input_ids)  # no warning above 512 tokens

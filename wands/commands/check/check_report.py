@@ -1,4 +1,4 @@
-"""The result of `wands check` for terminals and programs; `html_page` renders it for browsers."""
+"""Result of `wands check` as text for terminals and as JSON for programs. `html_page` renders the result for browsers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from wands.data.clips.video_file import VideoInfo
 
 SHOWN_CLIPS = 200
 SHOWN_PROBLEMS = 12
-LOG_WIDTH = 130  # columns if the output is not a terminal
+LOG_WIDTH = 130  # characters in a line if the output is not a terminal
 VERDICTS = ("rejected", "warned", "fine")
-"""Verdicts on clips, the worst first."""
+"""Possible verdicts on a clip, from the most severe to the least severe."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class CheckedSample:
 
     Attributes:
         key: key of the sample in the cache.
-        start_seconds: time of the first frame in the clip.
-        num_frames: 1 + k * temporal stride of the VAE.
-        height: pixels.
-        width: pixels.
-        num_tokens: video tokens.
+        start_seconds: time of the sample's first frame, in seconds from the start of the file.
+        num_frames: number of frames, 1 + k * temporal stride of the VAE.
+        height: height of a frame in pixels.
+        width: width of a frame in pixels.
+        num_tokens: number of video tokens.
     """
 
     key: str
@@ -50,14 +50,15 @@ class CheckedClip:
 
     Attributes:
         key: key of the clip.
-        path: the file.
-        caption: cleaned caption, or empty.
-        text_tokens: tokens of the caption, end token included, not cut; an estimate if there is no tokenizer.
-        source: facts from the file; None if the file cannot be read or was not decoded.
-        samples: samples of the clip. A clip with a `reason` may have some: the windows before the damage.
-        warnings: unusual facts and their consequences.
-        reason: why the clip is rejected, with the fix; empty for an accepted clip.
-        thumbnail: JPEG image of the middle frame of the first sample, or empty.
+        path: path of the video or image file.
+        caption: cleaned caption; empty for a clip without a caption.
+        text_tokens: number of text tokens of the whole caption, including the end token. Without a tokenizer the number is
+            estimated.
+        source: properties of the file; None if the file cannot be read or was not decoded.
+        samples: samples of the clip. A rejected clip may have samples that were decoded before the error.
+        warnings: unusual properties of the clip and their consequences.
+        reason: why the clip is rejected, and the fix; empty for an accepted clip.
+        thumbnail: JPEG image of the middle frame of the first sample; empty if no thumbnail was made.
     """
 
     key: str
@@ -72,13 +73,21 @@ class CheckedClip:
 
     @property
     def verdict(self) -> Literal["rejected", "warned", "fine"]:
-        """Most severe verdict that applies to the clip."""
+        """Verdict on the clip: "rejected" if it has a reason, else "warned" if it has warnings, else "fine"."""
         return "rejected" if self.reason else "warned" if self.warnings else "fine"
 
 
 @dataclass(frozen=True)
 class PackingForecast:
-    """Prediction of how the samples fill bins. `problem` is the reason why the samples cannot be packed, or empty."""
+    """Prediction of how the samples fill bins (packed sequences) in training.
+
+    Attributes:
+        max_tokens: capacity of a bin in video tokens.
+        bins_per_step: number of bins in one optimizer step.
+        fill: used share of the bins' capacity, 0 to 1.
+        steps_per_epoch: number of optimizer steps in one epoch.
+        problem: why the samples cannot be packed; empty if they can be packed.
+    """
 
     max_tokens: int
     bins_per_step: int
@@ -92,15 +101,15 @@ class CheckReport:
     """Result of `wands check`.
 
     Attributes:
-        source: the source as the user wrote it.
-        variant: variant whose strides and frame rate were used.
-        spec: rate, size and length of the samples.
-        clips: all clips, rejected clips first, then clips with warnings, each group sorted by key.
-        exact_text: whether the model's tokenizer counted the caption tokens.
-        cache_bytes: expected size of the cache's shards.
-        packing: prediction for training; None if there is no sample.
-        seconds: wall time.
-        more_pixels: further area limits.
+        source: SOURCE as the user wrote it.
+        variant: model variant whose strides and frame rate were used.
+        spec: frame rate, size and length of the samples.
+        clips: all clips, sorted by verdict and key: rejected clips, then clips with warnings, then clips without warnings.
+        exact_text: whether the model's tokenizer counted the caption tokens. Otherwise the numbers are estimates.
+        cache_bytes: expected size in bytes of the shards that `wands preprocess` will write.
+        packing: prediction of the bins in training; None if there is no sample.
+        seconds: duration of the check.
+        more_pixels: area limits of --max-pixels after the first limit, in pixels. `spec` contains the first limit.
     """
 
     source: str
@@ -115,25 +124,28 @@ class CheckReport:
 
     @property
     def samples(self) -> list[CheckedSample]:
-        """All samples, in the order of the clips."""
+        """All samples, in the order of `clips`."""
         return [sample for clip in self.clips for sample in clip.samples]
 
     @property
     def tokens(self) -> np.ndarray:
-        """Video tokens of each sample, int64."""
+        """Number of video tokens of each sample, int64 [number of samples]."""
         return np.array([sample.num_tokens for sample in self.samples], np.int64)
 
     def count(self, verdict: str) -> int:
-        """Return the number of clips with this verdict."""
+        """Return the number of clips with a verdict: "rejected", "warned" or "fine"."""
         return sum(clip.verdict == verdict for clip in self.clips)
 
     def problems(self) -> list[tuple[str, int]]:
-        """Return each reason and warning, without numbers and names, with its number of clips; the most frequent first."""
+        """Return a pair (problem, number of clips) for each kind of problem. The most frequent problem is first.
+
+        A problem is a warning or the reason of a rejection, without the numbers and names that differ between clips.
+        """
         texts = ((clip, text) for clip in self.clips for text in (clip.reason, *clip.warnings) if text)
         return Counter(_kind(clip, text) for clip, text in texts).most_common()
 
     def totals(self) -> dict[str, Any]:
-        """Return the totals of the whole source."""
+        """Return totals over all clips: numbers of clips by verdict, samples, frames, tokens, seconds and bytes."""
         frames = sum(sample.num_frames for sample in self.samples)
         return {
             "clips": len(self.clips),
@@ -146,7 +158,7 @@ class CheckReport:
         }
 
     def to_json(self) -> str:
-        """Return the report without its thumbnails as JSON."""
+        """Return the report as JSON. Thumbnails are left out."""
         clips = []
         for clip in self.clips:
             row = {"verdict": clip.verdict} | asdict(clip)
@@ -167,7 +179,7 @@ class CheckReport:
         """Return the report as text for the terminal.
 
         Args:
-            width: columns. Default: the terminal's width.
+            width: number of characters in a line. None uses the width of the terminal, or 130 without a terminal.
         """
         lines = [_table(self.clips[:SHOWN_CLIPS], width)]
         if len(self.clips) > SHOWN_CLIPS:
@@ -190,7 +202,7 @@ class CheckReport:
         return "\n".join(lines)
 
     def packing_line(self) -> str:
-        """Return one line about the fill of the bins and the steps per epoch."""
+        """Return one line about bins (packed sequences): the used share of their capacity, and the number of steps per epoch."""
         plan = self.packing
         if plan is None or plan.problem:
             return f"packing: {plan.problem if plan else 'no sample'}"
@@ -201,7 +213,10 @@ class CheckReport:
 
 
 def describe_source(clip: CheckedClip) -> str:
-    """Return size, rate, length and codec of the file, or an empty text if they are unknown."""
+    """Return frame size, frame rate, duration and codec of a clip's file as text.
+
+    Return an empty text if the properties of the file are unknown.
+    """
     info = clip.source
     if info is None:
         return ""
@@ -212,7 +227,10 @@ def describe_source(clip: CheckedClip) -> str:
 
 
 def describe_samples(clip: CheckedClip) -> str:
-    """Return number, frames, size and tokens of the samples, or an empty text."""
+    """Return the number of a clip's samples, their frames, size and tokens as text.
+
+    Return an empty text if the clip has no samples.
+    """
     if not clip.samples:
         return ""
     first, many = clip.samples[0], len(clip.samples)
@@ -223,7 +241,10 @@ def describe_samples(clip: CheckedClip) -> str:
 
 
 def _kind(clip: CheckedClip, text: str) -> str:
-    """Return a reason or warning up to its first number, colon or bracket."""
+    """Return the start of a rejection reason or warning, up to the first number, semicolon, colon or bracket.
+
+    The file name is left out, so that equal problems of different clips give equal texts.
+    """
     text = re.sub(r"=\S+", "", text.removeprefix(f"video={clip.path} "))
     return re.split(r"[;:(]|\s(?=\S*\d)", text)[0].strip()
 

@@ -1,4 +1,7 @@
-"""The page of `wands check --html`: one file without network access, sorted and filtered in the browser."""
+"""HTML page of `wands check --html`.
+
+The page is one file that needs no network access. The browser sorts and filters the clips.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,17 @@ from wands.commands.length_histogram import count_lengths
 from wands.commands.progress import format_seconds
 
 MAX_ROWS = 5000
-"""Clips on one page. Rejected clips come first, then clips with warnings. The JSON file contains all clips."""
+"""Largest number of clips on the page. Rejected clips are first, then clips with warnings.
+
+The JSON file of `wands check --json` contains all clips.
+"""
 
 
 def render_page(report: CheckReport) -> str:
-    """Return the report as one HTML file with its thumbnails. File names and captions are escaped."""
+    """Return the text of an HTML page with the report and its thumbnails.
+
+    File names and captions are escaped, so that they cannot contain HTML.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
