@@ -1,1 +1,1 @@
-"""The latent cache, the plan of bins and the packed batch."""
+"""Training data: clips, the latent cache, packing of samples into bins, and packed batches."""

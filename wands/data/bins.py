@@ -1,9 +1,18 @@
 """Pack clips into as few bins as possible, then balance the cost of the bins by exchanging clips.
 
-Three simple packers compete for the fewest bins; the number of bins depends on the lengths alone. Then pairs of bins
-exchange clips until their costs are balanced, differently in every epoch. All steps work on distinct lengths, because there are
-fewer lengths than clips. The clips of a length fill the positions in random order. All sums are sums of integers, exact in any
-order, so the bins are the same on every machine.
+A bin holds the clips of one forward pass, at most `max_tokens` tokens. The length of a clip is its number of tokens.
+
+Three simple packers compete, and the packing with the fewest bins wins. The number of bins depends on the lengths
+alone. Then pairs of bins exchange clips until the costs of the bins are balanced. The exchanges differ in every epoch.
+
+Example: clips of 6, 6, 4, 4 and 4 tokens, bins of 16 tokens, and a cost of length squared:
+
+1. Packing gives the bins [6, 6, 4] and [4, 4]. Their costs are 36 + 36 + 16 = 88 and 16 + 16 = 32.
+2. The two bins exchange a clip of 6 tokens for a clip of 4 tokens: [6, 4, 4] and [6, 4]. The costs are 68 and 52.
+3. Each 6 becomes one of the two clips with 6 tokens, each 4 one of the three clips with 4 tokens, in random order.
+
+Steps 1 and 2 work on distinct lengths, because there are fewer lengths than clips. All sums are sums of integers, which
+are exact in any order. So the bins are the same on every machine.
 """
 
 from __future__ import annotations
@@ -16,39 +25,43 @@ import numpy as np
 from wands.flow.rng import permutation, philox
 
 Bin = tuple[int, ...]
-"""Sample indices of one forward pass; () is an empty bin that pads the last step."""
+"""Sample indices of one forward pass. () is an empty bin, which fills up the last step of an epoch."""
 Contents = list[list[int]]
-"""Bins of lengths: indices into the ascending array of distinct lengths."""
+"""Bins of lengths. Each item of a bin is an index into the ascending array of distinct lengths."""
 
 MAX_LENGTHS = 1024
-"""If there are more distinct lengths, they are rounded up to fractions of a bin, so that clips share lengths."""
+"""Largest number of distinct lengths. More lengths are rounded up to multiples of 1 / `ROUNDED` of a bin, so that clips
+share lengths."""
 ROUNDED = 4096
-"""Number of fractions of a bin to which such lengths are rounded up."""
+"""Capacity of a bin in the unit of rounded lengths."""
 PART = 20_000
-"""Number of clips packed at once; larger data is cut into equal parts with equal bins."""
+"""Number of clips that are packed at once. A larger data set is divided into parts with the same numbers of clips of
+each length. One part is packed, and its bins are repeated for the other parts."""
 ROUNDS = 30
-"""Number of rounds of exchanges; more rounds improve the balance only a little."""
+"""Number of rounds of exchanges. More rounds improve the balance only a little."""
 SPLITS = 512
-"""Number of random splits of the clips of two bins that each pair of bins tries in a round."""
+"""Number of random splits that a pair of bins tries in a round. A split divides the clips of both bins into two new
+bins."""
 EXACT = 2**32
-"""Integer cost of the most expensive clip. Sums of millions of such costs are exact in float64."""
+"""Integer cost of the most expensive clip. All costs are scaled to this range and rounded. Float64 sums of millions of
+such integers are exact."""
 
 
 def pack_bins(
     seq_lens: np.ndarray, sample_costs: np.ndarray, max_tokens: int, seed: int | str, epoch: int
 ) -> list[Bin]:
-    """Fill bins to `max_tokens` and balance their cost.
+    """Pack all samples into bins of at most `max_tokens` tokens, and balance the costs of the bins.
 
     Args:
-        seq_lens: int64 [N], tokens of every sample, none above `max_tokens`.
-        sample_costs: float64 [N], equal for equal lengths.
-        max_tokens: capacity of a bin.
+        seq_lens: int64 [N], number of tokens of each sample, at most `max_tokens`.
+        sample_costs: float64 [N], cost of each sample. Samples of equal length have equal costs.
+        max_tokens: capacity of a bin in tokens.
         seed: `train.seed`, or another key of the random choices.
-        epoch: every epoch has equally many bins with other contents.
+        epoch: number of the epoch. The number of bins is the same in every epoch, the contents of the bins are not.
 
     Returns:
-        Bins with every sample exactly once, not more bins than best-fit decreasing needs if at most `PART` samples have
-        at most `MAX_LENGTHS` lengths.
+        Bins that together contain every sample exactly once. For at most `PART` samples with at most `MAX_LENGTHS`
+        distinct lengths, the number of bins is at most the number that best-fit decreasing packing needs.
     """
     seq_lens, max_tokens = _few_lengths(seq_lens, max_tokens)
     lengths, first, which, counts = np.unique(
@@ -70,11 +83,12 @@ def pack_bins(
 
 
 def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
-    """Return the number of bins of `pack_bins`, which is the same in every epoch, without balancing them.
+    """Return the number of bins that `pack_bins` returns in every epoch. This function does not balance the bins, so it
+    is faster.
 
     Args:
-        seq_lens: int64 [N], tokens of every sample, none above `max_tokens`.
-        max_tokens: capacity of a bin.
+        seq_lens: int64 [N], number of tokens of each sample, at most `max_tokens`.
+        max_tokens: capacity of a bin in tokens.
     """
     seq_lens, max_tokens = _few_lengths(seq_lens, max_tokens)
     lengths, counts = np.unique(seq_lens, return_counts=True)
@@ -83,14 +97,25 @@ def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
 
 
 def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int]:
-    """Return lengths and capacity, in fractions of a bin if there are too many distinct lengths."""
+    """Return the lengths and the capacity of a bin, unchanged or rounded.
+
+    If there are more than `MAX_LENGTHS` distinct lengths, each length is rounded up to a multiple of 1 / `ROUNDED` of a
+    bin. The returned lengths and capacity are then in this unit.
+    """
     if len(np.unique(seq_lens)) > MAX_LENGTHS:
         return -(-seq_lens * ROUNDED // max_tokens), ROUNDED
     return seq_lens, max_tokens
 
 
 def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
-    """Return (samples of each length, repetitions) for equal parts, and for the remaining samples."""
+    """Divide the samples into equal parts of about `PART` samples.
+
+    Args:
+        counts: int64 [D], number of samples of each length.
+
+    Returns:
+        (counts of one part, number of parts), and (counts of the samples that remain, 1).
+    """
     num_parts = max(1, int(counts.sum()) // PART)
     return (counts // num_parts, num_parts), (counts % num_parts, 1)
 
@@ -102,13 +127,13 @@ def even_out(
     max_tokens: int,
     key: tuple[int | str, ...],
 ) -> list[Bin]:
-    """Balance the cost of bins without changing their number; no bin becomes empty.
+    """Balance the costs of bins by exchanging samples. The number of bins does not change, and no bin becomes empty.
 
     Args:
-        bins: non-empty bins, at least one.
-        seq_lens: int64 [N].
-        sample_costs: float64 [N].
-        max_tokens: capacity of a bin.
+        bins: bins of sample indices, at least one bin, each with at least one sample.
+        seq_lens: int64 [N], number of tokens of each sample.
+        sample_costs: float64 [N], cost of each sample.
+        max_tokens: capacity of a bin in tokens.
         key: key of the random choices.
     """
     samples = [i for bin in bins for i in bin]
@@ -120,20 +145,23 @@ def even_out(
 
 
 def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
-    """Return the best of three packings: best-fit decreasing, and exact filling with two choices of lengths.
+    """Pack the lengths in three ways, and return the packing with the fewest bins.
 
-    The best packing depends on the data. If few clips fill a bin, the longest length that leads to a full bin
-    wastes least. If short clips must last until the end, best fit wastes least.
+    The three packings are best-fit decreasing (`best_fit`), and exact filling (`fill_exactly`) with two rules for the
+    next length. The first rule takes the longest length that leads to a full bin. It wastes least if few clips fill a
+    bin. The second rule takes a random length. Best fit wastes least if short clips must last until the end.
 
     Args:
-        lengths: int64 [D], ascending.
-        counts: int64 [D], samples of each length.
-        max_tokens: capacity of a bin.
+        lengths: int64 [D], distinct lengths, ascending.
+        counts: int64 [D], number of samples of each length.
+        max_tokens: capacity of a bin in tokens.
     """
     random = iter(philox("fill").bit_generator.random_raw(int(counts.sum())).tolist())
 
     def any_length(candidates: np.ndarray, left: np.ndarray) -> int:
-        """Choose at random by number of samples; short lengths more often, because more of them fit."""
+        """Choose a random length. The weight of a length is its number of samples, times the square of how many of them
+        fit in a bin.
+        """
         reached = (left[candidates] * (max_tokens // lengths[candidates]) ** 2).cumsum()
         return int(candidates[np.searchsorted(reached, next(random) % int(reached[-1]), side="right")])
 
@@ -146,7 +174,7 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
 
 
 def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
-    """Put each clip, longest first, into the fullest bin with room, or into a new bin."""
+    """Put each clip into the fullest bin that has room for it, or into a new bin. The longest clip is first."""
     bins: Contents = []
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # distinct amounts of room: few, because there are few lengths
@@ -172,13 +200,15 @@ def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Conten
 def fill_exactly(
     lengths: np.ndarray, counts: np.ndarray, max_tokens: int, choose: Callable[[np.ndarray, np.ndarray], int]
 ) -> Contents:
-    """Start each bin with the longest remaining length, and add the lengths whose sum is closest to the free room.
+    """Start each bin with the longest remaining length. Then add lengths whose sum is as close as possible to the free
+    room.
 
     Args:
-        lengths: int64 [D], ascending.
-        counts: int64 [D], samples of each length.
-        max_tokens: capacity of a bin.
-        choose: (lengths that lead to the best sum, samples left of every length) -> the chosen length.
+        lengths: int64 [D], distinct lengths, ascending.
+        counts: int64 [D], number of samples of each length.
+        max_tokens: capacity of a bin in tokens.
+        choose: function that chooses the next length of a bin. Its arguments are the indices of the lengths that lead
+            to the best sum, and the number of remaining samples of every length. It returns one of the indices.
     """
     left = counts.copy()
     bins: Contents = []
@@ -208,7 +238,7 @@ def fill_exactly(
 
 
 class _Sums:
-    """Sums up to `max_tokens` that any numbers of samples of the given lengths can have."""
+    """Sums up to `max_tokens` that samples of the given lengths can have, if each length may occur any number of times."""
 
     def __init__(self, lengths: np.ndarray, max_tokens: int) -> None:
         bits, mask = 1, (1 << (max_tokens + 1)) - 1
@@ -228,17 +258,22 @@ class _Sums:
 def level(
     bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, key: tuple[int | str, ...]
 ) -> Contents:
-    """Balance costs: pairs of bins exchange samples, so that the costs of the two bins become more similar.
+    """Balance the costs of bins: pairs of bins exchange samples, so that the costs of the two bins become more similar.
 
-    The rounds alternate between three kinds of pairs: an expensive bin and the cheap bin at the same rank, an expensive bin and a
-    random cheap bin, two random bins. A pair tries `SPLITS` random splits of its samples. The best split that keeps both bins
-    within `max_tokens` replaces the present split, if it is better.
+    The rounds alternate between three kinds of pairs:
+
+    1. The most expensive bin with the cheapest bin, the second most expensive with the second cheapest, and so on.
+    2. An expensive bin with a random cheap bin.
+    3. Two random bins.
+
+    A pair tries `SPLITS` random splits of its samples into two bins. The best split that keeps both bins within
+    `max_tokens` replaces the present contents of the two bins, if it balances their costs better.
 
     Args:
-        bins: bins of lengths.
-        lengths: int64 [D].
+        bins: bins of indices into `lengths`.
+        lengths: int64 [D], distinct lengths.
         costs: int64 [D], cost of a sample of each length.
-        max_tokens: capacity of a bin.
+        max_tokens: capacity of a bin in tokens.
         key: key of the random choices.
     """
     nothing, width = len(lengths), max(map(len, bins))
@@ -276,7 +311,9 @@ def _as_integers(costs: np.ndarray) -> np.ndarray:
 def _pairs(
     cost: np.ndarray, number: int, key: tuple[int | str, ...]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the pairs of bins of a round, 256 pairs at a time."""
+    """Yield the pairs of bins of a round, at most 256 pairs at a time: (numbers of the first bins, numbers of the
+    second bins).
+    """
     half = len(cost) // 2
     order = np.argsort(-cost, kind="stable")
     shuffled = permutation(len(cost), *key, "pairs", number)

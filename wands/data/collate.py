@@ -2,8 +2,9 @@
 
 A bin holds the clips of one forward pass.
 
-Letters: T tokens of a bin, L local tokens of a rank, S samples, P channels of a token, D width of the text encoder, I CLIP
-tokens of a sample's images, E width of CLIP.
+Letters: T tokens of a bin, L tokens of a rank, S samples of a bin, P channels of a token, P' conditioning channels of a
+token, D width of the text encoder, I CLIP tokens of a sample's images, E width of CLIP, C latent channels, (f, h, w)
+latent frames, rows and columns.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from wands.flow.rng import SampleKey, rng
 from wands.variants import TEXT_LEN, DiTShape
 
 PADDING_ID = "<padding>"
-"""Sample id of the zero token in a padding bin."""
+"""Sample id of the zero token in an empty bin."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Sample:
     Attributes:
         sample_id: stable and unique name of the clip.
         latents: bf16 or fp32 [C, f, h, w], normalised.
-        text_embeds: [n <= 512, D], without padding.
-        image_latents: bf16 or fp32 [C, f, h, w], normalised latents of a video of the conditioning frames with grey frames
-            between them; None for models without conditioning frames.
-        image_embeds: [I, E], CLIP hidden states of the conditioning frames; None for models without CLIP.
+        text_embeds: [n, D] with n <= 512, without padding.
+        image_latents: bf16 or fp32 [C, f, h, w], normalised latents of a video that contains the conditioning frames,
+            and grey frames elsewhere. None for models without conditioning frames.
+        image_embeds: [I, E], CLIP hidden states of the conditioning frames. None for models without CLIP.
     """
 
     sample_id: str
@@ -49,18 +50,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class RankSlice:
-    """Slice of a packed batch that one rank forwards.
+    """Slice of a packed batch that one rank processes.
 
     Attributes:
-        tokens: fp32 [L, P], clean tokens; padding is zero.
-        meta: positions, samples and lengths of the tokens.
-        text_embeds: [sum of text_lens, D], of the whole batch: every rank of a context-parallel group attends to all text.
+        tokens: fp32 [L, P], clean tokens of this rank. Padding tokens are zero.
+        meta: positions, sample numbers and lengths of the tokens.
+        text_embeds: [sum of text_lens, D], text of the whole batch. Every rank of a context-parallel group attends to
+            all text.
         keys: key of each sample of the bin.
-        weights: fp32 [S], 0 for the sample of a padding bin, else 1.
-        layout: positions of the tokens in the bin.
-        num_cond_tokens: number of conditioning tokens at the start of each sample, on all ranks.
-        condition_channels: fp32 [L, P'], conditioning channels that follow the channels of the noisy tokens, or None.
-        image_embeds: [S, I, E], of the whole batch, or None.
+        weights: fp32 [S], 0 for the sample of an empty bin, otherwise 1.
+        layout: assignment of the bin's tokens to this rank.
+        num_cond_tokens: number of conditioning tokens at the start of each sample, counted over all ranks.
+        condition_channels: fp32 [L, P'], conditioning channels that are appended to the channels of the noisy tokens,
+            or None.
+        image_embeds: [S, I, E], CLIP hidden states of the whole batch, or None.
     """
 
     tokens: Tensor
@@ -75,18 +78,21 @@ class RankSlice:
 
     @property
     def trained_lens(self) -> tuple[int, ...]:
-        """Number of tokens of each sample in the loss, on all ranks: all tokens except conditioning tokens."""
+        """Number of tokens of each sample that the loss counts, over all ranks: all tokens except conditioning tokens."""
         pairs = zip(self.layout.seq_lens, self.num_cond_tokens, strict=True)
         return tuple(length - num_cond for length, num_cond in pairs)
 
     def model_input(self, noisy_tokens: Tensor) -> Tensor:
-        """Append the conditioning channels, which have no noise: [L, P] -> [L, P + P']."""
+        """Append the conditioning channels to noisy tokens [L, P], and return [L, P + P'].
+
+        The conditioning channels get no noise. Without conditioning channels, return `noisy_tokens`.
+        """
         if self.condition_channels is None:
             return noisy_tokens
         return torch.cat([noisy_tokens, self.condition_channels], dim=1)
 
     def to(self, device: torch.device | str) -> RankSlice:
-        """Copy the tensors to `device`. The layout stays on the host."""
+        """Return a copy with all tensors on `device`. The layout stays on the host."""
         tensors = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
@@ -103,14 +109,16 @@ class PackedBatch:
         tokens: fp32 [T, P], clean tokens.
         cu_seqlens: int32 [S+1], cumulative sequence lengths, from 0 to T.
         grid_sizes: int64 [S, 3], number of tokens along (frame, row, column).
-        text_embeds: [sum of text lengths, D], without padding; dropped captions are already replaced.
+        text_embeds: [sum of text lengths, D], without padding. Captions that were dropped are already replaced by the
+            empty caption.
         cu_seqlens_text: int32 [S+1], cumulative text lengths.
-        keys: key of each sample, for noise and sigma.
-        weights: fp32 [S], 0 for the sample of a padding bin, else 1.
-        num_cond_tokens: number of conditioning tokens at the start of each sample: the clean first frame of TI2V, or 0.
-        condition_channels: fp32 [T, P'], see `wands.data.conditions`, or None.
-        image_embeds: [S, I, E], or None.
-        dropout_keys: 64 random bits per sample for the dropout masks; empty without dropout.
+        keys: key of each sample, from which noise and sigma are drawn.
+        weights: fp32 [S], 0 for the sample of an empty bin, otherwise 1.
+        num_cond_tokens: number of conditioning tokens at the start of each sample. These are the tokens of the clean
+            first frame of TI2V. 0 for samples without such a frame.
+        condition_channels: fp32 [T, P'], see `wands.data.conditions`. None for models without conditioning channels.
+        image_embeds: [S, I, E], CLIP hidden states of the conditioning frames. None for models without CLIP.
+        dropout_keys: 64 random bits per sample, from which dropout masks are drawn. Empty without dropout.
     """
 
     tokens: Tensor
@@ -150,10 +158,11 @@ class PackedBatch:
         return tuple(self.cu_seqlens_text.diff().tolist())
 
     def rank_slice(self, layout: ContextLayout) -> RankSlice:
-        """Slice the batch for one rank.
+        """Return the slice of the batch that one rank processes.
 
         Args:
-            layout: layout of a bin with this batch's `seq_lens`, for the rank.
+            layout: assignment of the bin's tokens to the rank. The layout must be made for the `seq_lens` of this
+                batch.
         """
         assert layout.seq_lens == self.seq_lens
         is_padding = layout.token_index < 0
@@ -201,11 +210,11 @@ class PackingCollator:
 
     Attributes:
         shape: shape of the DiT.
-        flow: `cfg_dropout` and `i2v_ratio`.
+        flow: flow options, of which the collator uses `cfg_dropout` and `i2v_ratio`.
         seed: `train.seed`.
         null_text_embeds: [n, D], embedding of the empty caption.
-        conditions: conditions of the variant.
-        has_dropout: draw a dropout key per sample.
+        conditions: conditions of the model variant, such as "text", "image" or "clip".
+        has_dropout: whether to draw a dropout key for each sample.
     """
 
     shape: DiTShape
@@ -230,9 +239,10 @@ class PackingCollator:
         """Collate `samples` in the given order.
 
         Args:
-            samples: samples of one bin. No samples give a padding bin of one zero token with weight 0, so that all ranks run
-                the same number of forwards.
-            repeat_indices: repeat index of each sample within the epoch.
+            samples: samples of one bin. If the list is empty, the batch is one zero token with weight 0, so that all
+                ranks run the same number of forward passes.
+            repeat_indices: for each sample, the number of earlier rows of the data with the same sample id. It is part
+                of the sample's key.
             epoch: number of the pass over the data.
 
         Raises:
@@ -266,10 +276,10 @@ class PackingCollator:
         )
 
     def num_cond_tokens(self, key: SampleKey, grid: tuple[int, int, int]) -> int:
-        """Return the number of conditioning tokens of a sample: the tokens of its first frame, or 0.
+        """Return the number of conditioning tokens of a sample: the number of tokens of its first frame, or 0.
 
         Args:
-            key: key of the sample; a random fraction `flow.i2v_ratio` of keys has conditioning tokens.
+            key: key of the sample. A random fraction `flow.i2v_ratio` of all keys has conditioning tokens.
             grid: number of tokens along (frame, row, column).
         """
         if "first_frame" not in self.conditions or grid[0] == 1:  # a still would have no trained token
@@ -291,13 +301,15 @@ class PackingCollator:
         return torch.cat([condition_channels(x, last, patch_size) for x in latents])
 
     def _text_of(self, sample: Sample, key: SampleKey) -> Tensor:
-        """Return the embedding of the caption; for a random fraction `cfg_dropout` of keys, of the empty caption."""
+        """Return the embedding of a sample's caption, or of the empty caption for a random fraction `flow.cfg_dropout`
+        of keys.
+        """
         if rng(self.seed, key, "cfg_dropout").random() < self.flow.cfg_dropout:
             return self.null_text_embeds.to(sample.text_embeds.dtype)
         return sample.text_embeds
 
     def _check(self, sample: Sample, label: str) -> None:
-        """Raise DataError if the shape of an array does not fit the model."""
+        """Raise DataError if the shape of an array of the sample does not fit the model."""
         dit, latents, text = self.shape, tuple(sample.latents.shape), tuple(sample.text_embeds.shape)
         sizes = zip(latents[1:], dit.patch_size, strict=False)
         fits_model = len(latents) == 4 and latents[0] == dit.out_channels
@@ -324,7 +336,7 @@ def _shape(array: Tensor | None) -> str:
 
 
 def _positions(grid: Sequence[int]) -> Tensor:
-    """Return (frame, row, column) of one sample's tokens, int64 [n, 3], in the order of `patchify`."""
+    """Return the (frame, row, column) of each token of one sample, int64 [n, 3], in the order of `patchify`."""
     return torch.stack(torch.meshgrid(*map(torch.arange, grid), indexing="ij"), dim=-1).reshape(-1, 3)
 
 

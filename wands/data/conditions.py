@@ -1,4 +1,7 @@
-"""Conditioning channels of image-to-video models: a mask of the conditioning frames, and the latents of these frames.
+"""Conditioning channels of image-to-video models: a mask that marks the conditioning frames, and the latents of these
+frames.
+
+A conditioning frame is an image that the user gives: the first frame of the video, or the first and the last.
 
 Letters: C latent channels, (f, h, w) latent frames, rows and columns, n tokens, P channels of a token.
 """
@@ -13,19 +16,19 @@ from wands.variants import MASK_CHANNELS
 
 
 def image_mask(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
-    """Return the mask of conditioning frames, one channel for each pixel frame of a latent frame.
+    """Return the mask that marks the conditioning frames. It has one channel for each pixel frame of a latent frame.
 
-    The causal VAE encodes the first pixel frame alone as latent frame 0, whose four channels all mean this pixel frame. Each
-    later latent frame encodes four pixel frames.
+    The causal VAE encodes the first pixel frame alone as latent frame 0, so all four channels of latent frame 0 stand
+    for this one pixel frame. Each later latent frame encodes four pixel frames.
 
     Args:
-        latent_shape: (f, h, w).
+        latent_shape: (f, h, w), number of latent frames, rows and columns.
         last_image: whether the last pixel frame is a conditioning frame, in addition to the first.
 
     Returns:
-        fp32 [4, f, h, w], 1 for conditioning frames.
+        fp32 [4, f, h, w], 1 for conditioning frames, 0 for all other frames.
 
-    Source: `get_sampling`'s mask of the official Wan 2.1 image2video.py and first_last_frame2video.py.
+    Source: the mask in `get_sampling` of the official Wan 2.1 image2video.py and first_last_frame2video.py.
     """
     mask = torch.zeros(MASK_CHANNELS, *latent_shape)
     if last_image:
@@ -35,15 +38,18 @@ def image_mask(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
 
 
 def condition_channels(image_latents: Tensor, last_image: bool, patch_size: tuple[int, int, int]) -> Tensor:
-    """Return the conditioning channels of each token, which follow the noisy channels: mask, then image latents.
+    """Return the conditioning channels of each token: first the mask, then the image latents.
+
+    The model's input appends these channels to the channels of the noisy token.
 
     Args:
-        image_latents: [C, f, h, w], normalised latents of a video of the conditioning frames with grey frames between them.
-        last_image: see `image_mask`.
+        image_latents: [C, f, h, w], normalised latents of a video that contains the conditioning frames, and grey
+            frames elsewhere.
+        last_image: whether the last pixel frame is a conditioning frame, in addition to the first.
         patch_size: latent (frames, height, width) of one token.
 
     Returns:
-        fp32 [n, P], in the order of `patchify`.
+        fp32 [n, P], tokens in the order of `patchify`.
     """
     f, h, w = image_latents.shape[1:]
     mask = image_mask((f, h, w), last_image)

@@ -1,4 +1,4 @@
-"""The data of a run: one or several caches with repeats, without held-out clips."""
+"""The data of a run: one or several caches with repeats. The split removes the clips on the other side of the split."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Data = LatentCache | MockDataset
 
 @dataclass(frozen=True)
 class SelectedSource:
-    """A source as used by a run.
+    """A source of samples, with the samples that a run uses.
 
     Attributes:
-        name: path of the source in the recipe, "mock" for mock data.
+        name: path of the source in the recipe, or "mock" for mock data.
         data: all samples of the source.
-        chosen: int64, positions in `data` of the samples on the side of `data.split`.
-        repeat: uses per epoch of each chosen sample.
+        chosen: int64, positions in `data` of the samples that `data.split` selects.
+        repeat: number of uses of each chosen sample in an epoch.
     """
 
     name: str
@@ -41,23 +41,27 @@ class SelectedSource:
 
 
 class CombinedDataset:
-    """Samples of several sources with the interface of one cache.
+    """Samples of several sources, with the interface of one cache.
 
-    A row is a possible use of a sample in an epoch (`wands.data.repeats.RepeatSchedule`): a sample that is used twice has
-    two rows. Noise is keyed by sample id and repeat, so one id must mean one clip. If an earlier source has the same key
-    with other content, the checksum is appended to the key: "key#1a2b3c4d". With equal content it is the same clip, and
-    its repeats are counted through. So neither paths nor sources appended later change the id of a sample.
+    A row is a possible use of a sample in an epoch (`wands.data.repeats.RepeatSchedule`). A sample that is used twice
+    has two rows.
+
+    Noise depends on the sample id and the repeat index, so each sample id must belong to one clip. If two sources have
+    the same key with different content, the key of the later source gets the checksum as a suffix: "key#1a2b3c4d". If
+    the content is equal, both sources contain the same clip. The rows of both sources are then numbered as repeats of
+    one sample. So the id of a sample does not change if a path changes or a source is appended.
 
     Args:
         sources: the sources.
-        seed: `train.seed`, for the order in which fractions of a source are used.
+        seed: `train.seed`. It determines the order in which fractions of a source are used.
 
     Attributes:
         sources: the sources.
         keys: sample id of each row.
         null_text_embeds: embedding of the empty caption, bf16 [L, D].
-        schedule: rows of each epoch.
-        places: int64 [rows, 2], shard and position of each row; shards are numbered through all sources and copies.
+        schedule: rows that each epoch uses.
+        places: int64 [rows, 2], (shard, position in the shard) of each row. Shards are numbered through all sources and
+            copies.
 
     Raises:
         ConfigError: if an epoch could be empty.
@@ -82,17 +86,22 @@ class CombinedDataset:
         self.places = np.concatenate(places)
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Return the video tokens of every row, int64 [rows]."""
+        """Return the number of video tokens of every row, int64 [rows]."""
         lens = [source.data.num_tokens(patch_size)[source.chosen] for source in self.sources]
         return np.concatenate(lens)[self.schedule.sample_of]
 
     def latent_shape(self, i: int) -> tuple[int, int, int]:
-        """Return the latent (frames, height, width) of a row without reading it."""
+        """Return the latent (frames, height, width) of row `i` without reading the latents."""
         data, position = self._find(i)
         return data.latent_shape(position)
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Return the sample of a row with its id in this run."""
+        """Return the sample of row `i`, with the sample id that it has in this run.
+
+        Args:
+            i: number of the row.
+            frames: (first, end) of the needed latent frames. The other frames are zero. Default: all frames.
+        """
         data, position = self._find(i)
         return replace(data.read(position, frames), sample_id=self.keys[i])
 
@@ -101,29 +110,31 @@ class CombinedDataset:
 
 
 Dataset = Data | CombinedDataset
-"""Data of a run; all three classes have the same attributes and methods for reading. A sample may have several rows."""
+"""Data of a run. All three classes have the same attributes and methods for reading. In a `CombinedDataset`, a sample
+may have several rows."""
 
 
 def open_data(
     section: DataConfig, variant: Variant, seed: int, fingerprint: Callable[[], Mapping[str, Any]]
 ) -> Dataset:
-    """Open the data of a recipe, check that it fits the model, and remove the other side of the split.
+    """Open the data of a recipe, check that the data fits the model, and remove the samples that the split does not
+    select.
 
-    A single cache or mock data without repeats and split is returned unchanged.
+    A single cache is returned unchanged if it has no repeats and no split. The same holds for mock data.
 
-    With `repeat` r an epoch uses every sample of the source r times; a fraction selects other samples each epoch
-    (`wands.data.repeats.RepeatSchedule`). With `weight` an epoch has as many rows as all sources have samples, and each
-    source gets its share of them.
+    With `repeat` r, an epoch uses every sample of the source r times. If r is a fraction, each epoch selects other
+    samples (`wands.data.repeats.RepeatSchedule`). With `weight`, an epoch has as many rows as all sources together have
+    samples. The weights divide these rows between the sources.
 
     Args:
         section: `data` of the recipe.
         variant: variant of the model.
         seed: `train.seed`.
-        fingerprint: returns the fingerprint of the model's encoders; not called for mock data.
+        fingerprint: function that returns the fingerprint of the model's encoders. It is not called for mock data.
 
     Raises:
         ConfigError: if the recipe names no data, or a side of the split is empty.
-        CacheError: if a cache cannot be used; the message names it.
+        CacheError: if a cache cannot be used. The error message names the cache.
     """
     configs = _configured_sources(section)
     opened: list[Data] = (
@@ -146,7 +157,9 @@ def open_data(
 
 
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
-    """Describe each source: path, num_samples, num_other_side (samples on the other side of the split), repeat.
+    """Describe each source by a dictionary with its path, num_samples, num_other_side and repeat.
+
+    num_samples counts the samples that the run uses. num_other_side counts the samples on the other side of the split.
 
     Args:
         section: `data` of the recipe.
@@ -163,7 +176,7 @@ def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
 
 
 def describe_data(section: DataConfig, data: Dataset) -> list[str]:
-    """Describe the data in lines of text: one per source, and one for the split."""
+    """Describe the data in lines of text: one line per source, and one line for the split if there is a split."""
     listed = list_sources(section, data)
     lines = [
         f"{item['path']}: {item['num_samples']:,} clips"
@@ -222,7 +235,9 @@ def _open_caches(
 
 
 def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
-    """Return the part of a fingerprint that all caches of a run must share: all encoders that the variant uses."""
+    """Return the part of a cache's fingerprint that must be equal in all caches of a run: the encoders that the variant
+    uses.
+    """
     ignored = ["settings"] + (
         ["image_encoder", "image_processor"] if "clip" not in variant.conditions else []
     )
@@ -230,7 +245,7 @@ def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
 
 
 def _choose_side(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray]:
-    """Return the positions of the samples on the side of `data.split`, for each source."""
+    """Return for each source the positions of the samples that `data.split` selects."""
     if not section.holdout or section.split == "all":
         return [np.arange(len(data.keys)) for data in opened]
     held = [hold_out(data.keys, section.holdout) for data in opened]
@@ -244,7 +259,9 @@ def _choose_side(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray
 
 
 def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
-    """Return the ids of the chosen samples: one id for one content, see `CombinedDataset`."""
+    """Return the ids of the chosen samples of all sources, so that equal ids have equal content (see
+    `CombinedDataset`).
+    """
     if len(sources) == 1:
         keys = sources[0].data.keys
         return [keys[i] for i in sources[0].chosen.tolist()]
@@ -260,7 +277,9 @@ def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
 
 
 def _contents(data: Data) -> list[int]:
-    """Return a number per sample that distinguishes samples of one key: checksum, text tokens and frames."""
+    """Return one number per sample, made of checksum, text length and number of frames. It distinguishes samples with
+    equal keys.
+    """
     assert isinstance(data, LatentCache), "mock data has one source"
     index = data.index
     frames, texts = index.latent_shapes[:, 1].astype(np.int64), index.text_lens.astype(np.int64)

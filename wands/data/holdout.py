@@ -1,4 +1,4 @@
-"""Choose the clips that are held out of training, by the name of each clip alone."""
+"""Choose the clips that are held out of training. The choice depends only on the name of each clip."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ SUFFIX = re.compile(
     rf"(?:@\d+\.\d+(?:-\d+\.\d+)?|~[0-9a-f]{{8}}|{'|'.join(map(re.escape, CLIP_EXTENSIONS))})+\Z",
     re.IGNORECASE,
 )
-"""Suffixes of a clip's name in keys: time range and caption (`ClipRecord.key`), and the extension."""
+"""Suffixes that a clip's name has in keys: the time range and the caption (`ClipRecord.key`), and the file extension."""
 
 
 def clip_name(key: str) -> str:
-    """Return the name of a sample's clip: its key without time range, caption, window, size and extension.
+    """Return the name of the clip that a sample belongs to.
 
-    The extension is removed because a key has it only if another clip has the same name. A file whose own name ends like a
-    time range always loses this end, too.
+    The name is the key without time range, caption, window, size and extension. The extension is removed because a key
+    contains it only if another clip has the same name. If a file name itself ends like a time range, this end is
+    removed, too.
 
     Args:
         key: key of the sample.
@@ -33,17 +34,17 @@ def clip_name(key: str) -> str:
 
 
 def hold_out(keys: Iterable[str], fraction: float) -> np.ndarray:
-    """Return which samples belong to held-out clips.
+    """Mark the samples that belong to held-out clips.
 
-    All samples of a clip are on the same side. The decision depends on the name alone: adding clips moves no other clip,
-    and a larger fraction holds out all clips that a smaller fraction does.
+    All samples of a clip are held out, or none. The decision depends only on the clip's name. So new clips do not
+    change the decision for other clips, and a larger fraction holds out all clips that a smaller fraction holds out.
 
     Args:
         keys: keys of the samples.
-        fraction: share of the clips, from 0 to 1.
+        fraction: share of the clips to hold out, from 0 to 1.
 
     Returns:
-        bool [N].
+        bool [N], True for samples of held-out clips.
     """
     # Not the hash of data_tools.split: a half made by it must not be completely on one side.
     purpose, limit = hashlib.blake2b(digest_size=8, person=b"wands holdout"), int(fraction * 2.0**64)

@@ -1,4 +1,4 @@
-"""Random latents with real shapes and the interface of the cache, to test a model or cluster without data."""
+"""Random latents with realistic shapes and the interface of the cache, to test a model or a cluster without data."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from wands.variants import DiTShape
 
 @dataclass(eq=False)
 class MockDataset:
-    """Samples whose latents and text are standard normal, keyed by (seed, sample key).
+    """Samples whose latents and text embeddings are standard normal numbers. The numbers depend only on (seed, sample
+    key).
 
     Attributes:
-        mock: number of samples, and the shapes and text lengths, used cyclically.
-        shape: shape of the DiT: latent channels, patch size, text width.
+        mock: number of samples, and lists of latent shapes and text lengths. Sample i takes item i of each list, modulo
+            its length.
+        shape: shape of the DiT, which gives latent channels, patch size and text width.
         seed: `train.seed`.
         keys: sample ids.
-        null_text_embeds: in place of the embedding of the empty caption, bf16 [1, text_dim].
+        null_text_embeds: bf16 [1, text_dim], random numbers that replace the embedding of the empty caption.
 
     Raises:
-        DataError: if a shape is not a multiple of the patch size.
+        DataError: if a latent shape is not a multiple of the patch size.
     """
 
     mock: MockConfig
@@ -48,11 +50,13 @@ class MockDataset:
 
     @property
     def places(self) -> np.ndarray:
-        """Shard and position of every sample as in shards of 512 samples, int64 [N, 2]."""
+        """(shard, position in the shard) of every sample, int64 [N, 2], as if the samples were stored in shards of 512
+        samples.
+        """
         return np.stack(np.divmod(np.arange(len(self.keys)), 512), axis=1)
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Return the tokens of every sample, int64 [N]."""
+        """Return the number of video tokens of every sample, int64 [N]."""
         tokens = [int(np.prod(grid_size(latent_shape, patch_size))) for latent_shape in self.mock.shapes]
         return np.array([tokens[i % len(tokens)] for i in range(len(self.keys))], dtype=np.int64)
 
@@ -61,11 +65,15 @@ class MockDataset:
         return self.mock.shapes[index % len(self.mock.shapes)]
 
     def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Return a sample, reproducibly: bf16 latents [C, f, h, w] and text_embeds [n, text_dim].
+        """Return a sample: bf16 latents [C, f, h, w], text_embeds [n, text_dim], and image arrays if the model needs
+        them.
+
+        The same index always gives the same numbers.
 
         Args:
             index: position in `keys`.
-            frames: (first, end) of the needed latent frames; the other frames are zero as from the cache. Default: all.
+            frames: (first, end) of the needed latent frames. The other frames are zero, as in a sample from the cache.
+                Default: all frames.
         """
         key = self.keys[index]
         shape, text_len = self.shape, self.mock.text_lens[index % len(self.mock.text_lens)]

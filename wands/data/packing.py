@@ -1,10 +1,10 @@
-"""Plan an epoch: the samples of each bin, the bins of each optimizer step, and the rank of each bin.
+"""Plan an epoch: the samples of each bin, the bins of each optimizer step, and the rank that processes each bin.
 
 A bin holds the clips of one forward pass.
 
-Every function is a pure function of lengths, seed and epoch, so every rank derives the whole plan alone, before the first byte of
-data is read. The functions sort by raw Philox words, exact integers and sums in a fixed order, so the plan is the same on every
-machine.
+Every function is a pure function of lengths, seed and epoch. So every rank computes the whole plan without
+communication, before it reads any data. The functions sort by raw Philox words, exact integers, and sums in a fixed
+order. So the plan is the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from wands.errors import DataError
 from wands.flow.rng import permutation
 
 Cost = Callable[[Sequence[int]], float] | tuple[float, float]
-"""Cost of a bin: a function of the samples' lengths L, additive over samples, such as ``DiTShape.forward_flops``; or the
-coefficients (a, b) of a * sum(L) + b * sum(L^2)."""
+"""Cost of a bin, in one of two forms. The first form is a function of the lengths L of the bin's samples, additive over
+samples, such as ``DiTShape.forward_flops``. The second form is the coefficients (a, b) of a * sum(L) + b * sum(L^2)."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ class EpochPlan:
     """All optimizer steps of one epoch.
 
     Attributes:
-        steps: steps -> bins -> sample indices. Every step has the same number of bins.
-        seq_lens: int64 [N], tokens of every sample, also of samples that the epoch does not use.
-        max_tokens: capacity of a bin.
+        steps: optimizer steps. Each step contains bins, and each bin contains sample indices. Every step has the same
+            number of bins.
+        seq_lens: int64 [N], number of tokens of every sample, including samples that the epoch does not use.
+        max_tokens: capacity of a bin in tokens.
     """
 
     steps: tuple[Step, ...]
@@ -47,25 +48,28 @@ class EpochPlan:
 
     @property
     def fill(self) -> float:
-        """Used share of the bins' token capacity.
+        """Share of the bins' token capacity that samples use, from 0 to 1.
 
-        The last step spreads the remaining samples over its bins, so it counts only if it is the only step.
+        The last step is not counted unless it is the only step, because it spreads the remaining samples over all its
+        bins.
         """
         bins = [bin for step in self.steps[: max(1, self.num_steps - 1)] for bin in step if bin]
         return sum(int(self.seq_lens[i]) for bin in bins for i in bin) / (len(bins) * self.max_tokens)
 
     @cached_property
     def totals(self) -> tuple[int, int]:
-        """Number of samples and number of tokens of the epoch."""
+        """(number of samples, number of tokens) in all steps of the epoch."""
         used = [i for step in self.steps for bin in step for i in bin]
         return len(used), int(self.seq_lens[used].sum())
 
     def length_bias(self) -> tuple[float, float]:
-        """Return the Kolmogorov-Smirnov distance between a step's lengths and the data set's, 0 to 1.
+        """Measure how much the lengths inside a step differ from the lengths of the whole epoch.
+
+        The measure is the Kolmogorov-Smirnov distance between the two distributions, from 0 (equal) to 1.
 
         Returns:
-            Mean distance over the steps, and the mean distance of random steps with equally many samples, which is the
-            value by chance.
+            The mean distance over the steps, and the mean distance over random steps with equally many samples. The
+            second number is the value that chance gives.
         """
         of_step = [[i for bin in step for i in bin] for step in self.steps]
         used = np.sort(np.concatenate(of_step))
@@ -87,36 +91,38 @@ def plan_epoch(
     level_bins: int | None = None,
     windows: Sequence[np.ndarray] | None = None,
 ) -> EpochPlan:
-    """Fill bins to `max_tokens`, balance their costs, and group bins of similar cost into steps, every sample once.
+    """Pack every sample into a bin, balance the costs of the bins, and group bins of similar cost into steps.
 
-    Equal token counts take very different times, because the cost of attention grows
-    with the square of each sample's length. `pack_bins` balances the bins as far as possible, and `group_into_steps` puts bins of
-    similar cost into one step. The remaining bins form the last step. They are split until every rank has work, and then padded
-    with ().
+    Bins with equally many tokens can take very different times, because the cost of attention grows with the square of
+    each sample's length. `pack_bins` balances the costs of the bins as far as possible. `group_into_steps` puts bins of
+    similar cost into one step. The remaining bins form the last step. They are split until every rank has a bin, or no
+    bin can be split. Empty bins () fill up the rest of the last step.
 
     The gradient over an epoch is unbiased, because every sample is in one step and has the same weight in every step
     (`StepPlan.denominators`). `EpochPlan.length_bias` measures how similar the lengths inside a step are to the data.
 
-    With `windows`, each window is packed separately. The remaining bins of a window wait for the remaining bins of the next
-    windows to form a step, so that only the last step of the epoch is padded.
+    With `windows`, each window is packed separately. Bins of a window that do not fill a step are kept, and form a step
+    together with such bins of the next windows. So only the last step of the epoch has empty bins.
 
-    The number of steps depends on the lengths alone (of all samples, or of each window), never on the epoch: see `count_steps`.
+    The number of steps depends on the lengths alone, not on the epoch: see `count_steps`. With `windows`, it depends on
+    the lengths in each window.
 
     Args:
-        seq_lens: int [N], tokens of every sample.
-        max_tokens: capacity of a bin.
-        bins_per_step: bins of one optimizer step, over all ranks and micro steps.
+        seq_lens: int [N], number of tokens of each sample.
+        max_tokens: capacity of a bin in tokens.
+        bins_per_step: number of bins of one optimizer step, over all ranks and micro steps.
         seed: `train.seed`.
-        epoch: number of the epoch; every epoch has other bins in another order.
+        epoch: number of the epoch. Every epoch has other bins in another order.
         cost: cost of a bin.
-        keys: sample ids, for the error message.
-        level_bins: number of bins with similar costs, for ranks that wait for each other in every micro step. It divides
-            `bins_per_step`. A step of several such groups gets cheap and expensive groups. None means all bins of a step.
-        windows: int64 arrays of sample indices in the order of reading. No window is empty, and no index occurs twice. None means
-            one window of all samples.
+        keys: sample ids for error messages.
+        level_bins: number of bins that must have similar costs, because their ranks wait for each other in every micro
+            step. It divides `bins_per_step`. If a step contains several such groups of bins, it gets expensive and
+            cheap groups. None means all bins of a step.
+        windows: int64 arrays of sample indices, in the order in which the data is read. No window is empty, and no
+            index occurs twice. None means one window of all samples.
 
     Raises:
-        DataError: if a sample is longer than a bin, or there is no sample.
+        DataError: if a sample has more than `max_tokens` tokens, or there is no sample.
     """
     seq_lens = np.asarray(seq_lens, dtype=np.int64)
     _check_lengths(seq_lens, max_tokens, keys)
@@ -159,25 +165,29 @@ def _rename(bins: Iterable[Bin], names: Sequence[int]) -> Iterator[Bin]:
 def count_steps(
     seq_lens: np.ndarray, *, max_tokens: int, bins_per_step: int, windows: Sequence[np.ndarray] | None = None
 ) -> int:
-    """Return the number of steps that `plan_epoch` plans from these windows in any order, without planning."""
+    """Return the number of steps that `plan_epoch` returns for these lengths and windows. The order of the windows does
+    not matter.
+    """
     if windows is None:
         return -(-count_bins(seq_lens, max_tokens) // bins_per_step)
     return -(-sum(count_bins(seq_lens[rows], max_tokens) for rows in windows) // bins_per_step)
 
 
 def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.ndarray]:
-    """Group samples that are packed together if the storage is read in pieces (`packing.buffer_size`).
+    """Group samples that are read one after the other into windows, which are packed separately
+    (`packing.buffer_size`).
 
-    Shards, each in its stored order, are put in random order and cut into windows of `buffer_size` samples. The windows
-    are the same in every epoch, so that every epoch has equally many steps; only the order of windows changes.
+    The shards are put in random order, and each shard is read in its stored order. Every `buffer_size` samples of this
+    sequence form a window. The windows are the same in every epoch, so every epoch has equally many steps. Only the
+    order of windows changes.
 
     Args:
-        places: int64 [N, 2], shard and position of every sample.
-        buffer_size: samples of a window; the last window may have fewer.
+        places: int64 [N, 2], (shard, position in the shard) of each sample.
+        buffer_size: number of samples of a window. The last window may have fewer.
         seed: `train.seed`.
 
     Returns:
-        int64 arrays of sample indices; together each index once.
+        int64 arrays of sample indices, one array for each window. Together they contain each index once.
     """
     stored = np.lexsort((places[:, 1], places[:, 0]))
     starts = np.flatnonzero(np.diff(places[stored, 0], prepend=-1))
@@ -187,7 +197,9 @@ def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.
 
 
 def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: int) -> None:
-    """Assert that every sample occurs once, no bin exceeds its capacity, and every step has all bins."""
+    """Assert that every sample occurs once, that no bin exceeds its capacity, and that every step has `bins_per_step`
+    bins.
+    """
     bins = [bin for step in plan.steps for bin in step]
     sizes = np.fromiter(map(len, bins), np.int64, len(bins))
     used = np.fromiter(chain.from_iterable(bins), np.int64, int(sizes.sum()))
@@ -203,18 +215,19 @@ def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: 
 
 
 def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], float]) -> list[list[Bin]]:
-    """Assign the bins of a step to ranks, so that the ranks of a micro step get bins of similar cost.
+    """Assign the bins of a step to data-parallel ranks, so that the ranks of a micro step get bins of similar cost.
 
-    The direction alternates between micro steps. So ranks that wait for each other only at the end of the step (ZeRO 1 and
-    2) are balanced, too.
+    In even micro steps rank 0 gets the most expensive bin, in odd micro steps the last rank does. So the ranks' totals
+    over a step are similar, too. This balances ZeRO 1 and 2, where ranks wait for each other only at the end of the
+    step.
 
     Args:
         bins: bins of one step.
-        dp_size: divides the number of bins.
-        bin_cost: cost of a bin of sample indices, from `bin_costs`.
+        dp_size: number of data-parallel ranks. It divides the number of bins.
+        bin_cost: function from `bin_costs` that returns the cost of a bin.
 
     Returns:
-        For each micro step, for each dp rank, its bin.
+        One list for each micro step. It contains one bin for each data-parallel rank.
     """
     assert len(bins) % dp_size == 0, (len(bins), dp_size)
     ordered = sorted(bins, key=bin_cost, reverse=True)
@@ -223,14 +236,15 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
 
 
 def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], float]) -> float:
-    """Return the cost of the slowest rank divided by the mean, summed over the micro steps of all steps; 1 is optimal.
+    """Return the cost of the slowest rank divided by the mean cost of the ranks; 1 is optimal.
 
-    The inverse is the share of time in which ranks do not wait.
+    Both costs are summed over the micro steps of all steps. The inverse is the share of time in which ranks do not
+    wait.
 
     Args:
         steps: steps with equally many bins.
-        dp_size: ranks with different bins; it divides the bins of a step.
-        bin_cost: cost of a bin of sample indices, from `bin_costs`.
+        dp_size: number of data-parallel ranks. It divides the number of bins of a step.
+        bin_cost: function from `bin_costs` that returns the cost of a bin.
     """
     mean = slowest = 0.0
     for step in steps:
@@ -242,13 +256,13 @@ def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], flo
 
 
 def bin_costs(seq_lens: np.ndarray, cost: Cost) -> Callable[[Bin], float]:
-    """Return the function that computes the cost of a bin of sample indices."""
+    """Return a function that computes the cost of a bin from the indices of its samples."""
     costs = _sample_costs(seq_lens, cost)
     return lambda bin: sum(costs[i] for i in bin)
 
 
 def _sample_costs(seq_lens: np.ndarray, cost: Cost) -> list[float]:
-    """Return the cost of every sample, computed once for each distinct length."""
+    """Return the cost of every sample. The cost is computed once for each distinct length."""
     lengths, which = np.unique(seq_lens, return_inverse=True)
     if isinstance(cost, tuple):
         costs = [cost[0] * length + cost[1] * length * length for length in lengths.tolist()]
@@ -275,11 +289,15 @@ def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | 
 def _separate_rest(
     bins: Sequence[Bin], bins_per_step: int, sample_costs: np.ndarray
 ) -> tuple[list[Bin], list[Bin]]:
-    """Return the bins that are left for the last step, and the bins of all full steps.
+    """Separate the bins that do not fill a step from the bins of all full steps.
 
-    The bins of the last step are spread over all ranks, where every rank would wait for one long sample. So the function chooses
-    the first bins in which no sample costs more than a rank's share of the step. If there are too few such bins, the function
-    adds the bins whose most expensive sample is cheapest.
+    The number of separated bins is the remainder of the number of bins divided by `bins_per_step`. They form the last
+    step, which spreads their samples over all ranks. There, every rank would wait for one long sample. So the function
+    separates the first bins in which no sample costs more than a rank's share of the last step. If there are too few
+    such bins, it adds the bins whose most expensive sample is cheapest.
+
+    Returns:
+        The separated bins, and the bins of all full steps.
     """
     num_rest = len(bins) % bins_per_step
     costs = sample_costs.tolist()
@@ -291,7 +309,10 @@ def _separate_rest(
 
 
 def _spread(bins: Sequence[Bin], bins_per_step: int, bin_cost: Callable[[Bin], float]) -> list[Bin]:
-    """Split the costliest bin in two halves of similar cost until there are `bins_per_step` bins or none can be split."""
+    """Split bins until there are `bins_per_step` bins, or until every bin has only one sample.
+
+    Each time, the most expensive bin with several samples is split into two bins of similar cost.
+    """
     spread = list(bins)
     while len(spread) < bins_per_step:
         divisible = [i for i, bin in enumerate(spread) if len(bin) > 1]

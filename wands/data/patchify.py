@@ -1,4 +1,8 @@
-"""Convert latents to tokens and back. The channels of a token are in the order of the patch convolution: (C, pt, ph, pw)."""
+"""Convert latents to tokens and tokens to latents.
+
+The channels of a token are in the order of the patch convolution: (C, pt, ph, pw). C is the number of latent channels,
+and (pt, ph, pw) is the patch size in latent frames, rows and columns.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,14 @@ from torch import Tensor
 
 
 def patchify(latents: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
-    """Cut latents into patches, so that the patch convolution (kernel = stride) becomes one matmul.
+    """Split latents into patches, one token per patch.
+
+    The kernel of the model's patch convolution is as large as its stride. So on tokens, the convolution is one matrix
+    product.
 
     Args:
-        latents: [C, f, h, w]; f, h and w are multiples of the patch size.
-        patch_size: latent (frames, height, width) of one token.
+        latents: [C, f, h, w]. f, h and w are multiples of the patch size.
+        patch_size: (pt, ph, pw), latent frames, rows and columns of one token.
 
     Returns:
         [n, C * pt * ph * pw], tokens in (frame, row, column) order.
@@ -25,13 +32,13 @@ def patchify(latents: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
 def unpatchify(
     tokens: Tensor, grid: tuple[int, int, int], channels: int, patch_size: tuple[int, int, int]
 ) -> Tensor:
-    """Invert `patchify`.
+    """Convert tokens back to latents. Inverse of `patchify`.
 
     Args:
         tokens: [n, channels * pt * ph * pw].
-        grid: number of tokens along (frame, row, column), with product n.
+        grid: number of tokens along (frame, row, column). Their product is n.
         channels: number of latent channels C.
-        patch_size: latent (frames, height, width) of one token.
+        patch_size: (pt, ph, pw), latent frames, rows and columns of one token.
 
     Returns:
         [C, f, h, w].
@@ -51,15 +58,15 @@ def grid_size(latent_shape: tuple[int, int, int], patch_size: tuple[int, int, in
 def frames_of_tokens(
     tokens: tuple[int, int], grid: tuple[int, int, int], patch_size: tuple[int, int, int]
 ) -> tuple[int, int]:
-    """Return the latent frames that contain a range of a sample's tokens.
+    """Return the range of latent frames that contains the given tokens of a sample.
 
     Args:
-        tokens: (start, stop) in the order of `patchify`.
+        tokens: (start, stop), range of token indices in the order of `patchify`.
         grid: number of tokens along (frame, row, column).
         patch_size: latent (frames, height, width) of one token.
 
     Returns:
-        The smallest range (first, end) of latent frames that contains all of these tokens; (0, 0) for no tokens.
+        (first, end), the smallest range of latent frames that contains all these tokens. (0, 0) for an empty range.
     """
     start, stop = tokens
     per_frame = grid[1] * grid[2]
@@ -70,7 +77,10 @@ def frames_of_tokens(
 
 
 def blank_other_frames(latents: Tensor, frames: tuple[int, int]) -> Tensor:
-    """Zero all frames of `latents` [C, f, h, w] in place, except the frames [first, end) of `frames`."""
+    """Set all frames of `latents` [C, f, h, w] to zero in place, except the frames from `first` to `end` - 1.
+
+    `frames` is (first, end).
+    """
     first, end = frames
     assert 0 <= first <= end <= latents.shape[1], (frames, tuple(latents.shape))
     latents[:, :first] = 0

@@ -1,7 +1,8 @@
 """Choose the rows of each epoch when some samples are repeated more often than others.
 
-A row is one possible use of a sample in an epoch. A sample that is used up to three times has three rows, which follow
-each other in copies of the whole source. There is no state: the rows of an epoch follow from its number.
+A row is one possible use of a sample in an epoch. A sample that is used up to three times has three rows. All samples
+of a source are listed once before the list starts again, so the rows of a source are copies of the whole source. There
+is no state: the rows of an epoch depend only on the number of the epoch.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ from wands.flow.rng import permutation
 class RepeatSchedule:
     """Rows of each epoch.
 
-    A source of N samples with `repeat` r has ceil(r) copies. Each epoch uses all copies but the last completely. Of the last
-    copy, an epoch uses a share of r - floor(r), in a seeded order of the samples, after the share of the epoch before. At
-    its end the order starts again. With r = 1.5 a sample is used once in one epoch and twice in the next. Any e consecutive
-    epochs use each sample floor(e r) or ceil(e r) times.
+    A source of N samples with `repeat` r has ceil(r) copies of N rows each. If r is an integer, each epoch uses all
+    copies. Otherwise each epoch uses all copies except the last completely, and a share r - floor(r) of the last copy.
+    The rows of the last copy have a random order that depends on the seed. Each epoch takes its share after the share
+    of the epoch before, and starts again at the end of the order.
+
+    Example: with r = 1.5, a sample is used once in one epoch and twice in the next. Any e consecutive epochs use each
+    sample floor(e r) or ceil(e r) times.
 
     Args:
         num_samples: number of samples of each source.
-        repeats: uses per epoch and sample of each source, above 0; exact fractions.
+        repeats: for each source, how often an epoch uses each sample. The numbers are exact fractions above 0.
         seed: `train.seed`.
 
     Attributes:
-        sample_of: int64 [rows], sample of each row of all copies, numbered through all sources.
+        sample_of: int64 [rows], sample of each row. Samples are numbered through all sources.
         min_samples: smallest number of rows of an epoch.
 
     Raises:
@@ -66,7 +70,10 @@ class RepeatSchedule:
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
     def phase(self, epoch: int) -> tuple[int, ...]:
-        """Return start and length of each source's share of its last copy; epochs with equal phases use equal rows."""
+        """Return (start, length) of the share of the last copy that an epoch uses, for all sources in one tuple.
+
+        Epochs with equal phases use equal rows.
+        """
         shares: list[int] = []
         for repeat, num in zip(self.repeats, self.num_samples, strict=True):
             share = (repeat - floor(repeat)) * num
@@ -75,7 +82,7 @@ class RepeatSchedule:
         return tuple(shares)
 
     def rows(self, epoch: int) -> np.ndarray:
-        """Return the rows of an epoch, int64, ascending."""
+        """Return the rows that an epoch uses, int64, ascending for each source and in the order of the sources."""
         phase, rows = self.phase(epoch), []
         for number, (repeat, num) in enumerate(zip(self.repeats, self.num_samples, strict=True)):
             first, whole = self._first_rows[number], floor(repeat) * num
@@ -86,18 +93,20 @@ class RepeatSchedule:
 
 
 def exact(number: float) -> Fraction:
-    """Convert a decimal number to the exact fraction: 0.1 is one tenth."""
+    """Convert a decimal number to an exact fraction. For example, 0.1 becomes 1/10."""
     return Fraction(str(number))
 
 
 def repeats_of_weights(num_samples: Sequence[int], weights: Sequence[float]) -> list[Fraction]:
-    """Convert the weights of sources to uses per epoch and sample.
+    """Convert the weights of sources to repeats: how often an epoch uses each sample of a source.
 
-    An epoch has as many rows as all sources have samples. Weights in the ratio of the sizes mean one use per sample.
+    An epoch has as many rows as all sources together have samples. If the weights are in the ratio of the numbers of
+    samples, every repeat is 1.
 
     Args:
         num_samples: number of samples of each source.
-        weights: weight of each source, above 0; the sum need not be 1. The weight of a source without samples is ignored.
+        weights: weight of each source, above 0. The sum need not be 1. The weight of a source without samples is
+            ignored.
     """
     shares = [exact(weight) if num else Fraction(0) for num, weight in zip(num_samples, weights, strict=True)]
     total, summed = sum(num_samples), sum(shares)

@@ -1,4 +1,6 @@
-"""Map a global step to the samples of the step. The step is the only state, so a resumed run needs nothing else."""
+"""Map a global step to the samples of this step. The step number is the only state, so a resumed run needs no other
+state.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,18 @@ from wands.flow.rng import permutation
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One optimizer step, known before any data is read.
+    """One optimizer step, planned before any data is read.
 
     Attributes:
         step: global step, from 0.
         epoch: pass over the data, from 0.
         step_in_epoch: step inside the epoch, from 0.
-        bins: sample indices of every bin; () pads the last step of an epoch.
-        num_samples: number of samples in all bins.
-        num_tokens: number of tokens in all bins.
-        mean_samples: mean number of samples per step of this epoch.
-        mean_tokens: mean number of tokens per step of this epoch.
-        repeat_index_of: for every row of the data, how many earlier rows have the same key.
+        bins: sample indices of every bin. The last step of an epoch may contain empty bins ().
+        num_samples: number of samples in all bins of this step.
+        num_tokens: number of tokens in all bins of this step.
+        mean_samples: mean number of samples per step in this epoch.
+        mean_tokens: mean number of tokens per step in this epoch.
+        repeat_index_of: int64 [rows]. For each row of the data, the number of earlier rows with the same key.
     """
 
     step: int
@@ -43,50 +45,58 @@ class StepPlan:
     repeat_index_of: np.ndarray = field(repr=False, compare=False)
 
     def repeat_indices(self, bin: Bin) -> list[int]:
-        """Return the repeat index of each sample of a bin, for the collator."""
+        """Return the repeat index of each sample of a bin, for the collator.
+
+        The repeat index is the number of earlier rows of the data with the same key.
+        """
         return [int(self.repeat_index_of[i]) for i in bin]
 
     @property
     def denominators(self) -> dict[str, float]:
-        """Divisor of the step's summed loss for the gradient, for each `loss.reduction`.
+        """Numbers by which the gradient divides the summed loss of this step: maps each `loss.reduction` to its
+        divisor.
 
-        The divisor is the same in every step, so that every sample (or token) has the same weight in an epoch. Steps of
-        long clips have fewer samples; dividing by their own number would increase the weight of these samples.
+        The divisor is the same in every step of an epoch, so that every sample (or token) has the same weight. Steps of
+        long clips have fewer samples. Dividing by the step's own number of samples would increase the weight of these
+        samples.
         """
         return {"sample": self.mean_samples, "token": self.mean_tokens}
 
     @property
     def counts(self) -> dict[str, int]:
-        """Divisor of the step's summed loss for the reported mean, for each `loss.reduction`."""
+        """Numbers by which the reported mean divides the summed loss of this step: maps each `loss.reduction` to its
+        divisor.
+        """
         return {"sample": self.num_samples, "token": self.num_tokens}
 
 
 @dataclass(eq=False)
 class PlanSampler:
-    """All optimizer steps of a run; each epoch is packed and ordered anew.
+    """All optimizer steps of a run. Every epoch has new bins in a new order.
 
-    An epoch uses every row of the data once, or the rows of `schedule`. With a schedule, epochs may differ in their number
-    of steps. The first step of an epoch is then counted from the earlier epochs, so that the step remains the only state.
+    A row is one possible use of a sample in an epoch. An epoch uses every row of the data once, or the rows that
+    `schedule` selects. With a schedule, epochs may have different numbers of steps. The first step of an epoch is then
+    computed from the numbers of steps of the earlier epochs. So the step number remains the only state.
 
     Attributes:
-        seq_lens: int64 [N], tokens of every row.
-        keys: N sample ids; an id with several rows is used several times in each epoch.
-        max_tokens: capacity of a bin.
-        bins_per_step: bins of one optimizer step.
+        seq_lens: int64 [N], number of tokens of every row.
+        keys: sample id of every row. An id with several rows is used several times in each epoch.
+        max_tokens: capacity of a bin in tokens.
+        bins_per_step: number of bins of one optimizer step.
         seed: `train.seed`.
-        cost: cost of a bin, to balance the ranks.
-        epochs: number of epochs if `max_steps` is None.
+        cost: cost of a bin. The plan balances this cost between the ranks.
+        epochs: number of epochs. It is used only if `max_steps` is None.
         max_steps: number of optimizer steps, over as many epochs as needed.
-        level_bins: as in `plan_epoch`.
+        level_bins: number of bins that must have similar costs, see `plan_epoch`.
         schedule: rows of each epoch. None means all rows.
-        buffer_size: `packing.buffer_size`, number of rows that are packed together. None means all rows of an epoch.
-        places: int64 [N, 2], as for `storage_windows`; required with `buffer_size`.
-        steps_per_epoch: steps of epoch 0; without a schedule, of every epoch.
-        total_steps: optimizer steps of the whole run.
+        buffer_size: number of rows that are packed together (`packing.buffer_size`). None means all rows of an epoch.
+        places: int64 [N, 2], (shard, position in the shard) of every row. Required with `buffer_size`.
+        steps_per_epoch: number of steps of epoch 0. Without a schedule, all epochs have this number.
+        total_steps: number of optimizer steps of the whole run.
         bin_cost: function that returns the cost of a bin of rows.
 
     Raises:
-        DataError: if there is no sample, or a sample is longer than a bin.
+        DataError: if there is no sample, or a sample has more than `max_tokens` tokens.
     """
 
     seq_lens: np.ndarray
@@ -137,13 +147,13 @@ class PlanSampler:
         return self._first_steps[epoch]
 
     def epoch_of(self, step: int) -> int:
-        """Return the epoch of a global step."""
+        """Return the epoch that contains a global step."""
         while self._first_steps[-1] <= step:
             self.first_step(len(self._first_steps))
         return bisect_right(self._first_steps, step) - 1
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch; the latest plan is cached."""
+        """Return the plan of an epoch. The sampler caches the latest plan."""
         if self._plan[0] != epoch:
             self._plan = (epoch, self._plan_epoch(epoch))
             assert self._plan[1].num_steps == self.num_steps(epoch)
@@ -169,7 +179,7 @@ class PlanSampler:
         )
 
     def rows(self, epoch: int) -> np.ndarray | None:
-        """Return the rows of an epoch, int64; None for all rows."""
+        """Return the rows that an epoch uses, int64, or None if the epoch uses all rows."""
         return None if self.schedule is None else self.schedule.rows(epoch)
 
     def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
@@ -177,7 +187,7 @@ class PlanSampler:
         return (self.step_plan(step) for step in range(start_step, self.total_steps))
 
     def _windows_of(self, epoch: int) -> list[np.ndarray] | None:
-        """Return the rows of an epoch as windows for `plan_epoch`."""
+        """Return the rows of an epoch as `windows` for `plan_epoch`, or None if the epoch is one window of all rows."""
         rows = self.rows(epoch)
         if self._windows is None:
             return None if rows is None else [rows]
@@ -203,11 +213,7 @@ class PlanSampler:
 
 
 def check_enough_samples(num_samples: int, dp_size: int) -> None:
-    """Raise if a rank would never get a sample.
-
-    Raises:
-        DataError: if there are fewer samples than data-parallel ranks.
-    """
+    """Raise DataError if there are fewer samples than data-parallel ranks, because some rank would never get a sample."""
     if num_samples < dp_size:
         fix = f"use at most {num_samples} such ranks, or add clips" if num_samples else "add clips"
         raise DataError(
@@ -216,7 +222,7 @@ def check_enough_samples(num_samples: int, dp_size: int) -> None:
 
 
 def _count_earlier(keys: Sequence[str]) -> np.ndarray:
-    """Return for each key how many earlier keys are equal."""
+    """Return for each key the number of earlier equal keys, int64 [N]."""
     repeat_indices = np.zeros(len(keys), dtype=np.int64)
     if len(set(keys)) == len(keys):
         return repeat_indices

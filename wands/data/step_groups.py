@@ -1,7 +1,9 @@
-"""Group the bins of an epoch into steps, so that the bins of a step have similar costs and the lengths of the data.
+"""Group the bins of an epoch into steps. The bins of a step have similar costs, and their samples have the lengths of
+the data.
 
-Ranks wait for the slowest bin of a step. Steps of bins with equal costs would avoid the waiting, but would contain only
-long or only short clips. So bins are sorted by cost, cut into groups, and mixed inside each group. `LEVEL` limits the waiting.
+Ranks wait for the slowest bin of a step. Steps of bins with equal costs would avoid the waiting, but such steps would
+contain only long or only short clips. So the bins are sorted by cost and divided into ranges. The bins inside each
+range are mixed. `LEVEL` limits the waiting.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ Step = tuple[Bin, ...]
 """Bins of one optimizer step."""
 
 LEVEL = 0.987
-"""Smallest allowed ratio of the mean cost to the highest cost of a step's bins, over the full steps of an epoch. Groups of more
-bins make the lengths inside steps more similar to the data, and lower this ratio."""
+"""Smallest allowed efficiency: the mean cost of a step's bins divided by the highest cost, over the full steps of an
+epoch. Longer ranges of bins make the lengths inside steps more similar to the data, but lower this efficiency."""
 
 MAX_CUTS = 96
-"""Largest number of groups of steps into which the sorted bins are cut."""
+"""Largest number of ranges into which the sorted bins are divided."""
 
 WAITS = 1024
-"""Number of units in which the waiting time is counted when the cuts are chosen."""
+"""Number of units into which the allowed waiting time is divided when the ranges are chosen."""
 
 
 def group_into_steps(
@@ -38,15 +40,17 @@ def group_into_steps(
 ) -> list[Step]:
     """Form full steps from groups of `level_bins` bins with similar costs.
 
-    The bins are sorted by cost, the order is cut, and the bins of each cut are mixed. So every group gets an equal part of the
-    cut's bins with long samples and of the bins with short samples. A step gets one group from each range of costs.
+    The bins are sorted by cost and divided into ranges. Inside a range, the bins are dealt to groups by the length of
+    their longest samples. So each group gets an equal share of the bins with long samples and of the bins with short
+    samples. If a step contains several groups, one group comes from the most expensive groups, one from the next
+    cheaper groups, and so on.
 
     Args:
-        bins: bins of all full steps.
-        bins_per_step: divides the number of bins.
-        level_bins: divides `bins_per_step`.
-        costs: cost of every sample.
-        seq_lens: int64 [N], tokens of every sample.
+        bins: bins of all full steps, as sample indices.
+        bins_per_step: number of bins of a step. It divides the number of bins.
+        level_bins: number of bins of a group. It divides `bins_per_step`.
+        costs: cost of each sample.
+        seq_lens: int64 [N], number of tokens of each sample.
         key: key of the random choices.
     """
     if not bins:
@@ -84,16 +88,17 @@ def group_into_steps(
 def _choose_cuts(
     bins: Sequence[Bin], costs: np.ndarray, level_bins: int, seq_lens: np.ndarray
 ) -> list[tuple[int, int]]:
-    """Cut the sorted bins, so that `LEVEL` is satisfied and the lengths of each part are most similar to the data.
+    """Divide the sorted bins into ranges. `LEVEL` is satisfied, and the lengths of each range are as similar as
+    possible to the data.
 
     Args:
         bins: bins of all full steps, the most expensive bin first.
         costs: float64, cost of each bin.
-        level_bins: bins of a group; divides the number of bins.
-        seq_lens: int64 [N].
+        level_bins: number of bins of a group. It divides the number of bins.
+        seq_lens: int64 [N], number of tokens of each sample.
 
     Returns:
-        (first, end) of each part, in groups.
+        (first, end) of each range, counted in groups of `level_bins` bins.
     """
     num_groups = len(bins) // level_bins
     places = np.unique(np.linspace(0, num_groups, min(num_groups, MAX_CUTS) + 1).astype(np.int64))
@@ -122,15 +127,17 @@ def _choose_cuts(
 
 
 def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]:
-    """Cut 0..G into intervals with the least total bias whose waiting costs do not exceed a limit, by dynamic programming.
+    """Divide the range 0 to G into intervals with the smallest total bias, by dynamic programming.
+
+    The total waiting cost of the intervals may not exceed `allowed`.
 
     Args:
-        bias: float64 [G, G+1], bias of the interval from the row to the column.
-        waits: float64 [G, G+1], waiting cost of the interval; never negative.
-        allowed: limit of the total waiting cost. If no cuts satisfy the limit, every interval has length 1.
+        bias: float64 [G, G+1]. bias[i, j] is the bias of the interval from i to j.
+        waits: float64 [G, G+1]. waits[i, j] is the waiting cost of the interval from i to j, never negative.
+        allowed: limit of the total waiting cost. If no division satisfies the limit, every interval has length 1.
 
     Returns:
-        Ends of the intervals, from 0 to G.
+        Boundaries of the intervals, ascending from 0 to G.
     """
     num = len(bias)
     units = np.ceil(np.minimum(waits / max(allowed, 1e-300), 2.0) * WAITS).astype(np.int64)

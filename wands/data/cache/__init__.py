@@ -1,1 +1,1 @@
-"""cache."""
+"""The latent cache: encoded clips on disk."""

@@ -1,14 +1,14 @@
-"""File format of a latent cache: bits, checksums, manifest, and functions that write whole files.
+"""File format of a latent cache: the stored bits, checksums, the manifest, and functions that write complete files.
 
     manifest.json      schema version, variant, fingerprint of encoders and settings; written first
     shard-00000.h5     /samples/000000/{latents, text_embeds} uint16, contiguous; attributes key, crc32, meta;
                        image_latents for models with conditioning frames, image_embeds for models with CLIP
     index.npz          keys, places, shapes, checksums, the embedding of ""; written last
 
-`shards.py` reads shards, `index.py` contains the index.
+`shards.py` reads shards, and `index.py` contains the index.
 
-Letters: N samples, L text tokens, D text width, C latent channels, f h w latent frames, rows, columns, A arrays of
-a sample.
+Letters: N samples, L text tokens, D width of the text encoder, C latent channels, (f, h, w) latent frames, rows and
+columns, A arrays of a sample.
 """
 
 from __future__ import annotations
@@ -36,27 +36,31 @@ FORMAT = "wands latent cache"
 SCHEMA_VERSION = 1
 MANIFEST_NAME, INDEX_NAME = "manifest.json", "index.npz"
 IMAGE_ARRAYS = {"image": "image_latents", "clip": "image_embeds"}
-"""Array that a condition of a variant adds to each sample; image_latents have the shape of the latents."""
+"""Maps a condition of a variant to the array that the condition adds to each sample. image_latents have the shape of
+the latents."""
 ARRAYS = ("latents", "text_embeds", *IMAGE_ARRAYS.values())
-"""Names of a sample's arrays in the order of checksum and offsets; all samples of a cache have the same arrays."""
+"""Names of the arrays that a sample can have, in the order of checksum and offsets. All samples of a cache have the
+same arrays."""
 
 
 # ---- bits and digests
 
 
 def to_bits(tensor: Tensor) -> np.ndarray:
-    """Return the bits of a bf16 tensor as uint16: numpy and HDF5 have no lossless bf16."""
+    """Return the bits of a bf16 tensor as a uint16 array, because numpy and HDF5 have no bf16."""
     assert tensor.dtype == torch.bfloat16, f"the cache stores bf16, got {tensor.dtype}"
     return tensor.detach().cpu().contiguous().view(torch.uint16).numpy()
 
 
 def from_bits(bits: np.ndarray) -> Tensor:
-    """Return the bf16 tensor of uint16 bits, without copying. The array must be writable. Inverse of `to_bits`."""
+    """Return the bf16 tensor with the given uint16 bits, without copying. The array must be writable. Inverse of
+    `to_bits`.
+    """
     return torch.from_numpy(bits).view(torch.bfloat16)
 
 
 def checksum(*arrays: np.ndarray) -> int:
-    """Return the CRC-32 of a sample's bits, in the order of `ARRAYS`."""
+    """Return one CRC-32 over the bits of a sample's arrays. The arrays are in the order of `ARRAYS`."""
     crc32 = 0
     for array in arrays:
         crc32 = zlib.crc32(array.data, crc32)
@@ -72,12 +76,16 @@ def digest(value: Any) -> str:
 
 
 def array_names(conditions: Collection[str]) -> tuple[str, ...]:
-    """Return the `ARRAYS` of samples for a variant with these conditions."""
+    """Return the names of the arrays that each sample has for a variant with these conditions, in the order of
+    `ARRAYS`.
+    """
     return (*ARRAYS[:2], *(name for condition, name in IMAGE_ARRAYS.items() if condition in conditions))
 
 
 def variant_contract(variant: Variant) -> dict[str, Any]:
-    """Return the facts of a variant that decide whether a cache fits; the name is for messages."""
+    """Return the properties of a variant that decide whether a cache fits a model. The name is used only in error
+    messages.
+    """
     dit = variant.dit
     return {
         "name": variant.name,
@@ -90,7 +98,11 @@ def variant_contract(variant: Variant) -> dict[str, Any]:
 
 
 def build_manifest(variant: Variant, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of `manifest.json` as JSON returns it, with a `digest` that reveals changes."""
+    """Return the content of `manifest.json`. Its `digest` is a hash of the other values, so that later changes are
+    noticed.
+
+    Tuples are lists, as after reading JSON.
+    """
     manifest = plain(
         {
             "format": FORMAT,
@@ -111,7 +123,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read `manifest.json` of a cache folder.
 
     Raises:
-        CacheError: if the folder is not a cache, is damaged, or has another schema version.
+        CacheError: if the folder is not a cache, the manifest is damaged, or its schema version is not
+            `SCHEMA_VERSION`.
     """
     if not (path / MANIFEST_NAME).exists():
         what = f"not a latent cache (no {MANIFEST_NAME})" if path.is_dir() else "not a folder"
@@ -138,7 +151,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that exists complete or not at all, even after a power failure.
+    """Write a file so that either the complete file exists or no file, even after a power failure.
 
     Raises:
         CacheError: if the disk is full or not writable.
@@ -153,12 +166,12 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def disk_error(path: Path, wanted: int, error: Exception, cache: Path | None = None) -> CacheError:
-    """Return the error of a failed write: no space, quota, file size limit, or a read-only disk.
+    """Return the CacheError for a failed write: no space, quota, file size limit, or a read-only disk.
 
     Args:
-        path: the file.
+        path: file that could not be written.
         wanted: size of the write in bytes.
-        error: the system's error.
+        error: error that the operating system raised.
         cache: folder of the cache. Default: folder of the file.
     """
     free = shutil.disk_usage(path.parent).free
@@ -170,7 +183,10 @@ def disk_error(path: Path, wanted: int, error: Exception, cache: Path | None = N
 
 
 def reason(error: Exception) -> str:
-    """Return the cause of an error in a few words. HDF5 hides the system's error number in a page of text."""
+    """Return the cause of an error in a few words.
+
+    HDF5 hides the operating system's error number in a long text, so this function searches the text for the number.
+    """
     number = getattr(error, "errno", None) or next(iter(re.findall(r"errno = (\d+)", str(error))), None)
     if number and int(number) in errno.errorcode:
         return os.strerror(int(number))

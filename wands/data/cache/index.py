@@ -22,21 +22,22 @@ SAMPLE_ARRAYS = ("shards", "rows", "latent_shapes", "text_lens", "crc32", "num_f
 
 @dataclass(frozen=True, eq=False)
 class CacheIndex:
-    """Facts about all samples for planning, as arrays; row i of each array belongs to `keys[i]`.
+    """Facts about all samples for planning, as arrays. Item i of each array of length N belongs to `keys[i]`.
 
     Attributes:
         keys: sample ids, sorted.
         shard_names: file names of the shards.
-        shard_bytes: int64 [shards], sizes of the shards.
+        shard_bytes: int64 [shards], sizes of the shards in bytes.
         shard_ids: digests of the shards' contents.
-        shards: int32 [N], number of the sample's shard.
-        rows: int32 [N], number of the sample in the shard.
+        shards: int32 [N], position in `shard_names` of the shard that contains the sample.
+        rows: int32 [N], number of the sample inside its shard.
         latent_shapes: int32 [N, 4], (C, f, h, w).
-        text_lens: int32 [N], text tokens without padding.
-        crc32: uint32 [N], checksum of all arrays.
-        num_frames: int32 [N], pixel frames.
+        text_lens: int32 [N], number of text tokens without padding.
+        crc32: uint32 [N], checksum of all arrays of the sample.
+        num_frames: int32 [N], number of pixel frames.
         fps: float32 [N], frames per second after resampling.
-        offsets: int64 [N, A], start of each array in the shard in bytes, so that HDF5 is not needed for reading.
+        offsets: int64 [N, A], position in bytes in the shard at which each array starts, so that reading does not need
+            HDF5.
         null_text: uint16 [L, D], bf16 bits of the embedding of "".
     """
 
@@ -59,7 +60,13 @@ class CacheIndex:
 
     @classmethod
     def build(cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray) -> CacheIndex:
-        """Return the index of entries in finished shards of a folder, sorted by key."""
+        """Return the index of the given entries of finished shards, sorted by key.
+
+        Args:
+            path: cache folder that contains the shards.
+            entries: entries of the samples.
+            null_text: uint16 [L, D], bf16 bits of the embedding of "".
+        """
         entries = sorted(entries, key=lambda entry: entry.key)
         names = tuple(sorted({entry.shard for entry in entries}))
         number = {name: i for i, name in enumerate(names)}
@@ -80,7 +87,9 @@ class CacheIndex:
         )
 
     def to_bytes(self) -> bytes:
-        """Return the content of the npz file. Strings are stored as NUL-separated UTF-8, so that no pickle is needed."""
+        """Return the content of `index.npz`. Strings are stored as NUL-separated UTF-8, so that reading does not need
+        pickle.
+        """
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         buffer = io.BytesIO()
         arrays |= {name: _join(getattr(self, name)) for name in TEXTS}
@@ -92,7 +101,7 @@ class CacheIndex:
         """Read `index.npz`.
 
         Raises:
-            CacheError: if the file is damaged or lacks an array.
+            CacheError: if the file is damaged or an array is missing.
         """
         try:
             with np.load(path, allow_pickle=False) as npz:

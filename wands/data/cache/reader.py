@@ -1,6 +1,7 @@
-"""Read a latent cache: HDF5 shards of bf16 bits, and an index that makes opening the shards unnecessary.
+"""Read a latent cache: HDF5 shards that store bf16 bits, and an index. With the index, planning need not open the
+shards.
 
-`wands/data/cache/format.py` describes the files, `wands/data/cache/writer.py` writes them.
+`wands/data/cache/format.py` describes the files. `wands/data/cache/writer.py` writes them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MAX_HANDLES = 32
 PER_PROCESS = ("_pid", "_lock", "_handles")
 MUST_AGREE = ("vae_stride", "patch_size", "latent_channels", "text_dim")
 GIVEN = {"image", "last_image", "clip"}
-"""Conditions with stored arrays. Text is always stored, and a clean first frame is part of the latents."""
+"""Conditions that need stored arrays. Text is always stored, and the clean first frame of TI2V is part of the latents."""
 LATENTS = {"latents", "image_latents"}
 FIX = "encode again with wands preprocess --model MODEL --out OTHER, where MODEL is the model to train."
 
@@ -50,30 +51,33 @@ FIX = "encode again with wands preprocess --model MODEL --out OTHER, where MODEL
 class LatentCache:
     """Random access to the samples of a finished cache.
 
-    Each process opens a shard at its first read. Handles are never pickled, so a cache can be passed to worker processes of
-    any start method. The index contains a digest of each shard's content and the place of each sample. A shard is compared with
-    the index when it is opened. Reads bypass HDF5, in several threads at once and at the speed of plain files.
+    Each process opens a shard when it first reads a sample of the shard. File handles are never pickled, so a cache can
+    be passed to worker processes of any start method. The index contains a digest of each shard's content and the
+    position of each sample. When a shard is opened, it is compared with the index. Several threads can read at once.
+    Reads bypass HDF5 and are as fast as reads of plain files.
 
-    A cache may be larger than memory. No shard is mapped or kept; each read fills new arrays. Only the index (some hundred
-    bytes per sample) and at most `MAX_HANDLES` open shards stay in memory.
+    A cache may be larger than memory. No shard is kept in memory or mapped into it; each read fills new arrays. Only
+    the index (some hundred bytes per sample) and at most `MAX_HANDLES` handles of open shards stay in memory.
 
     Attributes:
-        keys: sample ids, sorted; `read(i)` returns the sample `keys[i]`.
+        keys: sample ids, sorted. `read(i)` returns the sample `keys[i]`.
         null_text_embeds: embedding of the empty caption, bf16 [L, D].
-        index: shapes, lengths and places of all samples.
-        manifest: variant and fingerprint.
-        conditions: conditions of the variant for which `read` returns samples; the cache's own until `serve`.
+        index: shapes, lengths and positions of all samples.
+        manifest: content of manifest.json, with the variant and the fingerprint.
+        conditions: conditions of the variant for which `read` returns samples. Before `serve` is called, these are the
+            conditions of the variant for which the cache was made.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:
-        """Read manifest and index; check presence and size of the shards.
+        """Read the manifest and the index. Check that all shards exist and have the right size.
 
         Args:
             path: cache folder.
-            verify: verify the checksum of a sample at every read.
+            verify: whether each read verifies the checksum of the sample.
 
         Raises:
-            CacheError: if the folder is not a finished cache, has another schema version, or its shards do not match.
+            CacheError: if the folder is not a finished cache, its schema version is not supported, or a shard is
+                missing or does not match the index.
         """
         self.path = Path(path)
         self.verify = verify
@@ -101,7 +105,7 @@ class LatentCache:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Encoders and settings that made the samples, nested."""
+        """Fingerprint of the encoders and settings that made the samples, as nested JSON values."""
         return self.manifest["fingerprint"]
 
     @property
@@ -111,20 +115,20 @@ class LatentCache:
 
     @property
     def places(self) -> np.ndarray:
-        """Shard and position of every sample, int64 [N, 2]."""
+        """(shard, position in the shard) of every sample, int64 [N, 2]."""
         return np.stack([self.index.shards, self.index.rows], axis=1).astype(np.int64)
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Return the video tokens of every sample, int64 [N]."""
+        """Return the number of video tokens of every sample, int64 [N]."""
         patch, latents = np.asarray(patch_size, np.int64), self.index.latent_shapes[:, 1:].astype(np.int64)
         assert not (latents % patch).any(), f"latents are not multiples of patch_size={tuple(patch_size)}"
         return (latents // patch).prod(axis=1)
 
     def find(self, key: str) -> int:
-        """Return the position of a sample.
+        """Return the position in `keys` of the sample with the given key.
 
         Raises:
-            CacheError: if the cache has no such sample; the message names some samples.
+            CacheError: if the cache has no sample with this key. The error message names some keys of the cache.
         """
         if key in self.index.keys:
             return self.index.keys.index(key)
@@ -139,18 +143,22 @@ class LatentCache:
         return f, h, w
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read a sample: latents bf16 [C, f, h, w], text_embeds bf16 [L, D] without padding, and the arrays of `conditions`.
+        """Read a sample: latents bf16 [C, f, h, w], text_embeds bf16 [L, D] without padding, and the arrays that
+        `conditions` need.
 
-        The arrays of conditioning frames are image_latents bf16 [C, f, h, w] and image_embeds bf16 [I, E].
+        The arrays for conditions are image_latents bf16 [C, f, h, w] and image_embeds bf16 [I, E]. I is the number of
+        CLIP tokens, and E is the width of CLIP.
 
         Args:
             i: position in `keys`.
-            frames: (first, end) of the needed latent frames. Default: all. Latents keep their shape; the other frames are
-                zero and are not read from the file. A rank of a context-parallel group needs only the frames of its
-                tokens (`wands.data.patchify.frames_of_tokens`). With `verify` the whole sample is read for the checksum.
+            frames: (first, end) of the needed latent frames. Default: all frames. Latents keep their shape. The other
+                frames are zero and are not read from the file. A rank of a context-parallel group needs only the frames
+                that contain its tokens (`wands.data.patchify.frames_of_tokens`). With `verify`, the whole sample is
+                read to compute the checksum.
 
         Raises:
-            CacheError: if the shard cannot be read or does not match the index, or (with `verify`) the checksum is wrong.
+            CacheError: if the shard cannot be read or does not match the index, or (with `verify`) the checksum is
+                wrong.
         """
         num_frames = self.latent_shape(i)[0]
         first, end = (0, num_frames) if frames is None else frames
@@ -179,7 +187,7 @@ class LatentCache:
         return Sample(sample_id=self.index.keys[i], **tensors)
 
     def serve(self, variant: Variant) -> None:
-        """Return samples for a variant from now on; the variant may need fewer arrays than are stored."""
+        """From now on, return the samples with the arrays that this variant needs. The cache may store more arrays."""
         assert set(array_names(variant.conditions)) <= set(self._names), variant.name
         self.conditions = variant.conditions
 
@@ -189,16 +197,18 @@ class LatentCache:
             return json.loads(self._shard(i)[0][sample_path(int(self.index.rows[i]))].attrs["meta"])
 
     def check_fits(self, variant: Variant, fingerprint: Mapping[str, Any]) -> None:
-        """Raise if the cache was made for another model.
+        """Raise CacheError if the cache does not fit a model.
 
         Args:
-            variant: variant of the model to train. Sizes of one family share caches. VAE stride, latent channels and text
-                width must agree, and the cache must contain the model's conditions. The cache may contain more: see `serve`.
-            fingerprint: fingerprint of the model's encoders (`wands.encoders.fingerprint.fingerprint_pipeline`). Parts that
-                the model folder lacks, as a bare DiT does, are not compared.
+            variant: variant of the model to train. All model sizes of a family can use the same cache. VAE stride,
+                patch size, latent channels and text width of cache and model must be equal, and the cache must contain
+                the arrays of the model's conditions. The cache may contain more arrays, see `serve`.
+            fingerprint: fingerprint of the model's encoders (`wands.encoders.fingerprint.fingerprint_pipeline`). Only
+                the parts in it are compared, because a model folder may contain a bare DiT without encoders.
 
         Raises:
-            CacheError: if something differs; the message names both values.
+            CacheError: if the cache and the model differ. The error message names the value of the cache and the value
+                of the model.
         """
         ours, theirs = self.manifest["variant"], variant_contract(variant)
         differing = [name for name in MUST_AGREE if ours.get(name) != theirs[name]]
@@ -214,14 +224,14 @@ class LatentCache:
         self.check_encoders(fingerprint, theirs["name"])
 
     def check_encoders(self, fingerprint: Mapping[str, Any], model: str) -> None:
-        """Raise if other encoders made the cache.
+        """Raise CacheError if the encoders that made the cache differ from the encoders of a model.
 
         Args:
-            fingerprint: fingerprint of the parts to compare, see `check_fits`.
-            model: name of the model in the message.
+            fingerprint: fingerprint of the model's encoders. Only the parts in it are compared, see `check_fits`.
+            model: name of the model for the error message.
 
         Raises:
-            CacheError: if something differs; the message names both values.
+            CacheError: if a part differs. The error message names the value of the cache and the value of the model.
         """
         known = {part: self.fingerprint.get(part) for part in fingerprint}
         if difference := first_difference(known, plain(fingerprint)):
@@ -253,7 +263,10 @@ class LatentCache:
         return self._lock
 
     def _shard(self, i: int) -> tuple[h5py.File, FileIO]:
-        """Return the shard of sample `i` as HDF5 file and as plain file, which is closed after its last reader."""
+        """Return the shard of sample `i`, opened as HDF5 file and as plain file.
+
+        At most `MAX_HANDLES` shards stay open. A plain file is closed when its last reader has finished.
+        """
         path = self._path(i)
         if path.name not in self._handles:
             file = open_shard(path, digest(self.fingerprint))
@@ -268,7 +281,9 @@ class LatentCache:
         return self.path / self.index.shard_names[self.index.shards[i]]
 
     def _compare(self, i: int, file: h5py.File) -> None:
-        """Raise CacheError if a shard is not the indexed shard, or sample `i` is not at its place."""
+        """Raise CacheError if an open shard is not the shard in the index, or sample `i` is not at the position that
+        the index says.
+        """
         group = file[sample_path(int(self.index.rows[i]))]
         if (key := json.loads(group.attrs["key"])) != self.index.keys[i]:
             raise self._damaged(i, f"is not at its place in the index, where {key} is")
@@ -281,7 +296,9 @@ class LatentCache:
             raise self._damaged(i, "is in another shard than the one that was indexed")
 
     def _shapes(self, i: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all arrays of sample `i` by index and manifest, in the order of offsets."""
+        """Map the array names of sample `i` to the shapes that index and manifest give, in the order of the index's
+        offsets.
+        """
         latents = tuple(self.index.latent_shapes[i].tolist())
         text = (int(self.index.text_lens[i]), self.null_text_embeds.shape[1])
         embeds = tuple(self.manifest["variant"].get("image_embeds", ()))
@@ -304,7 +321,15 @@ class LatentCache:
 
 
 def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a cache's contract `ours` that do not provide the conditions of a model's `theirs`."""
+    """Return the manifest keys in which a cache does not provide the conditions of a model.
+
+    Args:
+        ours: `variant_contract` of the cache.
+        theirs: `variant_contract` of the model.
+
+    Returns:
+        ["conditions"] or ["image_embeds"]; empty if the cache provides all conditions.
+    """
     has, wanted = set(ours.get("conditions", ())) & GIVEN, set(theirs["conditions"]) & GIVEN
     # Latents of the first frame alone differ from latents of the first and last frame.
     if not wanted <= has or ("image" in wanted and "last_image" in has - wanted):
@@ -313,7 +338,14 @@ def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> l
 
 
 def _read_frames(shape: tuple[int, ...], frames: tuple[int, int], file: FileIO, offset: int) -> np.ndarray:
-    """Return uint16 [C, f, h, w] with only the frames (first, end) read; the other frames are zero."""
+    """Read some latent frames of an array, and return the array with zeros in all other frames: uint16 [C, f, h, w].
+
+    Args:
+        shape: (C, f, h, w) of the stored array.
+        frames: (first, end) of the latent frames to read.
+        file: the shard.
+        offset: position in bytes at which the array starts.
+    """
     (first, end), (channels, num_frames, rows, columns) = frames, shape
     bits = np.zeros(shape, np.uint16)
     for channel in range(channels):
@@ -323,7 +355,10 @@ def _read_frames(shape: tuple[int, ...], frames: tuple[int, int], file: FileIO, 
 
 
 def _read_into(array: np.ndarray, file: FileIO, offset: int) -> None:
-    """Fill a contiguous array from an offset in a file; the system reads at most 2 GiB at a time."""
+    """Fill a contiguous array with the bytes of a file from `offset` on.
+
+    The function reads in a loop, because the operating system reads at most 2 GiB at a time.
+    """
     view = array.data.cast("B") if array.size else memoryview(b"")
     while view:
         count = os.preadv(file.fileno(), [view], offset)

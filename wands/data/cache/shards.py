@@ -1,4 +1,4 @@
-"""Shards of a latent cache: names, and functions that read finished shards."""
+"""Shards of a latent cache: their file names, and functions that read finished shards."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from wands.data.cache.format import ARRAYS, checksum, digest, reason
 from wands.errors import CacheError
 
 LIBVER = ("v110", "v110")
-"""File format that HDF5 1.10 and later read; only the newest library reads "latest"."""
+"""(oldest, newest) file format for HDF5. HDF5 1.10 and later read this format. "latest" would need the newest library."""
 
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """Index entry of one sample in a finished shard."""
+    """Facts about one sample in a finished shard, from which `CacheIndex` is built."""
 
     key: str
     shard: str
@@ -33,17 +33,18 @@ class IndexEntry:
     fps: float
     content: str
     offsets: tuple[int, ...]
-    """Start of each array in the shard, in bytes."""
+    """Position in bytes in the shard at which each array of the sample starts."""
     video: str = ""
-    """Digest of the input of the latents, without the caption; empty for imported latents."""
+    """Digest of everything that determines the latents: the clip and the settings, without the caption. Empty for
+    imported latents."""
     last: bool = False
     """Whether the sample is the last window of its clip."""
     display_size: tuple[str, ...] = ()
-    """Width and height of the source as fractions, in square pixels; empty for imported latents."""
+    """Displayed width and height of the source video in square pixels, as fractions. Empty for imported latents."""
 
 
 def shard_name(number: int) -> str:
-    """Return the file name of a shard."""
+    """Return the file name of the shard with this number."""
     return f"shard-{number:05d}.h5"
 
 
@@ -53,7 +54,7 @@ def shard_number(path: Path) -> int:
 
 
 def sample_path(row: int) -> str:
-    """Return the HDF5 path of a sample in its shard: a number, because a key may contain any character."""
+    """Return the HDF5 path of a sample in its shard. The path is a number, because a key may contain any character."""
     return f"samples/{row:06d}"
 
 
@@ -61,11 +62,11 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
     """Open a finished shard for reading.
 
     Args:
-        path: the file.
-        fingerprint: digest of the manifest's fingerprint; the shard must have the same.
+        path: file of the shard.
+        fingerprint: digest of the fingerprint in the manifest. The shard must contain the same digest.
 
     Raises:
-        OSError: if the file is unreadable or a shard of another cache.
+        OSError: if the file is unreadable, or the shard belongs to a cache with another fingerprint.
     """
     # Finished shards never change, and locks fail on read-only and network file systems.
     file = h5py.File(path, "r", locking=False)
@@ -76,12 +77,14 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
 
 
 def stored_names(group: h5py.Group) -> list[str]:
-    """Return the `ARRAYS` of a stored sample; latents and text are required."""
+    """Return the names in `ARRAYS` of the arrays that a stored sample has. Latents and text embeddings are always
+    included.
+    """
     return [name for name in ARRAYS if name in group or name in ARRAYS[:2]]
 
 
 def read_offsets(group: h5py.Group) -> tuple[int, ...]:
-    """Return the start of each array of a sample in its file, in bytes; 0 for an empty array.
+    """Return the position in bytes at which each array of a sample starts in the shard; 0 for an empty array.
 
     Raises:
         OSError: if an array is not contiguous.
@@ -94,12 +97,14 @@ def read_offsets(group: h5py.Group) -> tuple[int, ...]:
 
 
 def shard_id(entries: Sequence[IndexEntry]) -> str:
-    """Return a digest that distinguishes a shard from any other, also of equal size."""
+    """Return a digest of a shard's entries. Shards with different samples have different digests, even if their sizes
+    are equal.
+    """
     return digest([[entry.key, entry.crc32, entry.offsets] for entry in entries])
 
 
 def read_shard_id(path: Path) -> str:
-    """Return the `shard_id` stored in a finished shard.
+    """Return the `shard_id` that a finished shard stores.
 
     Raises:
         CacheError: if the shard is damaged.
@@ -109,7 +114,12 @@ def read_shard_id(path: Path) -> str:
 
 
 def entries_of(file: h5py.File, shard: str) -> Iterator[IndexEntry]:
-    """Yield the entries of the samples in an open shard with the given file name."""
+    """Yield the entries of all samples in an open shard.
+
+    Args:
+        file: the open shard.
+        shard: file name of the shard, which becomes part of each entry.
+    """
     for name, group in file["samples"].items():
         meta = json.loads(group.attrs["meta"])
         yield IndexEntry(
@@ -130,7 +140,11 @@ def entries_of(file: h5py.File, shard: str) -> Iterator[IndexEntry]:
 
 
 def read_entries(path: Path, fingerprint: str) -> Iterator[IndexEntry]:
-    """Yield the entries of a finished shard.
+    """Yield the entries of all samples in a finished shard.
+
+    Args:
+        path: file of the shard.
+        fingerprint: digest of the fingerprint in the manifest.
 
     Raises:
         CacheError: if the shard is damaged or belongs to another cache.
@@ -140,7 +154,15 @@ def read_entries(path: Path, fingerprint: str) -> Iterator[IndexEntry]:
 
 
 def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return the uint16 arrays of a sample by name, without the text, and the metadata; the checksum is verified.
+    """Read a sample of a finished shard, and verify its checksum.
+
+    Args:
+        path: file of the shard.
+        fingerprint: digest of the fingerprint in the manifest.
+        row: number of the sample in the shard.
+
+    Returns:
+        A dictionary that maps array names to uint16 arrays, without text_embeds, and the metadata of the sample.
 
     Raises:
         CacheError: if the shard is damaged or belongs to another cache.
@@ -156,7 +178,7 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Replace the errors of a damaged shard by a CacheError that names the shard."""
+    """Replace the errors that a damaged shard causes inside the `with` block by a CacheError that names the shard."""
     try:
         yield
     except (OSError, KeyError, ValueError, RuntimeError) as error:

@@ -1,6 +1,7 @@
-"""Write-ahead log of samples and text embeddings: a killed process loses at most the record that it is writing.
+"""Write-ahead log of samples and text embeddings. A killed process loses at most the record that it was writing.
 
-An HDF5 file of a killed process is unreadable. Samples are therefore appended to a log first; shards are made of whole logs.
+An HDF5 file is unreadable if the process that writes the file is killed. So samples are first appended to a log. Later,
+all records of a log are written to a shard.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _MAGIC = b"wjr1"
 
 @dataclass(frozen=True)
 class LogRecord:
-    """Position and metadata of one record; the arrays stay on the disk.
+    """Position and metadata of one record in a log. The arrays of the record stay on the disk until `read`.
 
     Attributes:
-        name: key of a sample or digest of a caption.
-        meta: JSON values.
-        path: the log.
-        offset: position of the arrays in the file, in bytes.
-        shapes: shapes of the arrays, all uint16.
+        name: key of a sample, or digest of a caption.
+        meta: metadata, as JSON values.
+        path: file of the log.
+        offset: position in bytes at which the arrays start in the file.
+        shapes: shapes of the arrays. All arrays are uint16.
         crc32: CRC-32 of the arrays' bytes.
     """
 
@@ -48,14 +49,14 @@ class LogRecord:
 
     @property
     def end(self) -> int:
-        """End of the arrays in the file, in bytes."""
+        """Position in bytes at which the arrays end in the file."""
         return self.offset + 2 * sum(math.prod(shape) for shape in self.shapes)
 
     def read(self) -> list[np.ndarray]:
-        """Read the arrays: uint16, writable.
+        """Read the arrays of the record. They are uint16 and writable.
 
         Raises:
-            CacheError: if the checksum is wrong, as after a power cut.
+            CacheError: if the checksum is wrong, for example after a power failure.
         """
         with self.path.open("rb") as file:
             file.seek(self.offset)
@@ -71,10 +72,10 @@ class LogRecord:
 
 
 def read_records(path: Path) -> Iterator[LogRecord]:
-    """Yield every complete record of a log. The log ends at an incomplete record or a damaged header.
+    """Yield every complete record of a log. Reading stops at the first incomplete record or damaged header.
 
     Args:
-        path: the log, to which another process may append meanwhile.
+        path: file of the log. Another process may append to the file at the same time.
     """
     with path.open("rb") as file:
         size, position = file.seek(0, os.SEEK_END), 0
@@ -97,24 +98,25 @@ def read_records(path: Path) -> Iterator[LogRecord]:
 
 
 class WriteAheadLog:
-    """Append records to a file, which is new or was begun by a killed process. One process at a time.
+    """Appends records to a file. The file is new, or a killed process has begun it. Only one process at a time may
+    append.
 
     Attributes:
-        path: the file.
+        path: file of the log.
         num_records: number of records in the file.
-        num_bytes: size of the file.
+        num_bytes: size of the file in bytes.
     """
 
     def __init__(self, path: Path, durable: bool = True, patience: float = 60.0) -> None:
-        """Open the file, lock it until the process ends, and cut off an incomplete record at the end.
+        """Open the file, lock it until the process ends, and remove an incomplete record at the end of the file.
 
         Args:
-            path: the file; created if missing.
-            durable: sync every record to the disk, so that records survive a power cut too.
-            patience: seconds to wait for another process that has the file open.
+            path: file of the log. A missing file is created.
+            durable: whether to sync every record to the disk, so that records survive a power failure, too.
+            patience: seconds to wait for another process that has locked the file.
 
         Raises:
-            CacheError: if another process keeps the file open, the file system has no locks, or the disk is full.
+            CacheError: if another process keeps the lock, the file system has no locks, or the disk is full.
         """
         self.path, self._durable = path, durable
         try:
@@ -149,15 +151,15 @@ class WriteAheadLog:
                 ) from None
 
     def add(self, name: str, arrays: Sequence[np.ndarray], meta: Mapping[str, Any]) -> None:
-        """Append one record; after the return a kill does not lose it.
+        """Append one record. After this method returns, the record survives a kill of the process.
 
         Args:
-            name: key of a sample or digest of a caption.
-            arrays: uint16, contiguous.
-            meta: JSON values.
+            name: key of a sample, or digest of a caption.
+            arrays: uint16 arrays, contiguous.
+            meta: metadata, as JSON values.
 
         Raises:
-            CacheError: if the disk is full; the log is unchanged.
+            CacheError: if the disk is full. The log is unchanged.
         """
         assert all(array.dtype == np.uint16 for array in arrays), [array.dtype for array in arrays]
         content = b"".join(array.tobytes() for array in arrays)
@@ -180,7 +182,7 @@ class WriteAheadLog:
         self.num_records += 1
 
     def clear(self) -> None:
-        """Remove all records, after they have been written to a shard."""
+        """Remove all records. Call this method after the records have been written to a shard."""
         self._file.truncate(0)
         self.num_bytes = self.num_records = 0
 

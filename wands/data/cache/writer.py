@@ -1,8 +1,8 @@
-"""Write a latent cache: shards, each complete or absent, then the index.
+"""Write a latent cache: first the shards, then the index.
 
-Every file is written under a temporary name, synced and renamed. HDF5 files of a killed process are lost, so a resumed run
-continues after the last whole shard. Readers open no folder without an index. The index is sorted by key, so the order of
-writing and interruptions do not affect training.
+Every file is written under a temporary name, synced and renamed, so a shard is either complete or absent. The HDF5 file
+of a killed process is lost, so a resumed run continues after the last complete shard. Readers refuse a folder without
+an index. The index is sorted by key. So neither the order of writing nor an interruption affects training.
 """
 
 from __future__ import annotations
@@ -54,29 +54,31 @@ from wands.files import differences, publish
 from wands.variants import Variant
 
 SLACK = 1 << 17
-"""Bytes reserved in addition to the samples for HDF5's own tables of a shard."""
+"""Bytes of disk space that are reserved for HDF5's tables in a shard, in addition to the samples."""
 
 
 class ShardWriter:
-    """Writes samples to new shards. Several processes may write to the same folder, because each shard belongs to one writer.
+    """Writes samples to new shards. Several processes may write to the same folder, because each shard has only one
+    writer.
 
     Attributes:
         path: cache folder.
-        digest: digest of the manifest's fingerprint; stored in each shard.
-        entries: entries of all samples in finished shards by key.
+        digest: digest of the fingerprint in the manifest. Each shard stores the digest.
+        entries: maps keys to the entries of samples in finished shards. These are the shards that this writer has
+            finished or read.
     """
 
     def __init__(
         self, path: Path, fingerprint: str, max_samples: int = 512, max_bytes: int = 1 << 30, first: int = 0
     ) -> None:
-        """Set the folder; nothing is written before the first sample.
+        """Store the settings. The first sample creates the first file.
 
         Args:
-            path: cache folder with its manifest.
-            fingerprint: digest of the manifest's fingerprint.
+            path: cache folder, which already contains a manifest.
+            fingerprint: digest of the fingerprint in the manifest.
             max_samples: largest number of samples of a shard.
-            max_bytes: size at which a shard is finished; the last sample may exceed it.
-            first: first shard number; used numbers are skipped.
+            max_bytes: size in bytes at which a shard is finished. The last sample may exceed this size.
+            first: number of the first shard. Numbers of existing shards are skipped.
         """
         self.path = path
         self.max_samples, self.max_bytes = max_samples, max_bytes
@@ -90,7 +92,12 @@ class ShardWriter:
         self._rows: dict[str, int] = {}  # digest of all arrays but the text -> sample of the open shard
 
     def has(self, key: str, content: str) -> bool:
-        """Return whether a finished shard contains `key`, made from the same `content`."""
+        """Return whether a finished shard contains a sample with this key that was made from this content.
+
+        Args:
+            key: sample id.
+            content: digest of the sample's input.
+        """
         return key in self.entries and self.entries[key].content == content
 
     def add(
@@ -103,19 +110,21 @@ class ShardWriter:
         image_latents: Tensor | None = None,
         image_embeds: Tensor | None = None,
     ) -> None:
-        """Append a sample. Samples of a shard that differ only in the text share their other arrays.
+        """Append a sample. Samples of a shard that differ only in the text share one copy of their other arrays.
 
         Args:
             key: unique sample id.
             latents: bf16 [C, f, h, w], normalised.
             text_embeds: bf16 [L, D] without padding.
-            meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of the sample's input). Usual: `caption`,
-                `source`, the window, `video` (digest of the latents' input) and `last` (whether it is the clip's last window).
+            meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of the sample's input). Usual:
+                `caption`, `source`, the window, `video` (digest of the latents' input) and `last` (whether the sample
+                is the last window of its clip).
             image_latents: bf16 [C, f, h, w], latents of the conditioning frames, for variants with conditioning frames.
-            image_embeds: bf16 [I, E], CLIP hidden states of the conditioning frames, for variants with CLIP.
+            image_embeds: bf16 [I, E], CLIP hidden states of the conditioning frames, for variants with CLIP. I is the
+                number of CLIP tokens, and E is the width of CLIP.
 
         Raises:
-            CacheError: if the disk is full; the unfinished shard is removed.
+            CacheError: if the disk is full. The unfinished shard is then removed, or finished without this sample.
         """
         assert (latents.ndim, text_embeds.ndim) == (4, 2), (latents.shape, text_embeds.shape)
         assert image_latents is None or image_latents.shape == latents.shape, image_latents.shape
@@ -150,11 +159,12 @@ class ShardWriter:
             self.finish_shard()
 
     def add_record(self, record: LogRecord) -> None:
-        """Append the samples of a log record that no finished shard contains.
+        """Append those samples of a log record that no finished shard contains.
 
         Args:
-            record: latents, arrays of the conditioning frames, and then the text of each sample; `meta["samples"]` contains keys
-                and metadata.
+            record: record of one video with one or several captions. Its arrays are the latents, then the arrays of the
+                conditioning frames, then the text embeddings of each sample. `meta["samples"]` contains (key, metadata)
+                of each sample.
 
         Raises:
             CacheError: if the record is damaged, or the disk is full.
@@ -171,10 +181,11 @@ class ShardWriter:
                 self.add(key, latents, text_embeds, meta, **images)
 
     def finish_shard(self) -> None:
-        """Publish the samples added since the last shard as a shard.
+        """Write the samples that were added since the last shard to a finished shard. Without such samples, write
+        nothing.
 
         Raises:
-            CacheError: if the disk is full; the shard is removed.
+            CacheError: if the disk is full. The shard is then removed.
         """
         if self._file is None:
             return
@@ -211,9 +222,10 @@ class ShardWriter:
             self._next += 1
 
     def _open_shard(self, num_bytes: int) -> h5py.File:
-        """Return the shard being written, with `num_bytes` more of the disk reserved.
+        """Return the shard that is being written, after reserving `num_bytes` more bytes on the disk.
 
-        A failed write inside HDF5 ends the process by a segmentation fault, so the space is reserved before HDF5 needs it.
+        A failed write inside HDF5 ends the process by a segmentation fault. So the space is reserved before HDF5 needs
+        it.
         """
         try:
             if self._file is None:
@@ -239,7 +251,12 @@ class ShardWriter:
             os.close(descriptor)
 
     def _drop_shard(self, wanted: int, error: Exception) -> CacheError:
-        """Remove the unfinished shard, its file and its entries, and return the error to raise."""
+        """Remove the file and the samples of the unfinished shard, and return the error to raise.
+
+        Args:
+            wanted: size of the failed write in bytes.
+            error: error of the failed write.
+        """
         with suppress(OSError, RuntimeError):  # the flush fails like the write before
             if self._file is not None:
                 self._file.close()
@@ -249,7 +266,8 @@ class ShardWriter:
 
 
 def _cut_slack(shard: Path) -> None:
-    """Release reserved space that was not needed, which HDF5 leaves in the file.
+    """Release the reserved disk space that the shard did not need. HDF5 does not release this space when it closes the
+    file.
 
     Source: HDF5 File Format Specification 3.0, superblock versions 2 and 3, "End of File Address".
     """
@@ -269,10 +287,10 @@ def _digest_of(arrays: Iterable[np.ndarray]) -> str:
 
 
 class CacheWriter(ShardWriter):
-    """Writes samples to a cache, new or from an earlier run with the same fingerprint.
+    """Writes samples to a new cache, or to a cache from an earlier run with the same fingerprint.
 
-    Use as a context manager and call `commit` at the end. Leaving early, by an error or Ctrl-C, stores the samples written
-    so far in a finished shard but writes no index: readers see the cache unchanged.
+    Use the writer as a context manager, and call `commit` at the end. If an error or Ctrl-C ends the context early, the
+    samples written so far are stored in a finished shard, but no index is written. So readers see the cache unchanged.
     """
 
     def __init__(
@@ -283,18 +301,18 @@ class CacheWriter(ShardWriter):
         max_samples: int = 512,
         max_bytes: int = 1 << 30,
     ) -> None:
-        """Create or open the folder.
+        """Create or open the cache folder, and lock it.
 
         Args:
             path: cache folder.
-            variant: variant for which the samples are made.
-            fingerprint: fingerprint of encoders and settings, nested JSON values.
+            variant: variant of the model for which the samples are made.
+            fingerprint: fingerprint of encoders and settings, as nested JSON values.
             max_samples: largest number of samples of a shard.
-            max_bytes: size at which a shard is finished.
+            max_bytes: size in bytes at which a shard is finished.
 
         Raises:
-            CacheError: if the folder contains other files or a cache with another fingerprint (both values are named), or
-                another process writes to it.
+            CacheError: if the folder contains files that are not a cache, or a cache with another variant or
+                fingerprint, or another process writes to the folder. The error message names the differing values.
         """
         manifest = build_manifest(variant, fingerprint)
         super().__init__(Path(path), digest(manifest["fingerprint"]), max_samples, max_bytes)
@@ -308,7 +326,7 @@ class CacheWriter(ShardWriter):
             raise
 
     def refresh(self) -> None:
-        """Read the entries of shards that other writers have finished.
+        """Read the entries of shards that other writers have finished since the last call.
 
         Raises:
             CacheError: if a shard is damaged.
@@ -321,7 +339,10 @@ class CacheWriter(ShardWriter):
                 self._next = max(self._next, shard_number(shard) + 1)
 
     def adopt(self, journal: Path) -> None:
-        """Move the samples of a log of an ended process into shards, and delete the log.
+        """Move the samples from the log of an ended process into shards, and delete the log.
+
+        Args:
+            journal: file of the log.
 
         Raises:
             CacheError: if a sample is damaged, or the disk is full.
@@ -332,12 +353,12 @@ class CacheWriter(ShardWriter):
         journal.unlink()
 
     def commit(self, null_text_embeds: Tensor, keys: Collection[str] | None = None) -> None:
-        """Finish the last shard and write the index, which makes the cache readable.
+        """Finish the last shard and write the index. The index makes the cache readable.
 
         Args:
             null_text_embeds: embedding of "", bf16 [L, D].
-            keys: samples of the index. Default: all. Other samples stay in the shards, so that a later run need not encode
-                them again.
+            keys: keys of the samples in the index. Default: all samples. Other samples stay in the shards, so that a
+                later run need not encode them again.
 
         Raises:
             CacheError: if the disk is full.
