@@ -1,1 +1,1 @@
-"""`wands preprocess`: scan the source, decode in subprocesses, encode, commit the cache."""
+"""The command `wands preprocess`: encode clips and captions into a latent cache."""

@@ -1,7 +1,8 @@
-"""Decode clips in subprocesses: a file that crashes or hangs its decoder is rejected and the run continues.
+"""Decode clips in subprocesses. If a file crashes or hangs its decoder, the clip is rejected and the run continues.
 
-`NUM_DECODERS` threads each take the next clip and have a subprocess decode it. At most `NUM_READY` windows wait for the
-encoder, besides one in each thread and one in each subprocess.
+There are `NUM_DECODERS` threads, each with a subprocess. A thread takes the next clip and lets its subprocess decode this
+clip to windows (ranges of frames). At most `NUM_READY` decoded windows wait in the queue for the encoder. In addition, each
+thread and each subprocess may contain one window.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ class EncodeSettings:
         cache: cache folder.
         options: options of the command.
         spec: size, rate and length of the samples.
-        more_pixels: further bounds of a frame's area; each gives one more sample of every clip.
-        fingerprint: digest of the cache's fingerprint.
+        more_pixels: area limits of a frame after the first limit, which `spec` contains. Each limit gives one more sample of
+            every window, unless two sizes are equal.
+        fingerprint: digest of the settings and model files that a cache belongs to.
         max_samples: largest number of samples in a shard.
-        conditions: conditions of the variant.
+        conditions: conditions of the model variant, see `wands.variants.Variant`.
     """
 
     cache: Path
@@ -56,20 +58,20 @@ class EncodeSettings:
 
     @property
     def work(self) -> Path:
-        """Folder of the write-ahead logs."""
+        """Folder for write-ahead logs, inside the cache folder."""
         return self.cache / WORK_NAME
 
 
 @dataclass
 class Window:
-    """One window of a clip at one size, to be encoded and stored.
+    """One window (range of frames) of a clip at one size, to be encoded and stored.
 
     Attributes:
-        clip: the clip.
-        suffix: end of the keys of the window's samples.
+        clip: clip that contains the window.
+        suffix: end of the sample keys, which names the window and the size.
         meta: metadata of the samples, without the entries that differ between captions.
-        pixels: float32 [3, F, H, W] in [-1, 1]; None if the cache has the latents.
-        encoded: stored arrays of the window, if the cache has them.
+        pixels: float32 [3, F, H, W] in [-1, 1]; None if the cache already contains the latents.
+        encoded: arrays of the window that the cache already contains, by name; None if the window must be encoded.
     """
 
     clip: Clip
@@ -81,12 +83,12 @@ class Window:
 
 @dataclass(frozen=True)
 class ClipEnd:
-    """End marker of a clip, which follows all windows of the clip.
+    """Marker for the end of a clip. It follows all windows (ranges of frames) of the clip.
 
     Attributes:
-        clip: the clip.
+        clip: the clip that ends.
         reason: why the clip is rejected; None if every window could be decoded.
-        deadly: the clip crashed or hung its decoder.
+        deadly: whether the clip crashed its decoder or exceeded the time limit.
     """
 
     clip: Clip
@@ -95,7 +97,10 @@ class ClipEnd:
 
 
 def decode_clips(clips: Sequence[Clip], settings: EncodeSettings) -> Generator[Window | ClipEnd, None, None]:
-    """Yield the windows of all clips as they are decoded, and a `ClipEnd` after the windows of each clip.
+    """Decode clips in subprocesses. Yield each window (range of frames) when it is ready.
+
+    A `ClipEnd` follows the windows of each clip. Windows of different clips may alternate. A window whose latents are in the
+    cache is not decoded; it contains the cached arrays.
 
     Raises:
         CacheError: if latents in the cache are damaged.
@@ -132,10 +137,12 @@ def _decode_next_clips(
 
 
 def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSettings) -> Iterator[Window]:
-    """Yield the windows of a clip that a caption lacks. After a crash, decode the clip a second time.
+    """Decode a clip, and yield each window (range of frames) for which a caption of the clip has no sample in the cache.
+
+    If the decoder crashes, decode the clip a second time.
 
     Raises:
-        Crash: if the decoder crashed twice, or hung.
+        Crash: if the decoder crashed twice or exceeded the time limit.
         DataError: if the clip cannot be used.
     """
     finished = {suffix for _, _, suffix in clip.latents}
@@ -158,9 +165,13 @@ def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSetting
 
 
 def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]]:
-    """Yield each decoded clip and whether its window is the last of the file.
+    """Yield (decoded window, whether it is the last window of the file) for each item of `clips`.
 
-    All sizes of a window wait until the next window has been decoded.
+    A window (range of frames) is decoded at several sizes. All sizes are held back until the next window has been decoded,
+    because only then it is known whether the window is the last.
+
+    Raises:
+        DataError: if `clips` raises it. The windows that were decoded before the error are yielded first.
     """
     window: list[DecodedClip] = []
     try:

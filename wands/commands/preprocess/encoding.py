@@ -1,11 +1,12 @@
-"""Encode one worker's share: first its captions, then its clips.
+"""Encode the captions and the clips that are assigned to one worker.
 
-Both functions are generators that yield an event after each caption or clip. They run in this process, in a subprocess or on a
-rank of a launcher. Each worker writes its results to its own write-ahead logs in the folder `.work` of the cache:
+`encode_captions` and `encode_clips` are generators that yield an event after each caption or clip. A worker is this process, a
+subprocess, or a rank of a launcher. Each worker writes its results to its own files in the folder `.work` of the cache. The
+files of worker 0 are:
 
-    text-0.journal       text embeddings
-    samples-0.journal    samples that no shard contains yet
-    encoding-0           digest of the clip in the encoder; not empty after the process was killed
+    text-0.journal       write-ahead log of text embeddings
+    samples-0.journal    write-ahead log of samples that no shard contains yet
+    encoding-0           digest of the clip that is being encoded; not empty if the process was killed while encoding
 """
 
 from __future__ import annotations
@@ -32,12 +33,17 @@ from wands.encoders.spool import TextSpool, store_text
 from wands.encoders.text import TextEncoder
 
 LOG_BYTES = 1 << 30
-"""Samples move from the write-ahead log to a shard when the log reaches this size."""
+"""Size of a write-ahead log in bytes at which its samples are moved to a shard."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Devices(NamedTuple):
-    """Devices of one worker: for VAE and CLIP, and for UMT5."""
+    """Devices of one worker.
+
+    Attributes:
+        vae: device of the VAE and of CLIP.
+        text: device of the text encoder UMT5.
+    """
 
     vae: torch.device
     text: torch.device
@@ -45,12 +51,12 @@ class Devices(NamedTuple):
 
 @dataclass(frozen=True)
 class Done:
-    """Event: one caption or clip is finished.
+    """Event that reports that one caption or one clip is finished.
 
     Attributes:
-        rejections: one for each caption of a clip that cannot be used.
-        video: digest of a rejected clip.
-        deadly: the clip crashed or hung a process.
+        rejections: one rejection for each caption of a rejected clip; () for a stored clip and for a caption.
+        video: digest of a rejected clip; empty for a stored clip and for a caption.
+        deadly: whether the clip crashed a process or exceeded a time limit.
     """
 
     rejections: tuple[Rejection, ...] = ()
@@ -59,18 +65,24 @@ class Done:
 
     @classmethod
     def rejected(cls, clip: Clip, reason: str, deadly: bool) -> Done:
-        """Return the event for a clip that cannot be used."""
+        """Return the event for a rejected clip.
+
+        Args:
+            clip: the rejected clip.
+            reason: why the clip is rejected, and the fix.
+            deadly: whether the clip crashed a process or exceeded a time limit.
+        """
         return cls(tuple(Rejection(row.key, clip.path, reason) for row in clip.rows), clip.video, deadly)
 
 
 @dataclass
 class WorkerTimes:
-    """Statistics of one worker's share of the clips.
+    """Statistics of one worker after all clips of this worker are finished.
 
     Attributes:
-        num_windows: number of stored windows.
-        waited: seconds that the encoder waited for decoding.
-        worked: seconds that the worker encoded and stored.
+        num_windows: number of windows (ranges of frames of a clip) that were stored.
+        waited: seconds in which the encoder waited for decoded windows.
+        worked: seconds in which the worker loaded the encoders, encoded and stored.
     """
 
     num_windows: int = 0
@@ -81,13 +93,15 @@ class WorkerTimes:
 def encode_captions(
     settings: EncodeSettings, slot: int, devices: Devices, captions: Sequence[str]
 ) -> Iterator[Done]:
-    """Encode captions and append the embeddings to the worker's log. UMT5 is in memory only during this call.
+    """Encode captions, and append the embeddings to the worker's write-ahead log. Yield an event after each caption.
+
+    The text encoder UMT5 is in memory only during this call.
 
     Args:
         settings: settings of the run.
         slot: number of the worker.
         devices: devices of the worker.
-        captions: the worker's share.
+        captions: captions that are assigned to the worker.
 
     Raises:
         CacheError: if the disk is full.
@@ -105,16 +119,18 @@ def encode_captions(
 def encode_clips(
     settings: EncodeSettings, slot: int, devices: Devices, clips: Sequence[Clip]
 ) -> Iterator[Done | WorkerTimes]:
-    """Decode and encode clips, and store one sample for each caption of a clip. The captions must be encoded already.
+    """Decode and encode clips. Store one sample for each window (range of frames), size and caption of a clip.
+
+    `encode_captions` must have encoded the captions before this call.
 
     Args:
         settings: settings of the run.
         slot: number of the worker.
         devices: devices of the worker.
-        clips: the worker's share.
+        clips: clips that are assigned to the worker.
 
     Yields:
-        An event for each clip, and finally the worker's times.
+        A `Done` event for each clip, and after the last clip the `WorkerTimes` of the worker.
 
     Raises:
         CacheError: if the disk is full, or stored latents are damaged.
@@ -126,7 +142,7 @@ def encode_clips(
 
 
 class _ClipEncoder:
-    """Encoder of one worker's clips; decoding runs ahead in threads."""
+    """Encoder of the clips that are assigned to one worker. While a clip is encoded, threads decode the next clips."""
 
     def __init__(
         self, settings: EncodeSettings, slot: int, device: torch.device, samples: WriteAheadLog
@@ -166,7 +182,11 @@ class _ClipEncoder:
         yield times
 
     def _store(self, window: Window) -> str | None:
-        """Encode a window and log its samples; return the reason if the window cannot be encoded."""
+        """Encode a window (range of frames of a clip), and append its samples to the write-ahead log.
+
+        Returns:
+            None if the window was stored. Otherwise the reason why the window cannot be encoded.
+        """
         encoded = window.encoded
         if window.pixels is not None:
             assert self.encoder is not None
@@ -185,7 +205,14 @@ class _ClipEncoder:
         return None
 
     def _append(self, window: Window, encoded: dict[str, Tensor]) -> None:
-        """Append one record with the samples of all captions, so that a kill loses all these samples or none."""
+        """Append one record to the write-ahead log: the samples of a window (range of frames) for all captions of its clip.
+
+        If the process is killed while writing, either all these samples are lost or none of them.
+
+        Args:
+            window: the encoded window.
+            encoded: arrays of the window by name.
+        """
         clip, rows = window.clip, window.clip.lacks(window.suffix)
         samples = [
             (
@@ -208,5 +235,5 @@ class _ClipEncoder:
         self.samples.clear()
 
     def _note(self, video: str) -> None:
-        with suppress(OSError):  # a full disk: the next write to the log reports it
+        with suppress(OSError):  # if the disk is full, the next write to the log raises an error
             self.in_encoder.write_text(video)

@@ -1,7 +1,8 @@
-"""Run `wands preprocess`: clips and captions in, a latent cache out.
+"""Run `wands preprocess`: encode clips and captions into a latent cache.
 
-Data flow: scan the source (scan.py), encode the captions, decode clips in subprocesses (decoding.py), encode them
-(encoding.py), commit the index. UMT5 and the VAE are never in memory together. Rejected clips are reported.
+A run has these steps: scan the source (scan.py), encode the captions (encoding.py), decode the clips in subprocesses
+(decoding.py) and encode them (encoding.py), and write the index of the cache. The text encoder UMT5 and the VAE are never in
+memory at the same time. Rejected clips are reported.
 """
 
 from __future__ import annotations
@@ -42,35 +43,40 @@ from wands.variants import TEXT_LEN, Variant
 
 QUARANTINE_NAME = "quarantine.jsonl"
 ROUNDS = 3
-"""A run whose workers die ends after this number of rounds without progress."""
+"""Number of consecutive rounds without progress after which a run ends whose workers died.
+
+A round runs a task on all remaining captions or clips.
+"""
 SUSPECT_SECONDS = 1800.0
-"""Longest time for encoding one clip again after its encoder process died."""
+"""Longest time in seconds for encoding one clip again after the process that encoded the clip died."""
 
 
 def preprocess(options: PreprocessOptions, *, max_samples: int = 512) -> PreprocessReport | None:
     """Encode a source of clips into a latent cache, or continue a cache that an earlier run began.
 
-    A clip in the cache, made from the same file, caption and range, is not encoded again. If only its caption or its name is
-    new, only the caption is encoded. The settings of an existing cache must be given again. After the run the index contains
-    exactly the samples of the source. All captions of a range of a file share one decoding, one pass of the VAE and, in a
-    shard, the latents.
+    If the cache contains samples from the same file, caption and time range, the clip is not encoded again. If only the
+    caption or the name of a clip is new, only the caption is encoded. A run on an existing cache needs the same settings as
+    the earlier run. After the run, the index of the cache contains exactly the samples of the source.
 
-    A clip that crashes or hangs its decoder is rejected and named in `quarantine.jsonl`. Later runs skip the clip until the
-    file changes or its line in `quarantine.jsonl` is deleted.
+    If a time range of a file has several captions, it is decoded and encoded once. Its samples share the latents in a shard.
 
-    Under a launcher (RANK, WORLD_SIZE) its processes share the work; they need SOURCE and --out on a shared file system.
+    If a clip crashes its decoder or exceeds the time limit, it is rejected and listed in `quarantine.jsonl`. Later runs skip
+    the clip until its file changes or its line in `quarantine.jsonl` is deleted.
+
+    If a launcher such as torchrun started several processes, all these processes share the work. All processes need SOURCE
+    and --out on a shared file system.
 
     Args:
         options: options of the command.
         max_samples: largest number of samples in a shard.
 
     Returns:
-        The report; None on the ranks of a launcher other than rank 0.
+        The report of the run. Under a launcher, ranks other than rank 0 return None.
 
     Raises:
         ConfigError: if options exclude each other, or the model is incomplete.
         DataError: if the source has no usable clip.
-        CacheError: if the cache has other settings, or the disk is full.
+        CacheError: if the cache was made with other settings, or the disk is full.
     """
     started = time.monotonic()
     with WorkerPool(options.workers, options.device, options.text_device) as pool:
@@ -104,14 +110,22 @@ def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, starte
 
 
 class PreprocessRun:
-    """Leader of one run: assigns captions and clips to workers, collects the results and writes the index.
+    """One run of `wands preprocess` in the leading process.
+
+    The leading process assigns captions and clips to workers, collects the results, and writes the index of the cache.
 
     Attributes:
-        quarantine: digest of each clip that crashes or hangs a process -> reason.
+        quarantine: maps the digest of a clip that crashed a process or exceeded a time limit to the reason of its rejection.
     """
 
     def __init__(self, writer: CacheWriter, pool: WorkerPool, settings: EncodeSettings) -> None:
-        """Store the arguments; nothing is written."""
+        """Store the arguments without writing files.
+
+        Args:
+            writer: writer of the cache.
+            pool: workers that encode.
+            settings: settings that all workers share.
+        """
         self.writer, self.pool, self.settings = writer, pool, settings
         self.quarantine_path = writer.path / QUARANTINE_NAME
         self.quarantine: dict[str, str] = {}
@@ -121,7 +135,9 @@ class PreprocessRun:
         self.null_text: Tensor | None = None
 
     def prepare(self) -> None:
-        """Create the work folder, and move samples that an earlier run left there to shards.
+        """Create the work folder, and read the clips that earlier runs put into quarantine.
+
+        If an earlier run was interrupted, move its samples from the work folder to shards.
 
         Raises:
             CacheError: if the disk is full, or workers of an earlier run are still alive.
@@ -136,19 +152,23 @@ class PreprocessRun:
                 with suppress(ValueError, KeyError, TypeError):  # a line that the user has edited
                     value = json.loads(line)
                     self.quarantine[value["video"]] = value["reason"]
-        with suppress(CacheError):  # no index yet, or of an earlier version
+        with suppress(CacheError):  # the index does not exist yet or has an older version
             self.null_text = LatentCache(self.writer.path).null_text_embeds
 
     def _collect_samples(self) -> None:
-        """Move the samples in write-ahead logs to shards, and register the shards of the workers."""
+        """Move samples from write-ahead logs to shards, and add the shards that workers wrote to the cache's list of shards."""
         for path in sorted(self.settings.work.glob("samples-*.journal")):
-            with closing(WriteAheadLog(path)):  # waits for the worker that writes it
+            with closing(WriteAheadLog(path)):  # waits until no worker writes this log
                 self.writer.refresh()
                 self.writer.adopt(path)
         self.writer.refresh()
 
     def scan(self, scan: SourceScan) -> None:
-        """Compare the source with the cache."""
+        """Find the clips of the source whose samples are not in the cache, and limit the workers to the number of these clips.
+
+        Args:
+            scan: usable and rejected clips of the source.
+        """
         self.source = scan
         self.rejected = list(scan.rejected)
         self.contents_before = {key: entry.content for key, entry in self.writer.entries.items()}
@@ -166,16 +186,22 @@ class PreprocessRun:
         return sorted(caption for caption in captions if caption not in spool)
 
     def encode(self) -> None:
-        """Encode the missing captions, then the missing clips.
+        """Encode all captions and then all clips that the cache lacks.
 
         Raises:
-            WandsError: if every worker failed, or workers died again and again.
+            WandsError: if every worker failed, or workers died in several consecutive rounds without progress.
         """
         self._run_rounds("captions", encode_captions, self._pending_captions)
         self._run_rounds("clips", encode_clips, self._pending_clips)
 
     def _run_rounds(self, label: str, task: Task, pending: Callable[[], list[Any]]) -> None:
-        """Run a task on all pending items. If workers are lost, run the task again on the remaining items."""
+        """Run a task on all pending items. If workers end early, run the task again on the remaining items.
+
+        Args:
+            label: name of the items for the progress bar.
+            task: `encode_captions` or `encode_clips`.
+            pending: returns the items that are not finished yet.
+        """
         rounds = ROUNDS
         items = pending()
         while items:
@@ -184,7 +210,7 @@ class PreprocessRun:
                 continue
             slots, num_losses = self.pool.slots, len(self.losses)
             shares = {slot: items[number :: len(slots)] for number, slot in enumerate(slots)}
-            # The events of a launcher's other ranks come at the end: show the share of this rank.
+            # Events of other ranks arrive only at the end. The progress bar therefore counts the items of this rank.
             total = len(shares[slots[0]]) if self.pool.launched else len(items)
             name = f"{label} of rank 0" if self.pool.launched else label
             with progress(name, total) as advance:
@@ -209,9 +235,15 @@ class PreprocessRun:
                 )
 
     def _encode_suspects(self, clips: Sequence[Clip]) -> bool:
-        """Encode in a subprocess each clip that was in the encoder when a process died; return whether there was such a clip.
+        """Encode each suspect in a subprocess. A suspect is a clip that was being encoded when a worker process died.
 
         If the subprocess dies too, the clip is rejected.
+
+        Args:
+            clips: clips that are not finished yet.
+
+        Returns:
+            Whether `clips` contained a suspect.
         """
         suspects = set()
         for path in self.settings.work.glob("encoding-*"):
@@ -241,20 +273,20 @@ class PreprocessRun:
         elif event.rejections:
             self.rejected_videos.add(event.video)
             self.rejected += event.rejections
-            if event.deadly:  # written at once: a restarted run must not wait for this clip again
+            if event.deadly:  # written immediately, so that a restarted run skips this clip
                 self.quarantine[event.video] = event.rejections[0].reason
                 lines = [{"video": video, "reason": reason} for video, reason in self.quarantine.items()]
                 _write_lines(self.quarantine_path, lines)
 
     def commit(self, variant: Variant, started: float) -> PreprocessReport:
-        """Write rejects.jsonl and the index, remove the work folder, and return the report.
+        """Write rejects.jsonl and the index of the cache, remove the work folder, and return the report.
 
         Args:
-            variant: variant of the model.
-            started: time.monotonic() at the start of the run.
+            variant: model variant.
+            started: value of time.monotonic() at the start of the run.
 
         Raises:
-            DataError: if there is no sample.
+            DataError: if the source gave no sample.
             CacheError: if the disk is full.
         """
         writer = self.writer
@@ -303,7 +335,14 @@ def _write_lines(path: Path, values: Sequence[Any]) -> None:
 
 
 def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any]:
-    """Return the options that decide the bits of a sample. Further area limits do not, because keys contain the sizes."""
+    """Return all settings that change the stored values of a sample, for the fingerprint of the cache.
+
+    Area limits after the first limit are left out. They only add samples of other sizes, whose keys contain the size.
+
+    Args:
+        spec: frame rate, size and length of the samples.
+        options: options of the command.
+    """
     return {
         "clip": asdict(spec),
         "cleaning": CLEANING_VERSION,
@@ -316,7 +355,14 @@ def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any
 
 
 def _read_variant(model: str) -> Variant:
-    """Return the variant of a pipeline after checking that its encoders fit its DiT."""
+    """Return the model variant of a pipeline. Before that, check that the pipeline's encoders fit its DiT.
+
+    Args:
+        model: pipeline folder or Hub id.
+
+    Raises:
+        ConfigError: if a component is missing, or an encoder does not fit the DiT.
+    """
     variant = read_variant(model)
     has_clip = "clip" in variant.conditions
     parts = ("tokenizer", "vae", "text_encoder", "image_processor", "image_encoder")

@@ -1,4 +1,4 @@
-"""Results of a run of `wands preprocess`, and their text for the terminal."""
+"""Report of a run of `wands preprocess`, as data and as text for the terminal."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ SHOWN_REJECTIONS = 50
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """Results of one run.
+    """Results of one run of `wands preprocess`.
 
     Attributes:
         out: cache folder.
         variant: name of the model variant.
-        num_accepted: number of samples in the cache.
-        num_reused: accepted samples that an earlier run had encoded.
-        num_left_out: samples of earlier runs that the source lacks or whose size is not requested; the shards keep them,
-            the index does not.
-        num_cut_captions: captions that fill all 512 text tokens; longer text is cut.
-        rejected: every clip that is not in the cache, with its reason.
-        tokens: int64 [num_accepted], video tokens of each sample.
+        num_accepted: number of samples in the index of the cache after the run.
+        num_reused: number of samples in the index that an earlier run encoded.
+        num_left_out: number of samples from earlier runs that are in shards but not in the index. Either the source no longer
+            contains their clip, or their size was not requested.
+        num_cut_captions: number of samples whose caption fills all 512 text tokens. Text after 512 tokens is lost.
+        rejected: clips that cannot be used, each with the reason.
+        tokens: int64 [num_accepted], number of video tokens of each sample.
         num_shards: number of HDF5 files.
-        num_bytes: size of the HDF5 files.
-        seconds: wall time.
-        num_relabelled: samples whose latents come from the cache, because only the clip's caption or name is new.
-        num_workers: number of processes that encoded.
-        waited: share of the encoding time, 0 to 1, in which encoders waited for decoding; None if nothing was encoded.
-        seconds_encoding: time of the slowest process for its clips, loading of the models included.
-        losses: workers that ended early, with the reason.
-        quarantine: file that names clips which crash or hang a process; None if there are none.
+        num_bytes: total size of the HDF5 files in bytes.
+        seconds: duration of the run.
+        num_relabelled: number of samples that reuse latents from the cache, because only the caption or the name is new.
+        num_workers: number of worker processes that encoded.
+        waited: share of the encoding time, 0 to 1, in which encoders waited for decoded clips; None if nothing was encoded.
+        seconds_encoding: time in seconds that the slowest worker needed for its clips, including loading the models.
+        losses: one sentence for each worker that ended early, with the reason.
+        quarantine: file that lists clips that crashed a process or exceeded a time limit; None if the run rejected no such
+            clip.
     """
 
     out: Path
@@ -58,7 +59,7 @@ class PreprocessReport:
     quarantine: Path | None = None
 
     def render(self) -> str:
-        """Return the text for the terminal."""
+        """Return the report as text for the terminal."""
         reused = f", {self.num_reused:,} of them from an earlier run" if self.num_reused else ""
         lines = [
             f"{self.out}: {self.num_accepted:,} samples for {self.variant}{reused}",

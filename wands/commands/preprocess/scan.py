@@ -1,4 +1,4 @@
-"""Compare the source with the cache: find the clips whose samples the cache lacks, wholly or in part."""
+"""Compare a source of clips with the latent cache, and find the clips that have samples which the cache lacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from wands.errors import ConfigError, one_line
 SCAN_THREADS = 16
 FromSource = TypeVar("FromSource", ClipRecord, Rejection)
 Samples = dict[str, IndexEntry]
-"""Samples of one range of a file in the cache, by suffix. If several captions share a window, any of their samples."""
+"""Maps a sample suffix (window and size) to a cached sample. All samples come from one time range of a file.
+
+Several captions of the same window (range of frames) give several samples. The map contains any one of these samples.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,10 @@ class Row:
     """One caption of a clip.
 
     Attributes:
-        key: key of the row; `wands.data.clips.clip` lists the suffixes of windows and further sizes.
+        key: key of the row. The key of a sample is this key and a suffix for window and size, see `wands.data.clips.clip`.
         caption: cleaned caption.
-        content: digest of everything that the samples are made from.
-        present: suffixes of the samples that the cache has.
+        content: digest of the file, the time range and the caption, from which the samples are made.
+        present: suffixes of the samples of this caption that the cache contains.
     """
 
     key: str
@@ -45,16 +48,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Clip:
-    """A range of a file with all its captions, so that the range is decoded and encoded once.
+    """A time range of a file with all its captions. The time range is decoded and encoded only once.
 
     Attributes:
-        path: the file.
-        start: seconds, None for the beginning.
-        end: seconds, None for the end.
-        video: digest of what the latents are made from.
-        rows: captions; a pending clip has only captions without all samples.
-        latents: (shard, row of the shard, suffix) of latents in the cache that a caption of this clip lacks.
-        decode: whether the cache lacks windows, which must be decoded.
+        path: the video or image file.
+        start: start of the time range in seconds; None for the beginning of the file.
+        end: end of the time range in seconds; None for the end of the file.
+        video: digest of the file and the time range, from which the latents are made.
+        rows: captions. A clip from `SourceScan.pending` contains only captions with missing samples.
+        latents: cached latents to reuse, as (shard name, row in the shard, suffix). At least one caption lacks the sample with
+            this suffix.
+        decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
     """
 
     path: str
@@ -66,17 +70,17 @@ class Clip:
     decode: bool = True
 
     def lacks(self, suffix: str) -> list[Row]:
-        """Return the captions that have no sample with this suffix."""
+        """Return the captions of this clip for which the cache has no sample with a suffix (window and size)."""
         return [row for row in self.rows if suffix not in row.present]
 
 
 class SourceScan:
-    """Clips of the source, identified by the content of their files.
+    """Clips of a source, identified by the content of their files.
 
     Attributes:
-        contents: key of each usable row -> digest of what its samples are made from.
-        clips: clips by (path, digest of the video).
-        rejected: rows that cannot be used.
+        contents: maps the key of each usable row (clip with one caption) to the digest of its file, time range and caption.
+        clips: maps (path, digest of file and time range) to a clip with all its captions.
+        rejected: rejections of the rows that cannot be used.
     """
 
     def __init__(
@@ -87,14 +91,14 @@ class SourceScan:
         more_pixels: tuple[int, ...],
         quarantine: Mapping[str, str],
     ) -> None:
-        """Read the size of every file, its beginning, its end and some pieces between.
+        """Read samples of bytes from every file to identify its content, and collect the captions of each clip.
 
         Args:
-            rows: usable rows of the source.
-            rejected: rows that the source rejects.
-            spec: size, rate and length of the samples.
-            more_pixels: further area limits.
-            quarantine: digests of clips that crash or hang a process, with the reason.
+            rows: rows of the source that may be used; a row is a clip with one caption.
+            rejected: rows that were rejected while the source was read.
+            spec: frame rate, size and length of the samples.
+            more_pixels: area limits after the first limit, which `spec` contains, in pixels.
+            quarantine: maps the digest of a clip that crashed a process or exceeded a time limit to the reason of rejection.
         """
         self.spec, self.more_pixels, self.rejected = spec, more_pixels, list(rejected)
         self.contents: dict[str, str] = {}
@@ -109,16 +113,18 @@ class SourceScan:
                     self.rejected.append(Rejection(row.key, clip.path, reason))
                     continue
                 same_clip = self.clips.get((clip.path, clip.video))
-                if same_clip is not None:  # another caption: decode once for both
+                if same_clip is not None:  # another caption of a known clip: decode once for both captions
                     clip = replace(clip, rows=(*same_clip.rows, *clip.rows))
                 self.clips[clip.path, clip.video] = clip
 
     def pending(self, entries: Mapping[str, IndexEntry], rejected_videos: Collection[str] = ()) -> list[Clip]:
-        """Return the clips with missing samples, each with the captions that lack samples and the cached latents to reuse.
+        """Return the clips that have missing samples.
+
+        Each returned clip contains only the captions with missing samples, and names the cached latents to reuse.
 
         Args:
             entries: samples of the cache by key.
-            rejected_videos: digests of clips to leave out.
+            rejected_videos: digests of clips that are left out because this run rejected them.
         """
         stored: dict[str, Samples] = defaultdict(dict)
         for key, entry in entries.items():
@@ -132,13 +138,22 @@ class SourceScan:
         return [clip for clip in lacking if clip is not None]
 
     def _lacking(self, clip: Clip, stored: Samples, entries: Mapping[str, IndexEntry]) -> Clip | None:
-        """Return the clip reduced to its missing samples, or None if the cache has all samples of the clip."""
+        """Return a copy of a clip that contains only captions with missing samples.
+
+        Args:
+            clip: clip with all its captions.
+            stored: cached samples of the clip's file and time range by suffix.
+            entries: all samples of the cache by key.
+
+        Returns:
+            The copy, or None if the cache contains all samples of the clip.
+        """
         expected = self._expected(stored)
         rows = []
         for row in clip.rows:
             own = entries.get(row.key)
             if expected is None and not self.more_pixels and own is not None and own.content == row.content:
-                continue  # made by an early version of wands, which stored less metadata
+                continue  # this sample was made by an early version of wands, which stored less metadata
             present = [
                 suffix
                 for suffix in stored
@@ -161,7 +176,13 @@ class SourceScan:
         )
 
     def _expected(self, stored: Samples) -> set[str] | None:
-        """Return the suffixes of all samples of a clip, or None if they are known only after decoding."""
+        """Return the suffixes (window and size) of all samples that a clip must have.
+
+        Return None if the cached samples do not show the number of windows or the sizes, so that the clip must be decoded.
+
+        Args:
+            stored: cached samples of the clip's file and time range by suffix.
+        """
         by_size: dict[str, Samples] = defaultdict(dict)
         for suffix, entry in stored.items():
             window, size = split_suffix(suffix)
@@ -176,7 +197,11 @@ class SourceScan:
         return {window + size for window in windows for size in sizes}
 
     def accepted(self, entries: Mapping[str, IndexEntry]) -> set[str]:
-        """Return the keys of the cached samples that belong to the source and have a requested size."""
+        """Return the keys of the cached samples that belong to the source and have a requested size.
+
+        Args:
+            entries: samples of the cache by key.
+        """
         return {key for key, entry in entries.items() if self._is_wanted(key, entry)}
 
     def _is_wanted(self, key: str, entry: IndexEntry) -> bool:
@@ -191,9 +216,15 @@ class SourceScan:
 def _size_suffixes(
     spec: ClipSpec, more_pixels: tuple[int, ...], display_size: tuple[str, ...]
 ) -> frozenset[str] | None:
-    """Return the suffixes of a clip's sizes; None if the display size is unknown or a limit gives no size.
+    """Return the size suffixes of a clip's samples: "" for the first area limit, such as "#640x352" for other area limits.
 
-    A clip that is too small for a limit is decoded, and decoding rejects the clip.
+    Return None if the display size is unknown, or if the clip is too small for an area limit. A clip that is too small is
+    decoded, and decoding rejects the clip.
+
+    Args:
+        spec: settings of the samples with the first area limit.
+        more_pixels: area limits after the first limit, in pixels.
+        display_size: width and height of the source in square pixels, as fractions; () if the size is unknown.
     """
     if not display_size:
         return None
@@ -225,9 +256,10 @@ _WHOLE = 1 << 24
 
 
 def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
-    """Return two digests: of a row's file content, range and caption, and of the file content and range alone.
+    """Return two digests of a row: (digest of file content, time range and caption; digest of file content and time range).
 
-    Size and modification time alone would encode a copied data set anew. All samples of a cache have the same settings.
+    The digests use the content instead of the modification time, so that a copied data set is not encoded again. They do not
+    include the settings of the samples, because all samples of a cache have the same settings.
     """
     pieces = _read_pieces(row.path)
     size = row.path.stat().st_size
@@ -239,9 +271,11 @@ def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
 
 
 def _read_pieces(path: Path) -> bytes:
-    """Read a whole image, or both ends of a video and some pieces between.
+    """Read bytes that identify the content of a file.
 
-    A video encoder's output differs everywhere if its input differs anywhere, but uncompressed files may begin and end alike.
+    From an image of at most 16 MiB, read the whole file. From other files, read nine blocks of 64 KiB: the first block, the
+    last block, and seven blocks between them. Different uncompressed videos may have equal first and last blocks. Compressed
+    videos that differ in any frame differ in most blocks.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -256,10 +290,13 @@ def _read_pieces(path: Path) -> bytes:
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """Parse the value of --part, such as "3/16".
+    """Parse a value of the option --part, such as "3/16".
+
+    Returns:
+        Number of the part, from 1, and number of parts: (3, 16) for "3/16".
 
     Raises:
-        ConfigError: if it is not I/N with 1 <= I <= N.
+        ConfigError: if the value is not I/N with integers 1 <= I <= N.
     """
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
@@ -268,13 +305,14 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def select_part(items: Sequence[FromSource], source: str, part: tuple[int, int]) -> list[FromSource]:
-    """Return one part of the source's clips; all captions of a file are in one part.
+    """Return the items of a source that belong to one part. All captions of a file belong to the same part.
 
-    The part of a file depends only on the path below the source, so that new files do not change the parts of other files.
+    The part of a file depends only on the file's path relative to the source folder. If files are added to the source, the
+    other files stay in their parts.
 
     Args:
-        items: rows or rejections of the source.
-        source: folder, table or archive of the source.
+        items: rows (clips with one caption) or rejections of the source.
+        source: folder, table or archive that contains the clips.
         part: (number of the part from 1, number of parts).
     """
     folder = Path(source).expanduser().absolute()

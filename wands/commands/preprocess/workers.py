@@ -1,7 +1,8 @@
-"""Processes that encode: this process, subprocesses of it (`--workers N`), or the ranks of a launcher such as torchrun.
+"""Worker processes that encode captions and clips.
 
-Each worker gets a fixed share of the work and its own GPU in turn. One process leads: it scans, hands out the shares and
-commits the index.
+The workers are this process alone, subprocesses of this process (`--workers N`), or the ranks of a launcher such as torchrun.
+Each worker gets a fixed share of the captions and clips. The GPUs of a node are assigned to the workers in turn. One process
+leads the run: it scans the source, assigns the shares, and writes the index of the cache.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ Task = Callable[[EncodeSettings, int, Devices, Sequence[Any]], Iterator[Any]]
 
 @dataclass(frozen=True)
 class Lost:
-    """Event: a worker ended before its share was done.
+    """Event that reports that a worker ended before all its captions or clips were finished.
 
     Attributes:
         slot: number of the worker.
-        reason: one sentence for the report.
-        error: the error that ended the worker; None if its process died.
+        reason: the worker and why it ended, as text for the report.
+        error: error that ended the worker; None if the process of the worker died.
     """
 
     slot: int
@@ -50,22 +51,24 @@ Event = Done | WorkerTimes | Lost
 
 
 class WorkerPool:
-    """Context manager for the workers of a run.
+    """Workers of a run, as a context manager that ends the workers at the exit.
 
     Attributes:
         size: number of workers.
-        rank: rank of this process under a launcher, else 0; rank 0 leads.
-        launched: a launcher has started all processes.
-        slots: numbers of the workers that still take work.
+        rank: rank of this process under a launcher; 0 without a launcher. Rank 0 leads the run.
+        launched: whether a launcher such as torchrun has started several processes.
+        slots: numbers of the workers that have not failed. Only these workers get captions and clips.
     """
 
     def __init__(self, workers: int, device: str | None, text_device: str | None) -> None:
-        """Read the launcher's variables RANK, LOCAL_RANK and WORLD_SIZE; start nothing.
+        """Choose the workers and their devices. No process is started.
+
+        A launcher is recognised by the environment variables RANK, LOCAL_RANK and WORLD_SIZE.
 
         Args:
-            workers: number of processes without a launcher.
-            device: device of the VAE; None takes cuda if there is one, else cpu.
-            text_device: device of UMT5; None takes `device`.
+            workers: number of worker processes if there is no launcher.
+            device: device of the VAE and of CLIP. None uses cuda if a GPU exists, else cpu.
+            text_device: device of the text encoder UMT5. None uses the device of the VAE.
 
         Raises:
             ConfigError: if a device cannot be used, or `workers` and a launcher both ask for several processes.
@@ -87,10 +90,10 @@ class WorkerPool:
         self._ranks_wait = True
 
     def devices(self, number: int) -> Devices:
-        """Return the devices of a worker.
+        """Return the devices of a worker. The GPUs of a node are assigned to the workers on this node in turn.
 
         Args:
-            number: number of the worker on its node; workers take the node's GPUs in turn.
+            number: number of the worker on its node.
 
         Raises:
             ConfigError: if a device cannot be used.
@@ -100,7 +103,11 @@ class WorkerPool:
         return Devices(vae, _device("--text-device", self._text_device, number) if self._text_device else vae)
 
     def limit(self, num_items: int) -> None:
-        """Use at most one worker for each item. Under a launcher all ranks are used."""
+        """Reduce the number of workers to the number of captions or clips. Under a launcher, keep all ranks.
+
+        Args:
+            num_items: number of captions or clips to encode.
+        """
         if not self.launched:
             self.size = max(1, min(self.size, num_items))
             self.slots = list(range(self.size))
@@ -108,17 +115,18 @@ class WorkerPool:
     def run(
         self, task: Task, settings: EncodeSettings, shares: Mapping[int, Sequence[Any]]
     ) -> Iterator[Event]:
-        """Run a task on every worker's share, and yield the events of all workers when they happen.
+        """Run a task on the share of every worker, and yield the events of all workers.
 
-        Events of a launcher's other ranks come at the end.
+        Events are yielded when they happen. Under a launcher, the events of ranks other than rank 0 are yielded at the end.
 
         Args:
             task: `encode_captions` or `encode_clips`.
             settings: settings of the run.
-            shares: share of each worker by its slot.
+            shares: maps the number of each worker to its share, a list of captions or clips.
 
         Raises:
-            WandsError: if there is one worker and the task raises.
+            WandsError: if the task raises it and there is only one worker. With several workers, a `Lost` event reports the
+                error.
         """
         if self.launched:
             yield from self._run_ranks(task, settings, shares)
@@ -159,10 +167,10 @@ class WorkerPool:
         return _with_losses(self.rank, events())
 
     def follow(self) -> None:
-        """Run the tasks that rank 0 sends, until rank 0 sends no more.
+        """On a rank other than rank 0, run the tasks that rank 0 sends, until rank 0 leaves the context of its pool.
 
         Raises:
-            WandsError: the error that ended rank 0.
+            WandsError: if rank 0 ended with a WandsError. The message is the message of rank 0.
         """
         while (order := self._scatter(None)) is not None:
             if isinstance(order, WandsError):
@@ -207,7 +215,12 @@ def _run_in_subprocess(
 
 
 def _with_losses(slot: int, events: Iterator[Event]) -> Iterator[Event]:
-    """Yield the events of a worker. If the worker crashes or fails, yield a `Lost` event."""
+    """Yield the events of a worker. If the worker crashes or raises a WandsError, yield a `Lost` event at the end.
+
+    Args:
+        slot: number of the worker.
+        events: events of the worker's task.
+    """
     try:
         yield from events
     except Crash as crash:
@@ -217,10 +230,14 @@ def _with_losses(slot: int, events: Iterator[Event]) -> Iterator[Event]:
 
 
 def _wait_for_shared_disk(rank: int, settings: EncodeSettings) -> None:
-    """Wait until this node sees the folder that rank 0 has made: network file systems show new files late.
+    """Wait until this process can see the work folder that rank 0 created, because network file systems show new files late.
+
+    Args:
+        rank: rank of this process, for the error message.
+        settings: settings of the run with the path of the work folder.
 
     Raises:
-        CacheError: if the folder does not appear.
+        CacheError: if the folder does not appear within 120 s.
     """
     began = time.monotonic()
     while not settings.work.is_dir():
@@ -233,7 +250,16 @@ def _wait_for_shared_disk(rank: int, settings: EncodeSettings) -> None:
 
 
 def _device(option: str, name: str, number: int) -> torch.device:
-    """Return a device by name; "cuda" without an index gives each worker one GPU in turn."""
+    """Return the device of a worker. For "cuda" without an index, assign the GPUs of the node to the workers in turn.
+
+    Args:
+        option: command-line option that sets the device, for the error message.
+        name: name of the device, for example "cpu" or "cuda:1".
+        number: number of the worker on its node.
+
+    Raises:
+        ConfigError: if the device cannot be used.
+    """
     try:
         device = torch.device(name)
         if device.type == "cuda" and device.index is None and torch.cuda.device_count():
