@@ -1,1 +1,1 @@
-"""Prediction of memory and step time from shapes, before a run starts and without a device."""
+"""Predict the memory and the step time of a run from tensor shapes, before the run starts and without a device."""

@@ -1,6 +1,7 @@
-"""Activation memory: tensors that a block keeps for its backward, and their bytes at each moment of the backward.
+"""Predict activation memory: the tensors that a block keeps for its backward pass, and their bytes during the backward pass.
 
-D is the width of the residual stream, F the hidden width of the feed-forward. A row has D or F values for each token.
+D is the width of the residual stream. F is the hidden width of the feed-forward layer. A row is a tensor with D or F
+values for each token.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ FP32, BF16 = 4, 2
 
 
 class Activations:
-    """Bytes of the activations of one rank during the backward."""
+    """Sizes in bytes of one rank's activations during the backward pass.
+
+    Args:
+        workload: sizes of the run.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self.shape, self.recipe, self.stage = workload.shape, workload.recipe, workload.zero_stage
@@ -23,7 +28,10 @@ class Activations:
         self._quantized = self.recipe.lora is not None and self.recipe.lora.quantize != "none"
 
     def moments(self) -> Iterator[tuple[int, float]]:
-        """Yield for each block, from the last to the first, the number of remaining blocks and the peak bytes."""
+        """Yield (number of blocks whose backward pass remains, peak bytes of activations) for each block.
+
+        The backward pass runs from the last block to the first, so the number of remaining blocks falls.
+        """
         shape, tokens = self.shape, self.tokens
         block = self._block()
         # The backward of a block starts with the feed-forward: gradients of its input, output and hidden state.
@@ -40,15 +48,16 @@ class Activations:
                 yield left, held + max(block + working, head if last else 0.0) + ends
 
     def on_host(self) -> dict[str, float]:
-        """Return the bytes of all blocks in host memory."""
+        """Return {"activations": bytes that all blocks keep in host memory}, or {} if no activation is kept there."""
         sizes = sum(self._named(name) for name in self.recipe.model.kept_on_host)
         return {"activations": sizes * self.shape.num_layers} if sizes else {}
 
     def _held_on_device(self, left: int) -> float:
-        """Return the device bytes of all blocks while a block is recomputed, without the recomputed activations.
+        """Return the device bytes that all blocks keep while one block is recomputed. The recomputed activations are
+        not included.
 
         Args:
-            left: number of blocks whose backward remains.
+            left: number of blocks whose backward pass remains, including the recomputed block.
         """
         model = self.recipe.model
         on_host = [self._named(name) for name in model.kept_on_host]
@@ -59,7 +68,7 @@ class Activations:
         return (left - 1) * sum(kept) + min(left, 2) * sum(on_host)
 
     def _named(self, name: str) -> float:
-        """Return the bytes of a tensor of `model.saved_tensors` in one block."""
+        """Return the bytes of one tensor in one block. `name` is a name that `model.saved_tensors` accepts."""
         shape, exchanged = self.shape, self.exchanged
         rows = {
             "block_input": FP32 * shape.dim,
@@ -70,11 +79,11 @@ class Activations:
         return self.tokens * rows.get(name, self.narrow * shape.dim)
 
     def _block(self) -> float:
-        """Return the bytes that the forward of one block keeps, with autocast's copies of the weights.
+        """Return the bytes that the forward pass of one block keeps, including autocast's copies of the weights.
 
-        Always kept: in fp32 the inputs of the three norms and of the norms of queries and keys; in the compute dtype the inputs
-        of the projections and the tensors that both attentions save. Trained layers also keep their input; ZeRO-3's linear
-        layer always does. See PackedWanBlock.forward.
+        In fp32, a block always keeps the inputs of its three norms and of the norms of queries and keys. In the compute
+        dtype, it always keeps the inputs of the projections and the tensors that both attentions save. Trained layers
+        also keep their input, and under ZeRO-3 every linear layer does. See `PackedWanBlock.forward`.
         """
         shape, lora, narrow = self.shape, self.recipe.lora, self.narrow
         attention_only = lora is not None and lora.targets == "attention"
@@ -97,9 +106,10 @@ class Activations:
         return self.recipe.lora is None or self.recipe.lora.targets == "all-linear"
 
     def _copies(self) -> float:
-        """Return the bytes of autocast's bf16 copies of a block's fp32 weights.
+        """Return the bytes of the bf16 copies that autocast makes of a block's fp32 weights.
 
-        Backward needs these copies. ZeRO-3's linear layer keeps the weight instead.
+        The backward pass needs these copies. Under ZeRO-3 there are no copies, because DeepSpeed's linear layer keeps
+        the weight instead.
         """
         shape, precision = self.shape, self.recipe.precision
         casts = precision.compute == "bf16" and precision.weights == "fp32"
@@ -109,5 +119,9 @@ class Activations:
         return float(BF16 * linear_params)
 
     def _decoded(self) -> float:
-        """Return the bytes of the largest decoded weight of a quantised base, and of the decoder's buffer."""
+        """Return the bytes of the largest decoded weight of a quantised base model, together with the buffer that
+        decoding needs.
+
+        Return 0 if the base model is not quantised.
+        """
         return 2.0 * FP32 * self.shape.dim * self.shape.ffn_dim if self._quantized else 0.0

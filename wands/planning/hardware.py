@@ -1,7 +1,8 @@
-"""Machines as data: GPU memory and peak, links between GPUs and nodes, and sustained efficiencies.
+"""Describe machines as data: GPU memory and peak, links between GPUs and nodes, and the shares of the peak that kernels reach.
 
-Peaks and memory are from the vendors' data sheets. The bandwidth of a link is for one GPU and one direction, as collectives
-sustain it. The efficiencies are common for large matmuls and attention kernels. Replace these assumptions by measurements.
+Peaks and memory sizes are from the vendors' data sheets. The bandwidth of a link is what collectives reach for one GPU
+and one direction. The shares of the peak are typical of large matmuls and attention kernels. Replace these assumptions
+by measurements of your machine.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ PEAK_TFLOPS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU, its node and its links.
+    """One GPU, its node and its links to other GPUs.
 
     Attributes:
-        name: name for reports.
+        name: name of the GPU for reports.
         memory: memory of one GPU in bytes.
-        peak: dense bf16 FLOP/s of one GPU.
-        node_bandwidth: bytes/s of one GPU inside a node.
-        network_bandwidth: bytes/s of one GPU's network card.
-        ranks_per_node: GPUs of a node.
-        host_memory: memory of a node's host in bytes.
-        host_bandwidth: bytes/s between one GPU and the host while all GPUs of a node copy.
+        peak: highest dense bf16 FLOP/s of one GPU.
+        node_bandwidth: bandwidth from one GPU to the other GPUs of its node, in bytes/s.
+        network_bandwidth: bandwidth of one GPU's network card, in bytes/s.
+        ranks_per_node: number of GPUs in a node.
+        host_memory: host memory of a node in bytes.
+        host_bandwidth: bandwidth between one GPU and the host in bytes/s, while all GPUs of the node copy.
         linear_efficiency: share of the peak that linear layers reach.
         attention_efficiency: share of the peak that attention reaches.
     """
@@ -64,17 +65,20 @@ class Machine:
     attention_efficiency: float = 0.4
 
     def ring_bandwidth(self, cp: int) -> float:
-        """Return the bandwidth of a ring of `cp` ranks, which is the bandwidth of its slowest link."""
+        """Return the bandwidth of a ring of `cp` ranks in bytes/s. It is the bandwidth of the ring's slowest link."""
         return self.node_bandwidth if cp <= self.ranks_per_node else self.network_bandwidth
 
     def world_bandwidth(self, gpus: int) -> float:
-        """Return the bandwidth per rank of a gather over all ranks, whose ring uses all network cards of a node at once."""
+        """Return the bandwidth of each rank in a gather over all `gpus` ranks, in bytes/s.
+
+        Between nodes, the gather uses all network cards of a node at once.
+        """
         cards = self.ranks_per_node * self.network_bandwidth
         return self.node_bandwidth if gpus <= self.ranks_per_node else min(self.node_bandwidth, cards)
 
 
 def peak_tflops(gpu: str) -> float | None:
-    """Return the dense bf16 peak of a GPU in TFLOP/s by the GPU's name, or None if unknown."""
+    """Return the dense bf16 peak in TFLOP/s of the GPU with this name, or None if the peak is unknown."""
     return next((peak for key, peak in PEAK_TFLOPS.items() if key in gpu), None)
 
 
@@ -97,19 +101,19 @@ MACHINES = {
     name: Machine(f"{gpu} {memory} GB", memory * GB, (peak_tflops(gpu) or 0.0) * TERA, **numbers)  # type: ignore[arg-type]
     for name, (gpu, memory, numbers) in _GPUS.items()
 }
-"""The machines that `wands plan --hardware` knows by name."""
+"""Maps each name that `wands plan --hardware` accepts to its machine."""
 
 
 def machine_named(name: str, **own: float | None) -> Machine:
-    """Return a machine of `MACHINES` with the numbers that the user gives.
+    """Return a machine of `MACHINES`, changed by the numbers that the user gives.
 
     Args:
         name: name of the machine.
-        own: gpu_memory and host_memory in GB, node_bandwidth and network_bandwidth in GB/s, gpus_per_node. None keeps the number
-            of the known machine.
+        own: the user's numbers: gpu_memory and host_memory in GB, node_bandwidth and network_bandwidth in GB/s, and
+            gpus_per_node. None keeps the machine's number.
 
     Raises:
-        ConfigError: if there is no machine of this name.
+        ConfigError: if `MACHINES` has no machine with this name.
     """
     machine = MACHINES.get(name.lower())
     if machine is None:

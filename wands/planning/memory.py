@@ -1,8 +1,10 @@
 """Predict the memory of each rank before a run starts.
 
-A step can have its peak at two moments: the backward of a block, with activations and growing gradients, or the optimizer's
-update, with all gradients and no activations. Both are sums of the tensors that DeepSpeed and the model keep, and the estimate
-is the larger sum. tests/distributed/planning/test_memory.py compares the estimate with measured peaks.
+The peak of a step is at one of two moments. The first is the backward pass of a block, with activations and with the
+gradients computed so far. The second is the optimizer's update, with all gradients and without activations. For each
+moment, the prediction adds up the tensors that DeepSpeed and the model keep. The predicted peak is the largest sum.
+
+tests/distributed/planning/test_memory.py compares the prediction with measured peaks.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from wands.planning.activations import FP32, Activations
 from wands.planning.workload import Workload
 
 MARGIN = 1.06
-"""Factor on the predicted bytes for rounding and fragmentation in the allocator."""
+"""Factor by which the predicted bytes are multiplied, to allow for rounding and fragmentation in the memory allocator."""
 CUDA_CONTEXT = 1.5 * 2**30
-"""Bytes of a GPU that CUDA, its libraries and NCCL's buffers use before the first tensor."""
+"""Bytes of GPU memory that CUDA, its libraries and NCCL's buffers use before the first tensor is allocated."""
 # DeepSpeed's defaults of stage3_param_persistence_threshold and stage3_max_live_parameters.
 _PERSISTENCE_THRESHOLD, _MAX_LIVE_PARAMETERS = 1e5, 1e9
 
@@ -29,8 +31,8 @@ class Memory:
     """Predicted memory of one rank in bytes.
 
     Attributes:
-        device: component -> bytes at the peak of a step.
-        host: component -> offloaded bytes.
+        device: maps a component, such as "weights" or "activations", to its bytes on the device at the peak of a step.
+        host: maps a component to the bytes of it that are offloaded to host memory.
     """
 
     device: dict[str, float]
@@ -38,22 +40,22 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """Bytes of all tensors on the device at the peak."""
+        """Bytes of all tensors on the device at the peak of a step."""
         return sum(self.device.values())
 
     @property
     def needed(self) -> float:
-        """`peak` with the allocator's margin."""
+        """Bytes of device memory that the run needs: the peak multiplied by the allocator's margin."""
         return self.peak * MARGIN
 
 
 def to_gib(size: float) -> str:
-    """Return bytes as text in GiB or MiB."""
+    """Return a number of bytes as text in GiB or MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
 def estimate_memory(workload: Workload) -> Memory:
-    """Predict the bytes of one rank at the peak of a step."""
+    """Predict the memory of one rank at the peak of a step."""
     states, activations = _States(workload), Activations(workload)
     moments = [states.during_update()]
     for blocks_left, held in activations.moments():
@@ -64,7 +66,11 @@ def estimate_memory(workload: Workload) -> Memory:
 
 
 class _States:
-    """Memory of weights, gradients and optimizer states; all sizes are bytes on this rank."""
+    """Memory of weights, gradients and optimizer states on one rank. All sizes are in bytes.
+
+    Args:
+        workload: sizes of the run.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.ema, self.stage = workload, workload.recipe.ema, workload.zero_stage
@@ -96,7 +102,11 @@ class _States:
         self.gradients = self._gradients()
 
     def during_backward(self, blocks_left: int) -> dict[str, float]:
-        """Return the bytes without activations while the backward of `blocks_left` blocks remains."""
+        """Return the device bytes of each component, except activations, during the backward pass.
+
+        Args:
+            blocks_left: number of blocks whose backward pass remains.
+        """
         workload, held = self.workload, self._during_step()
         done = 1 - blocks_left / workload.shape.num_layers
         # At stage 2 DeepSpeed allocates the rank's partition of the gradients with the first bucket.
@@ -111,7 +121,7 @@ class _States:
         return held
 
     def during_update(self) -> dict[str, float]:
-        """Return the bytes during the optimizer's update, without activations."""
+        """Return the device bytes of each component, except activations, during the optimizer's update."""
         held = self._during_step()
         held["gradients"] += self.gradients
         if self.stage and not self.optimizer_away:
@@ -124,7 +134,7 @@ class _States:
         return held
 
     def on_host(self) -> dict[str, float]:
-        """Return the bytes in host memory."""
+        """Return the bytes of each offloaded component in host memory."""
         models, host = self.workload.num_models, {}
         if self.optimizer_away:
             # Masters of all trained weights, also at stage 3.
@@ -137,7 +147,7 @@ class _States:
         return host
 
     def _during_step(self) -> dict[str, float]:
-        """Return the bytes in device memory during the whole step."""
+        """Return the device bytes of each component that are in use during the whole step."""
         models, held = self.workload.num_models, defaultdict(float)
         held["weights"] = 0.0 if self.weights_away else self.weights
         if not self.optimizer_away:
@@ -151,9 +161,10 @@ class _States:
         return held
 
     def _masters(self) -> float:
-        """Return the bytes of the fp32 master weights.
+        """Return the bytes of this rank's fp32 master weights.
 
-        Stage 0 updates the weights directly. At stage 3, fp32 weights are their own masters.
+        Stage 0 has no master weights, because the optimizer updates the weights directly. At stage 3, fp32 weights need
+        no separate masters, because `build_engine` lets weights and masters share memory.
         """
         if self.stage < 3:
             return self.share if self.stage else 0.0

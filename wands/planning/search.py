@@ -1,7 +1,8 @@
-"""Search for DeepSpeed config, degrees, checkpointing and bin size that fit a machine, and rank them by speed.
+"""Search for settings with which a run fits a machine, and sort them by predicted speed.
 
-Every combination is checked with the functions that a run uses (`build_ds_config`, `choose_degrees`, `estimate_memory`,
-`predict`), so a combination is valid here if it is valid there.
+The settings are the DeepSpeed config, the context-parallel degrees, the activation checkpointing and the bin size. A
+combination of settings is checked with the functions that the run itself uses: `build_ds_config`, `choose_degrees` and
+`estimate_memory`. A combination is therefore valid here exactly if it is valid in a run. `predict` gives its speed.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from wands.planning.workload import Workload
 
 CHECKPOINTING = ("none", "selective", "offload", "full")
 SHIPPED = ("zero2", "zero3", "zero3_offload")
-"""Names of the files in ds_configs/ that are tried, the least sharded first."""
+"""Names of the files in ds_configs/ that the search tries. The configs that divide less among the ranks come first."""
 HOST_SHARE = 0.9
-"""Share of a node's memory that its ranks may use for offloaded tensors."""
+"""Share of a node's host memory that its ranks may use for offloaded tensors."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Training run whose settings are searched, and its machine.
+    """Training run for which the search looks for settings, and the machine that it must fit.
 
     Attributes:
-        workload: the run. The search replaces recipe keys, DeepSpeed config, degrees and bin size.
-        seq_lens: int64 [N], tokens of the data's clips.
+        workload: sizes of the run. For each combination, the search replaces recipe keys, DeepSpeed config, degrees and
+            bin size.
+        seq_lens: number of tokens of each clip in the data, int64 [N].
         machine: GPUs and links.
-        ds_configs: name -> DeepSpeed JSON that the search tries.
+        ds_configs: maps a name to a DeepSpeed JSON that the search tries.
     """
 
     workload: Workload
@@ -55,21 +57,24 @@ class Task:
 
     @property
     def usable(self) -> float:
-        """Bytes of a GPU available for tensors."""
+        """Bytes of one device's memory that tensors can use."""
         return self.machine.memory - (CUDA_CONTEXT if self.workload.device_type == "cuda" else 0.0)
 
     @cached_property
     def by_length(self) -> np.ndarray:
-        """Lengths in ascending order."""
+        """Numbers of tokens of all clips, in ascending order."""
         return np.sort(self.seq_lens)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest clip."""
+        """Number of tokens of the longest clip."""
         return int(self.by_length[-1])
 
     def full_bin(self, max_tokens: int) -> list[int]:
-        """Return lengths of clips that fill a bin like the data: the longest clip, and others from the whole range."""
+        """Return the numbers of tokens of clips that fill a bin of at most `max_tokens` tokens like the data.
+
+        The bin contains the longest clip, and other clips from the whole range of lengths.
+        """
         spread = np.linspace(len(self.by_length) - 1, 0, 64).astype(np.int64)
         lens: list[int] = []
         for length in self.by_length[spread].tolist() * (max_tokens // max(int(self.by_length[0]), 1) + 1):
@@ -80,19 +85,22 @@ class Task:
         return lens
 
     def most_samples(self, max_tokens: int) -> int:
-        """Return the number of clips in a bin that only has clips of the shorter half; a balanced plan rarely exceeds it."""
+        """Return how many clips of the shorter half of the data fit on average into a bin of `max_tokens` tokens.
+
+        A bin of a balanced plan rarely contains more clips.
+        """
         shorter = self.by_length[: max(len(self.by_length) // 2, 1)]
         return max(min(int(max_tokens // max(shorter.mean(), 1)), len(self.by_length)), 1)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One combination of settings.
+    """One combination of settings, which may fit the machine or not.
 
     Attributes:
-        task: the task.
-        ds_name: name of the DeepSpeed JSON.
-        workload: the run with this combination's settings.
+        task: the run and the machine.
+        ds_name: name of the DeepSpeed JSON in `task.ds_configs`.
+        workload: sizes of the run with the settings of this combination.
     """
 
     task: Task
@@ -101,17 +109,17 @@ class Candidate:
 
     @cached_property
     def memory(self) -> Memory:
-        """Predicted memory of a rank."""
+        """Predicted memory of one rank."""
         return estimate_memory(self.workload)
 
     @property
     def host(self) -> float:
-        """Bytes of a node's host memory that its ranks use."""
+        """Bytes of host memory that all ranks of a node use together."""
         return sum(self.memory.host.values()) * self.task.ranks_per_node
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of GPU and host suffices."""
+        """Whether the device memory and the host memory of the machine are large enough."""
         if self.workload.device_type == "cpu":  # device and host share the memory
             return self.memory.needed + sum(self.memory.host.values()) <= self.task.usable
         fits_host = self.host <= HOST_SHARE * self.task.machine.host_memory
@@ -119,12 +127,12 @@ class Candidate:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """Predicted step of one DiT."""
+        """Predicted time of an optimizer step of one DiT."""
         lens = self.task.full_bin(self.workload.recipe.packing.max_tokens)
         return predict(self.workload, self.task.machine, lens)
 
     def changes(self) -> list[str]:
-        """Return the keys that differ from the recipe, as ``key=value`` strings."""
+        """Return the recipe keys whose values this combination changes, as ``key=value`` strings with the new values."""
         before, after = self.task.workload.recipe, self.workload.recipe
         keys = {
             "model.checkpointing": (before.model.checkpointing, after.model.checkpointing),
@@ -136,22 +144,24 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of an optimizer step of all DiTs."""
+        """Predicted seconds of an optimizer step in which all DiTs are trained."""
         return self.prediction.seconds * self.workload.num_models
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second over all GPUs; every DiT trains on every token."""
+        """Predicted number of video tokens per second over all GPUs. A token that two DiTs train on counts once."""
         tokens = self.workload.recipe.train.bins_per_step * sum(self.prediction.plan.seq_lens)
         return tokens / self.seconds
 
 
 def machine_here(device_type: str, ranks_per_node: int) -> Machine:
-    """Return the machine of this process. Links and peak are defaults, because the memory does not depend on them.
+    """Describe the machine of this process with its real memory. Its links and peak are default values.
+
+    The result is for predictions of memory, which do not depend on links and peak.
 
     Args:
         device_type: "cuda" or "cpu".
-        ranks_per_node: processes that share the host's memory.
+        ranks_per_node: number of processes that share the memory of this host.
     """
     import psutil
 
@@ -166,14 +176,14 @@ def machine_here(device_type: str, ranks_per_node: int) -> Machine:
 
 
 def check_memory(task: Task, ds_name: str) -> str | None:
-    """Check whether a run fits a machine.
+    """Check whether a run fits a machine. If it does not fit, find the smallest change of the settings with which it fits.
 
     Args:
-        task: the run, with the DeepSpeed config and the bins that it uses. `ds_configs` has JSONs to suggest.
+        task: the run with its own DeepSpeed config and bins, and the machine. `ds_configs` contains JSONs to suggest.
         ds_name: name of the run's JSON in `ds_configs`.
 
     Returns:
-        None if the run fits; otherwise a text with the missing memory and the smallest change that fits.
+        None if the run fits. Otherwise a text with the memory that the run needs, and the change.
     """
     run = Candidate(task, ds_name, task.workload)
     if run.fits:
@@ -189,12 +199,13 @@ def check_memory(task: Task, ds_name: str) -> str | None:
 
 
 def search(task: Task) -> list[Candidate]:
-    """Return all combinations that fit, the fastest first; equally fast combinations from simple to complex.
+    """Return all combinations of settings that fit, sorted by predicted speed with the fastest first.
 
-    The bin size is the recipe's size, or the largest smaller size that fits and still has room for the longest clip.
+    Among equally fast combinations, the simplest settings come first. The bin size of a combination is the recipe's
+    size if that fits. Otherwise it is the largest size that fits, and at least the length of the longest clip.
 
     Raises:
-        ConfigError: if no combination is valid; the message has the first reason.
+        ConfigError: if no combination is valid. The message is the reason why the first combination is invalid.
     """
     candidates: list[Candidate | None] = []
     errors = []
@@ -210,9 +221,11 @@ def search(task: Task) -> list[Candidate]:
 
 
 def _sort_key(candidate: Candidate) -> int:
-    """Return the sort key. Within two percent of speed, the search order decides, from simple to complex settings.
+    """Return a number for sorting combinations by speed.
 
-    Offloading must gain 15 %, because the speed of a busy host is the least certain part of the prediction.
+    Combinations with nearly the same speed (two percent) get the same number, so that they stay in the order of the
+    search, from simple to complex. The speed of a combination with offloading is reduced by 15 %, because the speed of
+    a busy host is the least certain part of the prediction.
     """
     speed = candidate.tokens_per_second * (0.85 if candidate.memory.host else 1.0)
     return -round(float(np.log(speed)) * 50)
@@ -221,11 +234,11 @@ def _sort_key(candidate: Candidate) -> int:
 def build_candidates(
     task: Task, names: Iterable[str], max_tokens: Iterable[int], cp_sizes: Iterable[int], modes: Iterable[str]
 ) -> Iterator[Candidate]:
-    """Yield all valid combinations, whether a combination fits or not.
+    """Yield all valid combinations of the given settings. A yielded combination may need more memory than the machine has.
 
     Args:
-        task: the task.
-        names: names of JSONs in `task.ds_configs`.
+        task: the run and the machine.
+        names: names of DeepSpeed JSONs in `task.ds_configs`.
         max_tokens: values of `packing.max_tokens`.
         cp_sizes: numbers of ranks that share a bin.
         modes: values of `model.checkpointing`.
@@ -274,7 +287,16 @@ def _build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tok
 
 
 def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidate | None:
-    """Return the candidate with the recipe's bin size, or with the largest smaller size that fits; None if none fits."""
+    """Return the combination with the largest bin size that fits, up to the recipe's bin size.
+
+    Return None if not even a bin with only the longest clip fits.
+
+    Args:
+        task: the run and the machine.
+        name: name of the DeepSpeed JSON in `task.ds_configs`.
+        cp: number of ranks that share a bin.
+        checkpointing: value of `model.checkpointing`.
+    """
     low, high = task.longest, max(task.workload.recipe.packing.max_tokens, task.longest)
     best = _build_candidate(task, name, cp, checkpointing, high)
     if best.fits:
@@ -290,17 +312,20 @@ def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidat
 
 
 def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
-    """Return the recipe's size if the recipe sets the size; otherwise the powers of two that divide the number of GPUs."""
+    """Return the numbers of ranks per bin (cp_size) that the search tries.
+
+    If the recipe sets this number, return only that. Otherwise return the powers of two that divide the number of GPUs.
+    """
     if parallel != ParallelConfig(fused_all_to_all=parallel.fused_all_to_all):
         return [parallel.group_size]
     return [1 << i for i in range(gpus.bit_length()) if gpus % (1 << i) == 0]
 
 
 def find_cure(task: Task, ds_name: str) -> str:
-    """Return the smallest change that makes a run fit, as text.
+    """Find the smallest change of the settings with which a run fits its machine, and return it as text for an error message.
 
     Args:
-        task: `ds_configs` contains the run's JSON under `ds_name`, and other JSONs to try.
+        task: the run and the machine. `ds_configs` contains the run's JSON under `ds_name`, and other JSONs to try.
         ds_name: name of the run's JSON.
     """
     recipe, longest = task.workload.recipe, task.longest

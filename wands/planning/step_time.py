@@ -1,18 +1,28 @@
-"""Predict the time of an optimizer step from FLOPs, bytes and links; nothing is measured.
+"""Predict the time of an optimizer step from FLOPs, bytes and bandwidths; nothing is measured.
 
-The prediction uses the functions of the planner and the logger: DiTShape for FLOPs, ContextPlan for the layout, balance and
-traffic of a bin, choose_degrees for the degrees, and the packer's LEVEL for the wait for the slowest rank.
+The prediction uses the functions of the training run. `DiTShape` gives the FLOPs. `ContextPlan` gives the layout, the
+balance and the communicated bytes of a bin. `choose_degrees` gives the degrees. `LEVEL` of the packer gives the wait
+for the slowest rank.
 
-compute   Kernels reach the machine's shares of its peak. A backward costs 2 forwards of the linear layers (1 if their weights
-          are frozen) and 2.5 forwards of attention. Recomputation adds a forward, without attention if its output is kept.
-ulysses   All-to-alls inside a node. Nothing overlaps with them. Recomputation repeats the all-to-alls whose results are not
+compute   Kernels reach the machine's shares of its peak. The backward pass of a linear layer costs 2 forward passes, or
+1 if its
+          weight is frozen. The backward pass of attention costs 2.5 forward passes. Recomputation adds a forward pass.
+          It does not repeat attention if the output of attention is kept.
+ulysses   All-to-alls inside a node do not overlap with anything. Recomputation repeats the all-to-alls whose results
+are not
           kept.
-ring      The message of a ring step overlaps with the kernel of the step, except the last message, which returns gradients.
-ZeRO      Stage 3 gathers the weights twice and reduces the gradients once in each micro step. Stages 1 and 2 reduce the
-          gradients, and gather the weights once per step. This traffic overlaps with compute that the ring leaves free.
-offload   Weights, gradients and block inputs use the link to the host. The update on the host reads and writes 28 bytes per
+ring      The transfer in a ring step overlaps with the kernel of this step. The last transfer returns gradients and
+does not
+          overlap.
+ZeRO      In each micro step, stage 3 gathers the weights twice and reduces the gradients once. Stage 2 reduces the
+gradients
+          in each micro step, and stages 0 and 1 once per step. Stages 1 and 2 gather the weights once per step. Traffic
+          in a micro step overlaps with the compute that does not already overlap with the ring.
+offload   Weights, gradients and block inputs use the link to the host. The update on the host reads and writes 28 bytes
+per
           parameter at the speed of this link.
-ignored   Latency, congestion, stragglers, the optimizer's time on the device, input, padding, losses of small kernels.
+ignored   Latency, congestion, slow nodes, the optimizer's time on the device, data loading, padding, overhead of small
+kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +47,12 @@ _ADAM_ON_HOST = 28
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds of transfer: in total, and the part that does not overlap with compute (exposed)."""
+    """Seconds of data transfer.
+
+    Attributes:
+        total: seconds of all transfers.
+        exposed: seconds of the transfers that do not overlap with compute.
+    """
 
     total: float = 0.0
     exposed: float = 0.0
@@ -51,18 +66,18 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted optimizer step of one DiT.
+    """Predicted time of an optimizer step that trains one DiT. A micro step trains on one bin.
 
     Attributes:
-        workload: the run.
+        workload: sizes of the run.
         machine: GPUs and links.
-        plan: layout of a bin.
-        flops: FLOPs of one micro step on one rank, without recomputation.
-        compute: seconds of a micro step on one rank.
-        all_to_all: traffic of Ulysses in a micro step.
-        ring_traffic: traffic of the ring in a micro step.
-        zero: traffic of DeepSpeed in a micro step.
-        once: seconds of a step outside the micro steps.
+        plan: layout of a bin over the ranks.
+        flops: FLOPs of a micro step on one rank, without recomputation.
+        compute: seconds of compute in a micro step on one rank.
+        all_to_all: transfers of Ulysses in a micro step.
+        ring_traffic: transfers of the ring in a micro step.
+        zero: transfers of ZeRO and of offloaded activations in a micro step.
+        once: seconds that each optimizer step needs in addition to its micro steps.
     """
 
     workload: Workload
@@ -82,37 +97,38 @@ class Prediction:
 
     @property
     def dp(self) -> int:
-        """Number of rank groups with different bins."""
+        """Number of context-parallel groups. Each group trains on different bins."""
         return self.workload.world_size // self.cp
 
     @property
     def micro_steps(self) -> int:
-        """Micro steps per optimizer step."""
+        """Number of micro steps in an optimizer step."""
         return self.workload.recipe.train.bins_per_step // self.dp
 
     @property
     def seconds(self) -> float:
-        """Seconds per optimizer step."""
+        """Predicted seconds of an optimizer step."""
         slowest = self.compute / (LEVEL if self.dp > 1 else 1.0)
         micro_step = slowest + self.all_to_all.exposed + self.ring_traffic.exposed + self.zero.exposed
         return micro_step * self.micro_steps + self.once
 
     @property
     def mfu(self) -> float:
-        """Model FLOP/s as a share of the peak, without recomputation."""
+        """Share of the machine's peak that the model's FLOP/s reach (model FLOP/s utilisation). Recomputation is not counted."""
         return self.flops * self.micro_steps / self.seconds / self.machine.peak
 
 
 def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Prediction:
-    """Predict a step in which every group of ranks forwards equal bins.
+    """Predict the time of a step in which all context-parallel groups train on equal bins.
 
     Args:
-        workload: the run.
+        workload: sizes of the run.
         machine: GPUs and links.
-        lens: tokens of each clip of a bin.
+        lens: number of tokens of each clip in a bin.
 
     Raises:
-        ConfigError: if the ranks of a group cannot share a bin of this model.
+        ConfigError: if the ranks of a group cannot share a bin of this model, for example because of its number of
+            heads.
     """
     shape, cp, checkpointing = workload.shape, workload.cp_size, workload.recipe.model.checkpointing
     layers, in_node = shape.num_layers, min(workload.world_size, machine.ranks_per_node)
@@ -154,14 +170,14 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
 def _zero_traffic(
     workload: Workload, machine: Machine, compute: Sequence[tuple[float, Traffic]]
 ) -> tuple[Traffic, float]:
-    """Return ZeRO's traffic of a micro step, and the seconds once per step.
+    """Return (ZeRO's transfers in a micro step, seconds that each optimizer step needs in addition to its micro steps).
 
-    The traffic overlaps with compute that the ring leaves free.
+    The transfers overlap with the compute that does not already overlap with the ring.
 
     Args:
-        workload: the run.
+        workload: sizes of the run.
         machine: GPUs and links.
-        compute: seconds and ring traffic of the forward and of the backward.
+        compute: (seconds, ring transfers) of the forward pass, then of the backward pass.
     """
     gpus, num_params, stage = workload.world_size, workload.shape.num_params, workload.zero_stage
     trained, size = (
@@ -188,13 +204,15 @@ def _zero_traffic(
 
 
 def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float) -> list[Traffic]:
-    """Return the traffic of the ring in one layer's forward and backward, as wands/attention/ring.py communicates.
+    """Return [transfers in the forward pass, transfers in the backward pass] of the ring for one layer.
+
+    The transfers are those of `wands/attention/ring.py`.
 
     Args:
-        plan: layout of a bin.
+        plan: layout of a bin over the ranks.
         dim: width of the residual stream.
-        attention: seconds of the layer's attention forward on one rank.
-        bandwidth: bytes/s of the slowest link.
+        attention: seconds of one layer's attention on one rank, in the forward pass.
+        bandwidth: bandwidth of the slowest link in bytes/s.
     """
     degree, comm = plan.ring_degree, plan.comm_bytes(dim, BF16)
     if degree == 1:

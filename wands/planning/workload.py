@@ -1,4 +1,4 @@
-"""Sizes of a run that determine its memory and step time: stored parameters, ranks and bins."""
+"""Collect the sizes of a run that determine its memory and step time: stored parameters, ranks and bins."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from wands.variants import TEXT_LEN, DiTShape
 
 @dataclass(frozen=True)
 class Weight:
-    """Stored parameter of a DiT.
+    """Parameter of a DiT as a run stores it.
 
     Attributes:
-        name: parameter name in the model.
+        name: name of the parameter in the model.
         shape: shape of the whole parameter.
-        element_size: bytes per element.
-        trained: whether the parameter has a gradient.
+        element_size: number of bytes per element.
+        trained: whether the run trains the parameter.
     """
 
     name: str
@@ -30,27 +30,28 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Training run as the estimates of memory and step time see it.
+    """Sizes of a training run that determine its memory and step time.
 
     Attributes:
-        recipe: the resolved recipe.
-        shape: sizes of the DiT.
-        weights: parameters of the DiT, including a LoRA's.
-        num_models: number of DiTs trained one after the other: memory has the states of all DiTs and the activations of one DiT.
-        world_size: number of ranks, which share the optimizer states.
+        recipe: recipe with all defaults filled in.
+        shape: sizes of the DiT, such as its width and number of layers.
+        weights: parameters of the DiT. For a LoRA run, this includes the LoRA's parameters.
+        num_models: number of DiTs that a step trains one after the other. The memory contains the states of all DiTs,
+            and the activations of one DiT at a time.
+        world_size: number of ranks, among which the optimizer states are divided.
         device_type: "cuda" or "cpu".
-        text_len: tokens of the longest caption.
+        text_len: number of text tokens of the longest caption.
         ds_config: result of `build_ds_config`.
         ulysses_degree: number of ranks that share attention heads.
         ring_degree: number of ranks that share the tokens of each sample.
-        micro_steps: forwards per rank and optimizer step.
-        max_tokens: tokens of the fullest bin.
+        micro_steps: number of forward passes on each rank in one optimizer step.
+        max_tokens: number of tokens in the fullest bin. A bin is the list of samples that are packed into one sequence.
         max_samples: largest number of clips in a bin.
     """
 
@@ -75,7 +76,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Tokens of one rank."""
+        """Number of tokens of the fullest bin that one rank has."""
         return self.max_tokens / self.cp_size
 
     @property
@@ -85,10 +86,10 @@ class Workload:
 
     @cached_property
     def stored(self) -> int:
-        """Bytes of one DiT's parameters."""
+        """Size in bytes of all parameters of one DiT."""
         return sum(weight.numel * weight.element_size for weight in self.weights)
 
     @cached_property
     def trained(self) -> int:
-        """Number of trained parameters of one DiT."""
+        """Number of trained parameter elements of one DiT."""
         return sum(weight.numel for weight in self.weights if weight.trained)

@@ -1,1 +1,1 @@
-"""The loop, the DeepSpeed engine, checkpoints and metrics. The one place where model, parallel and data meet."""
+"""Training: the loop, the DeepSpeed engine, checkpoints and metrics. This package connects model, parallelism and data."""

@@ -1,4 +1,6 @@
-"""Rank slices of packed batches for each step, read ahead of the device."""
+"""Read the data of each step ahead of the device, as rank slices. A rank slice is the part of a packed batch that one
+rank trains on.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,17 @@ from wands.train.run import TrainingRun
 
 
 def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[RankSlice]:
-    """Read and pack the samples that one rank forwards in one step, and cut the rank slices, without communication.
+    """Read and pack the samples that one rank trains on in one step, and return a rank slice for each micro step. The
+    ranks do not communicate.
 
-    Without packing, the same bins are forwarded one sample at a time. Ranks with fewer samples add forwards of weight zero,
-    because under ZeRO-3 every rank must run the same number of forwards.
+    With packing, a micro step trains on one bin (the samples that are packed into one sequence). Without packing, a
+    micro step trains on one sample of these bins. Ranks with fewer samples then add micro steps whose loss has weight
+    zero, because ZeRO-3 needs the same number of forward passes on every rank.
+
+    Args:
+        run: the checked run.
+        plan: plan of the step, with all bins.
+        grid: parallel dimensions of the rank.
     """
     micro_steps = assign_bins(plan.bins, run.dp_size, run.sampler.bin_cost)
     bins_of_ranks = list(zip(*micro_steps, strict=True))
@@ -33,7 +42,16 @@ def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
 
 
 def read_slice(run: TrainingRun, bin: Bin, plan: StepPlan, grid: ParallelDims) -> RankSlice:
-    """Return the rank slice of one bin. Only the latent frames that contain the rank's tokens are read."""
+    """Read the samples of one bin and return the part of the packed batch that one rank trains on.
+
+    Only the latent frames that contain tokens of the rank are read.
+
+    Args:
+        run: the checked run.
+        bin: indices of the samples; () for a bin without samples.
+        plan: plan of the step.
+        grid: parallel dimensions of the rank.
+    """
     lens = [int(run.seq_lens[i]) for i in bin] or [1]  # the collator pads an empty bin with one token
     layout = ContextLayout.build(
         lens, ulysses_degree=grid.ulysses_degree, ring_degree=grid.ring_degree, cp_rank=grid.cp_rank
@@ -49,7 +67,7 @@ def read_slice(run: TrainingRun, bin: Bin, plan: StepPlan, grid: ParallelDims) -
 
 
 def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequence[Bin]]) -> None:
-    """Assert that the ranks together forward the bins of the plan, and each repeat of a sample only once."""
+    """Assert that all ranks together train on exactly the bins of the plan, and on each repeat of a sample only once."""
     bins = sorted(bin for rank_bins in bins_of_ranks for bin in rank_bins)
     assert bins == sorted(plan.bins), (
         f"step {plan.step} has bins {sorted(plan.bins)}, but the ranks have {bins}"
@@ -67,7 +85,10 @@ def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequen
 def prefetched(
     run: TrainingRun, grid: ParallelDims, start_step: int
 ) -> Generator[tuple[StepPlan, list[RankSlice]], None, None]:
-    """Yield the plan and the rank slices of each step, read ahead in a thread so that the device does not wait for the disk."""
+    """Yield (plan, rank slices of this rank) for each step from `start_step` on.
+
+    A thread reads `data.prefetch` steps ahead, so that the device does not wait for the disk.
+    """
     plans = run.sampler.iterate(start_step)
 
     def read_next() -> tuple[StepPlan, list[RankSlice]] | None:

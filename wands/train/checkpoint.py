@@ -1,7 +1,9 @@
-"""Save and load checkpoints: one folder per saved step, complete or missing.
+"""Save and load checkpoints. The folder of a saved step is either complete or does not exist.
 
-DeepSpeed writes its partitions under a temporary name, a folder for each DiT. `wands_state.json` with the size of every file
-follows, the folder gets its name, and `latest` is replaced last. A kill at any moment leaves the previous checkpoint valid.
+A save has these stages. First, DeepSpeed writes its partitions into a folder with a temporary name, with a subfolder
+for each DiT. Then rank 0 writes `wands_state.json`, which contains the size of every file. Then the folder gets its
+final name. Last, the file `latest` is replaced. If the process is killed at any moment, the previous checkpoint stays
+valid.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int
 
     Args:
         run: the checked run.
-        step: number of optimizer steps made.
+        step: number of optimizer steps that the run has made.
         epoch: epoch of the step.
-        history: (step, loss) of the run so far.
+        history: (step, loss) pairs of the run so far.
     """
     base, recipe = run.recipe.model.path, run.recipe.model_dump(mode="json")
     for merge in recipe["model"]["merge_loras"]:
@@ -71,19 +73,19 @@ def save_checkpoint(
     state: TrainState,
     averages: Mapping[str, WeightAverage] = MappingProxyType({}),
 ) -> Path:
-    """Write one checkpoint and delete the oldest; a collective call.
+    """Write a checkpoint, and delete the oldest checkpoints beyond `checkpoint.keep`. Every rank must call this function.
 
     Args:
         run: the checked run.
-        engines: subfolder of each DiT -> its DeepSpeed engine.
-        state: contents of `wands_state.json`; this function fills in `files`.
-        averages: subfolder of each DiT -> moving average of its weights.
+        engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
+        state: training state for `wands_state.json`. This function fills in its `files`.
+        averages: maps the subfolder of each trained DiT to the moving average of its weights; empty without `ema`.
 
     Returns:
-        The finished folder.
+        The folder of the finished checkpoint.
 
     Raises:
-        CheckpointError: if the disk is full or not writable; the previous checkpoint is untouched.
+        CheckpointError: if the disk is full or not writable. The previous checkpoint does not change.
     """
     rank, folder = dist.get_rank(), run.output_dir / "checkpoints"
     target = folder / step_name(state.step)
@@ -120,12 +122,16 @@ def save_checkpoint(
 
 
 def checkpoint_bytes(weights: Sequence[Weight], recipe: Recipe, zero_stage: int) -> tuple[int, int]:
-    """Return the bytes of one DiT in a checkpoint over all ranks: of the weights, and of the optimizer's masters and states.
+    """Return the size of one DiT in a checkpoint, summed over all ranks.
 
     Args:
         weights: parameters of the DiT. A LoRA run saves only the trained parameters.
-        recipe: optimizer and LoRA.
-        zero_stage: at stage 0 the weights are the masters; at stage 3 the masters replace the trained weights.
+        recipe: recipe of the run, with its optimizer and LoRA.
+        zero_stage: ZeRO stage. At stage 0 there are no separate fp32 masters. At stage 3 the checkpoint contains the
+            masters instead of the trained weights.
+
+    Returns:
+        (bytes of the weights, bytes of the optimizer's fp32 masters and states).
     """
     trained = [(weight.name, weight.shape) for weight in weights if weight.trained]
     num_trained = sum(weight.numel for weight in weights if weight.trained)
@@ -136,12 +142,17 @@ def checkpoint_bytes(weights: Sequence[Weight], recipe: Recipe, zero_stage: int)
 
 
 def _check_space(run: TrainingRun, folder: Path, more: int) -> None:
-    """Raise the same error on all ranks before the first byte, because a failed write would leave the other ranks waiting.
+    """Check that the disk has space for a checkpoint, before anything is written. All ranks raise the same error.
+
+    Without this check, a rank whose write fails would leave the other ranks waiting.
 
     Args:
         run: the checked run.
-        folder: target folder.
-        more: bytes of further files of this rank.
+        folder: folder of the checkpoints.
+        more: bytes that this rank writes in addition to DeepSpeed's files.
+
+    Raises:
+        CheckpointError: on all ranks, if the free space of one rank or its limit of the file size is too small.
     """
     world_size, stage = run.world_size, run.zero_stage
     weights, states = checkpoint_bytes(run.weights, run.recipe, stage)
@@ -177,17 +188,17 @@ def _finish(partial: Path, target: Path, state: TrainState) -> None:
 
 
 def load_checkpoint(engines: Mapping[str, Any], checkpoint: Path) -> None:
-    """Restore weights, optimizer and learning rate schedule of new engines; a collective call.
+    """Restore the weights, the optimizer and the learning rate schedule of new engines. Every rank must call this function.
 
-    The recipe's current learning rate, betas, eps and weight decay apply; DeepSpeed alone would silently restore the values of
-    the run that wrote the checkpoint. With unchanged settings every bit is restored.
+    The learning rate, betas, eps and weight decay come from the current recipe. DeepSpeed alone would silently restore
+    the values of the run that wrote the checkpoint. If the settings did not change, every bit is restored.
 
     Args:
-        engines: subfolder of each DiT -> its DeepSpeed engine.
-        checkpoint: step folder.
+        engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
+        checkpoint: folder of the step.
 
     Raises:
-        CheckpointError: if DeepSpeed cannot use the partitions.
+        CheckpointError: if DeepSpeed cannot use the partitions in the checkpoint.
     """
     for part, engine in engines.items():
         _load_engine(engine, checkpoint, part)

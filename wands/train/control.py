@@ -1,4 +1,4 @@
-"""Requests to a running process: save, stop, or compare the ranks."""
+"""Receive requests to a running training process: save, stop, or compare the ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 
 class ControlRequest(NamedTuple):
-    """Pending requests since the last step.
+    """Requests that arrived since the last step.
 
     Attributes:
-        save: write a checkpoint now.
-        quit: stop after the checkpoint.
-        check: compare plan and weights between the ranks.
+        save: whether to write a checkpoint now.
+        quit: whether to stop after the checkpoint is written.
+        check: whether to compare the plan and the weights between the ranks.
     """
 
     save: bool = False
@@ -23,7 +23,11 @@ class ControlRequest(NamedTuple):
 
 
 class ControlRequests:
-    """Listener for SIGTERM, and for a file `save`, `save_quit` or `check` in the run folder."""
+    """Listener for requests to a run, used in a `with` statement.
+
+    A request is a file named `save`, `save_quit` or `check` in the run folder. The signal SIGTERM has the same effect
+    as `save_quit`.
+    """
 
     def __init__(self, output_dir: Path) -> None:
         self._dir = output_dir
@@ -43,7 +47,7 @@ class ControlRequests:
         self._terminated = True
 
     def poll(self, rank: int) -> ControlRequest:
-        """Return the requests to this rank. Only rank 0 reads and removes the files."""
+        """Return the requests that this rank received. Only rank 0 reads the files, and removes them."""
         names = {"save_quit"} if self._terminated else set()
         for name in ("save", "save_quit", "check") if rank == 0 else ():
             if (self._dir / name).exists():

@@ -1,7 +1,7 @@
-"""Exponential moving average of the trained weights, partitioned like the optimizer's fp32 masters.
+"""Exponential moving average of the trained weights, divided among the ranks like the optimizer's fp32 masters.
 
-A fragment is the range of a parameter's values that a rank averages, fp32 [N]. Without ZeRO partitions, the ranks still divide
-each parameter among themselves.
+A fragment is the range of a flattened parameter that one rank averages, fp32 [N]. Without ZeRO partitions, the ranks
+still divide each parameter among themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BLOCK = 2**28  # elements: 1 GiB
 
 
 def decay_after(section: EmaConfig, num_steps: int) -> float:
-    """Return the decay of the average in its `num_steps`-th optimizer step.
+    """Return the decay of the average at the optimizer step `num_steps` after its start. With warm-up, the decay starts lower.
 
     Source: the warm-up follows TensorFlow's ExponentialMovingAverage(num_updates) and diffusers' EMAModel.
     """
@@ -38,12 +38,12 @@ def decay_after(section: EmaConfig, num_steps: int) -> float:
 
 
 class _Fragment(NamedTuple):
-    """Range of a flattened parameter that this rank owns.
+    """Range of a flattened parameter that this rank averages.
 
     Attributes:
         name: name of the parameter.
-        place: [start of the range, shape of the parameter], as in the header of an average file.
-        master: function that returns the current fp32 values.
+        place: [first flat index of the range, shape of the whole parameter], as in the header of an average file.
+        master: function that returns the current fp32 values in this range.
     """
 
     name: str
@@ -52,12 +52,12 @@ class _Fragment(NamedTuple):
 
 
 class WeightAverage:
-    """Average of one engine's trained parameters, initialised with the current weights.
+    """Moving average of the trained parameters of one engine. It starts with the current weights.
 
     Args:
         engine: DeepSpeed engine of any ZeRO stage.
-        section: `ema` of the recipe.
-        step: number of optimizer steps made.
+        section: `ema` section of the recipe.
+        step: number of optimizer steps that the run has made.
     """
 
     def __init__(self, engine: Any, section: EmaConfig, step: int) -> None:
@@ -76,20 +76,23 @@ class WeightAverage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the average on this rank."""
+        """Size of this rank's fragments of the average in bytes."""
         return sum(average.nbytes for average in self._averages)
 
     @property
     def decay(self) -> float:
-        """Decay of the last update, with warm-up."""
+        """Decay of the last update. During the warm-up it is lower than `ema.decay`."""
         return decay_after(self.section, self._last - self._first)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the average after an optimizer step: average += (1 - decay ** steps) * (weights - average).
+        """Update the average after an optimizer step. Do nothing unless `step` is a multiple of `ema.every`.
+
+        The formula is average += (1 - decay ** n) * (weights - average), where n is the number of steps since the last
+        update.
 
         Args:
-            step: number of optimizer steps made. In the formula, `steps` is the number of steps since the last update.
+            step: number of optimizer steps that the run has made.
         """
         if step % self.section.every:
             return
@@ -104,7 +107,7 @@ class WeightAverage:
                 average.copy_(updated, non_blocking=master.is_cuda)
 
     def save(self, folder: Path) -> None:
-        """Write this rank's fragments into the DiT's folder of an unfinished checkpoint.
+        """Write this rank's fragments of the average into the DiT's folder of an unfinished checkpoint.
 
         Raises:
             OSError: if the disk is full or not writable.
@@ -120,10 +123,11 @@ class WeightAverage:
         write_safetensors(folder / average_file(dist.get_rank()), entries, metadata)
 
     def load(self, folder: Path) -> None:
-        """Restore the fragments of this rank from the DiT's folder of a checkpoint.
+        """Restore this rank's fragments of the average from the DiT's folder of a checkpoint.
 
         Raises:
-            CheckpointError: if this run partitions the weights differently.
+            CheckpointError: if the checkpoint's fragments differ from the fragments of this run, for example after a
+                change of the ZeRO stage.
         """
         path = folder / average_file(dist.get_rank())
         with TensorFiles([path], f"checkpoint={folder.parent}") as files:
@@ -144,16 +148,23 @@ def build_averages(
     checkpoint: Checkpoint | None,
     log: Callable[[str], None],
 ) -> dict[str, WeightAverage]:
-    """Build the average of each DiT: restored if the checkpoint has it, otherwise initialised with the current weights.
+    """Build the moving average of each trained DiT.
+
+    If the run resumes from a checkpoint with averages, restore them. Otherwise the averages start with the current
+    weights.
 
     Args:
-        engines: subfolder of each DiT -> its DeepSpeed engine, with the checkpoint's weights already loaded.
-        section: `ema` of the recipe; None for no average.
-        checkpoint: checkpoint that the run resumes from.
-        log: prints a line for the user.
+        engines: maps the subfolder of each trained DiT to its DeepSpeed engine. The checkpoint's weights are already
+            loaded.
+        section: `ema` section of the recipe; None for no average.
+        checkpoint: checkpoint that the run resumes from; None for a new run.
+        log: function that prints a line for the user.
+
+    Returns:
+        A dict that maps the subfolder of each trained DiT to its average; {} if `section` is None.
 
     Raises:
-        CheckpointError: if the checkpoint's average does not fit.
+        CheckpointError: if the checkpoint's averages do not fit this run.
     """
     saved = checkpoint is not None and any(has_average(checkpoint.state, part) for part in engines)
     if section is None:
@@ -171,7 +182,10 @@ def build_averages(
 
 
 def _fragments_of(engine: Any) -> list[_Fragment]:
-    """Return this rank's ranges of the fp32 masters of all trained parameters, as views that follow each update."""
+    """Return this rank's fragments of all trained parameters.
+
+    Each fragment refers to the fp32 masters in the engine, so it always has the values after the last update.
+    """
     fragments = [
         _fragment(engine, name, parameter)
         for name, parameter in engine.module.named_parameters()
@@ -204,7 +218,10 @@ def _fragment(engine: Any, name: str, parameter: Any) -> _Fragment | None:
 
 
 def _allocate(numels: Sequence[int], device: torch.device, pinned: bool) -> list[Tensor]:
-    """Allocate fp32 vectors in a few large blocks, because CUDA rounds each pinned allocation up to a power of two."""
+    """Allocate fp32 vectors with the given numbers of elements, as parts of a few large blocks.
+
+    Separate vectors would waste memory, because CUDA rounds each pinned allocation up to a power of two.
+    """
     blocks: list[list[int]] = []
     for numel in numels:
         if not blocks or sum(blocks[-1]) + numel > _BLOCK:

@@ -1,4 +1,7 @@
-"""Learning rate schedule, model and DeepSpeed engine. DeepSpeed does not know of context parallelism."""
+"""Build the learning rate schedule, the model and the DeepSpeed engine of a run.
+
+DeepSpeed is not aware of context parallelism: for DeepSpeed, all ranks are data-parallel.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,12 @@ from wands.variants import Expert
 
 
 def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """Return the multiplier of the peak learning rate as a function of the optimizer steps made.
+    """Return a function from the number of optimizer steps made to the factor of the peak learning rate.
 
     Args:
-        optim: schedule, warm-up (steps, or a fraction of `total_steps`) and floor.
-        total_steps: optimizer steps of the whole run.
+        optim: `optim` section of the recipe. It contains the schedule, the lowest factor, and the warm-up as a number
+            of steps or as a fraction of `total_steps`.
+        total_steps: number of optimizer steps of the whole run.
     """
     warmup = round(optim.warmup * total_steps) if optim.warmup < 1 else round(optim.warmup)
 
@@ -49,15 +53,17 @@ def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], floa
 
 
 def check_offload(ds_config: Mapping[str, Any]) -> None:
-    """Compile DeepSpeedCPUAdam now on every rank, because a later failure would leave the other ranks waiting.
+    """Compile DeepSpeedCPUAdam on every rank if the run needs it. A failure at a later time would leave the other ranks
+    waiting.
 
-    The function does nothing if the run uses torch's Adam. Compiling takes a minute; the library is then cached on the machine.
+    The run needs DeepSpeedCPUAdam if it offloads Adam's states to the host and does not use torch's Adam. Compiling
+    takes a minute. The compiled library is then cached on the machine.
 
     Args:
         ds_config: result of `build_ds_config`.
 
     Raises:
-        ConfigError: if DeepSpeedCPUAdam cannot be compiled or loaded here.
+        ConfigError: if DeepSpeedCPUAdam cannot be compiled or loaded on this machine.
     """
     torch_adam = ds_config["optimizer"]["params"].get("torch_adam")
     if torch_adam or not (uses_adam(ds_config) and offloads_optimizer(ds_config)):
@@ -75,7 +81,7 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
 
 
 def attention_backend(run: TrainingRun, device: torch.device) -> Backend:
-    """Return the attention kernel that a run uses on a device."""
+    """Return the attention kernels that a run uses on a device."""
     dtype = torch.bfloat16 if run.recipe.precision.compute == "bf16" else torch.float32
     return choose_backend(run.recipe.attention.backend, device, dtype, run.shape.head_dim)
 
@@ -87,14 +93,17 @@ def build_model(
     expert: Expert | None = None,
     store: ActivationOffloader | None = None,
 ) -> torch.nn.Module:
-    """Load a DiT for training, with attention for `groups` and `device`. Under ZeRO-3 each tensor is partitioned when it is read.
+    """Load a DiT for training: weights, attention, LoRA or frozen parameters, dropout and activation checkpointing.
+
+    Under ZeRO-3, each tensor is partitioned as soon as it is read.
 
     Args:
         run: the checked run.
-        groups: ranks that share a bin.
+        groups: process groups of the ranks that share a bin. The attention communicates in these groups.
         device: device of this rank.
-        expert: DiT to load; None for the first trained DiT.
-        store: host memory for `model.checkpointing=offload`; None to allocate host memory for this DiT.
+        expert: DiT to load; None loads the first trained DiT.
+        store: host memory for the activations with `model.checkpointing=offload`; None allocates host memory for this
+            DiT.
     """
     import deepspeed
     from deepspeed.utils import groups as ds_groups
@@ -132,13 +141,15 @@ def build_model(
 def build_engine(
     model: torch.nn.Module, ds_config: Mapping[str, Any], recipe: Recipe, total_steps: int
 ) -> Any:
-    """Wrap the model in a DeepSpeed engine with the recipe's learning rate schedule, unless the JSON has a scheduler.
+    """Wrap a model in a DeepSpeed engine with an optimizer and a learning rate schedule.
+
+    The schedule is the recipe's, unless the DeepSpeed JSON has a scheduler.
 
     Args:
         model: result of `build_model`.
         ds_config: result of `build_ds_config`.
-        recipe: the resolved recipe.
-        total_steps: optimizer steps of the whole run.
+        recipe: recipe of the run.
+        total_steps: number of optimizer steps of the whole run.
     """
     import deepspeed
 
@@ -181,9 +192,10 @@ def build_engine(
 
 
 def _share_masters(optimizer: Any) -> None:
-    """Use ZeRO-3's fp32 weights as their own masters, which always have the same values, to save a copy of the partition.
+    """Let ZeRO-3's fp32 weights and their fp32 masters share memory, because both always have the same values.
 
-    DeepSpeed has code for this purpose, which never runs: it compares a device with the name of a device (stage3.py of 0.19.8).
+    This saves one fp32 copy of each rank's partition. DeepSpeed has code for this purpose, but the code never runs: it
+    compares a device with the name of a device (stage3.py of 0.19.8).
     """
     partitions = zip(
         optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True

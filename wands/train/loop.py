@@ -1,4 +1,4 @@
-"""The training loop: optimizer steps, and the metrics, checks and checkpoints after each of them."""
+"""Training loop. Run the optimizer steps, and after each step the metrics, checks and checkpoints."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ T = TypeVar("T")
 
 
 def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path | None:
-    """Train to the end, or to the next step boundary after a request to stop.
+    """Train to the end of the run, or until the step in which a request to stop arrives.
 
     Args:
         run: the checked run.
-        rank: rank of this process; the process group exists.
+        rank: rank of this process. The process group must exist.
         device: device of this process.
-        log: prints a line for the user; called on rank 0.
+        log: function that prints a line for the user on rank 0.
 
     Returns:
-        The last checkpoint.
+        The folder of the last checkpoint; None if there is no checkpoint.
     """
     recipe, total_steps, checkpoint = run.recipe, run.sampler.total_steps, run.checkpoint
     saved, start_step = (checkpoint.folder, checkpoint.state.step) if checkpoint else (None, 0)
@@ -109,7 +109,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path |
 
 
 def _timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
-    """Yield each batch with the seconds of the wait for it."""
+    """Yield (batch, seconds that the loop waited for this batch)."""
     requested = time.perf_counter()
     for batch in batches:
         yield batch, time.perf_counter() - requested
@@ -117,7 +117,7 @@ def _timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
 
 
 def _build_engines(run: TrainingRun, groups: ProcessGroups, device: torch.device) -> dict[str, Any]:
-    """Return the subfolder of each expert -> its engine."""
+    """Build the model and the engine of each trained DiT, and return a dict that maps the DiT's subfolder to its engine."""
     store = ActivationOffloader(device)  # experts run one after the other and share this host memory
     engines = {}
     for expert in run.experts:
@@ -129,7 +129,17 @@ def _build_engines(run: TrainingRun, groups: ProcessGroups, device: torch.device
 def _reduce(
     losses: torch.Tensor, data_wait: float, request: ControlRequest, device: torch.device
 ) -> tuple[list[float], float, ControlRequest]:
-    """Return the summed losses, the longest wait and the requests of all ranks, with two small all-reduces."""
+    """Combine the losses, the waiting time and the requests of all ranks with two small all-reduces.
+
+    Args:
+        losses: this rank's part of the loss of each trained DiT.
+        data_wait: seconds that this rank waited for data.
+        request: requests that this rank received.
+        device: device of this rank.
+
+    Returns:
+        (losses summed over the ranks, waiting time of the slowest rank, requests of all ranks together).
+    """
     summed = losses.to(torch.float64)
     maxima = torch.tensor([data_wait, *request], dtype=torch.float64, device=device)
     dist.all_reduce(summed)
@@ -155,7 +165,10 @@ def _check_finite(expert: Expert, loss: float, result: StepResult, step: int) ->
 
 
 def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> TextIO | None:
-    """Open the log of `train.log_samples` on the first rank of each group."""
+    """Open the file for the loss of each sample (`train.log_samples`), or return None if this rank does not write such a file.
+
+    The first rank of each context-parallel group writes one file, because the ranks of a group have the same samples.
+    """
     if not run.recipe.train.log_samples or grid.cp_rank != 0:
         return None
     return continue_rows(run.output_dir / f"samples-rank{grid.rank}.jsonl", start_step)[1]

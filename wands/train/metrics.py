@@ -1,4 +1,4 @@
-"""Metrics of a run: one line per step, TensorBoard scalars, and metrics.jsonl for plots and model cards."""
+"""Write the metrics of a run: a line of text per step, TensorBoard scalars, and metrics.jsonl for plots and model cards."""
 
 from __future__ import annotations
 
@@ -31,22 +31,21 @@ def step_metrics(
         run: the checked run.
         plan: plan of the step.
         device: device of this rank.
-        losses: for each trained DiT, the mean weighted squared error of the step's samples or tokens. `loss` is their mean.
-        grad_norms: for each trained DiT, the norm of the whole gradient before clipping. `grad_norm` is the largest norm.
+        losses: for each trained DiT, the mean weighted squared error over the samples or tokens of the step.
+        grad_norms: for each trained DiT, the norm of the whole gradient before clipping.
         lr: learning rate of this step.
         ema_decay: decay of the moving average in this step; None without `ema`.
-        seconds: wall time of the step, including the wait for data.
+        seconds: duration of the step, including the wait for data.
         data_wait: seconds that the slowest rank waited for data.
 
     Returns:
-        The arguments and these values:
-            step: number of optimizer steps made, including this step.
-            tokens, samples: video tokens and clips of the step.
-            tflops: model TFLOP/s per device (three forwards; recomputation is not counted).
-            mfu: share of the device's bf16 peak; None if the peak is unknown.
-            fill: tokens / (bins x packing.max_tokens).
-            imbalance: cost of the slowest rank / mean cost of the ranks, each summed over the micro steps.
-            loss_NAME, grad_norm_NAME: loss and norm of each trained expert of a model with two experts.
+        A dict with `lr`, `ema_decay`, `seconds`, `data_wait` and these values: step: number of optimizer steps made,
+            including this step. epoch: epoch of the step. loss: mean of `losses`. grad_norm: largest of `grad_norms`.
+            tokens, samples: number of video tokens and clips of the step. tokens_per_second: tokens / seconds. tflops:
+            TFLOP/s of the model per device, for forward and backward pass. Recomputation is not counted. mfu: tflops /
+            bf16 peak of the device; None if the peak is unknown. fill: tokens / (number of bins x packing.max_tokens).
+            imbalance: cost of the slowest rank / mean cost of the ranks, each summed over the micro steps. loss_NAME,
+            grad_norm_NAME: loss and norm of the trained expert NAME, for a model with two experts.
     """
     tflops = run.step_flops(plan.bins) / seconds / run.world_size / 1e12
     peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -73,7 +72,12 @@ def step_metrics(
 
 
 def describe_step(row: Mapping[str, Any], total_steps: int) -> str:
-    """Return the metrics of a step as one line of text."""
+    """Return the metrics of a step as one line of text for the user.
+
+    Args:
+        row: result of `step_metrics`.
+        total_steps: number of optimizer steps of the whole run.
+    """
     mfu = f" ({row['mfu']:.1%} MFU)" if row["mfu"] is not None else ""
     experts = ""
     if "loss_high" in row and "loss_low" in row:
@@ -87,12 +91,13 @@ def describe_step(row: Mapping[str, Any], total_steps: int) -> str:
 
 
 class MetricsWriter:
-    """Writer of TensorBoard events and `metrics.jsonl` in the run folder; used on rank 0 only.
+    """Writer of `metrics.jsonl` and TensorBoard events in the run folder. Only rank 0 uses it.
 
     Args:
         output_dir: the run folder.
-        start_step: number of optimizer steps made. Rows of later steps, which the resumed run writes again, are removed.
-        past: loss series of the checkpoint, for a run that resumes in another folder.
+        start_step: number of optimizer steps made. Rows of later steps are removed from the file, because the resumed
+            run writes them again.
+        past: (step, loss) pairs of the checkpoint. They are used if the run resumes in a folder without metrics.
     """
 
     def __init__(self, output_dir: Path, start_step: int, past: Sequence[tuple[int, float]] = ()) -> None:
@@ -107,7 +112,7 @@ class MetricsWriter:
             self.history = [(row["step"], row["loss"]) for row in kept]
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Add the metrics of one step to the file, to TensorBoard and to `history`."""
+        """Add the metrics of one step to metrics.jsonl and to TensorBoard, and the loss to the attribute `history`."""
         self.history.append((row["step"], row["loss"]))
         self._rows.write(json.dumps(row) + "\n")
         self._rows.flush()
@@ -117,13 +122,13 @@ class MetricsWriter:
                 self._board.add_scalar(f"{'train' if of_training else 'speed'}/{name}", value, row["step"])
 
     def close(self) -> None:
-        """Flush and close both."""
+        """Write everything that is still in buffers, and close metrics.jsonl and TensorBoard's file."""
         self._rows.close()
         self._board.close()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a jsonl file, up to the first damaged line; no rows if the file is missing."""
+    """Return the rows of a `.jsonl` file up to the first damaged line; [] if the file does not exist."""
     rows: list[dict[str, Any]] = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -135,10 +140,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], TextIO]:
-    """Open a jsonl file to append to, without the rows after `start_step`, which a resumed run writes again.
+    """Open a `.jsonl` file to append rows. First remove the rows of steps after `start_step`, because a resumed run
+    writes them again.
 
     Returns:
-        The remaining rows and the open file.
+        (remaining rows, open file).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [row for row in read_rows(path) if row["step"] <= start_step]
@@ -147,7 +153,7 @@ def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], Te
 
 
 def thin(history: Sequence[tuple[int, float]], most: int = 2000) -> list[tuple[int, float]]:
-    """Return at most `most` evenly spaced points of a series, including the first and the last."""
+    """Return at most `most` evenly spaced (step, loss) pairs of a history, including the first and the last pair."""
     if len(history) <= most:
         return list(history)
     return [history[round(i * (len(history) - 1) / (most - 1))] for i in range(most)]

@@ -1,6 +1,6 @@
-"""Optimizers that wands builds itself and passes to DeepSpeed: 8-bit AdamW, Adafactor and Muon.
+"""Build the optimizers that wands itself passes to DeepSpeed: 8-bit AdamW, Adafactor and Muon.
 
-DeepSpeed builds AdamW from the JSON that wands completes.
+Other optimizers, such as AdamW, are built by DeepSpeed from the DeepSpeed config.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ def build_optimizer(
     """Build the optimizer for `deepspeed.initialize`.
 
     Args:
-        named_parameters: trained parameters in the model's order; under ZeRO-3 they may be partitioned.
-        section: `optimizer` of the completed DeepSpeed config.
-        fused: whether the AdamW part of Muon uses torch's fused kernel.
+        named_parameters: (name, parameter) of each trained parameter, in the model's order. Under ZeRO-3 the parameters
+            may be partitioned.
+        section: `optimizer` section of the result of `build_ds_config`.
+        fused: for Muon, whether the parameters that Muon trains with AdamW use torch's fused kernel.
 
     Returns:
-        A torch optimizer, or None if DeepSpeed builds the optimizer from the section.
+        A torch optimizer, or None if DeepSpeed builds the optimizer from `section`.
 
     Raises:
-        ConfigError: if the optimizer's library does not load, or Muon finds no matrix to train.
+        ConfigError: if the optimizer's library cannot be loaded, or Muon finds no matrix to train.
     """
     name, params = kind_of(section["type"]), section["params"]
     named = list(named_parameters)
@@ -56,10 +57,10 @@ def _bitsandbytes() -> Any:
 
 
 def muon_ratio(rows: int, columns: int) -> float:
-    """Return the factor from AdamW's learning rate to Muon's for a matrix, so that both updates have the same size.
+    """Return the ratio of Muon's to AdamW's learning rate with which both update a matrix by the same root mean square.
 
-    The root mean square of an orthogonal matrix is 1 / sqrt(max(rows, columns)); for AdamW's update it is about 0.2.
-    DeepSpeed already multiplies Muon's update by sqrt(max(1, rows / columns)).
+    The root mean square of an orthogonal matrix is 1 / sqrt(max(rows, columns)). The root mean square of AdamW's update
+    is about 0.2. DeepSpeed already multiplies Muon's update by sqrt(max(1, rows / columns)).
 
     Source: Liu et al. 2025, Muon is Scalable for LLM Training, eq. 4 (arXiv:2502.16982).
     """

@@ -1,4 +1,4 @@
-"""Stored weights of two dtypes under one DeepSpeed engine."""
+"""Support weights that are stored in two dtypes, fp32 and bf16, in one DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from wands.model.weight_dtypes import WeightDtypePolicy
 
 
 def weight_dtype_policy(recipe: Recipe) -> WeightDtypePolicy:
-    """Return the storage dtypes of the weights for a recipe."""
+    """Return the policy that chooses the dtype in which each weight is stored, from the recipe's `precision` and `lora`
+    sections.
+    """
     return WeightDtypePolicy(recipe.precision.weights, recipe.lora.quantize if recipe.lora else "none")
 
 
 def split_by_dtype(
     groups: Iterable[Mapping[str, Any]], zero: Mapping[str, Any], reduce: str
 ) -> list[dict[str, Any]]:
-    """Split parameter groups by dtype, because DeepSpeed flattens a group into one tensor.
+    """Split parameter groups so that each group has one dtype. DeepSpeed needs this because it flattens a group into
+    one tensor.
 
-    The first group decides how DeepSpeed sums gradients. At ZeRO-2 the buckets get the dtype of this group, so fp32
-    comes first. At ZeRO-1 the first group must be bf16, or DeepSpeed sums gradients of micro batches in the parameters' dtype.
+    The first group decides how DeepSpeed sums gradients. At ZeRO-2 the gradient buckets get the dtype of the first
+    group, so fp32 groups come first. At ZeRO-1 bf16 groups come first. Otherwise DeepSpeed would sum the gradients of
+    micro steps in the dtype of the parameters.
 
     Args:
         groups: parameter groups of an optimizer.
-        zero: the `zero_optimization` section, of stage 1 or 2, with `reduce_bucket_size`.
-        reduce: `precision.reduce`. With "fp32", bf16 parameters are marked to reduce their gradients in fp32; DeepSpeed would
-            use the parameters' dtype.
+        zero: `zero_optimization` section for ZeRO stage 1 or 2, with the key `reduce_bucket_size`.
+        reduce: `precision.reduce` of the recipe. With "fp32", bf16 parameters are marked so that DeepSpeed reduces
+            their gradients in fp32 instead of bf16.
 
     Raises:
-        ConfigError: at ZeRO-2, if every trained parameter is bf16, or if a matrix does not fit into a bucket.
+        ConfigError: at ZeRO-2, if no trained parameter is fp32. Also at ZeRO-2 with `reduce` "fp32", if a matrix does
+            not fit into a gradient bucket.
     """
     import torch
     from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME

@@ -1,4 +1,4 @@
-"""Check a training run before the process group starts, and report every problem at once."""
+"""Check a training run before the process group starts, and report all problems at once."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ def load_run(
     resume: str | None = None,
     ignore_output_dir: bool = False,
 ) -> TrainingRun:
-    """Read recipe, DeepSpeed JSON and checkpoint, check everything, and plan the run.
+    """Read the recipe, the DeepSpeed JSON and the checkpoint of a run. Check everything, and plan the run.
 
     Args:
         recipe_path: YAML file or name of a shipped recipe; None for the defaults.
-        deepspeed: DeepSpeed JSON; None for ZeRO-2.
-        overrides: ``section.key=value`` strings.
-        world_size: number of ranks; None for the smallest world of the recipe.
+        deepspeed: DeepSpeed JSON; None for the built-in config with ZeRO-2.
+        overrides: ``section.key=value`` strings that override the recipe.
+        world_size: number of ranks; None for the smallest number that the recipe allows.
         device_type: "cuda" or "cpu".
-        encoders: model path -> fingerprint of VAE and text encoder, to compare with a cache.
-        ranks_per_node: ranks of each node; None for a single node.
-        resume: see `find_resume`.
-        ignore_output_dir: do not look for checkpoints in the run folder.
+        encoders: function from a model path to the fingerprint of its VAE and text encoder. The fingerprint is compared
+            with the fingerprint in a cache.
+        ranks_per_node: number of ranks on each node; None for a single node.
+        resume: value of --resume, as for `find_resume`.
+        ignore_output_dir: whether to skip the search for checkpoints in the run folder.
 
     Raises:
-        WandsError: with every problem that was found; a check that needs the result of a failed check is skipped.
+        WandsError: with all problems. A check that needs the result of a failed check is skipped.
     """
     problems = Problems()
     recipe = problems.run("recipe", lambda: read_recipe(recipe_path, overrides, problems))
@@ -98,21 +99,22 @@ def prepare_run(
     checkpoint: Checkpoint | None = None,
     problems: Problems | None = None,
 ) -> TrainingRun:
-    """Check a recipe with a DeepSpeed JSON and plan the run.
+    """Check a recipe together with a DeepSpeed JSON, and plan the run.
 
     Args:
-        recipe: the resolved recipe.
+        recipe: recipe with all defaults filled in.
         ds_user: the user's DeepSpeed JSON.
         world_size: number of ranks.
         device_type: "cuda" or "cpu".
-        names: names of the JSON and the recipe in errors.
-        encoders: see `load_run`.
-        ranks_per_node: ranks of each node; None for a single node.
-        checkpoint: checkpoint to resume from; it replaces `lora.init_from`.
-        problems: problems found so far. Its `failed` names recipe sections and "DeepSpeed JSON".
+        names: (name of the DeepSpeed JSON, name of the recipe) for error messages.
+        encoders: function from a model path to the fingerprint of its VAE and text encoder.
+        ranks_per_node: number of ranks on each node; None for a single node.
+        checkpoint: checkpoint that the run resumes from. With a checkpoint, `lora.init_from` is not read.
+        problems: problems that were found before. A check is skipped if it needs a recipe section or JSON that has
+            failed.
 
     Raises:
-        WandsError: with every problem that was found.
+        WandsError: with all problems.
     """
     problems = problems or Problems()
     check, path, dp_size = problems.run, recipe.model.path, world_size // recipe.parallel.group_size
@@ -179,13 +181,13 @@ def _check_i2v_ratio(recipe: Recipe, variant: Variant) -> None:
 
 
 def _check_samples(data: Dataset, dp_size: int) -> None:
-    """Check that an epoch has a sample for each data-parallel rank."""
+    """Check that an epoch has at least one sample for each data-parallel rank."""
     fewest = data.schedule.min_samples if isinstance(data, CombinedDataset) else len(data.keys)
     check_enough_samples(fewest, dp_size)
 
 
 def _plan(recipe: Recipe, data: Dataset, variant: Variant) -> tuple[PlanSampler, PackingCollator]:
-    """Return the plan of all steps, and the collator that packs the samples of a step."""
+    """Return (sampler that plans the bins of all steps, collator that packs samples into batches)."""
     shape = variant.dit
     sampler = PlanSampler(
         data.num_tokens(shape.patch_size),

@@ -1,4 +1,4 @@
-"""Cross-rank consistency checks of a training run: its inputs before the first step, plan and weights after a step."""
+"""Check that all ranks of a training run agree: on the inputs before the first step, and on plan and weights after a step."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ FIXES: Fixes = {
 
 
 def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
-    """Return the parts that must be equal on all ranks before a rank builds its engine, for `check_agreement`.
+    """Return the inputs of a run that must be equal on all ranks before a rank builds its engine, as texts by name.
 
-    Small parts are JSON objects, so that a message can name the key. Parts that grow with the data are hashed. Paths are
-    compared as text, so a node-local copy must have the same path on every node.
+    `check_agreement` compares these texts. Short inputs are JSON objects, so that an error can name the key that
+    differs. Inputs that grow with the data are hashed. Paths are compared as text, so a local copy must have the same
+    path on every node.
 
     Args:
         run: the checked run.
-        step: optimizer steps made. The call uses the sampler, so call it before another thread reads ahead.
+        step: number of optimizer steps made. This function uses the sampler, so it must run before the thread that
+            reads ahead starts.
     """
     epoch = run.sampler.epoch_of(step)
     parts: dict[str, Any] = {
@@ -63,10 +65,11 @@ def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
 
 
 def bins_digest(steps: Sequence[Step]) -> str:
-    """Return a digest that changes if a sample moves to another bin, position or step.
+    """Return a digest of a plan. The digest changes if a sample moves to a different bin, position or step.
 
     Args:
-        steps: steps -> bins -> sample indices, for example `(plan.bins,)` of a StepPlan.
+        steps: steps of the plan. Each step is a sequence of bins, and each bin is a sequence of sample indices. For one
+            StepPlan this is `(plan.bins,)`.
     """
     bins = list(chain.from_iterable(steps))
     per_step = np.fromiter(map(len, steps), np.int64, len(steps))
@@ -106,17 +109,17 @@ def _digest(*arrays: np.ndarray) -> str:
 
 
 def weights_checksums(module: torch.nn.Module, device: torch.device) -> tuple[list[str], Tensor]:
-    """Return a checksum of each parameter as this rank uses it; a collective call.
+    """Return a checksum of each parameter with the values that this rank uses. Every rank must call this function.
 
-    Under ZeRO-3 a parameter that this rank keeps whole (DeepSpeed persists small ones) is not gathered, because gathering would
-    replace the replica under test. The other parameters are gathered one at a time and released.
+    Under ZeRO-3, partitioned parameters are gathered one at a time and released. DeepSpeed keeps small parameters whole
+    on each rank. These are not gathered, because gathering would overwrite the copy that the checksum is for.
 
     Args:
         module: module of the engine, at the end of a step.
-        device: device of the result; each checksum is computed on the parameter's device.
+        device: device of the result. Each checksum is computed on the parameter's own device.
 
     Returns:
-        Names, and checksums int64 [P].
+        (names of the P parameters, checksums int64 [P]).
     """
     from deepspeed import zero
 
@@ -133,21 +136,21 @@ def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
 
 
 def check_weights_agree(engine: Any, device: torch.device) -> int:
-    """Compare every parameter over all ranks, bit by bit, between two steps; a collective call.
+    """Compare every parameter between all ranks, bit by bit, after a step. Every rank must call this function.
 
-    One all-gather carries the checksums of all parameters. The check changes no bit of the training and leaves nothing gathered.
-    The check cannot compare data that only one rank has: ZeRO partitions and optimizer states.
+    One all-gather sends the checksums of all parameters. The check does not change the training, and leaves no
+    parameter gathered. ZeRO partitions and optimizer states are not compared, because only one rank has them.
 
     Args:
-        engine: the DeepSpeed engine.
+        engine: DeepSpeed engine of a DiT.
         device: device of this rank.
 
     Returns:
         Number of compared parameters.
 
     Raises:
-        ConfigError: if the ranks built different models.
-        DataError: if weights differ.
+        ConfigError: if the names, shapes or dtypes of the parameters differ between ranks.
+        DataError: if the values of a parameter differ between ranks.
     """
     shapes = {}
     for name, parameter in engine.module.named_parameters():
@@ -160,21 +163,20 @@ def check_weights_agree(engine: Any, device: torch.device) -> int:
 
 
 def check_step(engine: Any, plan: StepPlan, device: torch.device) -> int:
-    """Compare the plan of the last step, and the weights after it, over all ranks; a collective call.
-
-    The caller passes the plan, because the sampler belongs to the thread that reads ahead.
+    """Compare the plan of the last step, and the weights after this step, between all ranks. Every rank must call this
+    function.
 
     Args:
-        engine: the DeepSpeed engine.
-        plan: plan of the last step.
+        engine: DeepSpeed engine of a DiT.
+        plan: plan of the last step. It is an argument because the thread that reads ahead is using the sampler.
         device: device of this rank.
 
     Returns:
         Number of compared parameters.
 
     Raises:
-        ConfigError: if the ranks made different steps.
-        DataError: if weights differ.
+        ConfigError: if the plan, or the names, shapes or dtypes of the parameters differ between ranks.
+        DataError: if the values of a parameter differ between ranks.
     """
     digest = {"step": plan.step, "bins": bins_digest((plan.bins,))}
     check_agreement({"plan": json.dumps(digest)}, device, FIXES)

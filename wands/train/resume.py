@@ -1,4 +1,4 @@
-"""Resume: find the checkpoint, check that it fits the run, and restore the engines."""
+"""Resume a run: find the checkpoint, check that it fits the run, and restore the engines."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ _OLD_DEFAULTS = {"precision.weights": "fp32", "lora.quantize": "none", "optim.na
 
 
 def find_resume(output_dir: str, resume: str | None) -> Checkpoint | None:
-    """Resolve `--resume` to a checkpoint.
+    """Find the checkpoint that the option `--resume` names.
 
     Args:
         output_dir: the run folder.
-        resume: None for a new run, "auto" for the newest checkpoint of the run folder if there is one, or a path.
+        resume: None for a new run. "auto" for the newest checkpoint of the run folder, or for a new run if there is
+            none. Otherwise a path of a checkpoint or run folder.
 
     Returns:
         The checkpoint, or None for a new run.
 
     Raises:
-        ConfigError: if the run would mix its checkpoints with the checkpoints of another run.
+        ConfigError: if the path does not exist, the checkpoint was abandoned, or the run folder already contains
+            checkpoints of a different run.
         CheckpointError: if there is no complete checkpoint.
     """
     folder = Path(output_dir) / "checkpoints"
@@ -78,11 +80,11 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
 
     Args:
         saved: state of the checkpoint.
-        current: state of the new run at any step, from `build_state`.
-        label: start of each message, such as "--resume runs/default".
+        current: result of `build_state` for the new run. Its step has no influence.
+        label: start of each error message, such as "--resume runs/default".
 
     Raises:
-        CheckpointError: for every difference that would change the run, in one report.
+        CheckpointError: with every difference between the two states that would change the training.
     """
     new_run = "export the checkpoint and start a new run from it"
     changed = [
@@ -134,7 +136,18 @@ def restore(
     rank: int,
     log: Callable[[str], None],
 ) -> None:
-    """Load a checkpoint into new engines and rename later steps of the same run folder; a collective call."""
+    """Load a checkpoint into new engines. Every rank must call this function.
+
+    If the checkpoint is in the run folder, rank 0 also renames the folders of all later steps to `*.abandoned`. The
+    resumed run makes these steps again.
+
+    Args:
+        engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
+        checkpoint: checkpoint to load; None does nothing.
+        output_dir: the run folder.
+        rank: rank of this process.
+        log: function that prints a line for the user.
+    """
     if checkpoint is None:
         return
     load_checkpoint(engines, checkpoint.folder)

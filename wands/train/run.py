@@ -1,4 +1,4 @@
-"""Checked training run: recipe, model, data and plan, known before the process group starts."""
+"""Describe a checked training run: the recipe, model, data and plan. They are known before the process group starts."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ class TrainingRun:
     """A checked training run.
 
     Attributes:
-        recipe: the resolved recipe.
-        ds_config: complete config for `deepspeed.initialize`; the learning rate is not scaled yet.
+        recipe: recipe with all defaults filled in.
+        ds_config: complete config for `deepspeed.initialize`, except that `build_engine` still scales the learning
+            rate.
         transformer_config: diffusers config of the DiT.
         variant: variant of the model.
-        experts: the trained DiTs; each step updates one after the other.
-        weights: parameters of each trained DiT.
+        experts: the trained DiTs. Each step updates them one after the other.
+        weights: parameters of one trained DiT. All trained DiTs have the same parameters.
         data: data set that the recipe names.
-        sampler: plan of every optimizer step.
-        collator: converts samples to packed batches.
+        sampler: sampler that plans the bins of every optimizer step.
+        collator: collator that packs samples into batches.
         world_size: number of ranks.
-        degrees: context-parallel degrees.
-        checkpoint: checkpoint to resume from; None for a new run.
+        degrees: Ulysses degree and ring degree.
+        checkpoint: checkpoint that the run resumes from; None for a new run.
     """
 
     recipe: Recipe
@@ -59,7 +60,7 @@ class TrainingRun:
 
     @property
     def shape(self) -> DiTShape:
-        """Sizes of the DiT."""
+        """Sizes of the DiT, such as its width and number of layers."""
         return self.variant.dit
 
     @property
@@ -69,30 +70,33 @@ class TrainingRun:
 
     @cached_property
     def num_trained(self) -> int:
-        """Number of trained parameters of each expert."""
+        """Number of trained parameter elements of each trained DiT."""
         return sum(weight.numel for weight in self.weights if weight.trained)
 
     @property
     def dp_size(self) -> int:
-        """Number of rank groups with different bins."""
+        """Number of context-parallel groups. Each group trains on different bins."""
         return self.grid(0).dp_size
 
     def grid(self, rank: int) -> ParallelDims:
-        """Return the position of a rank in the grid."""
+        """Return the parallel dimensions of a rank: the degrees, and the rank's position in its groups."""
         return ParallelDims(self.world_size, rank, self.degrees.ulysses, self.degrees.ring)
 
     @property
     def output_dir(self) -> Path:
-        """The run folder."""
+        """Run folder, which contains checkpoints and metrics."""
         return Path(self.recipe.output_dir)
 
     @cached_property
     def seq_lens(self) -> np.ndarray:
-        """Video tokens of every sample."""
+        """Number of video tokens of every sample, [N]."""
         return self.data.num_tokens(self.shape.patch_size)
 
     def data_fingerprint(self) -> str:
-        """Return a digest of keys, lengths, order and repeats of the samples, on which the position in the data depends."""
+        """Return a digest of everything about the samples that decides the order of the data: keys, lengths, order and repeats.
+
+        If a resumed run has the same digest, it continues at the right position in the data.
+        """
         rows = zip(self.data.keys, self.seq_lens.tolist(), strict=True)
         text = "".join([f"{key}\0{length}\n" for key, length in rows])
         if isinstance(self.data, CombinedDataset):
@@ -102,9 +106,13 @@ class TrainingRun:
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     def step_flops(self, bins: Sequence[Sequence[int]]) -> int:
-        """Return the matmul FLOPs of one step over all ranks: forward and backward (twice forward) of each expert.
+        """Return the matmul FLOPs of one step over all ranks, for the forward and backward pass of each trained DiT.
 
-        A frozen weight needs no weight gradient, which is a third of the work of its linear layer.
+        A backward pass counts as two forward passes. A frozen weight needs no weight gradient, which saves a third of
+        the FLOPs of its linear layer.
+
+        Args:
+            bins: bins of the step, each a sequence of sample indices.
         """
         lens = self.seq_lens
         forward = sum(self.shape.forward_flops([int(lens[i]) for i in bin]) for bin in bins)
@@ -114,10 +122,12 @@ class TrainingRun:
         return len(self.experts) * (3 * forward - round(frozen * linear))
 
     def denominator(self, plan: StepPlan) -> float:
-        """Return the divisor of a step's summed loss for the gradient: see `StepPlan.denominators`.
+        """Return the number by which a step's summed loss is divided to compute the gradient: the mean number of
+        samples or tokens per step.
 
-        Only trained tokens count. The number of conditioning first frames in a step is random. This method uses its expected
-        value, so that every step of the epoch has the same denominator.
+        Only trained tokens count. The number of first frames that are given as a condition, and therefore not trained,
+        is random. This method uses its expected value, so that every step of an epoch has the same divisor. See also
+        `StepPlan.denominators`.
         """
         value = plan.denominators[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token" and self._gives_first_frames:
@@ -127,7 +137,9 @@ class TrainingRun:
         return value
 
     def count(self, plan: StepPlan) -> float:
-        """Return the divisor of a step's summed loss for the logged mean: the number of samples, or of trained tokens."""
+        """Return the number by which a step's summed loss is divided to log the mean: the step's number of samples or
+        of trained tokens.
+        """
         value = plan.counts[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token" and self._gives_first_frames:
             for bin in plan.bins:
@@ -138,7 +150,7 @@ class TrainingRun:
         return value
 
     def workload(self, device_type: str) -> Workload:
-        """Return the run as the estimates of memory and step time see it.
+        """Return the sizes of the run that determine its memory and step time.
 
         Args:
             device_type: "cuda" or "cpu".
@@ -172,15 +184,17 @@ class TrainingRun:
 
     @cached_property
     def _first_frames(self) -> np.ndarray:
-        """Tokens of every sample's first frame, int64 [N]; 0 for a single-frame sample."""
+        """Number of tokens in the first frame of every sample, int64 [N]; 0 for a sample with a single frame."""
         shapes = (self.data.latent_shape(i) for i in range(len(self.data.keys)))
         grids = (grid_size(shape, self.shape.patch_size) for shape in shapes)
         return np.array([rows * columns if frames > 1 else 0 for frames, rows, columns in grids], np.int64)
 
     def imbalance(self, bins: Step) -> float:
-        """Return cost of the slowest rank / mean cost, summed over the micro steps of one optimizer step."""
+        """Return the cost of the slowest rank divided by the mean cost of the ranks, each summed over the micro steps
+        of a step.
+        """
         return imbalance([bins], self.dp_size, self.sampler.bin_cost)
 
 
 Log = Callable[[str], None]
-"""Function that prints one line or block for the user; it is called on rank 0."""
+"""Function that prints a line or several lines for the user. It is called on rank 0."""

@@ -1,4 +1,4 @@
-"""The training step: forward and backward of every micro batch, then the optimizer update."""
+"""Run one optimizer step: the forward and backward pass of every micro step, then the update of the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from wands.train.run import TrainingRun
 
 @dataclass(frozen=True)
 class SampleLoss:
-    """Unweighted mean squared error of one sample, with its noise level."""
+    """Loss of one sample in one step.
+
+    Attributes:
+        sample_id: name of the sample.
+        repeat_index: number of the repeat, if the epoch contains the sample several times.
+        epoch: epoch of the step.
+        sigma: noise level of the sample.
+        loss: mean squared error over the trained tokens, without weights.
+    """
 
     sample_id: str
     repeat_index: int
@@ -32,9 +40,10 @@ class StepResult:
     """Result of one optimizer step on one rank.
 
     Attributes:
-        loss: this rank's part of the loss sum, fp32 scalar.
-        samples: loss of each sample of this rank's bins.
-        grad_norm: norm of the whole gradient before clipping, equal on every rank.
+        loss: weighted loss summed over this rank's tokens, fp32 scalar. The sum over all ranks divided by
+            `TrainingRun.count` is the logged loss.
+        samples: loss of each sample in the bins of this rank.
+        grad_norm: norm of the whole gradient before clipping, which is equal on every rank.
     """
 
     loss: torch.Tensor
@@ -51,16 +60,17 @@ def train_step(
     denominator: float,
     sigma_range: tuple[float, float] = (0.0, 1.0),
 ) -> StepResult:
-    """Run one optimizer step: forward and backward of every micro batch, then the update.
+    """Run one optimizer step: the forward and backward pass of every micro step, then the update of the weights.
 
     Args:
-        engine: DeepSpeed engine.
-        slices: this rank's slice of each of its micro batches; all ranks have the same number of micro batches.
-        run: recipe, world size and ZeRO stage.
+        engine: DeepSpeed engine of a DiT.
+        slices: for each micro step, the part of the packed batch that this rank trains on. All ranks have the same
+            number of micro steps.
+        run: the checked run.
         groups: process groups of this rank.
         device: device of the engine.
-        denominator: mean number of samples (or tokens) per step, over all ranks.
-        sigma_range: noise levels of the expert that the engine trains.
+        denominator: mean number of samples or trained tokens per step over all ranks, by which the loss is divided.
+        sigma_range: (lowest, highest) noise level of the expert that the engine trains.
     """
     recipe = run.recipe
     total, micro_losses = torch.zeros((), device=device), []
@@ -104,7 +114,13 @@ def train_step(
 def _sample_losses(
     micro_losses: list[tuple[RankSlice, torch.Tensor, torch.Tensor]], groups: ProcessGroups
 ) -> list[SampleLoss]:
-    """Return the loss of each sample of a step, without the samples of padding bins."""
+    """Return the loss of each sample of a step. Samples with weight 0, which only fill empty bins, are left out.
+
+    Args:
+        micro_losses: for each micro step, a tuple of the rank slice, the noise levels, and the summed squared errors of
+            its samples.
+        groups: process groups of this rank.
+    """
     sums = torch.cat([errors for _, _, errors in micro_losses])
     if groups.cp is not None:  # each rank has the sum over its local tokens
         dist.all_reduce(sums, group=groups.cp)
@@ -123,7 +139,10 @@ def _sample_losses(
 
 
 def _unpartitioned_grad_norm(module: torch.nn.Module) -> torch.Tensor:
-    """Return the gradient norm at ZeRO stage 0, where DeepSpeed does not report it and every rank has the whole gradient."""
+    """Return the norm of the gradient at ZeRO stage 0.
+
+    At this stage every rank has the whole gradient, and DeepSpeed does not report its norm.
+    """
     return torch.linalg.vector_norm(
         torch.stack(
             [torch.linalg.vector_norm(p.grad.float()) for p in module.parameters() if p.grad is not None]

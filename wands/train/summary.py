@@ -1,4 +1,4 @@
-"""Start block: the text about grid, batch size, data, kernels and memory that a run prints before it starts."""
+"""Describe a run before it starts, as the start block: a text about parallelism, batch size, data, kernels and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from wands.train.run import TrainingRun
 
 
 def start_block(run: TrainingRun) -> str:
-    """Return the start block of a run: lines about model, grid, data, packing, memory and so on."""
+    """Return the text that a run prints before it starts, with lines about model, parallelism, data, packing, memory
+    and so on.
+    """
     recipe, shape, lens, flow = run.recipe, run.shape, run.seq_lens, run.recipe.flow
     start_step = run.checkpoint.state.step if run.checkpoint else 0
     backend = attention_backend(run, torch.device(accelerator_type()))
@@ -71,7 +73,7 @@ def start_block(run: TrainingRun) -> str:
 
 
 def _trained(run: TrainingRun) -> list[str]:
-    """Describe LoRA, frozen parameters, dropout, experts and moving average."""
+    """Return lines about merged LoRAs, the trained LoRA, frozen parameters, dropout, experts and the moving average."""
     recipe, lines = run.recipe, []
     if recipe.model.merge_loras:
         merged = ", ".join(f"{merge.path} x {merge.scale:g}" for merge in recipe.model.merge_loras)
@@ -104,7 +106,7 @@ def _trained(run: TrainingRun) -> list[str]:
 
 
 def _storage(recipe: Recipe) -> list[str]:
-    """Describe the dtypes of weights, masters and gradients."""
+    """Return lines about the dtypes of weights, fp32 masters, gradients and the quantised base."""
     weights, compute = recipe.precision.weights, recipe.precision.compute
     lines = [f"weights {weights}"]
     if weights == "bf16":

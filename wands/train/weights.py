@@ -1,4 +1,4 @@
-"""Model of a training run: variant, experts, and the parameters as they are stored."""
+"""Describe the model of a training run: its variant, its experts, and its parameters with their storage dtypes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from wands.variants import Expert, Variant, variant_of
 
 
 def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, ...]]:
-    """Return the DiT's config, the variant, and the experts that the recipe trains.
+    """Read the configs of the model that the recipe names.
+
+    Returns:
+        (diffusers config of the DiT, variant of the model, DiTs that the recipe trains).
 
     Raises:
-        ConfigError: if the model does not exist, is not a Wan model, or does not have these experts.
+        ConfigError: if the model does not exist, is not a Wan model, does not have the experts that the recipe names,
+            or has experts with different configs.
     """
     path = recipe.model.path
     if not path:
@@ -47,8 +51,12 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
 def choose_experts(variant: Variant, name: str | None) -> tuple[Expert, ...]:
     """Return the DiTs that `model.experts` names.
 
+    Args:
+        variant: variant of the model.
+        name: value of `model.experts`: "high", "low" or "both"; None for all DiTs.
+
     Raises:
-        ConfigError: if a name is given for a model with one DiT.
+        ConfigError: if `name` is given for a model with one DiT.
     """
     if len(variant.experts) == 1 and name is not None:
         raise ConfigError(
@@ -60,16 +68,17 @@ def choose_experts(variant: Variant, name: str | None) -> tuple[Expert, ...]:
 def list_weights(
     recipe: Recipe, config: dict[str, Any], experts: Sequence[Expert], is_new: bool = True
 ) -> tuple[Weight, ...]:
-    """Return the parameters of each expert as a run stores them.
+    """Return the parameters of a trained DiT in the form in which a run stores them. For a LoRA run, include the LoRA's
+    parameters.
 
     Args:
-        recipe: LoRA, frozen parameters, weight dtypes.
+        recipe: recipe, which contains the LoRA, the frozen parameters and the storage dtypes.
         config: diffusers config of the DiT.
-        experts: trained experts.
-        is_new: False for a resumed run, which does not read `lora.init_from`.
+        experts: trained DiTs.
+        is_new: whether the run is new. A resumed run does not read `lora.init_from`.
 
     Raises:
-        ConfigError: if a pattern or a LoRA does not fit the model.
+        ConfigError: if a pattern in the recipe matches no parameter, or a LoRA file does not fit the model.
     """
     model = build_empty(config)
     for expert in experts:
