@@ -1,1 +1,1 @@
-"""Raw clips with their captions: every layout they come in, and how their frames are decoded."""
+"""Raw clips with their captions: the layouts of data sets, and the decoding of frames."""

@@ -1,7 +1,8 @@
-"""Read tar archives of clips (WebDataset, diffusion-pipe) in place, and store their clips under safe names.
+"""Read the clips of tar archives (WebDataset, diffusion-pipe), and store these clips in files with safe names.
 
-A sample consists of all members of one folder that share their name up to the first dot. Links, devices and names that
-lead out of the archive are refused. A data set does not need them, and other programs have overwritten files by them.
+The members of an archive that have the same folder and the same file name up to the first dot form one sample. Links,
+devices and names that lead out of the archive are refused. Data sets do not need them, and attackers have used them to
+overwrite files.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ TAR_EXTENSIONS = (".tar", ".tar.gz", ".tgz")
 
 
 def is_tar(path: Path) -> bool:
-    """Return whether a file name ends like a tar archive."""
+    """Return whether a file name has the extension of a tar archive."""
     return path.name.lower().endswith(TAR_EXTENSIONS)
 
 
 class TarReader:
-    """An open archive: its samples and the bytes of their members. Use as a context manager.
+    """An open tar archive: its samples, and the bytes of their members. Use it as a context manager.
 
     Attributes:
-        samples: samples in the order of the archive: folder and file name up to the first dot -> members by the lower-case
-            text after the first dot ("mp4", "txt", "seg.json").
-        rejections: members that cannot be used; the key is the member's name, or empty for the archive.
+        samples: maps the name of each sample (folder, and file name up to the first dot) to its members, in the order
+            of the archive. The members of a sample are keyed by the lower-case text after the first dot ("mp4", "txt",
+            "seg.json").
+        rejections: rejections of members that cannot be used. The key of a rejection is the member's name, or empty if
+            the archive itself is damaged.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open and list an archive.
+        """Open an archive and list its members.
 
         Raises:
             DataError: if the file is not a tar archive or cannot be read.
@@ -66,10 +69,10 @@ class TarReader:
         return buffer.getvalue()
 
     def unpack(self, member: tarfile.TarInfo, folder: Path) -> Path:
-        """Copy a regular member to a file in `folder`, unless the file exists.
+        """Copy a regular member to a file in `folder`, unless the file exists, and return the path of the file.
 
-        The file's name is a hash of the member's place in the archive, not of its content, so that a later run does not
-        read the archive again.
+        The file's name is a hash of the archive's path, size and modification time, and of the member's position in the
+        archive. It does not depend on the content, so a later run need not read the archive again.
 
         Raises:
             DataError: if the archive ends inside the member.
@@ -123,7 +126,10 @@ class TarReader:
         return samples
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
-        """Yield members up to the end mark. `tarfile` alone would take damage between two members for the end of the archive."""
+        """Yield members up to the end mark of the archive, and reject the archive if the end mark is missing.
+
+        `tarfile` alone would take damage between two members for the end of the archive.
+        """
         try:
             while (member := self._tar.next()) is not None:
                 yield member

@@ -1,4 +1,4 @@
-"""Captions: checks, the text that the text encoder gets, and an estimate of the number of tokens."""
+"""Captions: checks, the cleaned text for the text encoder, and an estimate of the number of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import ftfy
 from wands.errors import DataError
 
 CLEANING_VERSION = 1
-"""Part of a cache's fingerprint. Increase when `clean_caption` returns another text for any caption."""
+"""Version of `clean_caption`, part of a cache's fingerprint. Increase it when `clean_caption` returns a different text
+for any caption."""
 
 _WIDE = re.compile(r"[\u1100-\u11ff\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]")
 """Characters of scripts without spaces between words: Hangul, kana, Han."""
@@ -28,13 +29,13 @@ def clean_caption(caption: str) -> str:
 
 
 def estimate_tokens(caption: str) -> int:
-    """Estimate the number of UMT5 tokens of a caption, end token included, without a tokenizer.
+    """Estimate the number of UMT5 tokens of a caption, including the end token, without a tokenizer.
 
-    The estimate is one token per 4 characters, or per 1.5 characters of Chinese, Japanese and Korean. Errors of 25 % are
-    common, so use the estimate only for a warning near 512 tokens.
+    The estimate is one token per 4 characters, or per 1.5 characters of Chinese, Japanese and Korean. Errors of 25 %
+    are common, so use the estimate only to warn near the limit of 512 tokens.
 
     Args:
-        caption: text as written; the function cleans it first.
+        caption: text as written. The function cleans it first.
     """
     text = clean_caption(caption)
     wide = len(_WIDE.findall(text))
@@ -42,19 +43,22 @@ def estimate_tokens(caption: str) -> int:
 
 
 def printable(text: str) -> str:
-    """Escape the surrogates by which Python represents names that are not UTF-8."""
+    """Escape the characters of a text that are not valid Unicode.
+
+    Python represents file names that are not UTF-8 by such characters (surrogates), which cannot be printed.
+    """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def check_captions(value: Any, place: str) -> list[str]:
-    """Return the captions of a clip without outer white space.
+    """Check the captions of a clip, and return them without leading and trailing white space.
 
     Args:
         value: one caption or a list of captions.
-        place: file or row of the captions, for errors.
+        place: file or row that contains the captions, for error messages.
 
     Raises:
-        DataError: if there is no caption, or one is not a text.
+        DataError: if there is no caption, or a caption is empty, not a text, or not valid Unicode.
     """
     if not isinstance(value, list | tuple):
         value = [value]

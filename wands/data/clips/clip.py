@@ -1,7 +1,8 @@
-"""Plan the samples of a clip: frame sizes and time windows. Pure arithmetic without files and PyAV.
+"""Plan the samples of a clip: frame sizes and time windows. The module only computes; it uses neither files nor PyAV.
 
-The key of a sample is the clip's key and a suffix. In slide mode the suffix of the fourth window is "#0003". Every size
-but the size of the first area limit adds "#640x352" (width x height). Keys of clips never contain "#".
+The key of a sample is the key of its clip and a suffix. In slide mode, the suffix of the fourth window is "#0003". A
+clip can have samples of several sizes, one for each limit of the frame area. The size for the first limit has no
+suffix. Other sizes have a suffix such as "#640x352" (width x height). Keys of clips never contain "#".
 """
 
 from __future__ import annotations
@@ -17,35 +18,39 @@ from wands.errors import ConfigError, DataError
 from wands.variants import Variant
 
 MAX_PIXELS = 480 * 832
-"""Default limit of a frame's area: Wan's 480p class at any aspect ratio."""
+"""Default limit of a frame's area in pixels: Wan's 480p class at any aspect ratio."""
 
 # Matroska and FLV round timestamps to 1 ms: a frame due at 62.5 ms may have 63 ms and must still be chosen.
 TIME_SLACK = 1e-3
 
 
 class TooSmallError(DataError):
-    """Error of an area limit at which a side of the frame would be too short."""
+    """Error if a side of the frame would be too short at some limit of the frame area."""
 
 
 @dataclass(frozen=True)
 class ClipSpec:
     """Frame rate, size and length of the samples of every clip.
 
-    Size: with ``height`` and ``width`` a frame is resized to exactly this size. With ``center_crop`` it is resized to cover
-    the size and cropped centrally. Otherwise a frame keeps its aspect ratio, is scaled down (never up) to at most
-    ``max_pixels``, and the pixels beyond a multiple of ``size_multiple`` are cropped centrally.
+    Size with ``height`` and ``width``: a frame is stretched to exactly this size. With ``center_crop``, it is instead
+    resized to cover this size, and then cropped centrally.
+
+    Size without ``height`` and ``width``: a frame keeps its aspect ratio. It is scaled down (never up) to at most
+    ``max_pixels``. Pixels beyond a multiple of ``size_multiple`` are cropped centrally.
+
     Length: 1 + k * ``frame_stride`` frames.
 
     Attributes:
         fps: frames per second of the samples.
-        height: exact height of a frame in pixels; set both ``height`` and ``width``, or neither.
+        height: exact height of a frame in pixels. Set both ``height`` and ``width``, or neither.
         width: exact width of a frame in pixels.
-        center_crop: crop to ``height`` x ``width`` instead of stretching.
-        max_pixels: largest height x width of a frame in pixels; cannot be combined with ``height``.
-        max_frames: largest number of frames of a window; None takes the whole clip.
-        clip_mode: ``head`` takes the first frames, ``middle`` the central frames, ``slide`` consecutive windows without
-            overlap. The last window may be shorter. A later window of at most ``frame_stride`` frames is dropped.
-        size_multiple: VAE stride x patch size, 16 for Wan 2.1.
+        center_crop: whether to crop to ``height`` x ``width`` instead of stretching.
+        max_pixels: largest height x width of a frame in pixels. It cannot be combined with ``height``.
+        max_frames: largest number of frames of a window. None takes the whole clip.
+        clip_mode: ``head`` takes the first frames of a clip, and ``middle`` takes the central frames. ``slide`` takes
+            consecutive windows without overlap. The last window may be shorter. A window after the first that has at
+            most ``frame_stride`` frames is dropped.
+        size_multiple: number of which height and width are multiples: VAE stride x patch size, 16 for Wan 2.1.
         frame_stride: temporal stride of the VAE.
 
     Raises:
@@ -91,12 +96,12 @@ class ClipSpec:
 
     @classmethod
     def of_variant(cls, variant: Variant, **options: Any) -> ClipSpec:
-        """Return the spec of `wands preprocess` and `wands check`.
+        """Return the spec that `wands preprocess` and `wands check` use for a variant.
 
         Args:
-            variant: gives the strides.
-            options: attributes of the class. The default of ``fps`` is the variant's frame rate, the default of ``max_frames``
-                is 81. Without ``height`` the default of ``max_pixels`` is `MAX_PIXELS`.
+            variant: variant of the model. Its VAE and patch size give ``size_multiple`` and ``frame_stride``.
+            options: attributes of the class. The default of ``fps`` is the variant's frame rate, the default of
+                ``max_frames`` is 81. Without ``height``, the default of ``max_pixels`` is `MAX_PIXELS`.
 
         Raises:
             ConfigError: if a value is invalid or options exclude each other.
@@ -115,23 +120,32 @@ class ClipSpec:
         return cls(size_multiple=size_multiple, frame_stride=variant.vae_stride[0], **options)
 
     def legal_frames(self, num_frames: int) -> int:
-        """Return the largest 1 + k * frame_stride that is <= num_frames; 0 for 0."""
+        """Return the largest allowed number of frames, 1 + k * frame_stride, that is at most `num_frames`. Return 0 for
+        0 frames.
+        """
         return (num_frames - 1) // self.frame_stride * self.frame_stride + 1 if num_frames > 0 else 0
 
 
 @dataclass(frozen=True)
 class FrameSize:
-    """Resize to ``scaled``, then crop centrally to ``target``; both (width, height) in displayed pixels."""
+    """Two sizes: a frame is resized to ``scaled``, then cropped centrally to ``target``. Both are (width, height) in
+    displayed pixels.
+    """
 
     scaled: tuple[int, int]
     target: tuple[int, int]
 
 
 def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
-    """Choose the size of a frame that is displayed at width x height square pixels.
+    """Choose the size of the frames of a clip.
+
+    Args:
+        spec: rules for the size.
+        width: displayed width of the clip in square pixels.
+        height: displayed height of the clip in square pixels.
 
     Raises:
-        TooSmallError: if a side is shorter than ``size_multiple`` pixels.
+        TooSmallError: if a side of the frame would be shorter than ``size_multiple`` pixels.
     """
     multiple = spec.size_multiple
     if spec.width is not None and spec.height is not None:
@@ -158,20 +172,20 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
 def plan_sizes(
     spec: ClipSpec, more_pixels: Sequence[int], width: Fraction, height: Fraction
 ) -> tuple[dict[str, FrameSize], TooSmallError | None]:
-    """Choose the size under each area limit; equal sizes are stored once.
+    """Choose the size of the frames of a clip for each limit of the frame area. Equal sizes are returned once.
 
     Args:
-        spec: contains the first limit.
-        more_pixels: further limits.
-        width: displayed width of a frame in square pixels.
-        height: displayed height in square pixels.
+        spec: rules for the size, with the first limit.
+        more_pixels: further limits, in pixels.
+        width: displayed width of the clip in square pixels.
+        height: displayed height of the clip in square pixels.
 
     Returns:
-        Suffix of the sample's key -> size; all sizes differ. And the error of the first area limit at which a side would be too
-        short; None if every limit gives a size.
+        A dictionary that maps the suffix of the sample's key to the size, and an error or None. The error belongs to
+        the first limit at which a side of the frame would be too short.
 
     Raises:
-        TooSmallError: if no limit leaves an allowed size.
+        TooSmallError: if a side of the frame would be too short at every limit.
     """
     sizes: dict[str, FrameSize] = {}
     first_error: TooSmallError | None = None
@@ -189,7 +203,11 @@ def plan_sizes(
 
 
 def further_specs(spec: ClipSpec, more_pixels: Sequence[int]) -> list[ClipSpec]:
-    """Return `spec`, and a copy of it with each further area limit.
+    """Return `spec`, and a copy of `spec` for each further limit of the frame area.
+
+    Args:
+        spec: spec with the first limit.
+        more_pixels: further limits, in pixels.
 
     Raises:
         ConfigError: if a limit is invalid.
@@ -198,22 +216,25 @@ def further_specs(spec: ClipSpec, more_pixels: Sequence[int]) -> list[ClipSpec]:
 
 
 def split_suffix(suffix: str) -> tuple[str, str]:
-    """Split the suffix of a sample's key into window and size: ("#0003" or "", "#640x352" or "")."""
+    """Split the suffix of a sample's key into (window, size).
+
+    The window is "" or, for example, "#0003". The size is "" or, for example, "#640x352".
+    """
     match = re.fullmatch(r"((?:#\d+)?)((?:#\d+x\d+)?)", suffix)
     assert match, suffix
     return match[1], match[2]
 
 
 def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> None:
-    """Raise if a sample is a still, but the model generates the frames after a given first frame.
+    """Raise DataError if a sample has only one frame, but the model generates the frames after a given first frame.
 
     Args:
         path: path of the clip.
-        num_frames: frames of the sample.
+        num_frames: number of frames of the sample.
         conditions: conditions of the variant.
 
     Raises:
-        DataError: if the sample is a still.
+        DataError: if the sample has one frame and the model is an image-to-video model.
     """
     if num_frames == 1 and "image" in conditions:
         raise DataError(
@@ -223,10 +244,12 @@ def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> Non
 
 
 def plan_windows(spec: ClipSpec, begin: float, finish: float) -> Iterator[tuple[float, int]]:
-    """Choose the windows inside [begin, finish) seconds. Lazy, because a damaged header may contain a length of years.
+    """Choose the windows of a clip between the times `begin` and `finish` in seconds.
+
+    The windows are computed lazily, because a damaged header may contain a length of years.
 
     Yields:
-        (start in seconds, number of frames) of each window, in time order; nothing if no frame fits.
+        (start in seconds, number of frames) of each window, in time order. Nothing if no frame fits.
     """
     available = math.ceil((finish - begin - TIME_SLACK) * spec.fps)
     if available < 1:

@@ -1,6 +1,6 @@
 """Hugging Face datasets of clips: a dataset on the Hub, a `save_to_disk` folder, or a folder of parquet or arrow files.
 
-Nothing else imports `datasets`, which is loaded only if a source needs it.
+Only this module imports `datasets`, and only if a source needs it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from wands.errors import DataError, one_line
 
 
 def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a dataset on the Hub, owner/name.
+    """Layout: a dataset on the Hub, named owner/name.
 
-    If a local folder "owner" exists, the source is a mistyped path and not a dataset.
+    If a local folder "owner" exists, the source is taken for a mistyped path and not for a dataset.
     """
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source.name) and not Path(source.name).parent.exists():
         return scan_dataset(source, source.name)
@@ -50,8 +50,9 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
 
     Args:
         source: options of the scan.
-        name: folder of the dataset, or its name on the Hub.
-        folder: folder that relative paths in rows count from; None is the repository on the Hub.
+        name: folder of the dataset, or name of the dataset on the Hub.
+        folder: folder to which relative paths in rows are relative. None means that they are paths in the repository on
+            the Hub.
     """
     for index, row in _read_rows(source, name):
         video, caption = source.pick(row)
@@ -76,9 +77,10 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
 
 
 def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (index, row with lower-case names) of a split; a video is a path or {"path", "bytes"}, not decoded.
+    """Yield (index, row) for each row of the split `source.split`.
 
-    Rows are streamed: nothing is copied to disk before its turn, whatever the size of the dataset.
+    Column names are lower-case. A video is not decoded: it is a path, or a dictionary with "path" and "bytes". Rows are
+    streamed, so a row is read only when it is needed, and nothing is copied to the disk before.
 
     Raises:
         DataError: if the dataset cannot be loaded or lacks the split or the columns.
@@ -120,10 +122,10 @@ def _load(source: Source, name: str) -> Any:
 
 
 def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
-    """Download a clip that a row of a Hub dataset names, unless the Hub's cache contains it.
+    """Download a clip that a row of a Hub dataset names, unless the local cache of the Hub contains the clip.
 
     Args:
-        dataset: owner/name.
+        dataset: name of the dataset, owner/name.
         written: path in the repository, or the hf:// address that a streamed videofolder gives.
 
     Returns:
@@ -152,7 +154,7 @@ def _first_line(error: Exception) -> str:
 
 
 def clips_dir(source: Source) -> Path:
-    """Return the folder for clips that an archive or a row contains."""
+    """Return the folder in which clips from archives and dataset rows are stored as files."""
     if source.cache_dir is not None:
         return source.cache_dir
     import datasets
@@ -161,15 +163,16 @@ def clips_dir(source: Source) -> Path:
 
 
 def write_clip(data: bytes, written: str | None, folder: Path) -> tuple[str, Path]:
-    """Write a clip that a row contains as bytes to a file named by its content, unless the file exists.
+    """Write a clip that a dataset row contains as bytes to a file, unless the file exists. A hash of the content names
+    the file.
 
     Args:
-        data: content of the file.
-        written: name in the dataset, or the address that the clip was fetched from.
-        folder: target folder.
+        data: content of the clip's file.
+        written: name of the clip in the dataset, or the address from which the clip was fetched.
+        folder: folder in which the file is written.
 
     Returns:
-        A name that does not depend on the order of the dataset, and the file.
+        A name of the clip that does not depend on the order of the dataset, and the path of the file.
 
     Raises:
         CacheError: if the disk is full or not writable.

@@ -1,7 +1,8 @@
-"""Run functions in subprocesses, so that a crash or a hang costs one call and not the run.
+"""Run functions in subprocesses, so that a crash or a hang loses one call and not the run.
 
-`IsolatedWorker` streams the values of a generator from one process; `map_isolated` calls a function on many items in several
-processes. concurrent.futures and pebble return one result per call: all windows of a long video would be in memory at once.
+`IsolatedWorker` streams the values of a generator function from one subprocess. `map_isolated` calls a function on many
+items in several subprocesses. The packages concurrent.futures and pebble return one result per call. With them, all
+windows of a long video would be in memory at once.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ Result = TypeVar("Result")
 
 
 class Crash(Exception):
-    """Error of a subprocess that died or took too long; the text is the reason, such as "the process ended by SIGSEGV"."""
+    """Error if a subprocess died or took too long. The text is the reason, such as "the process ended by SIGSEGV"."""
 
 
 class Hang(Crash):
-    """Error of a subprocess that was killed because a value took longer than the time limit."""
+    """Error if a subprocess was killed because a value took longer than the time limit."""
 
 
 def num_cores() -> int:
@@ -38,20 +39,22 @@ def num_cores() -> int:
 class IsolatedWorker:
     """A subprocess that runs generator functions, one call at a time. A call after a crash starts a new subprocess.
 
-    The subprocess computes one value ahead of the caller. It exits when this process exits, even by SIGKILL.
+    The subprocess computes one value ahead of the caller. The subprocess exits when its parent process exits, even by
+    SIGKILL.
 
     Attributes:
-        killed: `kill` was called.
+        killed: whether `kill` was called.
     """
 
     def __init__(
         self, preload: Sequence[str] = (), method: Literal["forkserver", "spawn"] = "forkserver"
     ) -> None:
-        """Choose how to start the subprocess; the first call starts it.
+        """Choose how to start the subprocess. The first call of `run` starts it.
 
         Args:
             preload: modules that the fork server imports once for all its subprocesses.
-            method: "forkserver" starts in milliseconds. A "spawn" subprocess may start subprocesses itself.
+            method: "forkserver" starts a subprocess in milliseconds. With "spawn", the subprocess may start
+                subprocesses itself.
         """
         # Never fork: this process may have threads, and torch does not survive a fork.
         self._context: Any = multiprocessing.get_context(method)
@@ -65,17 +68,18 @@ class IsolatedWorker:
     def run(
         self, function: Callable[..., Iterator[Any]], *arguments: Any, limit_seconds: float | None = None
     ) -> Generator[Any, None, None]:
-        """Yield what a generator function yields in the subprocess. Leaving the loop early kills the subprocess.
+        """Run a generator function in the subprocess, and yield its values. If the caller leaves the loop early, the
+        subprocess is killed.
 
         Args:
-            function: generator function, importable by name; arguments and values are pickled.
+            function: generator function that can be imported by name. Its arguments and values are pickled.
             arguments: arguments of the function.
-            limit_seconds: longest time for one value; None waits without a limit.
+            limit_seconds: longest time for one value. None sets no limit.
 
         Raises:
             Crash: if the subprocess died or took too long, or `kill` was called.
-            WandsError: if the function raised the same WandsError; the same holds for MemoryError.
-            RuntimeError: if the function raised anything else; the text is its traceback.
+            WandsError: if the function raised this WandsError. A MemoryError of the function is raised, too.
+            RuntimeError: if the function raised any other exception. The text is the traceback of the exception.
         """
         if self._pipe is None:
             self._pipe, child_end = self._context.Pipe()
@@ -113,7 +117,7 @@ class IsolatedWorker:
                 self.close()
 
     def kill(self) -> None:
-        """Kill the subprocess, from any thread; running and later calls raise Crash."""
+        """Kill the subprocess; any thread may call this method. A running call and all later calls raise Crash."""
         self.killed = True
         if (process := self._process) is not None:
             process.kill()
@@ -134,7 +138,7 @@ class IsolatedWorker:
 
 
 def _serve(pipe: Connection) -> None:
-    """Run the calls that arrive through the pipe, in the subprocess."""
+    """Run the calls that arrive through the pipe, and send their values back. This function runs in the subprocess."""
     import traceback
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
@@ -156,7 +160,9 @@ def _serve(pipe: Connection) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Wait until the parent process is gone and exit: a decoder in an endless loop would outlive it."""
+    """Wait until the parent process has ended, then exit. Otherwise a decoder in an endless loop would outlive the
+    parent process.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -166,11 +172,11 @@ def _exit_with_parent() -> None:
 def run_in_threads(
     iterators: Sequence[Iterator[Result]], num_waiting: int = 0
 ) -> Generator[Result, None, None]:
-    """Yield the values of several iterators as they come; each iterator runs in a thread.
+    """Run each iterator in a thread, and yield the values of all iterators in the order in which they are ready.
 
     Args:
-        iterators: the iterators.
-        num_waiting: largest number of values that wait for the caller; 0 sets no limit.
+        iterators: iterators to run.
+        num_waiting: largest number of values that wait for the caller. 0 sets no limit.
 
     Raises:
         BaseException: the first exception that an iterator raises.
@@ -217,20 +223,21 @@ def map_isolated(
     limit_seconds: float,
     preload: Sequence[str] = (),
 ) -> Iterator[tuple[int, Result | Crash]]:
-    """Call a function on each item in subprocesses and yield the results in the order in which they finish.
+    """Call a function on each item in subprocesses, and yield the results in the order in which the calls finish.
 
     Args:
-        function: importable by name; items and results are pickled.
-        items: arguments of the calls.
-        num_workers: number of subprocesses; default: one per available core.
-        limit_seconds: longest time for one call; a longer call is killed together with its subprocess.
+        function: function that can be imported by name. Items and results are pickled.
+        items: arguments of the calls, one item for each call.
+        num_workers: number of subprocesses. Default: one per available core.
+        limit_seconds: longest time for one call. After this time the subprocess is killed.
         preload: modules to import once for all subprocesses.
 
     Yields:
-        (index of the item, result of the call, or a `Crash` if the subprocess died or was killed).
+        (index of the item, result of the call). The result is a `Crash` if the subprocess died or was killed.
 
     Raises:
-        RuntimeError: if the function raised; the text is its traceback.
+        RuntimeError: if the function raised an exception other than WandsError and MemoryError. The text is its
+            traceback.
     """
     remaining = enumerate(items)  # shared by the threads: next() of an enumerate over a list is atomic
     workers = [IsolatedWorker(preload) for _ in range(min(num_workers or num_cores(), len(items)))]

@@ -38,14 +38,14 @@ LAYOUTS: tuple[Layout, ...] = (
     saved_dataset,
     hub_dataset,
 )
-"""Known layouts in the order of detection."""
+"""Known layouts, in the order in which `load_source` tries them."""
 
 
 def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rejection]]:
-    """List the clips of a source with their captions, both lists sorted by key and reproducible.
+    """List the clips of a source with their captions. The result is the same in every run.
 
     An image is a clip of one frame. Several captions of one clip make several records. Hidden files are ignored. A name
-    that exists on disk is never looked up on the Hub.
+    that exists on disk is never searched on the Hub.
 
     Args:
         source: folder, table (.csv, .jsonl, .json, videos.txt, merge.txt), tar archive, or name of a Hugging Face
@@ -53,7 +53,7 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
         options: ``split``, ``video_column``, ``caption_column`` and ``cache_dir`` of `Source`.
 
     Returns:
-        The usable clips, and the rejections with their reasons.
+        The usable clips, and the rejections of unusable clips with their reasons. Both lists are sorted by key.
 
     Raises:
         DataError: if the source does not exist, cannot be read, or contains no clip.

@@ -53,14 +53,14 @@ _CLIP_FOLDERS = ("videos", "train")
 
 @dataclass
 class Listing:
-    """A file that lists clips, and what its rows name.
+    """A file that lists clips, and the files that its rows name.
 
     Attributes:
-        file: the file.
+        file: the file that lists clips.
         source: options of the scan.
-        clips: clips that exist.
-        other_files: normalised paths in other columns, such as an input image.
-        is_complete: whether every clip in the folder was looked at, listed or not.
+        clips: paths of the listed clips that exist.
+        other_files: normalised paths of clips and images in other columns, such as an input image.
+        is_complete: whether the scan has checked every clip in the folder, listed or not.
     """
 
     file: Path
@@ -76,16 +76,18 @@ def listed_file(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def listed_folder(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a folder with a file that lists its clips; clips in the folder that the file omits are rejected."""
+    """Layout: a folder that contains a file that lists its clips. Clips in the folder that the file does not list are
+    rejected.
+    """
     file = _find_listing(source)
     return None if file is None else _scan_whole_folder(Listing(file, source))
 
 
 def _find_listing(source: Source) -> Path | None:
-    """Return the file that lists the clips of a folder, in the folder or in the sub-folder of the split.
+    """Return the file that lists the clips of a folder. The file is in the folder, or in the sub-folder of the split.
 
     Raises:
-        DataError: if there are several.
+        DataError: if a folder contains several such files.
     """
     if not source.path.is_dir():
         return None
@@ -109,7 +111,7 @@ def _find_listing(source: Source) -> Path | None:
 
 
 def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips of a listing; the file's name decides its kind."""
+    """Yield the clips that a listing names. The name of the listing's file decides the format."""
     file = listing.file
     if file.name == _MERGE:
         yield from _scan_merged(listing)
@@ -133,10 +135,10 @@ def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:
 
 
 def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips of a listing, and rejections of the clips in the folder that the listing does not name.
+    """Yield the clips that a listing names, and rejections of clips in the folder that the listing does not name.
 
-    Unlisted images are reported only if the listing names an image. A folder of many clips of which the listing names
-    less than half is reported as a whole: the listing is then a selection.
+    Unlisted images are rejected only if the listing names an image. If the listing names less than half of many clips
+    in a folder, it is probably a selection. Then one rejection is yielded for the whole folder.
     """
     items = list(_scan_listing(listing))
     yield from items
@@ -180,7 +182,7 @@ def _composed(path: str | Path) -> str:
 
 
 def _node(path: Path) -> tuple[int, int] | None:
-    """Return device and inode, which identify a file whatever its name; None for a broken link."""
+    """Return (device, inode), which identifies a file independently of its name. Return None for a broken link."""
     try:
         status = path.stat()
     except OSError:
@@ -191,7 +193,14 @@ def _node(path: Path) -> tuple[int, int] | None:
 def _scan_rows(
     listing: Listing, table: Path, rows: list[NumberedRow], folder: Path
 ) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips that a table's rows name; relative paths count from `folder`."""
+    """Yield the clips that the rows of a table name.
+
+    Args:
+        listing: listing to which the clips are added.
+        table: file of the table, for error messages.
+        rows: rows of the table.
+        folder: folder to which paths in the rows are relative.
+    """
     source = listing.source
     if not rows:
         raise DataError(f"source={table} lists no clip; add rows with a video and a caption")
@@ -229,7 +238,7 @@ def _files_in_other_columns(row: dict[str, Any], video: object, folders: tuple[P
 
 
 def _scan_merged(listing: Listing) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips of FastVideo's merge.txt: each line is a folder of clips, a comma, and the table of captions."""
+    """Yield the clips of FastVideo's merge.txt. Each line contains a folder of clips, a comma, and a table of captions."""
     file = listing.file
     for number, line in enumerate(read_lines(file), start=1):
         if not line:
@@ -250,7 +259,9 @@ def _scan_merged(listing: Listing) -> Iterator[ClipRecord | Rejection]:
 
 
 def _captions_of_folder(rows: list[NumberedRow]) -> dict[str, Any] | None:
-    """Return caption(s) by file name from the rows of diffusion-pipe's captions.json; None for a table of another form."""
+    """Map file names to caption(s), from the rows of diffusion-pipe's captions.json. Return None if the table has
+    another format.
+    """
     if not rows or any(isinstance(row, str) or set(row) != {"file_name", "caption"} for _, row in rows):
         return None
     captions = {str(row["file_name"]): row["caption"] for _, row in rows if isinstance(row, dict)}
@@ -259,7 +270,7 @@ def _captions_of_folder(rows: list[NumberedRow]) -> dict[str, Any] | None:
 
 
 def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips next to diffusion-pipe's captions.json, and those in archives next to it."""
+    """Yield the clips in the folder of diffusion-pipe's captions.json, and the clips in tar archives in this folder."""
     file = listing.file
     folder, used = file.parent, set[str]()
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))

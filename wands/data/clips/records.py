@@ -1,4 +1,6 @@
-"""Clip records: the type that describes a clip from the scan of a data set to the latent cache, and the rules of clip keys."""
+"""Clip records: the type that describes a clip from the scan of a data set to the latent cache, and the rules for clip
+keys.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ VIDEO_EXTENSIONS = (
 IMAGE_EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 CLIP_EXTENSIONS = (*VIDEO_EXTENSIONS, *IMAGE_EXTENSIONS)
 REJECTS_NAME = "rejects.jsonl"
-"""File of a cache that lists the rejected clips, one JSON object with the fields of `Rejection` a line."""
+"""File of a cache that lists the rejected clips. Each line is a JSON object with the fields of `Rejection`."""
 Range = tuple[float | None, float | None]
-"""Start and end in seconds; None is the clip's own beginning or end."""
+"""(start, end) of a time range in seconds. None stands for the clip's own start or end."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,16 @@ class ClipRecord:
     """One clip with one caption. A clip with several captions has several records.
 
     Attributes:
-        key: unique, stable name. Empty until `settle_keys`. The key is the path below the source without the
-            extension; the extension is kept if two clips differ in nothing else. "@start-end" follows if the row selects
-            a time range. "~" and eight hex digits of the caption's hash follow for the second and later captions of a
-            clip. A key never contains "#".
+        key: unique, stable name. It is empty until `settle_keys`. The key is the path relative to the source, without
+            the extension. The extension is kept if two clips have the same path otherwise. If the row selects a time
+            range, "@start-end" follows. For the second and later captions of a clip, "~" and eight hex digits of the
+            caption's hash follow. A key never contains "#".
         path: absolute path of the file.
-        caption: text as written, without outer white space; never empty.
-        start: start of the time range in seconds; None is the beginning of the file.
-        end: end of the time range in seconds; None is the end of the file.
-        name: path below the source, extension included.
-        is_extra_caption: whether an earlier record has the same clip and range with another caption.
+        caption: text as written, without leading and trailing white space, never empty.
+        start: start of the time range in seconds. None is the start of the file.
+        end: end of the time range in seconds. None is the end of the file.
+        name: path relative to the source, including the extension.
+        is_extra_caption: whether an earlier record has the same clip and time range with a different caption.
     """
 
     key: str
@@ -55,37 +57,37 @@ class ClipRecord:
 
     @property
     def range_suffix(self) -> str:
-        """The time range as part of a key."""
+        """Suffix of the key for the time range: "@start-end", "@start", or "" without a time range."""
         if self.start is None and self.end is None:
             return ""
         return f"@{self.start or 0.0:.3f}" + ("" if self.end is None else f"-{self.end:.3f}")
 
     @property
     def suffix(self) -> str:
-        """Time range and caption as part of a key."""
+        """Suffix of the key for the time range and, if the record is an extra caption, the caption."""
         if not self.is_extra_caption:
             return self.range_suffix
         return f"{self.range_suffix}~{hashlib.sha256(self.caption.encode()).hexdigest()[:8]}"
 
     @property
     def short_key(self) -> str:
-        """Key without the extension."""
+        """Key without the file extension."""
         return clip_key(self.name) + self.suffix
 
     @property
     def full_key(self) -> str:
-        """Key with the extension."""
+        """Key with the file extension."""
         return safe_name(self.name) + self.suffix
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A clip, or another part of a source, that cannot be used.
+    """A clip, or another file or row of a source, that cannot be used.
 
     Attributes:
-        key: the clip's key, or table:line if there is no clip to name.
-        path: the file, as the source writes it.
-        reason: violated rule, and the fix.
+        key: key of the clip, or "table:line" if no clip can be named.
+        path: path of the file, as the source writes it.
+        reason: rule that is violated, and the fix.
     """
 
     key: str
@@ -94,7 +96,7 @@ class Rejection:
 
 
 def reject(key: str, path: object, reason: object) -> Rejection:
-    """Return a rejection with texts that can be printed and stored."""
+    """Return a rejection. Characters in its texts that cannot be printed or stored are escaped."""
     return Rejection(*(printable(str(text)) for text in (key, path, reason)))
 
 
@@ -104,11 +106,11 @@ def records_of_clip(
     """Yield one record for each caption of a clip.
 
     Args:
-        name: path below the source, extension included.
+        name: path relative to the source, including the extension.
         path: absolute path.
-        captions: checked captions; a repeated caption is rejected.
-        place: where the captions are written, for the rejection.
-        seconds: time range.
+        captions: checked captions. If a caption occurs twice, a rejection is yielded, too.
+        place: file or row that contains the captions, for the rejection.
+        seconds: time range of the clip.
     """
     if repeated := next((caption for caption, count in Counter(captions).items() if count > 1), ""):
         yield reject(place, path, f"caption is listed twice ({repeated[:60]}); keep one of the two")
@@ -119,7 +121,11 @@ def records_of_clip(
 def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:
     """Drop duplicate records, set the keys, and sort records and rejections by key.
 
-    A later record of the same clip and range with another caption becomes an extra caption of the clip.
+    If a later record has the same clip and time range with a different caption, it becomes an extra caption of the
+    clip.
+
+    Returns:
+        The records with their keys, and the rejections, including rejections of duplicates and of equal keys.
     """
     rejections: list[Rejection] = []
     unique: dict[tuple[Path, str], ClipRecord] = {}
@@ -156,28 +162,38 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
 
 
 def safe_name(name: str) -> str:
-    """Return a name that may be part of a key: "#" starts the suffix of windows and sizes (see `wands.data.clips.clip`)."""
+    """Return a name that can be part of a key: "#" becomes "%23".
+
+    In keys of samples, "#" starts the suffix for window and size (see `wands.data.clips.clip`).
+    """
     return name.replace("#", "%23")
 
 
 def clip_key(name: str) -> str:
-    """Return the key of a clip without the extension."""
+    """Return the key of the clip with this name (path relative to the source). The key does not contain the extension."""
     return safe_name(str(PurePosixPath(name).with_suffix("")))
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Return a name with its accents composed (NFC) and decomposed (NFD): archives of macOS decompose them."""
+    """Return a name with composed accents (NFC) and with decomposed accents (NFD), because archives from macOS
+    decompose accents.
+    """
     return tuple(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
 
 
 def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
-    """Return the name and the absolute path of a clip that a table names.
+    """Find the file of a clip that a table names, and return its name and its absolute path.
 
-    The first folder that contains the file is used. If no file has the written name, a file is used whose name differs only in
-    the composition of accents. The returned name, and so the key, is the written name on every system.
+    The first folder that contains the file is used. If no file has exactly the written name, a file is used whose name
+    differs from the written name only in composed or decomposed accents. The returned name is the written name on every
+    system, so the key is, too.
+
+    Args:
+        video: path as the table writes it.
+        folders: folders to which a relative path may be relative.
 
     Raises:
-        DataError: if the file does not exist or its name is not UTF-8.
+        DataError: if the path is a URL, the file does not exist, or its name is not UTF-8.
     """
     if re.match(r"[a-zA-Z][\w+.-]+://", video):
         raise DataError("video is a URL, not a file; download the clip and write the path of the file")
@@ -199,26 +215,26 @@ def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
 
 
 def check_name(name: str) -> None:
-    """Raise DataError if a file name is not UTF-8, which no report or cache can store."""
+    """Raise DataError if a file name is not UTF-8, because no report or cache can store such a name."""
     if name != printable(name):
         raise DataError("file name is not valid UTF-8; rename it")
 
 
 def check_file(name: str, path: Path) -> None:
-    """Raise DataError if a listed file has an unusable name or does not exist."""
+    """Raise DataError if the name of a file is not UTF-8, or the file does not exist."""
     check_name(name)
     if not path.is_file():
         raise DataError("no such file (a broken link?); fix or remove it")
 
 
 def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], label: str) -> None:
-    """Write a clip of an archive or dataset to a file, unless a file of the right size exists.
+    """Write a clip from an archive or dataset to a file, unless a file of this size exists.
 
     Args:
-        path: target; its name identifies the content.
+        path: file to write. Its name identifies the content.
         num_bytes: size of the clip.
-        write: writes the clip to the path that it is called with.
-        label: name of the clip in errors.
+        write: function that writes the clip to the path that it is called with.
+        label: name of the clip in error messages.
 
     Raises:
         CacheError: if the disk is full or not writable.

@@ -1,4 +1,4 @@
-"""Folders and tar archives of clips, each clip with its caption in a file next to it; other files are reported."""
+"""Folders and tar archives of clips that have their captions in files next to them. Unusable files are reported."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ def tar_archive(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a folder of clips with captions next to them, and of tar archives.
+    """Layout: a folder that contains clips with a caption file next to each clip, or tar archives.
 
-    In a folder with parquet or arrow files, clips without a caption are images of a README, or clips that rows name.
+    A folder with parquet or arrow files does not have this layout if no clip has a caption file. Its clips are then
+    images of a README, or clips that the rows of these files name.
     """
     items = list(_scan_folder(source)) if source.path.is_dir() else []
     records = any(isinstance(item, ClipRecord) for item in items)
@@ -74,7 +75,11 @@ def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | N
 
 
 def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
-    """Yield the clips of a folder and of the archives in it; None marks a clip or archive, usable or not."""
+    """Yield records and rejections for the clips of a folder and of the archives in it.
+
+    None is yielded for each clip and each archive, usable or not, so that the caller knows whether the folder contains
+    any.
+    """
     folder = source.path
     for root, files in walk(folder):
         if isinstance(files, Rejection):
@@ -111,9 +116,10 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, list[str] | Rejection]]:
-    """Yield folders in sorted order with their visible files, or the rejection of an unreadable folder.
+    """Yield each folder below `folder` with the names of its visible files, in sorted order.
 
-    Each real folder is visited once, so that links cannot loop.
+    A folder that cannot be read is yielded with a rejection instead of file names. Each real folder is visited once, so
+    that links cannot cause an endless loop.
     """
     seen: set[tuple[int, int]] = set()
     errors: list[OSError] = []
@@ -132,7 +138,11 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str] | Rejection]]:
 
 
 def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
-    """Return the video with the same name as an image; a caption of this name belongs to the video."""
+    """Return the video for which an image is the poster: a video of the same name. Return None if the image is a
+    separate clip.
+
+    A caption file of this name belongs to the video.
+    """
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
     stem, caption = PurePosixPath(file).stem, _sidecar_of(siblings)
@@ -142,7 +152,11 @@ def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
 
 
 def _sidecar_of(siblings: list[str]) -> str | None:
-    """Return the caption file among files of one name: the first ending of _SIDECARS, preferably in lower case."""
+    """Return the caption file among files that have the same name without extension, or None.
+
+    If there are several caption files, the first extension of _SIDECARS wins. Lower-case extensions win over upper-case
+    extensions.
+    """
     endings = [PurePosixPath(name).suffix for name in siblings]
     for written in (endings, [ending.lower() for ending in endings]):
         for ending in _SIDECARS:
@@ -154,9 +168,10 @@ def _sidecar_of(siblings: list[str]) -> str | None:
 def _reject_unread(
     root: Path, folder: Path, stems: dict[str, list[str]], source: Source
 ) -> Iterator[Rejection | None]:
-    """Yield rejections of clips of unread kinds and of captions without a clip; None for each unread clip.
+    """Yield rejections of files that cannot be read as clips, and of caption files without a clip.
 
-    A lone text is not reported if no clip of the folder has a caption next to it, or if it is named like a document.
+    None is yielded for each video or image in a format that is not read. A text file without a clip is not rejected if
+    no clip of the folder has a caption file, or if the text file is named like a document (README, LICENSE).
     """
     clips = {
         stem for stem, files in stems.items() if any(file.lower().endswith(CLIP_EXTENSIONS) for file in files)
@@ -188,7 +203,7 @@ def _reject_unread(
 
 
 def _may_be_caption(file: Path, source: Source) -> bool:
-    """Return whether a text without a clip looks like a caption, and not like a document or other JSON."""
+    """Return whether a text file without a clip looks like a caption, and not like a document or other JSON data."""
     if _DOCUMENT.fullmatch(file.stem) or file.name.lower() in (*VIDEO_LINES, *CAPTION_LINES):
         return False
     kind = file.suffix.lower()
@@ -204,7 +219,9 @@ def _may_be_caption(file: Path, source: Source) -> bool:
 
 
 def _belongs_to_another(stem: str, clips: set[str]) -> bool:
-    """Return whether a text belongs to a clip with a shorter name, such as clip.tags.txt or clip.mp4.txt to clip.mp4."""
+    """Return whether a text file belongs to a clip with a shorter name. For example, clip.tags.txt and clip.mp4.txt
+    belong to clip.mp4.
+    """
     parts = stem.split(".")
     return any(".".join(parts[:end]) in clips for end in range(1, len(parts)))
 
@@ -212,7 +229,10 @@ def _belongs_to_another(stem: str, clips: set[str]) -> bool:
 def _captions_in_file(
     name: str, read: Callable[[], bytes], source: Source
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return the captions in a file of one clip (.jsonl: its first line), and the JSON object that contains them.
+    """Read the captions in the caption file of one clip. Of a .jsonl file, only the first line is read.
+
+    Returns:
+        The captions, and the JSON object that contains them. The object is empty for a text file.
 
     Raises:
         DataError: if there is no caption, or the file cannot be read.
@@ -233,14 +253,15 @@ def _captions_in_file(
 
 
 def name_in_captions(name: str, captions: Container[str], present: Container[str]) -> str | None:
-    """Return the name of a clip as written in captions.json, where accents may be composed or decomposed.
+    """Return the name of a clip as captions.json writes it, or None if captions.json does not contain the clip.
 
-    A name that another file has is never returned.
+    The written name may have composed accents where the clip's name has decomposed accents, or the reverse. A name that
+    belongs to another file is never returned.
 
     Args:
         name: name of the clip.
         captions: names in captions.json.
-        present: names of all files.
+        present: names of all files in the folder.
     """
     if name in captions:
         return name
@@ -254,14 +275,14 @@ def scan_tar(
     captions: dict[str, Any] | None = None,
     used: set[str] | None = None,
 ) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips of an archive.
+    """Yield the clips of a tar archive.
 
     Args:
-        archive: the tar file.
+        archive: file of the archive.
         folder: folder of the source, which contains the archive.
         source: options of the scan.
-        captions: captions by member name; they take precedence over captions in the archive.
-        used: set to which the used names of `captions` are added.
+        captions: maps member names to captions. These captions take precedence over captions in the archive.
+        used: set to which the function adds the names in `captions` that it has used.
     """
     place = archive.relative_to(folder).as_posix()
     base = next(place[: -len(end)] for end in TAR_EXTENSIONS if place.lower().endswith(end))
@@ -295,7 +316,8 @@ def scan_tar(
 
 
 def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
-    """Return extension and member of a sample's videos, then of its images; the first is the clip.
+    """Return (extension, member) of each video in a sample, then of each image. The first item is the clip of the
+    sample.
 
     Raises:
         DataError: if the sample has no clip.
@@ -318,7 +340,16 @@ def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
 def _captions_of_sample(
     reader: TarReader, sample: str, clip: str, source: Source
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return captions from the .txt, .caption or .json next to the member with extension `clip`, and a .json's object.
+    """Return the captions of a sample in a tar archive, from its .txt, .caption or .json member.
+
+    Args:
+        reader: the open archive.
+        sample: name of the sample.
+        clip: extension of the member that is the clip.
+        source: options of the scan.
+
+    Returns:
+        The captions, and the JSON object that contains them. The object is empty for a text member.
 
     Raises:
         DataError: if there is no caption, or it cannot be read.

@@ -20,14 +20,14 @@ CAPTION_COLUMNS = ("caption", "prompt", "text", "cap", "captions", "vila_caption
 
 @dataclass(frozen=True)
 class Source:
-    """A source of clips and the options of its scan. Column names are case-insensitive.
+    """A source of clips, and the options of its scan. Column names are case-insensitive.
 
     Attributes:
-        name: the source as the user wrote it.
+        name: the source as the user wrote it: a path, or the name of a dataset.
         split: split of a Hugging Face dataset, or the sub-folder of a data set with one table per split.
-        video_column: column of the clips; None takes the first of `VIDEO_COLUMNS` that exists.
-        caption_column: column of the captions; None takes the first of `CAPTION_COLUMNS` that exists.
-        cache_dir: folder for clips that a dataset or archive contains; None is the cache of `datasets`.
+        video_column: column that contains the clips. None takes the first existing column of `VIDEO_COLUMNS`.
+        caption_column: column that contains the captions. None takes the first existing column of `CAPTION_COLUMNS`.
+        cache_dir: folder for clips that a dataset or archive contains. None is a folder in the cache of `datasets`.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Source:
         return (self.caption_column.lower(),) if self.caption_column else CAPTION_COLUMNS
 
     def check_columns(self, present: Iterable[str]) -> None:
-        """Raise DataError if no column can contain a video, or none a caption."""
+        """Raise DataError if none of the columns in `present` can contain a video, or none can contain a caption."""
         names = {name.lower() for name in present}
         for kind, wanted in (("video", self.video_names), ("caption", self.caption_names)):
             if not names.intersection(wanted):
@@ -62,15 +62,17 @@ class Source:
                 )
 
     def pick(self, row: dict[str, Any]) -> tuple[Any, Any]:
-        """Return (video, caption) of a row with lower-case names; None for a value that the row lacks."""
+        """Return (video, caption) of a row with lower-case column names. A value that the row lacks is None."""
         return _first_filled(row, self.video_names), self.pick_caption(row)
 
     def pick_caption(self, row: dict[str, Any]) -> Any:
-        """Return the caption of a row with lower-case names; None if the row has none."""
+        """Return the caption of a row with lower-case column names. Return None if the row has no caption."""
         return _first_filled(row, self.caption_names)
 
 
 def _first_filled(row: dict[str, Any], names: Iterable[str]) -> Any:
-    """Return the first non-empty value: a table of videos and images leaves one of two columns empty."""
+    """Return the first non-empty value of the named columns. A table of videos and images leaves one of its two columns
+    empty.
+    """
     values = [row[name] for name in names if name in row]
     return next((value for value in values if value not in (None, "")), next(iter(values), None))

@@ -19,13 +19,19 @@ from wands.errors import DataError
 RANGE_COLUMNS = ("start", "end", "start_frame", "end_frame")
 
 NumberedRow = tuple[int, dict[str, Any] | str]
-"""Line (or item) number from 1, and the row with lower-case column names; the reason (a string) if it is unreadable."""
+"""(number, row). The number is the line or item, from 1. The row is a dictionary with lower-case column names. For an
+unreadable row it is a string with the reason."""
 
 
 def read_range(row: dict[str, Any], path: Path) -> Range:
     """Return the time range of a row in seconds.
 
-    A range in frames needs the clip's frame rate, or the times of its frames if the rate varies.
+    A range in frames is converted with the clip's frame rate. If the frame rate varies, it is converted with the times
+    of the frames.
+
+    Args:
+        row: row with lower-case column names.
+        path: file of the clip.
 
     Raises:
         DataError: if the range is invalid or the clip cannot be opened.
@@ -50,7 +56,7 @@ def read_range(row: dict[str, Any], path: Path) -> Range:
 
 
 def _read_seconds(row: dict[str, Any]) -> Range:
-    """Return a row's optional columns start and end."""
+    """Return (start, end) in seconds from the optional columns start and end of a row."""
     start, end = (_seconds(name, row.get(name)) for name in ("start", "end"))
     if (start or 0.0) < 0 or (end is not None and end <= (start or 0.0)):
         raise DataError(f"start={start} end={end} must be 0 <= start < end; correct them")
@@ -67,7 +73,10 @@ def _seconds(name: str, value: Any) -> float | None:
 
 
 def _read_frames(row: dict[str, Any]) -> tuple[int, int] | None:
-    """Return a row's optional columns start_frame and end_frame, both inclusive as in NVIDIA's meta.json."""
+    """Return (first frame, last frame) from the optional columns start_frame and end_frame, or None if both are empty.
+
+    The last frame is included in the range, as in NVIDIA's meta.json.
+    """
     first, last = row.get("start_frame"), row.get("end_frame")
     if first in (None, "") and last in (None, ""):
         return None
@@ -82,7 +91,7 @@ def _read_frames(row: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def read_lines(file: Path) -> list[str]:
-    """Return the stripped lines of a UTF-8 text file.
+    """Return the lines of a UTF-8 text file, without leading and trailing white space.
 
     Raises:
         DataError: if the file cannot be read.
@@ -95,10 +104,11 @@ def read_lines(file: Path) -> list[str]:
 
 
 def read_pairs(videos: Path, captions: Path) -> list[NumberedRow]:
-    """Read two text files in which line n of one belongs to line n of the other: a clip's path, its caption.
+    """Read two text files whose lines belong together: line n of `videos` is the path of a clip, line n of `captions`
+    is its caption.
 
     Raises:
-        DataError: if a file cannot be read, or the numbers of lines differ.
+        DataError: if a file cannot be read, or the two files have different numbers of lines.
     """
     paths, texts = read_lines(videos), read_lines(captions)
     if len(paths) != len(texts):
@@ -113,7 +123,8 @@ def read_pairs(videos: Path, captions: Path) -> list[NumberedRow]:
 def read_table(table: Path) -> list[NumberedRow]:
     """Read a .csv, .jsonl or .json file in UTF-8, with or without a byte order mark.
 
-    A .json file is a list of objects, or one object of file name: caption(s), or of file name: object.
+    A .json file is a list of objects, or one object. The single object maps each file name to one or several captions,
+    or to an object with the columns of the row.
 
     Raises:
         DataError: if the file has another extension or cannot be read as a whole.
@@ -130,12 +141,15 @@ def read_table(table: Path) -> list[NumberedRow]:
 
 
 def lower_names(row: dict[Any, Any]) -> dict[str, Any]:
-    """Return a row with stripped lower-case column names."""
+    """Return a row with column names in lower case, without leading and trailing white space."""
     return {str(name).strip().lower(): value for name, value in row.items()}
 
 
 def _csv_rows(table: Path) -> Iterator[NumberedRow]:
-    """Yield rows with the number of their first line; reading continues at the line after an unreadable one."""
+    """Yield the rows of a .csv file, each with the number of its first line.
+
+    After an unreadable row, reading continues at the next line.
+    """
     lines = list(io.StringIO(table.read_text(encoding="utf-8-sig"), newline=""))
     names: list[str] | None = None
     begin = 0
@@ -157,9 +171,13 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
 
 
 def _csv_row(lines: list[str], begin: int) -> tuple[list[str] | str, int]:
-    """Return the cells of the row that begins at a line, or why the row is unreadable; and the next line.
+    """Read the row that begins at a line.
 
-    Quotes are read strictly: an unclosed double quote would otherwise move all later rows into one caption.
+    Quotes are read strictly. Otherwise an unclosed double quote would move all later rows into one caption.
+
+    Returns:
+        The cells of the row, or a text with the reason if the row is unreadable. And the index of the line at which the
+        next row begins.
     """
     reader = csv.reader((lines[index] for index in range(begin, len(lines))), strict=True)
     try:

@@ -1,8 +1,8 @@
-"""Decode clips to uint8 [F, H, W, 3], and encode frames to mp4.
+"""Decode clips to uint8 frames [F, H, W, 3] (frames, height, width, RGB), and encode frames to mp4.
 
 Times are seconds from the first timestamp of the video stream. Frames are chosen by timestamp, never by number. Headers
-and seek tables can be wrong, so the code uses only the parts that measurements have confirmed. torch is imported where it is
-used, because the processes of `wands check` do not need it.
+and seek tables can be wrong, so the code uses only those parts that were right in measurements. torch is imported only
+inside the functions that use it, because the processes of `wands check` do not need it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class DecodedClip:
     """One window of a clip, ready for the VAE.
 
     Attributes:
-        frames: uint8 [F, H, W, 3] RGB, F = 1 + k * frame_stride, H and W multiples of size_multiple.
+        frames: uint8 [F, H, W, 3] RGB. F is 1 + k * frame_stride, and H and W are multiples of size_multiple.
         fps: frames per second of ``frames``.
         start_seconds: time of ``frames[0]``.
-        suffix: suffix of the sample's key: "", or in slide mode "#0000", "#0001", ...; then the size, unless it is the size
-            of the first area limit.
-        source: facts from the file.
-        variable_fps: whether the frames read so far are not equally spaced in time.
-        interlaced: whether some of the frames read so far contain two moments in alternate lines.
+        suffix: suffix of the sample's key. It starts with the window in slide mode ("#0000", "#0001", ...), otherwise
+            with "". A size such as "#640x352" follows, unless the size belongs to the first limit of the frame area.
+        source: properties of the file.
+        variable_fps: whether the frames read so far have unequal distances in time.
+        interlaced: whether some of the frames read so far are interlaced: alternate lines show two different moments.
     """
 
     frames: np.ndarray
@@ -56,7 +56,7 @@ class DecodedClip:
 def _choose(
     reader: VideoReader, frames: Iterator[VideoFrame], times: Iterable[float]
 ) -> Iterator[VideoFrame]:
-    """Yield for each time the last frame that starts at or before it; stop at the end of the stream.
+    """Yield for each time the last frame that starts at or before this time. Stop at the end of the stream.
 
     Raises:
         DataError: if a frame is damaged or missing, or timestamps jump or run backwards.
@@ -86,7 +86,7 @@ def _choose(
 
 
 class _Renderer:
-    """Convert decoded images to upright RGB of the planned size."""
+    """Converts decoded images to upright RGB images of the planned size."""
 
     def __init__(self, reader: VideoReader, size: FrameSize) -> None:
         self.size = size.target[::-1]  # height and width of the result
@@ -174,22 +174,26 @@ def decode_clip(
 ) -> Iterator[DecodedClip]:
     """Decode the windows of a clip that ``spec`` selects, lazily and in time order.
 
-    The frame for time t is the last frame with a timestamp <= t. Rotation, mirroring and pixel aspect ratio are applied.
-    Damage and truncation outside the windows are ignored. Windows that slide mode yields before an error are complete.
+    The frame for time t is the last frame with a timestamp <= t. Rotation, mirroring and pixel aspect ratio are
+    applied. Damage and truncation outside the windows are ignored. In slide mode, windows that were yielded before an
+    error are complete.
 
     Args:
-        path: the file.
-        spec: rate, size and length of the samples.
-        start: time in seconds; earlier frames are not used.
-        end: time in seconds; frames at or after this time are not used.
-        more_pixels: further area limits; each adds a sample of every window, unless the size exists already.
+        path: file of the clip.
+        spec: frame rate, size and length of the samples.
+        start: time in seconds. Earlier frames are not used. None is the start of the file.
+        end: time in seconds. Frames at or after this time are not used. None is the end of the file.
+        more_pixels: further limits of the frame area in pixels. Each limit adds a sample of every window, unless its
+            size exists already.
 
     Yields:
-        For each size one clip for ``head`` and ``middle``, one per window for ``slide``; at least one.
+        For each size, one clip in the modes ``head`` and ``middle``, and one clip per window in the mode ``slide``. At
+        least one clip.
 
     Raises:
-        DataError: if the file cannot be opened, has no video or no frame, is truncated or corrupt inside a window, or is
-            too short or too small. If the clip is too small only for a further limit, the error follows all clips.
+        DataError: if the file cannot be opened, has no video or no frame, is truncated or corrupt inside a window, or
+            is too short or too small. If the file is too small only for a further limit, the error is raised after all
+            clips.
     """
     path = Path(path)
     try:
@@ -202,7 +206,7 @@ def decode_clip(
 
 
 def probe(path: Path) -> VideoInfo:
-    """Read a file's header and first frame.
+    """Read the header and the first frame of a file, and return the properties of the video.
 
     Raises:
         DataError: if the file cannot be opened, or has no video or no decodable frame.
@@ -213,13 +217,14 @@ def probe(path: Path) -> VideoInfo:
 
 
 def frame_times(path: Path) -> tuple[float, ...] | None:
-    """Return the start of each frame of a variable-rate clip in seconds, and the end of the clip as last item.
+    """Return the start of each frame of a clip with a variable frame rate, in seconds. The last item is the end of the
+    clip.
 
     Returns:
-        None for a constant rate, where frame k begins at k / `VideoInfo.fps`.
+        None for a constant frame rate, where frame k begins at k / `VideoInfo.fps`.
 
     Raises:
-        DataError: as for `probe`.
+        DataError: if the file cannot be opened, or has no video or no decodable frame.
     """
     with _damage_named(path):
         status = path.stat()
@@ -234,7 +239,7 @@ def _frame_times(path: Path, size: int, changed: int) -> tuple[float, ...] | Non
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Replace the errors of a damaged file by a DataError that names the file."""
+    """Replace the errors that a damaged file causes inside the `with` block by a DataError that names the file."""
     try:
         yield
     except BROKEN as error:
@@ -243,7 +248,7 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def to_pixels(frames: np.ndarray) -> torch.Tensor:
-    """Convert uint8 [F, H, W, 3] to the VAE's float32 [3, F, H, W] in [-1, 1]."""
+    """Convert uint8 frames [F, H, W, 3] to the input of the VAE: float32 [3, F, H, W] in [-1, 1]."""
     import torch
 
     assert frames.dtype == np.uint8, frames.dtype
@@ -252,7 +257,10 @@ def to_pixels(frames: np.ndarray) -> torch.Tensor:
 
 
 def to_frames(pixels: torch.Tensor) -> np.ndarray:
-    """Convert [3, F, H, W] of any float type, clamped to [-1, 1], to uint8 [F, H, W, 3]. Inverse of `to_pixels`."""
+    """Convert pixels [3, F, H, W] to uint8 frames [F, H, W, 3]. Inverse of `to_pixels`.
+
+    The pixels may have any float type. Values outside [-1, 1] are clamped.
+    """
     import torch
 
     scaled = pixels.detach().float().add(1.0).mul_(127.5).round_().clamp_(0, 255)
@@ -260,11 +268,12 @@ def to_frames(pixels: torch.Tensor) -> np.ndarray:
 
 
 def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Write an H.264 mp4 that every player opens (yuv420p, BT.709, index first). The file appears complete or not at all.
+    """Write an H.264 mp4 that every player opens (yuv420p, BT.709, index first). The file is either complete or absent.
 
     Args:
-        path: target, ends in .mp4; its folder is created.
-        frames: uint8 [F, H, W, 3] RGB. Sizes of yuv420p are even, so the last row or column of an odd size is doubled.
+        path: file to write. It ends in .mp4, and its folder is created.
+        frames: uint8 [F, H, W, 3] RGB. yuv420p needs an even height and width, so the last row or column of an odd size
+            is repeated.
         fps: frames per second.
     """
     path = Path(path)

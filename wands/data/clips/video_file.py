@@ -1,7 +1,8 @@
-"""Read video files with PyAV: header facts, decoded frames in order, seeking, damage.
+"""Read video files with PyAV: properties from the header, decoded frames in display order, seeking, and detection of
+damage.
 
-Times are seconds from the first timestamp of the video stream. Headers and seek tables can be wrong: they are used only
-where measurements have shown them right.
+Times are seconds from the first timestamp of the video stream. Headers and seek tables can be wrong, so the code uses
+only those parts that were right in measurements.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ _PLAYLISTS = {"concat", "dash", "hls", "imf", "sdp", "tty"}
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """Properties of a video from the header and the first frame.
+    """Properties of a video, from the header and the first frame.
 
     Attributes:
-        container: FFmpeg's name(s) of the format.
+        container: FFmpeg's name(s) of the container format.
         codec: FFmpeg's name of the codec.
-        fps: average frames per second.
-        num_frames: number of frames according to the header, 0 if the header has no number; may be wrong.
-        duration: seconds of video according to the header; a truncated file is shorter.
-        width: stored pixels per row, before rotation and pixel aspect ratio.
-        height: stored rows.
+        fps: average number of frames per second.
+        num_frames: number of frames according to the header, which may be wrong. 0 if the header has no number.
+        duration: seconds of video according to the header. A truncated file is shorter.
+        width: stored pixels per row, before rotation and pixel aspect ratio are applied.
+        height: stored rows, before rotation is applied.
         rotation: counterclockwise degrees (0, 90, 180 or 270) by which the stored image must be rotated.
-        sar: width / height of a stored pixel.
+        sar: sample aspect ratio: width / height of a stored pixel.
         mirrored: whether left and right must be exchanged after the rotation.
-        hdr: "PQ" or "HLG" for HDR brightness, else "". Nothing maps HDR to SDR.
+        hdr: "PQ" or "HLG" for HDR videos, otherwise "". The decoder does not convert HDR to SDR.
     """
 
     container: str
@@ -71,7 +72,7 @@ class VideoInfo:
 
     @property
     def display_size(self) -> tuple[Fraction, Fraction]:
-        """Displayed width and height: pixel aspect ratio applied to the width, then rotated."""
+        """Displayed (width, height) in square pixels, after the pixel aspect ratio and then the rotation are applied."""
         width, height = self.width * self.sar, Fraction(self.height)
         return (height, width) if self.rotation % 180 else (width, height)
 
@@ -103,7 +104,8 @@ def _open_container(path: Path) -> Any:
 def _orientation(path: Path, image: Any) -> tuple[int, bool]:
     """Return the counterclockwise rotation of an image in degrees, and whether the rotated image must be mirrored.
 
-    PyAV's `rotation` is the direction of the x axis in the display matrix, so a horizontally mirrored image has 180.
+    PyAV's `rotation` is the direction of the x axis in the display matrix. So PyAV reports 180 for an image that is
+    only mirrored horizontally.
     """
     try:
         data = image.side_data.get("DISPLAYMATRIX")
@@ -127,11 +129,11 @@ def _is_mirrored_by_exif(path: Path) -> bool:
 
 
 class VideoReader:
-    """An open video stream. Damage inside the stream raises no error; the damaged frames are marked.
+    """An open video stream. Damage inside the stream does not raise an error; the damaged frames are marked instead.
 
     Attributes:
-        reached: time up to which frames were decoded, in seconds.
-        interlaced: whether a decoded frame is interlaced.
+        reached: time in seconds up to which frames were decoded.
+        interlaced: whether a frame decoded so far is interlaced.
         first: first frame.
         info: properties from the header and the first frame.
     """
@@ -205,16 +207,23 @@ class VideoReader:
 
     @property
     def variable_fps(self) -> bool:
-        """Whether distances of the frames decoded so far differ by more than rounding."""
+        """Whether the frames decoded so far have unequal distances in time. Differences by rounding of timestamps are
+        ignored.
+        """
         shortest, longest = self._steps
         return longest - shortest > max(ROUNDING, 0.1 * shortest) if longest else False
 
     def tolerance(self, duration: float) -> float:
-        """Return the seconds by which a correct header may exceed the content: 2 %, at least two frames."""
+        """Return how many seconds a header's duration may exceed the real duration of an undamaged file: 2 %, at least
+        two frames.
+        """
         return max(0.02 * duration, 2 / self._rate)
 
     def _duration(self) -> float:
-        """Return the length of the video in seconds: from the header, or from the packets if the header has no exact length."""
+        """Return the duration of the video in seconds.
+
+        The duration comes from the header. If the header has no exact duration, it comes from the packets.
+        """
         whole = float((self._container.duration or 0) / av.time_base)
         if self._container.format.name not in _GUESSED_DURATION:
             if self._stream.duration:
@@ -231,7 +240,7 @@ class VideoReader:
         return video if anything >= promised - self.tolerance(promised) else promised
 
     def _scan_packets(self) -> tuple[float, float]:
-        """Read every packet of the file. Return (seconds of video, seconds of the longest stream)."""
+        """Read every packet of the file, and return (seconds of video, seconds of the longest stream)."""
         video = anything = 0.0
         with _open_container(self.path) as container:
             started = float((container.start_time or 0) / av.time_base)
@@ -253,7 +262,7 @@ class VideoReader:
         return video, max(anything, video)
 
     def frame_times(self) -> tuple[float, ...] | None:
-        """Return the result of `wands.data.clips.video.frame_times` from the packets, without decoding."""
+        """Return the result of `wands.data.clips.video.frame_times`, computed from the packets without decoding."""
         # Timestamps of these containers belong to packets, not to images: broadcasts store an image as two fields, AVI
         # numbers packets. Their rate is constant.
         if self._container.format.name in _GUESSED_DURATION:
@@ -279,7 +288,7 @@ class VideoReader:
         return None if self._is_even(times) else (*times, min(end, self.info.duration))
 
     def _is_even(self, times: Sequence[float]) -> bool:
-        """Return whether frame k begins at k / rate up to rounding."""
+        """Return whether every frame k begins at k / frame rate, up to rounding."""
         allowed = min(ROUNDING, 0.5 / self._rate)
         return all(abs(time - number / self._rate) <= allowed for number, time in enumerate(times))
 
@@ -288,7 +297,10 @@ class VideoReader:
         return self._stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
 
     def frames(self, start: float) -> Iterator[VideoFrame]:
-        """Return frames in display order, from the frame at or before ``start`` seconds. Call this method once."""
+        """Yield frames in display order, beginning with the last frame that starts at or before ``start`` seconds.
+
+        Call this method only once, because it continues the decoding of the open stream.
+        """
         if start > 0 and self._can_seek:
             self._container.seek(
                 round((start + self._origin) / self._stream.time_base), stream=self._stream, backward=True
