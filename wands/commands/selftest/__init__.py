@@ -1,1 +1,1 @@
-"""Parity checks of `wands selftest`."""
+"""The command `wands selftest`: checks that compare wands with stock diffusers."""

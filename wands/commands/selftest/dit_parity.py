@@ -1,8 +1,10 @@
-"""Checks of a DiT: training's computation on a bin against stock diffusers sample by sample, or against one process.
+"""Checks of a DiT that compare two computations on the same samples.
 
-The stock model is loaded, run and dropped before training's code loads the packed model.
+One kind of check compares training's computation on a bin (packed sequence of samples) with stock diffusers, which runs the
+samples one by one. The other kind compares a bin that all ranks share with the whole bin on one process. The stock model is
+deleted before the packed model is loaded.
 
-Letters: T tokens of the bin, P channels of a token, C latent channels, f h w latent frames, rows, columns.
+The letter P in shapes is the number of channels of a token.
 """
 
 from __future__ import annotations
@@ -41,9 +43,13 @@ GRIDS = ((3, 3, 5), (2, 5, 5), (2, 1, 7))
 TEXT_LENS = [9, 40, 1]
 SEED = 0
 OUTPUT_BOUND, GRADIENT_BOUND = 1e-4, 1e-3
-"""Error of fp32 sums in another order, through 40 blocks and back; a mistake gives 1e-2 and more."""
+"""Largest relative errors of the velocity and of the gradients in fp32.
+
+The error of correct code comes from sums in a different order, through 40 blocks and their backward pass. A mistake in the
+code gives a relative error of 1e-2 or more.
+"""
 BF16_FACTOR = 1.5
-"""Largest ratio of the errors, to fp32, of two correct computations in bf16."""
+"""Largest ratio between the errors of two correct computations in bf16. Each error is relative to the result in fp32."""
 PARAMETERS = (
     "patch_embedding.weight",
     "condition_embedder.text_embedder.linear_1.weight",
@@ -56,21 +62,26 @@ PARAMETERS = (
     "blocks.0.ffn.net.2.weight",
     "proj_out.weight",
 )
-"""Parameters whose gradients are compared; the gradients of the whole model would take as much memory as the model."""
+"""Parameters whose gradients are compared. The gradients of all parameters would need as much memory as the model."""
 
 
 Answer = dict[str, Tensor]
-"""On the host in fp32: "sample 0", ... -> velocity [tokens, P]; name of each trained parameter -> gradient."""
+"""Result of one computation, as fp32 tensors on the host.
+
+It maps "sample 0", "sample 1", ... to the velocity [tokens, P] of the sample, for P channels of a token. It maps the name of
+each parameter in `PARAMETERS` that the model has to the gradient of the parameter.
+"""
 
 
 class Comparison(NamedTuple):
-    """Tested answer, expected answer, and a correct answer in the dtype of the tested answer.
+    """Tested answer and expected answer. An answer is the velocities and gradients from one computation.
 
     Attributes:
-        tested: the answer under test.
-        expected: the expected answer, in fp32.
-        rounded: answer of the model of `expected` in the dtype of `tested`; `expected` itself in fp32.
-        origin: computation of `expected`, for the report.
+        tested: answer of the tested computation, in fp32 or bf16 arithmetic.
+        expected: answer of the reference computation in fp32 arithmetic.
+        rounded: answer of the reference computation in the arithmetic of `tested`. It is `expected` itself for fp32, and shows
+            the error that rounding to bf16 alone causes.
+        origin: name of the reference computation, for the report.
     """
 
     tested: Answer
@@ -80,10 +91,13 @@ class Comparison(NamedTuple):
 
 
 def check_output(found: Comparison) -> Outcome:
-    """Compare the velocity sample by sample.
+    """Compare the tested velocity of each sample with the expected velocity.
+
+    Args:
+        found: tested answer and expected answer.
 
     Raises:
-        Skipped: if the model's head is zero, so that every velocity is zero.
+        Skipped: if the head (output layer) of the model is zero, so that every velocity is zero.
     """
     names = found.expected.keys() - set(PARAMETERS)
     if not any(found.expected[name].any() for name in names):
@@ -92,7 +106,11 @@ def check_output(found: Comparison) -> Outcome:
 
 
 def check_gradients(found: Comparison) -> Outcome:
-    """Compare the gradients parameter by parameter."""
+    """Compare the tested gradient of each parameter in `PARAMETERS` with the expected gradient.
+
+    Args:
+        found: tested answer and expected answer.
+    """
     return _judge(found, found.expected.keys() & set(PARAMETERS), GRADIENT_BOUND)
 
 
@@ -110,14 +128,17 @@ def _judge(found: Comparison, names: Collection[str], bound: float) -> Outcome:
 
 
 class PackedSamples:
-    """Unequal samples of random latents, text and images, packed by training's code; equal on every rank."""
+    """Samples of different lengths with random latents, text and images, packed into one bin by training's code.
+
+    All ranks draw the same samples.
+    """
 
     def __init__(self, setup: Setup, i2v_ratio: float = 0.0) -> None:
-        """Draw and bin the samples.
+        """Draw the samples and pack them into one bin (packed sequence).
 
         Args:
-            setup: the tested DiT, whose noise levels are drawn.
-            i2v_ratio: TI2V's share of samples whose first frame is given.
+            setup: setup with the tested DiT. Noise levels are drawn from the range that this DiT is trained on.
+            i2v_ratio: share of samples whose first frame is given, for the model TI2V.
         """
         self.setup, self.shape, self.sigma_range = setup, setup.variant.dit, setup.expert.sigma_range
         self.flow = FlowConfig(cfg_dropout=0.0, i2v_ratio=i2v_ratio)
@@ -137,12 +158,16 @@ class PackedSamples:
     def run_packed(
         self, model: PackedWanTransformer, dtype: torch.dtype, layout: ContextLayout | None = None
     ) -> Answer:
-        """Run forward and backward as in a training step.
+        """Run the forward pass and the backward pass on the bin (packed sequence), as in a training step.
 
         Args:
-            model: model with its attention set.
-            dtype: dtype of the computation.
-            layout: this rank's part, if all ranks share the bin and call this method.
+            model: packed model with its attention set.
+            dtype: dtype of the computation, fp32 or bf16 under autocast.
+            layout: tokens of the bin that this rank processes, if all ranks share the bin. All ranks must then call this
+                method. None if this process runs the whole bin.
+
+        Returns:
+            Velocities and gradients, equal on all ranks that share the bin.
         """
         device, mine = self.setup.device, layout or self.whole
         shard = self.batch.rank_slice(mine).to(device)
@@ -162,7 +187,16 @@ class PackedSamples:
         return {name: tensor.cpu() for name, tensor in answer.items()}
 
     def run_stock(self, model: WanTransformer3DModel) -> Answer:
-        """Run forward and backward sample by sample, as diffusers' pipelines call the model."""
+        """Run the forward pass and the backward pass of the stock model on each sample separately.
+
+        The calls of the model have the same form as in diffusers' pipelines.
+
+        Args:
+            model: model of diffusers.
+
+        Returns:
+            Velocities of the samples and gradients of the model.
+        """
         batch, device, patch = self.batch, self.setup.device, self.shape.patch_size
         has = self.setup.has
         sigmas = add_noise(
@@ -189,7 +223,14 @@ class PackedSamples:
 
 
 def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:
-    """Return the velocities by the number of the sample, and the gradients of the model, which are reset."""
+    """Return an answer that maps "sample 0", ... to velocities, and names of trained parameters to gradients.
+
+    The gradients are removed from the model.
+
+    Args:
+        velocities: velocity [tokens, P] of each sample, for P channels of a token.
+        model: model after the backward pass.
+    """
     answer = {f"sample {i}": velocity for i, velocity in enumerate(velocities)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -199,9 +240,13 @@ def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:
 
 
 def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
-    """Compare training's computation with stock diffusers, for a "packed" batch and for TI2V's "first_frame" batch.
+    """Run the same samples through training's computation and through stock diffusers.
 
-    Each model is loaded once; the stock model is dropped before the packed model is loaded.
+    The stock model is deleted before the packed model is loaded, so that only one model is in memory at a time.
+
+    Returns:
+        The comparison of ordinary samples under "packed". For the model TI2V, also the comparison of samples whose first frame
+        is given, under "first_frame".
     """
     bins = {"packed": PackedSamples(setup)}
     if setup.has("first_frame"):
@@ -225,7 +270,13 @@ def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
 
 
 def compare_to_one_process(setup: Setup) -> Comparison:
-    """Compare the bin shared by all ranks with the whole bin on every rank alone."""
+    """Run a bin (packed sequence) shared by all ranks, and the whole bin on each rank alone, for a comparison.
+
+    The answer of the shared bin is the tested answer. The answer of the whole bin is the expected answer.
+
+    Raises:
+        ConfigError: if the device differs from DeepSpeed's device, or the model cannot be split across the ranks.
+    """
     _, _, device = init_process_group()
     if device.type != setup.device.type:
         raise ConfigError(
@@ -259,7 +310,12 @@ def compare_to_one_process(setup: Setup) -> Comparison:
 
 
 def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
-    """Load fp32 weights, as in a training run, and set the kernel that a run would choose for `dtype`."""
+    """Load the packed model with fp32 weights, as in a training run.
+
+    Args:
+        setup: setup with the tested DiT.
+        dtype: dtype of the computation. The model gets the attention kernel that a training run would choose for this dtype.
+    """
     model = load_transformer(setup.folder, subfolder=setup.expert.subfolder, key="--model").to(setup.device)
     _choose_trained(model)
     _set_attention(setup, model, dtype)
@@ -279,7 +335,10 @@ def _choose_trained(model: torch.nn.Module) -> None:
 
 
 def check_names(setup: Setup) -> Outcome:
-    """Check that official Wan's names and diffusers' names are one to one."""
+    """Check the conversion of the DiT's parameter names from diffusers' names to official Wan's names and back.
+
+    The check passes if every parameter name is unchanged after both conversions.
+    """
     names = [name for name, _ in build_empty(load_config(setup.folder, key="--model")).named_parameters()]
     try:
         official = rename_all(names, DIT.to_official, "diffusers")

@@ -1,4 +1,4 @@
-"""Checks of VAE, text encoder and CLIP: the encoders of preprocess against the stock pipeline."""
+"""Checks that compare the VAE, text encoder and CLIP of `wands preprocess` with diffusers' stock pipeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from wands.errors import ConfigError
 from wands.model.files.official import LATENTS_22
 
 MEAN_BAND, STD_BAND = 0.5, (0.3, 1.6)
-"""Ranges of normalised latents of an ordinary clip. Before normalisation, Wan 2.1's latents have a deviation near 2.2."""
+"""Largest absolute mean, and range of the standard deviation, of the normalised latents of an ordinary clip.
+
+Before normalisation, the latents of Wan 2.1 have a standard deviation of about 2.2.
+"""
 PSNR_FLOOR = 15.0
 CAPTIONS = (
     "",
@@ -38,10 +41,18 @@ WORDS = "A long walk on the beach, "
 
 
 class VaePart:
-    """VAE in fp32 as preprocess loads it, the clip's pixels, and the clip's latents as a stock pipeline computes them."""
+    """VAE in fp32 as `wands preprocess` loads it, and a clip that diffusers' stock pipeline has encoded.
+
+    Attributes:
+        pixels: pixels of the clip as the stock pipeline prepares them, fp32 [3, F, H, W].
+        latents: normalised latents of the clip as the stock pipeline computes them.
+    """
 
     def __init__(self, setup: Setup) -> None:
-        """Load the VAE.
+        """Load the VAE, and let the stock pipeline encode the clip.
+
+        Args:
+            setup: setup with the model and the clip.
 
         Raises:
             ConfigError: if the VAE is missing or cannot be loaded.
@@ -57,7 +68,10 @@ class VaePart:
         self.latents: Tensor = latents[0].cpu()
 
     def stock_condition(self) -> Tensor:
-        """Return the condition that the stock pipeline computes from the given images of the clip."""
+        """Return the image condition that diffusers' stock pipeline computes from the first frame of the clip.
+
+        If the model takes a last image, the pipeline also gets the last frame of the clip.
+        """
         pipeline = WanImageToVideoPipeline(
             **self.parts, scheduler=None, expand_timesteps=self.setup.has("first_frame")
         )
@@ -73,7 +87,7 @@ class VaePart:
 
 
 def check_pixels(part: VaePart) -> Outcome:
-    """Check that the VAE gets pixels in [-1, 1]."""
+    """Check that `wands preprocess` gives the VAE the same pixels in [-1, 1] as the stock pipeline of diffusers."""
     pixels = to_pixels(part.setup.frames)
     low, high = pixels.aminmax()
     error = float((pixels - part.pixels).abs().max())
@@ -82,7 +96,7 @@ def check_pixels(part: VaePart) -> Outcome:
 
 
 def check_latents(part: VaePart) -> Outcome:
-    """Compare the normalised latents with the stock pipeline."""
+    """Compare the normalised latents of `wands preprocess` with the latents of diffusers' stock pipeline."""
     latents, variant = part.encoder.encode(part.pixels), part.setup.variant
     shape = [variant.dit.out_channels, *variant.latent_size(*part.pixels.shape[1:])]
     if list(latents.shape) != shape:
@@ -91,7 +105,11 @@ def check_latents(part: VaePart) -> Outcome:
 
 
 def check_statistics(part: VaePart) -> Outcome:
-    """Compare the statistics in the VAE's config with its latents, and with the published ones."""
+    """Check the mean and standard deviation by which the VAE's config normalises latents.
+
+    For the shape of a published model, compare the config with the published statistics. For a clip of the user, check that
+    the normalised latents of the clip have an ordinary mean and standard deviation.
+    """
     std, mean = (float(value) for value in torch.std_mean(part.latents))
     number, passed, bounds = f"mean {mean:.3f}, std {std:.3f}", None, []
     if part.setup.is_published:
@@ -116,7 +134,10 @@ def _distance_from_published(vae: AutoencoderKLWan) -> float:
 
 
 def check_roundtrip(part: VaePart) -> Outcome:
-    """Measure the clip's PSNR after encoding and decoding."""
+    """Encode and decode the clip with the VAE, and measure the PSNR of the decoded clip relative to the original clip.
+
+    The PSNR of a published VAE must be at least `PSNR_FLOOR` in dB.
+    """
     decoded = part.encoder.decode(part.latents)
     psnr = 10 * float(torch.log10(4.0 / (decoded - part.pixels).square().mean()))
     if not part.setup.is_published:
@@ -125,19 +146,35 @@ def check_roundtrip(part: VaePart) -> Outcome:
 
 
 def check_condition(part: VaePart) -> Outcome:
-    """Compare the image condition of I2V, mask and latents, with the stock pipeline."""
+    """Compare the image condition (mask and latents) of an image-to-video model with diffusers' stock pipeline."""
     patch = part.setup.variant.dit.patch_size
     latents = part.encoder.encode(given_frames(part.pixels, part.has_last))
     return judge(condition_channels(latents, part.has_last, patch), patchify(part.stock_condition(), patch))
 
 
 def check_first_frame(part: VaePart) -> Outcome:
-    """Compare the first latent frame of a clip with the latents that the TI2V pipeline computes from its first frame."""
+    """Compare the first latent frame of a whole clip with the latents of the clip's first frame alone.
+
+    `wands preprocess` encodes the whole clip. The stock TI2V pipeline of diffusers encodes the first frame alone.
+    """
     return judge(part.encoder.encode(part.pixels)[:, :1], part.stock_condition())
 
 
 def _load_stock(setup: Setup, dtype: torch.dtype, label: str, *parts: str) -> WanImageToVideoPipeline:
-    """Load the given parts of a stock pipeline. The pipelines for text and for images encode text equally."""
+    """Load a stock pipeline of diffusers with only the named parts.
+
+    The image-to-video pipeline is loaded for every model, because it encodes text in the same way as the text-to-video
+    pipeline.
+
+    Args:
+        setup: setup with the model.
+        dtype: dtype of the weights.
+        label: name of the parts in the error message.
+        parts: names of the parts to load, such as "tokenizer".
+
+    Raises:
+        ConfigError: if a part is missing or cannot be loaded.
+    """
     unused = dict.fromkeys(set(PARTS).difference(parts))
     with loading_part(setup.folder, label):
         pipeline = WanImageToVideoPipeline.from_pretrained(setup.folder, **unused, dtype=dtype)
@@ -146,7 +183,7 @@ def _load_stock(setup: Setup, dtype: torch.dtype, label: str, *parts: str) -> Wa
 
 @torch.no_grad()
 def check_image_embeds(setup: Setup) -> Outcome:
-    """Compare CLIP's hidden states before the last layer with the stock pipeline."""
+    """Compare the hidden states before CLIP's last layer from `wands preprocess` with diffusers' stock pipeline."""
     frames = setup.frames[[0, -1] if setup.has("last_image") else [0]]
     embeds = ImageEncoder.load(setup.folder, setup.device).encode(list(frames))
     pipeline = _load_stock(setup, torch.float32, "image encoder", "image_processor", "image_encoder")
@@ -155,10 +192,19 @@ def check_image_embeds(setup: Setup) -> Outcome:
 
 
 class TextPart:
-    """Tokenizer and UMT5, as the stock pipeline loads and calls them."""
+    """Tokenizer and text encoder UMT5, loaded by diffusers' stock pipeline.
+
+    Attributes:
+        pipeline: stock pipeline with only these two parts.
+        tokenizer: tokenizer of the pipeline.
+        model: UMT5 of the pipeline.
+    """
 
     def __init__(self, setup: Setup) -> None:
-        """Load tokenizer and UMT5.
+        """Load the tokenizer and UMT5.
+
+        Args:
+            setup: setup with the model.
 
         Raises:
             ConfigError: if a part is missing or cannot be loaded.
@@ -168,14 +214,18 @@ class TextPart:
         self.model.requires_grad_(False)
 
     def encode(self, caption: str) -> Tensor:
-        """Return the embedding of preprocess, fp32 [tokens, text_dim]."""
+        """Return the text embedding that `wands preprocess` computes, fp32 [tokens, text_dim].
+
+        Raises:
+            Skipped: if the token embedding of UMT5 has random values, so that the check text.tied fails.
+        """
         try:
             return TextEncoder(self.tokenizer, self.model).encode(caption).float()
         except ConfigError as error:
             raise Skipped(f"text.tied fails: {error}") from None
 
     def encode_stock(self, caption: str) -> Tensor:
-        """Return the embedding of the stock pipeline, fp32 [512, text_dim]."""
+        """Return the text embedding that diffusers' stock pipeline computes, fp32 [512, text_dim]."""
         embeds, _ = self.pipeline.encode_prompt(
             caption, do_classifier_free_guidance=False, max_sequence_length=OFFICIAL_TEXT_LEN
         )
@@ -183,7 +233,14 @@ class TextPart:
 
 
 def check_embeds(part: TextPart, captions: tuple[str, ...] = CAPTIONS) -> Outcome:
-    """Compare zero-padded embeddings with the embeddings of the stock pipeline."""
+    """Compare text embeddings of `wands preprocess` with text embeddings of diffusers' stock pipeline.
+
+    The embeddings of `wands preprocess` are padded with zeros to 512 tokens for the comparison.
+
+    Args:
+        part: tokenizer and text encoder.
+        captions: captions to encode.
+    """
     errors = []
     for caption in captions:
         embeds = part.encode(caption)
@@ -195,7 +252,7 @@ def check_embeds(part: TextPart, captions: tuple[str, ...] = CAPTIONS) -> Outcom
 
 
 def check_tied(part: TextPart) -> Outcome:
-    """Check that UMT5 uses the trained token embedding."""
+    """Check that the encoder of UMT5 uses the trained token embedding `shared.weight`, and no separate tensor."""
     used, trained = part.model.encoder.embed_tokens.weight, part.model.shared.weight
     error = float((used - trained).abs().max())
     same = used.data_ptr() == trained.data_ptr()
@@ -204,7 +261,10 @@ def check_tied(part: TextPart) -> Outcome:
 
 
 def check_pads(part: TextPart) -> Outcome:
-    """Check that the stock embedding is zero after the last token of the caption, and not before."""
+    """Check that a text embedding of diffusers' stock pipeline has 512 rows and is zero after the caption's last token.
+
+    The row of the last token itself must not be zero.
+    """
     lens = [len(part.encode(caption)) for caption in CAPTIONS]
     stock = [part.encode_stock(caption) for caption in CAPTIONS]
     pads = max(float(rows[length:].abs().max()) for rows, length in zip(stock, lens, strict=True))
@@ -215,7 +275,10 @@ def check_pads(part: TextPart) -> Outcome:
 
 
 def check_length(part: TextPart) -> Outcome:
-    """Check that long captions are cut at 512 tokens, not at 226, the default of diffusers' `encode_prompt`."""
+    """Check that captions are cut at 512 tokens. The default of diffusers' `encode_prompt` would cut them at 226 tokens.
+
+    Also compare the embeddings of these long captions with diffusers' stock pipeline.
+    """
     tokens_per_phrase = (len(part.tokenizer(WORDS * 10).input_ids) - len(part.tokenizer(WORDS).input_ids)) / 9
     captions = (WORDS * round(350 / tokens_per_phrase), WORDS * round(700 / tokens_per_phrase))
     short, long = (len(part.encode(caption)) for caption in captions)

@@ -1,4 +1,7 @@
-"""Checks of a model with two experts: stock pipeline and training give every timestep to the same DiT."""
+"""Checks of a model with two experts (DiTs, each for a range of timesteps).
+
+The checks compare the DiT that diffusers' stock pipeline uses for a timestep with the DiT that training uses for it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ NUM_DRAWS = 1000
 
 
 def check_boundary(setup: Setup) -> Outcome:
-    """Compare the DiT that the pipeline uses above, at and below the boundary with the DiT that is trained there."""
+    """Compare the DiT that the stock pipeline uses with the DiT that wands trains, at three timesteps.
+
+    The timesteps are above, at and below the boundary between the timesteps of the two experts (DiTs).
+    """
     ratio, num_timesteps = _read_boundary(setup)
     offsets = (1.0, 0.0, -1.0)
     timesteps = [offset + ratio * num_timesteps for offset in offsets]
@@ -37,7 +43,7 @@ def check_boundary(setup: Setup) -> Outcome:
 
 
 def check_draws(setup: Setup) -> Outcome:
-    """Check that training draws no noise level at which sampling uses the other expert."""
+    """Check that training draws for each expert (DiT) only noise levels at which the stock pipeline uses this expert."""
     ratio, num_timesteps = _read_boundary(setup)
     wrong = count = 0
     for shift in SHIFTS:
@@ -55,7 +61,12 @@ def check_draws(setup: Setup) -> Outcome:
 
 
 def _read_boundary(setup: Setup) -> tuple[float, int]:
-    """Return t / num_timesteps at and above which the high-noise expert is used, and the scheduler's num_timesteps."""
+    """Read the boundary between the timesteps of the two experts.
+
+    Returns:
+        (boundary, num_timesteps). The high-noise expert is used at timesteps t >= boundary * num_timesteps. The
+        scheduler of the model has num_timesteps training timesteps.
+    """
     file = setup.folder / "scheduler" / "scheduler_config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     assert setup.variant.boundary_ratio is not None
@@ -63,7 +74,14 @@ def _read_boundary(setup: Setup) -> tuple[float, int]:
 
 
 def _ask_pipeline(setup: Setup, timesteps: list[float]) -> list[str]:
-    """Run the stock pipeline's loop with two stand-ins for the DiTs; return the DiT that each falling timestep called."""
+    """Return the name of the DiT that diffusers' stock pipeline uses at each timestep.
+
+    The sampling loop of the pipeline runs with mock objects in place of the two DiTs. The mock objects record the calls.
+
+    Args:
+        setup: setup with the model.
+        timesteps: timesteps in descending order.
+    """
     ratio, num_timesteps = _read_boundary(setup)
     latents, called = torch.zeros(1, 16, 1, 2, 2), []
 

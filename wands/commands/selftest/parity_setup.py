@@ -1,4 +1,4 @@
-"""Model, clip and settings of a selftest, and the result of the checks of `wands selftest`."""
+"""Setup of `wands selftest` (model, clip and settings), and the types for the results of its checks."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ from wands.sampling.pipeline import CLASSES
 from wands.variants import VARIANTS, Expert, Variant
 
 NUM_FRAMES, HEIGHT, WIDTH = 13, 128, 192
-"""Size of the synthetic clip. A given clip is cut to as many frames and to 1.5 x 1.5 as many pixels."""
+"""Number of frames, height and width of the synthetic clip.
+
+A clip of the user is shortened to at most `NUM_FRAMES` frames, and scaled to at most 1.5 x 1.5 times the area of a frame.
+"""
 
 
 class Skipped(Exception):
-    """Reason why a check does not apply."""
+    """Exception that a check raises if it does not apply to the model. The text is the reason."""
 
 
 class Outcome(NamedTuple):
     """Outcome of a check.
 
     Attributes:
-        passed: whether the measured value is within the bound; None if there is no bound.
-        number: measured value.
-        bound: bound, and its reason if the reason is not obvious.
+        passed: whether the measured value is within its bound; None if the value has no bound.
+        number: measured value as text.
+        bound: bound of the measured value as text, in some cases with the reason for this bound.
     """
 
     passed: bool | None
@@ -46,12 +49,12 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the report.
+    """Result of one check, a line of the report.
 
     Attributes:
-        name: name of the check, followed by the DiT if the model has two.
+        name: name of the check. If the model has two DiTs, the name of the tested DiT follows.
         status: "pass", "fail" or "skipped".
-        text: number and bound, or the reason.
+        text: measured value and its bound, the error that stopped the check, or the reason why the check was skipped.
     """
 
     name: str
@@ -68,12 +71,12 @@ class Setup:
 
     Attributes:
         options: options of the command.
-        folder: diffusers pipeline.
-        variant: variant that the configs describe.
+        folder: folder of the diffusers pipeline.
+        variant: model variant that the pipeline's config files describe.
         device: device of all computations.
-        dtype: dtype of the text encoder, and of the DiT under autocast; VAE and CLIP stay in fp32, as in preprocess.
-        frames: uint8 [F, H, W, 3], F = 4k + 1 >= 5.
-        expert: the tested DiT, for the checks of a DiT.
+        dtype: dtype of the text encoder and of the DiT's computation. The VAE and CLIP use fp32, as in `wands preprocess`.
+        frames: frames of the clip, uint8 [F, H, W, 3] with F = 4k + 1 >= 5.
+        expert: tested DiT, for checks of a DiT.
     """
 
     options: SelftestOptions
@@ -86,19 +89,24 @@ class Setup:
 
     @property
     def is_published(self) -> bool:
-        """Whether the model has the shape of a published Wan model, whose VAE's statistics are known."""
+        """Whether the model has the shape of a published Wan model. The VAE statistics of published models are known."""
         return self.variant.name in VARIANTS
 
     def has(self, condition: str) -> bool:
-        """Return whether the model takes a condition."""
+        """Return whether the model takes a condition, for example "image" or "clip"."""
         return condition in self.variant.conditions
 
 
 def load_setup(options: SelftestOptions) -> Setup:
-    """Read the model's configs and the clip; no weight is read and nothing is downloaded.
+    """Read the config files of the model and the frames of the clip. Without --clip, make a synthetic clip.
+
+    The function reads no weights and downloads nothing.
+
+    Args:
+        options: options of the command; they name the model and the clip.
 
     Raises:
-        ConfigError: if the model is not on this machine or not a Wan pipeline, or the device does not exist.
+        ConfigError: if the model is not on this machine or is not a Wan pipeline, or if the device does not exist.
         DataError: if the clip cannot be used.
     """
     folder = find_folder(options.model)
@@ -127,7 +135,10 @@ def load_setup(options: SelftestOptions) -> Setup:
 
 
 def find_folder(model: str) -> Path:
-    """Return the folder of a model, or of a Hub id in this machine's cache, without network access.
+    """Return the folder of a model without network access.
+
+    Args:
+        model: folder, or Hub id of a model in the Hub's cache on this machine.
 
     Raises:
         ConfigError: if the model is not on this machine.
@@ -156,7 +167,7 @@ def _read_frames(clip: Path, variant: Variant) -> np.ndarray:
 
 
 def _make_frames() -> np.ndarray:
-    """Return smooth moving colours over the full range."""
+    """Return the synthetic clip, uint8 [F, H, W, 3]. Smooth colour waves move through the full range of values."""
     axes = (np.linspace(0, 3, NUM_FRAMES), np.linspace(0, 4, HEIGHT), np.linspace(0, 6, WIDTH))
     t, y, x = np.meshgrid(*axes, indexing="ij")
     waves = np.stack([np.sin(x + t), np.cos(y - t), np.sin(x * y / 3 + t)], -1)
@@ -166,17 +177,33 @@ def _make_frames() -> np.ndarray:
 def judge(
     measured: Tensor, expected: Tensor, bound: float = 1e-5, why: str = "fp32 in another order"
 ) -> Outcome:
-    """Return the outcome of a comparison of two tensors by their relative error."""
+    """Compare two tensors by their relative error, and return the outcome.
+
+    Args:
+        measured: tested tensor.
+        expected: tensor of the reference computation.
+        bound: largest relative error at which the check passes.
+        why: reason for the bound, for the report.
+    """
     return judge_error(relative_error(measured, expected), bound, why)
 
 
 def judge_error(error: float, bound: float, why: str) -> Outcome:
-    """Return the outcome of a relative error."""
+    """Return the outcome of a check that measured a relative error.
+
+    Args:
+        error: relative error.
+        bound: largest relative error at which the check passes.
+        why: reason for the bound, for the report.
+    """
     return Outcome(error <= bound, f"relative error {error:.2g}", f"<= {bound:.2g}, {why}")
 
 
 def relative_error(measured: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over the norm of `expected`; infinite if shapes differ or a value is not finite."""
+    """Return the norm of `measured - expected` divided by the norm of `expected`.
+
+    Return infinity if the shapes differ or a value is not finite.
+    """
     measured, expected = measured.detach().double().cpu(), expected.detach().double().cpu()
     if measured.shape != expected.shape:
         return float("inf")

@@ -1,4 +1,4 @@
-"""`wands selftest`: the parity checks of the test suite on the user's weights and machine."""
+"""The command `wands selftest`: run wands' comparisons with stock diffusers on the user's weights and machine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 
 class Check(NamedTuple):
-    """One line of the report.
+    """A check of the model, which gives one line of the report.
 
     Attributes:
-        name: name of the line.
-        load: loader of the part that the check needs; None if the check needs only the setup.
-        run: check of the loaded part, or of the setup.
-        condition: condition that the model must have.
+        name: name of the check.
+        load: loads the part of the model that the check needs; None if the check loads nothing in advance.
+        run: runs the check and returns its outcome. The argument is the loaded part, or the setup if `load` is None.
+        condition: condition, such as "image", that the model must take; empty if the check applies to every model.
     """
 
     name: str
@@ -67,31 +67,33 @@ DIT_CHECKS = (
     Check("cp.output", dit.compare_to_one_process, dit.check_output),
     Check("cp.gradients", dit.compare_to_one_process, dit.check_gradients),
 )
-"""Checks of each DiT of the model."""
+"""Checks that run once for each DiT of the model."""
 NAMES = [check.name for check in (*CHECKS, *DIT_CHECKS)]
 
 
 def selftest(options: SelftestOptions) -> Iterator[Result]:
-    """Compare a model, as wands reads and trains it, with stock diffusers. One big part is in memory at a time.
+    """Compare the results of a model in wands with the results of the same model in stock diffusers.
 
-    The DiT's weights are fp32, as in training. Under a launcher only the checks of context parallelism run, each rank with the
-    whole DiT; without a launcher all other checks run. Nothing is written and nothing is downloaded.
+    The weights of the DiT are fp32, as in training. Only one large part of the model is in memory at a time. Under a launcher
+    such as torchrun, only the checks of context parallelism run, and each rank loads the whole DiT. Without a launcher, all
+    other checks run. The function writes no files and downloads nothing.
 
     Args:
-        options: options of the command.
+        options: options of the command; they name the model, the clip and the checks.
 
     Yields:
-        The result of each check as soon as it is known.
+        The result of each check as soon as the check is finished.
 
     Raises:
-        WandsError: if the model or the clip does not exist, or a part that a check needs is missing or damaged.
+        WandsError: if the model or the clip does not exist, a check in `options.only` does not exist, or a part that a check
+            needs is missing or damaged.
     """
     for choice in options.only:
         if not any(_is_chosen(name, (choice,)) for name in NAMES):
             raise ConfigError(f"--only={choice} is not a check; choose from {', '.join(NAMES)}.")
     setup = load_setup(options)
     log.info("selftest of %s: %s on %s in %s", options.model, setup.variant.name, setup.device, setup.dtype)
-    # By default PyTorch lets cuDNN's convolutions round to TF32, an error of 1e-3.
+    # By default cuDNN's convolutions in PyTorch round to TF32, which causes errors of 1e-3.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     with quiet_loading():
         yield from _run(setup, CHECKS)
@@ -102,7 +104,11 @@ def selftest(options: SelftestOptions) -> Iterator[Result]:
 
 
 def _run(setup: Setup, checks: Sequence[Check]) -> Iterator[Result]:
-    """Run checks. A part of the model is loaded for its first check and dropped after its last check."""
+    """Run checks and yield their results.
+
+    Consecutive checks that need the same part of the model share this part. The part is loaded before the first of these checks
+    and deleted after the last.
+    """
     for load, checks_of_part in groupby(checks, key=lambda check: check.load):
         part, problem = None, ""
         for check in checks_of_part:
@@ -122,7 +128,7 @@ def _run(setup: Setup, checks: Sequence[Check]) -> Iterator[Result]:
                 raise
             except (
                 Exception
-            ) as error:  # a failing library, GPU or memory fails its check; the next check runs
+            ) as error:  # an error of a library or GPU, or missing memory, fails only this check
                 log.debug("%s", check.name, exc_info=error)
                 yield Result(check.name, "fail", f"{type(error).__name__}: {one_line(error, 300)}")
             else:
@@ -137,7 +143,10 @@ def _is_chosen(name: str, only: tuple[str, ...]) -> bool:
 
 
 def _inapplicable(check: Check, setup: Setup) -> str:
-    """Return the reason why a check does not apply to this model or number of processes, or an empty text."""
+    """Return the reason why a check does not apply to this model or this number of processes.
+
+    Return an empty text if the check applies.
+    """
     is_alone, needs_ranks = os.environ.get("WORLD_SIZE", "1") == "1", check.name.startswith("cp.")
     name, command = setup.variant.name, f"wands selftest --model {setup.options.model}"
     if check.condition and not setup.has(check.condition):

@@ -1,4 +1,4 @@
-"""Stock DiT of diffusers on one sample, called as diffusers' pipelines call it: the reference for packed training."""
+"""Reference for packed training: the stock DiT of diffusers, run on one sample in the same way as in diffusers' pipelines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 OFFICIAL_TEXT_LEN = 512
-"""Official Wan's `text_len`; not `wands.variants.TEXT_LEN`, which the checks verify."""
+"""Value of `text_len` in official Wan. The checks compare wands with this value, so it is not `wands.variants.TEXT_LEN`."""
 
 
 def add_conditions(
@@ -23,15 +23,16 @@ def add_conditions(
     Args:
         latents: noisy latents [C, f, h, w].
         timestep: timestep of the noise level, a scalar.
-        first_frame: clean first latent frame [C, 1, h, w] of a TI2V sample.
-        image_latents: latents [C, f, h, w] of the given images and grey frames, for I2V.
-        last_image: whether the last image is given too.
+        first_frame: latent frame [C, 1, h, w] without noise that replaces the first noisy frame, for the model TI2V.
+        image_latents: latents [C, f, h, w] of a clip that contains the given images and grey frames, for I2V models.
+        last_image: whether the last frame is given in addition to the first frame.
 
     Returns:
-        The input channels, and the timesteps [1], or [1, tokens] with `first_frame`.
+        Latents with the added condition channels [channels, f, h, w], and the timesteps. The timesteps have shape [1], or
+        [1, tokens] with `first_frame`.
     """
     if first_frame is not None:
-        # The loop of WanImageToVideoPipeline with expand_timesteps, line by line.
+        # These lines copy the loop of WanImageToVideoPipeline with expand_timesteps.
         mask = torch.ones(1, *latents.shape[1:], dtype=latents.dtype)
         mask[:, 0] = 0
         latents = (1 - mask) * first_frame + mask * latents
@@ -52,14 +53,14 @@ def stock_velocity(
     text_embeds: Tensor,
     image_embeds: Tensor | None = None,
 ) -> Tensor:
-    """Run the model on one sample and return the velocity [C, f, h, w].
+    """Run a model of diffusers on one sample, and return the velocity [C, f, h, w] for C latent channels.
 
     Args:
         model: model of diffusers.
-        latents: input channels [C, f, h, w].
-        timesteps: [1], or [1, tokens].
-        text_embeds: [L, text_dim] without padding.
-        image_embeds: CLIP states [rows, channels] of all given images.
+        latents: latents with the channels of the image conditions [channels, f, h, w], from `add_conditions`.
+        timesteps: one timestep [1] for the sample, or a timestep [1, tokens] for each token.
+        text_embeds: text embedding [L, text_dim] of L tokens, without padding.
+        image_embeds: hidden states of CLIP for all given images, [number of states, channels].
     """
     like = model.patch_embedding.weight
     text = torch.nn.functional.pad(text_embeds, (0, 0, 0, OFFICIAL_TEXT_LEN - len(text_embeds)))
