@@ -139,7 +139,7 @@ CAPTIONS: dict[str, tuple[bytes | None, str]] = {
     "no caption": (None, "missing caption"),
     "empty caption": (b"", "empty caption"),
     "blank caption": (b" \n\t ", "empty caption"),
-    "caption of an entity": (b"&amp;nbsp;", "empty caption once cleaned"),
+    "caption of an entity": (b"&amp;nbsp;", "caption is empty after cleaning"),
     "caption in latin-1": ("ein Fu\xdfg\xe4nger".encode("latin-1"), "cannot be read"),
     "endless caption": (b"a man rides a bicycle " * 400, SAMPLE),
 }

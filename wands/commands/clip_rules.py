@@ -18,7 +18,7 @@ LIMIT_SECONDS = 300.0
 In `wands check` this is the limit for a whole clip. In `wands preprocess` it is the limit for one window (range of frames).
 """
 NO_MEMORY = "does not fit into memory; lower --max-frames or --max-pixels"
-EMPTY_CAPTION = "empty caption once cleaned; write one"
+EMPTY_CAPTION = "caption is empty after cleaning; write a caption"
 
 
 def crash_reason(path: object, crash: Crash) -> str:

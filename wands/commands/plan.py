@@ -254,9 +254,9 @@ def _start_command(best: Candidate, options: PlanOptions) -> str:
 
 
 def _describe_smallest(task: Task) -> str:
-    """Return an error message that says that no settings fit.
+    """Return the error message for the case that no settings fit the machine.
 
-    The message describes the settings that need the least memory, and suggests changes that reduce the need for memory.
+    The message describes the settings that need the least memory, and suggests changes that reduce the memory.
     """
     gpus, longest = task.workload.world_size, task.longest
     cp_sizes = (1, task.ranks_per_node)

@@ -57,8 +57,8 @@ def push(options: PushOptions, token: str | None = None) -> str:
         The URL of the repository.
 
     Raises:
-        WandsError: if the folder contains neither a pipeline nor a LoRA; if the repository's name, the token or the server
-            cannot be used; or if the upload fails.
+        WandsError: if the folder contains neither a pipeline nor a LoRA, or if the upload fails. Also if the repository's
+            name, the token or the server cannot be used.
     """
     directory = options.directory
     contents = _check_contents(directory)

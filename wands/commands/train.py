@@ -88,7 +88,7 @@ def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:
 def _show_timesteps(recipe: Recipe, log: Log) -> None:
     """Log a histogram of the sampled timesteps for each expert (DiT for a range of noise levels) that the recipe trains.
 
-    Without `model.path` in the recipe, log one histogram over all noise levels.
+    If the recipe has no `model.path`, log one histogram over all noise levels.
     """
     experts = read_model(recipe)[2] if recipe.model.path else ()
     for expert in experts or (None,):

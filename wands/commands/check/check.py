@@ -1,8 +1,8 @@
-"""The command `wands check`: report for each clip of a source which samples `wands preprocess` will write, and which
-problems exist.
+"""The command `wands check`: predict the samples that `wands preprocess` will write for each clip of a source.
 
-The command needs no model. `wands check` and `wands preprocess` decode with the same function, so that both accept the same
-clips. Decoding runs in subprocesses. If a file crashes or hangs its decoder, the clip is rejected and the check continues.
+The command also reports problems of the clips. It needs no model. `wands check` and `wands preprocess` decode with the same
+function, so that both accept the same clips. Decoding runs in subprocesses. If a file crashes or hangs its decoder, the clip
+is rejected and the check continues.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from wands.variants import VARIANTS, Expert, Variant
 NUM_FRAMES, HEIGHT, WIDTH = 13, 128, 192
 """Number of frames, height and width of the synthetic clip.
 
-A clip of the user is shortened to at most `NUM_FRAMES` frames, and scaled to at most 1.5 x 1.5 times the area of a frame.
+A clip of the user is shortened to at most `NUM_FRAMES` frames. Its frames are scaled down to
+at most 2.25 * `HEIGHT` * `WIDTH` pixels.
 """
 
 
@@ -112,8 +113,8 @@ def load_setup(options: SelftestOptions) -> Setup:
     folder = find_folder(options.model)
     if (name := load_index(folder, key="--model").get("_class_name")) not in CLASSES:
         raise ConfigError(
-            f"--model={options.model} is not a Wan pipeline in diffusers layout (model_index.json names {name}); give one, "
-            "or make one with wands convert."
+            f"--model={options.model} is not a Wan pipeline in diffusers layout (model_index.json names {name}); give the "
+            "folder of a Wan pipeline, or make a pipeline with wands convert."
         )
     variant = read_variant(folder)
     has_gpu = torch.cuda.is_available()
@@ -161,7 +162,7 @@ def _read_frames(clip: Path, variant: Variant) -> np.ndarray:
     frames: np.ndarray = next(iter(decode_clip(clip, spec))).frames
     if len(frames) < 5:
         raise DataError(
-            f"--clip={clip} has {len(frames)} frames at {variant.fps} fps, 5 are needed; give a longer one."
+            f"--clip={clip} has {len(frames)} frames at {variant.fps} fps, 5 are needed; give a longer clip."
         )
     return frames
 

@@ -85,8 +85,8 @@ def selftest(options: SelftestOptions) -> Iterator[Result]:
         The result of each check as soon as the check is finished.
 
     Raises:
-        WandsError: if the model or the clip does not exist, a check in `options.only` does not exist, or a part that a check
-            needs is missing or damaged.
+        WandsError: if the model, the clip or a check in `options.only` does not exist. Also if a part of the model that a
+            check needs is missing or damaged.
     """
     for choice in options.only:
         if not any(_is_chosen(name, (choice,)) for name in NAMES):
