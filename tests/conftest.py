@@ -24,7 +24,7 @@ ROOT = TESTS.parent
 MARKER_OF_FOLDER = {"distributed": "dist", "launch": "launch", "gpu": "gpu"}
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from tests.support.world import WorldPool  # noqa: E402
+from tests.support.world import WorldPool, start_forkserver  # noqa: E402
 from tests.support.world import run_world as _run_world  # noqa: E402
 
 torch.set_num_threads(1)
@@ -52,7 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="the exhaustive matrix: pytest -m full"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(
+        {"worlds", "run_world", "new_world"} & set(getattr(item, "fixturenames", ()))
+        for item in session.items
+    ):
+        start_forkserver()
     gc.collect()
     gc.freeze()  # what is imported stays: looking through it, for cycles or for tensors, takes most of a second each time
 

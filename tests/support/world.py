@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,7 +30,17 @@ _PRELOAD = [
     "torch.utils.tensorboard",
     "deepspeed.utils.zero_to_fp32",
     "deepspeed.runtime.zero.muon.original_muon",
+    "wands.commands.check.check",
 ]
+
+
+def start_forkserver() -> None:
+    """Start the server that all later processes are forked from, so that no rank imports torch again.
+
+    A process has one such server, and the first one who asks for it decides what it has imported: `wands check`, without this.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+    forkserver.ensure_running()
 
 
 def _free_port() -> int:
@@ -166,7 +177,7 @@ class World:
     def _start(self) -> None:
         if self.accelerator is None:
             context: Any = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(_PRELOAD)
+            start_forkserver()
         else:
             context = multiprocessing.get_context("spawn")
         port = _free_port()
