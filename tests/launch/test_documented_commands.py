@@ -22,7 +22,7 @@ from tests.support.fake_hub import FakeHub
 from tests.unit.data.clips.test_video import write_clip
 from tests.unit.test_docs import ROOT, code_blocks, wands_arguments
 from wands.cli import main
-from wands.config.recipe import load_recipe
+from wands.config.recipe_loading import load_recipe
 
 VARIANT_PAGES = sorted((ROOT / "docs" / "variants").glob("*.md"))
 SMALL = {

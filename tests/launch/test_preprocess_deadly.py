@@ -103,14 +103,13 @@ def test_a_clip_that_crashes_its_decoder_is_rejected_and_the_run_continues(
 def test_a_decoder_that_hangs_is_killed(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start_hanging(worker: IsolatedWorker, function: Any, path: Path, *args: Any) -> None:
+    def run_hanging(worker: IsolatedWorker, function: Any, path: Path, *args: Any, **limit: Any) -> Any:
         if path.stem == "deadly0":
-            started(worker, deadly.hang)
-        else:
-            started(worker, function, path, *args)
+            return run(worker, deadly.hang, **limit)
+        return run(worker, function, path, *args, **limit)
 
-    started = IsolatedWorker.start
-    monkeypatch.setattr(IsolatedWorker, "start", start_hanging)
+    run = IsolatedWorker.run
+    monkeypatch.setattr(IsolatedWorker, "run", run_hanging)
     monkeypatch.setattr(decoding, "LIMIT_SECONDS", 20.0)
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **OPTIONS)
     assert report is not None
@@ -123,10 +122,10 @@ def test_one_crash_is_forgiven(
     source: Path, tiny_pipeline: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when something outside kills the decoder, here after the first window: the same bits, each window once."""
-    values, crashed = IsolatedWorker.values, []
+    run, crashed = IsolatedWorker.run, []
 
-    def crash_once(self: IsolatedWorker, *args: Any) -> Any:
-        stream = values(self, *args)
+    def crash_once(self: IsolatedWorker, *args: Any, **limit: Any) -> Any:
+        stream = run(self, *args, **limit)
         if crashed:
             return (yield from stream)
         crashed.append(True)
@@ -135,7 +134,7 @@ def test_one_crash_is_forgiven(
         stream.close()
         raise Crash("the process ended by SIGKILL")
 
-    monkeypatch.setattr(IsolatedWorker, "values", crash_once)
+    monkeypatch.setattr(IsolatedWorker, "run", crash_once)
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **OPTIONS)
     assert report is not None
     assert crashed
@@ -182,13 +181,13 @@ def test_innocent_suspects_are_encoded_as_ever(
 def test_a_clip_that_crashes_the_encoder_is_rejected(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = IsolatedWorker.start
+    run = IsolatedWorker.run
 
-    def start_deadly(self: IsolatedWorker, function: Any, *args: Any) -> None:
-        begin(self, deadly.encode_clips if function is encode_clips else function, *args)
+    def run_deadly(self: IsolatedWorker, function: Any, *args: Any, **limit: Any) -> Any:
+        return run(self, deadly.encode_clips if function is encode_clips else function, *args, **limit)
 
     leave_suspects(monkeypatch, "good1")
-    monkeypatch.setattr(IsolatedWorker, "start", start_deadly)
+    monkeypatch.setattr(IsolatedWorker, "run", run_deadly)
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **OPTIONS)
     assert report is not None
     (rejected,) = report.rejected

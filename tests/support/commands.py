@@ -74,11 +74,11 @@ def push(directory: Path, repo_id: str, *, token: str | None = None, **values: A
 def record_decoded(patch: pytest.MonkeyPatch) -> list[Path]:
     """Return a list to which `wands preprocess` with one worker appends the path of each clip that it decodes."""
     decoded: list[Path] = []
-    start = IsolatedWorker.start
+    run = IsolatedWorker.run
 
-    def recorded(worker: IsolatedWorker, function: Any, path: Path, *arguments: Any) -> None:
+    def recorded(worker: IsolatedWorker, function: Any, path: Path, *arguments: Any, **limit: Any) -> Any:
         decoded.append(path)
-        start(worker, function, path, *arguments)
+        return run(worker, function, path, *arguments, **limit)
 
-    patch.setattr(IsolatedWorker, "start", recorded)
+    patch.setattr(IsolatedWorker, "run", recorded)
     return decoded

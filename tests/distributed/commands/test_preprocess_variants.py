@@ -376,10 +376,14 @@ def test_options_that_make_stills_are_refused(
 @pytest.mark.parametrize(
     ("part", "changes", "message"),
     [
-        ("image_encoder", {"hidden_size": 64}, "image encoder gives hidden_size=64.*image_dim=32"),
-        ("image_encoder", {"patch_size": 32}, "image encoder gives tokens=50.*tokens=257"),
-        ("vae", {"scale_factor_spatial": 16}, r"VAE gives stride=\(4, 16, 16\).*stride=\(4, 8, 8\)"),
-        ("vae", {"z_dim": 48}, "VAE gives z_dim=48.*out_channels=16"),
+        ("image_encoder", {"hidden_size": 64}, "image encoder's hidden_size=64 must equal image_dim=32"),
+        ("image_encoder", {"patch_size": 32}, "image encoder gives 50 tokens, but its transformer takes 257"),
+        (
+            "vae",
+            {"scale_factor_spatial": 16},
+            r"VAE's scale factors=\(4, 16, 16\) must equal the stride=\(4, 8, 8\)",
+        ),
+        ("vae", {"z_dim": 48}, "VAE's z_dim=48 must equal out_channels=16"),
     ],
 )
 def test_parts_of_another_model_are_refused(

@@ -355,7 +355,7 @@ def test_exit_codes(clips: Path, clips_dir: Path, tmp_path: Path) -> None:
         [str(good), "--max-tokens", "0"],
     ):
         assert CliRunner().invoke(main, ["check", *wrong]).exit_code == 2
-    assert "Exit code: 0 if" in " ".join(CliRunner().invoke(main, ["check", "--help"]).output.split())
+    assert "The exit code is 0 if" in " ".join(CliRunner().invoke(main, ["check", "--help"]).output.split())
 
 
 def test_wrong_options_are_refused(clips: Path, tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def test_a_second_backward_is_noticed():
     model = build("t2v", Mode("selective", ("ffn_activation",)))
     loss = run_packed(model, make_pack(1)).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(AssertionError, match="backward ran twice"):
+    with pytest.raises(AssertionError, match="backward pass ran twice"):
         loss.backward()
 
 
