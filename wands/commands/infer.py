@@ -79,8 +79,8 @@ class InferResult:
 def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) -> list[InferResult]:
     """Sample every prompt. Write the videos, one contact sheet and `samples.jsonl` into the folder `options.out_dir`.
 
-    The numbers in the file names continue after the numbers of files in the folder, so no earlier file is replaced. On
-    one machine, a request always gives the same video bit for bit, whatever was sampled before.
+    The numbers in the file names continue after the numbers of files in the folder, so no earlier video or contact
+    sheet is replaced. On one machine, a request always gives the same video bit for bit, whatever was sampled before.
 
     Under a launcher, every rank calls this function, and the ranks sample each video together. The video equals the
     video of one process up to rounding.
@@ -91,12 +91,12 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
             `options`.
 
     Returns:
-        One result per request, in order. On ranks other than the first, an empty list.
+        One result per request, in order. Ranks other than the first return an empty list.
 
     Raises:
         ConfigError: before weights are read, if the model cannot be used, an option is invalid, or an image cannot be
             read. Also if the ranks cannot share a video, the folder is not writable, or the ranks have different
-            options. The error lists all problems.
+            options.
         CheckpointError: if the checkpoint is missing or incomplete, does not fit its config, or has no moving average
             although `options.ema` is set.
         WandsError: if a file cannot be written, or a sample has values that are not finite.
@@ -225,7 +225,8 @@ def _find_trained(checkpoint: Path, model: str, ema: bool) -> dict[str, DiTSourc
     step, state = find_checkpoint(checkpoint)
     if ema:
         check_average(step, state)
-    # The checkpoint of a LoRA run does not contain its base. The base is `model`, unless the run initialised it at random.
+    # The checkpoint of a LoRA run does not contain the base weights. They come from `model`, unless the run initialised them
+    # at random.
     base = None if state.recipe.get("model", {}).get("init") == "random" else model
     return {
         part: DiTSource(

@@ -52,7 +52,7 @@ def save_loss_plot(
     Raises:
         WandsError: if the file cannot be written.
     """
-    # Figure and Agg canvas without pyplot, which would need a display and keep a global list of figures.
+    # pyplot is not used, because it would need a display and keep a global list of figures.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

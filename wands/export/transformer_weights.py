@@ -47,7 +47,7 @@ def write_transformer(
     tensors = [LazyTensor.of(name, value, stock_dtype(name, dtype)) for name, value in weights.items()]
     folder.mkdir()
     model.save_config(folder)
-    # Not save_pretrained, which ignores the umask and makes files that only their owner can read.
+    # save_pretrained is not used, because it ignores the umask and makes files that only their owner can read.
     write_sharded(folder, DIT_STEM, tensors, max_shard_bytes)
     _verify(weights, folder, dtype)
 

@@ -73,7 +73,7 @@ class Hub:
                 is_network = isinstance(cause, network_errors)
                 transient = status in (408, 429) or status >= 500 if status else is_network
                 if wait is None or not transient:
-                    # Without the cause, because a traceback would print a token in the server's answer.
+                    # `from None` leaves out the cause. A traceback would otherwise print a token in the server's answer.
                     raise WandsError(self._explain(action, text, status, is_network)) from None
                 log.warning("%s failed (%s); trying again in %g s", action, text, wait)
                 time.sleep(wait)

@@ -34,10 +34,10 @@ class Activations:
         """
         shape, tokens = self.shape, self.tokens
         block = self._block()
-        # The backward of a block starts with the feed-forward: gradients of its input, output and hidden state.
+        # The backward pass of a block starts with the feed-forward layer: gradients of its input, output and hidden state.
         working = tokens * (2 * FP32 * shape.dim + self.narrow * shape.ffn_dim) + self._decoded()
         ends = tokens * FP32 * 8 * 4 * shape.out_channels
-        # Norm and modulation before the head, with their gradients; their saved tensors are needed only for trained tables.
+        # Norm and modulation before the head, with their gradients. Tensors are saved for them only if the tables are trained.
         head = tokens * FP32 * shape.dim * (4 if self._table_learns() else 2)
         for left in range(shape.num_layers, 0, -1):
             last = left == shape.num_layers
@@ -64,7 +64,7 @@ class Activations:
         kept = [self._named(name) for name in model.kept_on_device]
         if "block_input" not in model.kept_on_host:
             kept.append(self._named("block_input"))
-        # The offloaded tensors of two blocks are on the device: the recomputed block, and the next block, which is fetched.
+        # The device has the offloaded tensors of two blocks: the block that is recomputed, and the next block.
         return (left - 1) * sum(kept) + min(left, 2) * sum(on_host)
 
     def _named(self, name: str) -> float:
@@ -93,7 +93,7 @@ class Activations:
         wide, narrow_rows, hidden = 6 + 3 * (lora is None) + 2 * table, 8 + ffn + 2 * table, 1 + ffn
         low = (6 if attention_only else 8) * lora.rank if lora else 0
         if lora and lora.dropout:
-            # With dropout every LoRA layer has another input; then only ZeRO-3's layer keeps the shared input.
+            # With dropout, every LoRA layer has a separate input. Then only ZeRO-3's linear layer keeps the shared input.
             both = always and not attention_only
             narrow_rows, hidden = narrow_rows + (6 if always else 4) + both, hidden + both
         row = (FP32 * wide + narrow * narrow_rows) * shape.dim + narrow * (hidden * shape.ffn_dim + low)

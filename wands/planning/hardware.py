@@ -84,7 +84,7 @@ def peak_tflops(gpu: str) -> float | None:
 
 _A100 = {"node_bandwidth": 200e9, "network_bandwidth": 22e9}
 _PCIE = {"node_bandwidth": 20e9, "network_bandwidth": 10e9, "host_memory": 256e9, "host_bandwidth": 12e9}
-# Name for --hardware: GPU, memory in GB, other numbers than those of an NVLink node.
+# Maps a name for --hardware to (GPU, memory in GB, numbers that differ from the defaults of Machine).
 _GPUS: dict[str, tuple[str, int, dict[str, float]]] = {
     "h100": ("H100", 80, {}),
     "h200": ("H200", 141, {}),

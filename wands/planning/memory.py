@@ -80,7 +80,7 @@ class _States:
         self.weights_away = offload_device(zero, "offload_param") != "none"
         # One fp32 copy of the trained weights, partitioned over the ranks.
         self.share = FP32 * workload.trained / world_size
-        # Each trained DiT has its own weights, optimizer states and average.
+        # Each trained DiT has separate weights, optimizer states and a separate moving average.
         self.weights = workload.num_models * workload.stored / (world_size if self.stage == 3 else 1)
         self.average = workload.num_models * FP32 * workload.trained / world_size
         self.kind = kind_of(str(workload.ds_config["optimizer"]["type"]))
@@ -137,7 +137,7 @@ class _States:
         """Return the bytes of each offloaded component in host memory."""
         models, host = self.workload.num_models, {}
         if self.optimizer_away:
-            # Masters of all trained weights, also at stage 3.
+            # DeepSpeed keeps masters of all trained weights on the host, also at stage 3.
             host["optimizer"] = models * ((self.share if self.stage else 0.0) + self.moments)
             host["gradients"] = models * FP32 * self.workload.trained / self.workload.world_size
         if self.weights_away:
@@ -155,7 +155,7 @@ class _States:
         if self.ema and self.ema.device == "gpu":
             held["ema"] = self.average
         if self.stage == 3:
-            # Each DiT has its own partition of gradients and its own bucket.
+            # Each trained DiT has a separate partition of the gradients and a separate bucket.
             held["gradients"] = (models - 1) * self.gradients
             held["buffers"] = models * self.bucket
         return held

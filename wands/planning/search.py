@@ -28,7 +28,7 @@ from wands.planning.workload import Workload
 
 CHECKPOINTING = ("none", "selective", "offload", "full")
 SHIPPED = ("zero2", "zero3", "zero3_offload")
-"""Names of the files in ds_configs/ that the search tries. The configs that divide less among the ranks come first."""
+"""Names of the files in ds_configs/ that the search tries. Configs that divide less memory among the ranks come first."""
 HOST_SHARE = 0.9
 """Share of a node's host memory that its ranks may use for offloaded tensors."""
 
@@ -224,8 +224,8 @@ def _sort_key(candidate: Candidate) -> int:
     """Return a number for sorting combinations by speed.
 
     Combinations with nearly the same speed (two percent) get the same number, so that they stay in the order of the
-    search, from simple to complex. The speed of a combination with offloading is reduced by 15 %, because the speed of
-    a busy host is the least certain part of the prediction.
+    search, from simple to complex. A combination with offloading counts as 15 % slower than predicted. The reason is
+    that the speed of a busy host is the least certain part of the prediction.
     """
     speed = candidate.tokens_per_second * (0.85 if candidate.memory.host else 1.0)
     return -round(float(np.log(speed)) * 50)
@@ -330,7 +330,7 @@ def find_cure(task: Task, ds_name: str) -> str:
     """
     recipe, longest = task.workload.recipe, task.longest
     sizes = [recipe.parallel.group_size]
-    # Another cp_size would contradict explicit degrees.
+    # A new cp_size would contradict degrees that the recipe sets.
     if not (recipe.parallel.ulysses_degree or recipe.parallel.ring_degree):
         sizes += [size for size in _cp_sizes(ParallelConfig(), task.workload.world_size) if size > sizes[0]]
     names = dict.fromkeys((ds_name, *task.ds_configs))

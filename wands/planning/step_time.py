@@ -4,25 +4,20 @@ The prediction uses the functions of the training run. `DiTShape` gives the FLOP
 balance and the communicated bytes of a bin. `choose_degrees` gives the degrees. `LEVEL` of the packer gives the wait
 for the slowest rank.
 
-compute   Kernels reach the machine's shares of its peak. The backward pass of a linear layer costs 2 forward passes, or
-1 if its
-          weight is frozen. The backward pass of attention costs 2.5 forward passes. Recomputation adds a forward pass.
-          It does not repeat attention if the output of attention is kept.
-ulysses   All-to-alls inside a node do not overlap with anything. Recomputation repeats the all-to-alls whose results
-are not
-          kept.
-ring      The transfer in a ring step overlaps with the kernel of this step. The last transfer returns gradients and
-does not
-          overlap.
-ZeRO      In each micro step, stage 3 gathers the weights twice and reduces the gradients once. Stage 2 reduces the
-gradients
-          in each micro step, and stages 0 and 1 once per step. Stages 1 and 2 gather the weights once per step. Traffic
-          in a micro step overlaps with the compute that does not already overlap with the ring.
-offload   Weights, gradients and block inputs use the link to the host. The update on the host reads and writes 28 bytes
-per
-          parameter at the speed of this link.
-ignored   Latency, congestion, slow nodes, the optimizer's time on the device, data loading, padding, overhead of small
-kernels.
+- Compute: kernels reach the machine's shares of its peak. The backward pass of a linear layer costs 2 forward passes,
+  or 1 if its weight is frozen. The backward pass of attention costs 2.5 forward passes. Recomputation adds a forward
+  pass. It does not repeat attention if the output of attention is kept.
+- Ulysses: all-to-alls inside a node do not overlap with anything. Recomputation repeats the all-to-alls whose results
+  are not kept.
+- Ring: the transfer in a ring step overlaps with the kernel of this step. The last transfer returns gradients and does
+  not overlap.
+- ZeRO: in each micro step, stage 3 gathers the weights twice and reduces the gradients once. Stage 2 reduces the
+  gradients in each micro step, and stages 0 and 1 reduce them once per step. Stages 1 and 2 gather the weights once per
+  step. The traffic of a micro step overlaps with the compute that does not already overlap with the ring.
+- Offload: weights, gradients and block inputs use the link to the host. The update on the host reads and writes 28
+  bytes per parameter at the speed of this link.
+- Ignored: latency, congestion, slow nodes, the optimizer's time on the device, data loading, padding, and the overhead
+  of small kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ from wands.planning.activations import BF16, FP32
 from wands.planning.hardware import Machine
 from wands.planning.workload import Workload
 
-LINEAR_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # in forwards
+LINEAR_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # cost of a backward pass, in forward passes
 # Bytes per parameter: the update reads gradient, weight and two moments, and writes the last three.
 _ADAM_ON_HOST = 28
 
@@ -138,7 +133,7 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     share = min(workload.trained, shape.num_params) / shape.num_params
 
     pairs = shape.attention_flops_per_squared_token() * sum(length * length for length in lens)
-    # Text and time embeddings are computed by every rank of the group.
+    # Every rank of the group computes the text and time embeddings of all samples.
     whole = len(lens) * shape.linear_flops_per_sample()
     matmuls = (shape.forward_flops(lens) - pairs - whole) / cp + whole
     linear = matmuls / (machine.peak * machine.linear_efficiency)
@@ -150,7 +145,7 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     backward = (linear_backward + again) * linear + (ATTENTION_BACKWARD + attend_again) * attention
 
     comm = plan.comm_bytes(shape.dim, BF16)
-    # `selective` keeps the result of the last of the forward's four exchanged tensors.
+    # The forward pass exchanges four tensors. With `selective`, the result of the last exchange is kept.
     exchanges = 1.0 + (1.0 if attend_again else 0.75 * again)
     exchanged = layers * (exchanges * comm.ulysses_forward + comm.ulysses_backward) / machine.node_bandwidth
     one_way, back = ring_traffic(plan, shape.dim, attention / layers, machine.ring_bandwidth(cp))
@@ -220,7 +215,8 @@ def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float
     block = comm.ring_forward / (degree - 1) / bandwidth
     grads = (comm.ring_backward - comm.ring_forward) / (degree - 1) / bandwidth
     kernel = attention / degree
-    # The gradients of a block start at the next row, overlap with the ring step after it, and return without overlap.
+    # The gradients of a block of keys are sent from the second ring step on. They overlap with the ring step after the transfer
+    # starts. The last transfer returns them to their owner without overlap.
     backward = [block * (step < degree - 1) + grads * (step > 1) for step in range(degree)]
     late = sum(max(0.0, message - ATTENTION_BACKWARD * kernel) for message in backward)
     forward = Traffic(block, max(0.0, block - kernel)) * (degree - 1)

@@ -76,7 +76,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Number of tokens of the fullest bin that one rank has."""
+        """Number of tokens on each rank for the fullest bin: `max_tokens` divided by `cp_size`."""
         return self.max_tokens / self.cp_size
 
     @property

@@ -127,7 +127,7 @@ def _strip(frames: np.ndarray, count: int) -> Image.Image:
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    # The font of Pillow has few glyphs that are not Latin. matplotlib contains DejaVu Sans.
+    # Pillow's own font has few glyphs that are not Latin. matplotlib contains the font DejaVu Sans, which has more.
     import matplotlib
 
     file = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"

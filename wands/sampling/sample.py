@@ -78,7 +78,7 @@ def sample_latents(
         num_inference_steps=request.num_inference_steps,
         guidance_scale=request.guidance_scale,
         max_sequence_length=TEXT_LEN,
-        # On the CPU, because the random numbers of CUDA differ between devices and from the CPU.
+        # The generator is on the CPU, because CUDA's random numbers differ between devices and from the CPU's.
         generator=torch.Generator("cpu").manual_seed(request.seed),
         output_type="latent",
         **options,

@@ -8,7 +8,7 @@ The video differs from the video of one process only by rounding, as after a cha
 also true in bf16. `PackedWanTransformer` is not used, because it keeps the residual stream in fp32. In bf16, its video
 would differ more from the video of one process.
 
-Letters: B samples with the same number of tokens, N tokens of a sample, L tokens of this rank including padding, H
+Letters: B samples with the same number of tokens, N tokens of a sample, L tokens of this rank including padding. H
 attention heads, D channels of a head, P output channels of a token.
 """
 

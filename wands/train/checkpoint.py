@@ -98,7 +98,7 @@ def save_checkpoint(
     _check_space(run, folder, more=sum(average.num_bytes for average in averages.values()))
     try:
         options = {
-            "save_latest": False,  # DeepSpeed's own `latest` is neither atomic nor last
+            "save_latest": False,  # DeepSpeed would write `latest` before the checkpoint is complete, and not atomically
             "exclude_frozen_parameters": run.recipe.lora is not None,
         }
         for part, engine in engines.items():
@@ -159,7 +159,8 @@ def _check_space(run: TrainingRun, folder: Path, more: int) -> None:
     needed = len(run.experts) * (weights + states) + more * world_size
     free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    # Each rank writes a file with its masters and states. One more file has the weights; ZeRO-3 partitions the frozen ones.
+    # Each rank writes a file with its masters and states. A further file contains the weights. At stage 3, frozen weights are
+    # partitioned too.
     largest = max(states // world_size, weights // world_size if stage == 3 else weights)
     if stage == 0:
         largest = weights + states
@@ -208,15 +209,16 @@ def _load_engine(engine: Any, checkpoint: Path, part: str) -> None:
     keys = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
     settings = [{key: group[key] for key in keys if key in group} for group in engine.optimizer.param_groups]
     scheduler = engine.lr_scheduler
-    # A scheduler of the JSON is not a LambdaLR and keeps control of the learning rate.
+    # If the scheduler comes from the DeepSpeed JSON, it is not a LambdaLR, and the JSON controls the learning rate.
     is_ours = isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
     base_lrs = list(scheduler.base_lrs) if is_ours else []
-    # A LoRA checkpoint does not contain the base, which was loaded from the model's own files.
+    # A LoRA checkpoint does not contain the base weights. They were loaded from the files of the model.
     strict = all(parameter.requires_grad for parameter in engine.module.parameters())
     reason = "no partitions for this world size"
     try:
         path, _ = engine.load_checkpoint(str(checkpoint), tag=part, load_module_strict=strict)
-    except ValueError as error:  # from torch, if another sub_group_size cuts the groups differently
+    except ValueError as error:
+        # torch raises this error if a changed sub_group_size splits the parameter groups differently.
         path, reason = None, str(error)
     if path is None:
         raise CheckpointError(

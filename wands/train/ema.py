@@ -62,7 +62,7 @@ class WeightAverage:
 
     def __init__(self, engine: Any, section: EmaConfig, step: int) -> None:
         self.section = section
-        # Step at which the average starts, and step of its last update.
+        # `_first` is the step at which the average starts. `_last` is the step of its last update.
         self._first = self._last = step
         self._fragments = _fragments_of(engine)
         self._places = {fragment.name: fragment.place for fragment in self._fragments}
@@ -100,7 +100,7 @@ class WeightAverage:
         weight = 1.0 - self.decay**num_steps
         for average, fragment in zip(self._averages, self._fragments, strict=True):
             master = fragment.master()
-            # Computed on the device of the weights, in stream order, so the host does not wait.
+            # The update runs on the device of the weights, in the order of its stream, so the host does not wait.
             updated = average.to(master.device, non_blocking=master.is_cuda)
             updated.lerp_(master.float(), weight)
             if updated is not average:

@@ -128,7 +128,7 @@ def build_model(
     if recipe.lora is None:
         freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
     else:
-        # A checkpoint contains the LoRA that lora.init_from started; that file may be gone.
+        # A resumed run does not read lora.init_from: the checkpoint contains the LoRA, and the file may no longer exist.
         start = load_start(recipe.lora, expert) if run.checkpoint is None else None
         add_lora(model, recipe.lora, recipe.train.seed, start)
     if recipe.uses_dropout:
@@ -176,7 +176,8 @@ def build_engine(
         )
         if optimizer is not None:
             optimizer.param_groups = groups
-    # Autocast's cache would keep a bf16 copy of every weight until the forward ends: the whole model on every ZeRO-3 rank.
+    # Autocast's cache would keep a bf16 copy of every weight until the end of the forward pass. With ZeRO-3, every rank would
+    # then have a copy of the whole model.
     torch.set_autocast_cache_enabled(False)
     engine, *_ = deepspeed.initialize(
         model=model,

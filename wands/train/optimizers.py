@@ -57,10 +57,11 @@ def _bitsandbytes() -> Any:
 
 
 def muon_ratio(rows: int, columns: int) -> float:
-    """Return the ratio of Muon's to AdamW's learning rate with which both update a matrix by the same root mean square.
+    """Return the factor by which AdamW's learning rate is multiplied to get Muon's learning rate for a matrix.
 
-    The root mean square of an orthogonal matrix is 1 / sqrt(max(rows, columns)). The root mean square of AdamW's update
-    is about 0.2. DeepSpeed already multiplies Muon's update by sqrt(max(1, rows / columns)).
+    With this factor, the updates of both optimizers have the same root mean square. The root mean square of an
+    orthogonal matrix is 1 / sqrt(max(rows, columns)). The root mean square of AdamW's update is about 0.2. DeepSpeed
+    already multiplies Muon's update by sqrt(max(1, rows / columns)).
 
     Source: Liu et al. 2025, Muon is Scalable for LLM Training, eq. 4 (arXiv:2502.16982).
     """

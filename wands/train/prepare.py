@@ -107,18 +107,19 @@ def prepare_run(
         world_size: number of ranks.
         device_type: "cuda" or "cpu".
         names: (name of the DeepSpeed JSON, name of the recipe) for error messages.
-        encoders: function from a model path to the fingerprint of its VAE and text encoder.
+        encoders: function from a model path to the fingerprint of its VAE and text encoder. The fingerprint is compared
+            with the fingerprint in a cache.
         ranks_per_node: number of ranks on each node; None for a single node.
         checkpoint: checkpoint that the run resumes from. With a checkpoint, `lora.init_from` is not read.
-        problems: problems that were found before. A check is skipped if it needs a recipe section or JSON that has
-            failed.
+        problems: problems that were found before this call, with the names of the recipe sections and files that
+            failed. Checks that need one of these are skipped.
 
     Raises:
-        WandsError: with all problems.
+        WandsError: with all problems, including the problems that were found before this call.
     """
     problems = problems or Problems()
     check, path, dp_size = problems.run, recipe.model.path, world_size // recipe.parallel.group_size
-    # Arguments: name of the check, the check, and the recipe sections and checks that must have passed.
+    # Arguments of `check`: its name, the function to run, and the recipe sections and checks that must have passed before.
     check("world size", lambda: check_world(recipe.parallel, world_size), "parallel")
     check("bins_per_step", lambda: _check_bins(recipe, dp_size, world_size), "world size", "train")
     merge = partial(build_ds_config, world_size=world_size, device_type=device_type, names=names)

@@ -86,7 +86,7 @@ def _describe_data(run: TrainingRun) -> dict[str, Any]:
     caches = [part.data for part in run.data.sources] if isinstance(run.data, CombinedDataset) else [run.data]
     for number, cache in enumerate(caches):
         if isinstance(cache, LatentCache):
-            # Another encoding of the same clips has the same names and lengths, but other checksums.
+            # If the same clips are encoded again, names and lengths stay equal, but the checksums differ.
             index, name = cache.index, f"contents of source {number}" if number else "contents"
             description[name] = _digest(index.crc32, index.text_lens, index.null_text)
     return description
@@ -111,8 +111,9 @@ def _digest(*arrays: np.ndarray) -> str:
 def weights_checksums(module: torch.nn.Module, device: torch.device) -> tuple[list[str], Tensor]:
     """Return a checksum of each parameter with the values that this rank uses. Every rank must call this function.
 
-    Under ZeRO-3, partitioned parameters are gathered one at a time and released. DeepSpeed keeps small parameters whole
-    on each rank. These are not gathered, because gathering would overwrite the copy that the checksum is for.
+    Under ZeRO-3, a partitioned parameter is gathered for its checksum and then released, one parameter at a time.
+    DeepSpeed keeps small parameters whole on each rank. These small parameters are not gathered, because gathering
+    would overwrite the copy that is to be checked.
 
     Args:
         module: module of the engine, at the end of a step.

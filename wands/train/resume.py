@@ -12,7 +12,8 @@ from wands.files import write_text
 from wands.model.files.checkpoint_files import Checkpoint, TrainState, find_checkpoint, list_steps
 from wands.train.checkpoint import load_checkpoint
 
-# Recipe keys that a resumed run may not change, by the reason. The first keys decide which samples form step n.
+# Maps a reason to the recipe keys that a resumed run may not change for this reason. The first keys decide which samples
+# form step n.
 _FIXED_KEYS = {
     "or the position in the data is lost": (
         *("train.seed", "train.bins_per_step"),
@@ -24,9 +25,9 @@ _FIXED_KEYS = {
         *("model.trainable", "model.freeze", "precision.weights"),
     ),
 }
-# A LoRA checkpoint does not contain its base.
+# Keys that a resumed LoRA run may not change, because a LoRA checkpoint does not contain the base weights.
 _BASE_KEYS = ("model.path", "model.init", "model.merge_loras")
-# Values for recipes that are older than the key.
+# Values to compare with if the checkpoint's recipe is older than the key.
 _OLD_DEFAULTS = {"precision.weights": "fp32", "lora.quantize": "none", "optim.name": "adamw"}
 
 
@@ -80,7 +81,7 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
 
     Args:
         saved: state of the checkpoint.
-        current: result of `build_state` for the new run. Its step has no influence.
+        current: result of `build_state` for the new run, for any step.
         label: start of each error message, such as "--resume runs/default".
 
     Raises:

@@ -101,7 +101,8 @@ class TrainingRun:
         text = "".join([f"{key}\0{length}\n" for key, length in rows])
         if isinstance(self.data, CombinedDataset):
             text += repr([str(repeat) for repeat in self.data.schedule.repeats])
-        if self.recipe.packing.buffer_size is not None:  # bins then depend on the places in the cache shards
+        # With a buffer, the bins depend on the positions of the samples in the cache shards.
+        if self.recipe.packing.buffer_size is not None:
             text += hashlib.sha256(np.ascontiguousarray(self.data.places).tobytes()).hexdigest()
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
@@ -122,12 +123,11 @@ class TrainingRun:
         return len(self.experts) * (3 * forward - round(frozen * linear))
 
     def denominator(self, plan: StepPlan) -> float:
-        """Return the number by which a step's summed loss is divided to compute the gradient: the mean number of
-        samples or tokens per step.
+        """Return the divisor of a step's summed loss for the gradient: the mean number of samples or tokens per step.
 
-        Only trained tokens count. The number of first frames that are given as a condition, and therefore not trained,
-        is random. This method uses its expected value, so that every step of an epoch has the same divisor. See also
-        `StepPlan.denominators`.
+        Only trained tokens count. First frames that are given as a condition are not trained, and their number in a
+        step is random. This method uses their expected number, so that every step of an epoch has the same divisor. See
+        also `StepPlan.denominators`.
         """
         value = plan.denominators[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token" and self._gives_first_frames:
@@ -137,8 +137,8 @@ class TrainingRun:
         return value
 
     def count(self, plan: StepPlan) -> float:
-        """Return the number by which a step's summed loss is divided to log the mean: the step's number of samples or
-        of trained tokens.
+        """Return the divisor of a step's summed loss for the logged mean: the number of samples or of trained tokens in
+        this step.
         """
         value = plan.counts[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token" and self._gives_first_frames:

@@ -146,7 +146,7 @@ class ModelConversion:
             self._complete_official()
 
     def _reason_to_skip(self, component: SourceComponent) -> str | None:
-        """Return a text that explains why the new layout cannot contain a component, or None if it can."""
+        """Return the reason why the new layout cannot contain a component, as a text. Return None if it can."""
         config = component.config or {"_class_name": official.OFFICIAL_CLASS}
         is_official = config.get("_class_name") == official.OFFICIAL_CLASS
         if self.to == "official" and is_official:
@@ -258,7 +258,7 @@ class ModelConversion:
         write_pipeline(self.out, self.root / _TOKENIZER, self.variant)
 
     def _complete_official(self) -> None:
-        """Copy the tokenizer, and the official files of `root` and `rest` that were not converted."""
+        """Copy the tokenizer of the source, and the official files of `root` and `rest` that were not converted."""
         if (self.root / "tokenizer").is_dir():
             copy_path(self.root / "tokenizer", self.out / _TOKENIZER)
         for root in (self.root, self.rest):

@@ -26,14 +26,17 @@ from wands.model.files.tensor_files import LazyTensor, TensorFiles, check_writte
 def find_loras(root: Path) -> dict[str | None, Path]:
     """Find the LoRA files of a source.
 
+    Args:
+        root: file or folder.
+
     Returns:
         {None: file} for a single LoRA. {expert: file} for a folder that contains a LoRA for each expert, where the
         expert is "transformer" or "transformer_2". {} if the source is not a LoRA.
 
     Raises:
         CheckpointError: if a file cannot be read.
-        ConfigError: if it is unclear which file of a folder is the LoRA of an expert, or a folder with LoRAs of experts
-            contains a further safetensors file.
+        ConfigError: if it is unclear which file of a folder is the LoRA of an expert. Also if a folder with LoRAs of
+            experts contains a further safetensors file.
     """
     usual = [root] if root.is_file() else [root / name for name in (LORA_FILE, PEFT_FILE)]
     files: dict[str | None, Path] = dict([(None, path) for path in usual if path.is_file()][:1])

@@ -73,7 +73,7 @@ def _forward(
 ) -> Tensor:
     with init_empty_weights(include_buffers=False):
         model = WanTransformer3DModel.from_config(config).eval()
-    # Newly allocated tensors, because the alignment of a tensor can change the summation order of a kernel.
+    # Allocate new tensors, because the alignment of a tensor in memory can change the summation order of a kernel.
     state = {name: stored[name].read().to(dtypes[name]) for name, _ in model.named_parameters()}
     model.load_state_dict(state, assign=True)
     return stock_forward(model, dtypes["patch_embedding.weight"])

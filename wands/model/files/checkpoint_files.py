@@ -182,7 +182,7 @@ def load_exported_state(where: Path, part: str = "transformer", ema: bool = Fals
     """Assemble the fp32 weights of a trained DiT from a checkpoint's ZeRO partitions.
 
     Args:
-        where: step folder, or run folder. A run folder stands for its newest complete checkpoint.
+        where: step folder, or run folder. For a run folder, its newest complete checkpoint is read.
         part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
         ema: whether to read the moving average of the trained weights instead of their last values. Frozen weights have
             no average and keep their values.
@@ -242,7 +242,7 @@ def load_lora_of(where: Path, part: str = "transformer", ema: bool = False) -> d
     """Read the LoRA of one DiT from a checkpoint of a LoRA run.
 
     Args:
-        where: step folder, or run folder. A run folder stands for its newest complete checkpoint.
+        where: step folder, or run folder. For a run folder, its newest complete checkpoint is read.
         part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
         ema: whether to read the moving average of the LoRA instead of its last values.
 
@@ -271,7 +271,7 @@ def load_full_weights(
     model with the LoRA merged in.
 
     Args:
-        where: step folder, or run folder. A run folder stands for its newest complete checkpoint.
+        where: step folder, or run folder. For a run folder, its newest complete checkpoint is read.
         part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
         base: model into whose weights a LoRA is merged; None uses the `model.path` of the run.
         ema: whether to read the moving average of the trained weights instead of their last values.

@@ -185,7 +185,7 @@ def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key:
     if (folder / "config.json").is_file():
         return folder
     if subfolder in EXPERTS:
-        # Weights too, because their shapes contain numbers that an official config leaves out.
+        # Download the weights too, because their shapes contain numbers that an official config leaves out.
         files = [f"{EXPERT_FOLDERS[subfolder]}/*"]
         files += ["config.json", f"{DIT_STEM}*"] if subfolder == EXPERTS[0] else []
         official = find_expert(fetch_model(path, key=key, allow=files), subfolder)
@@ -216,9 +216,9 @@ def _read_object(where: str, file: Path) -> dict[str, Any]:
 def _freed_is_returned() -> Iterator[None]:
     """Make the C library return the memory of freed tensors to the operating system at once, while the body runs.
 
-    When the first large tensor is freed, glibc raises its mmap threshold by default and takes later tensors from its
-    heap. The partitions that ZeRO-3 allocates between these tensors keep the heap from shrinking. Four ranks that load
-    one model then use the memory of more than three copies of the model.
+    When the first large tensor is freed, glibc raises its mmap threshold by default and then allocates tensors on its
+    heap. ZeRO-3 allocates its partitions between these tensors, so the heap cannot shrink. Four ranks that load one
+    model would then use the memory of more than three copies of the model.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -230,7 +230,7 @@ def _freed_is_returned() -> Iterator[None]:
     try:
         yield
     finally:
-        # The largest values that glibc would choose. A fixed threshold has switched off the automatic choice.
+        # Set the largest values that glibc would choose itself. It no longer chooses, because the thresholds were set above.
         mallopt(mmap_threshold, 32 * kib * kib)
         mallopt(trim_threshold, 64 * kib * kib)
 
@@ -300,7 +300,8 @@ def _fill(
         if is_reader and coded:
             values = owner.encode(values[leaf])
         for key, like in empty.items():
-            # A copy, because `make` may return a tensor that it keeps. `pop` frees the original before the next tensor is read.
+            # The value is copied, because `make` may return a tensor that it still uses. `pop` frees the original before the
+            # next tensor is read.
             value = values.pop(key).to(like.dtype, copy=True)
             parameter = nn.Parameter(value, requires_grad=like.requires_grad)
             assert parameter.shape == like.shape, (name, key, parameter.shape, like.shape)

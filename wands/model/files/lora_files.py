@@ -24,9 +24,9 @@ from wands.model.files.name_maps import COMFYUI_DIT, COMFYUI_LORA, DIT, EXPERTS,
 from wands.model.files.tensor_files import TensorFiles
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
-"""diffusers' name of a LoRA file in a folder."""
+"""Name that diffusers gives to a LoRA file in a folder."""
 PEFT_FILE = "adapter_model.safetensors"
-"""PEFT's name of a LoRA file in a folder."""
+"""Name that PEFT gives to a LoRA file in a folder."""
 PEFT_CONFIG = "adapter_config.json"
 """Name of the file next to `PEFT_FILE` in which PEFT stores the settings of a LoRA, such as alpha."""
 EXPERT_NAMES = dict(zip(EXPERTS, ("high_noise", "low_noise"), strict=True))
@@ -90,8 +90,8 @@ def find_lora_file(path: Path, key: str, expert: str | None = None) -> Path:
         expert: "transformer" or "transformer_2" for a model with two experts; None for a model with one DiT.
 
     Raises:
-        ConfigError: if `path` contains no LoRA, a LoRA of only the expert that is not wanted, or several LoRAs to
-            choose from.
+        ConfigError: if `path` does not exist, contains no LoRA for `expert`, or contains several files that could be
+            the LoRA.
     """
     if path.is_file():
         if path.suffix != ".safetensors":  # a pickle can run any code
