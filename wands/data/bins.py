@@ -69,17 +69,21 @@ def pack_bins(
     )
     costs = _as_integers(sample_costs[first])
     contents: Contents = []
-    for number, (some, times) in enumerate(_equal_parts(counts)):
-        if some.any():
+    for number, (part_counts, num_parts) in enumerate(_equal_parts(counts)):
+        if part_counts.any():
             packed = level(
-                fewest_bins(lengths, some, max_tokens), lengths, costs, max_tokens, (seed, epoch, number)
+                fewest_bins(lengths, part_counts, max_tokens),
+                lengths,
+                costs,
+                max_tokens,
+                (seed, epoch, number),
             )
-            contents += packed * times
+            contents += packed * num_parts
 
     shuffled = permutation(len(seq_lens), seed, epoch, "samples")
     by_length = shuffled[np.argsort(which[shuffled], kind="stable")]
     waiting = [iter(group.tolist()) for group in np.split(by_length, counts.cumsum()[:-1])]
-    return [tuple(next(waiting[one]) for one in bin) for bin in contents]
+    return [tuple(next(waiting[index]) for index in bin) for bin in contents]
 
 
 def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
@@ -93,7 +97,9 @@ def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
     seq_lens, max_tokens = _few_lengths(seq_lens, max_tokens)
     lengths, counts = np.unique(seq_lens, return_counts=True)
     parts = _equal_parts(counts)
-    return sum(len(fewest_bins(lengths, some, max_tokens)) * times for some, times in parts if some.any())
+    return sum(
+        len(fewest_bins(lengths, part, max_tokens)) * num_parts for part, num_parts in parts if part.any()
+    )
 
 
 def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int]:
@@ -137,11 +143,11 @@ def even_out(
         key: key of the random choices.
     """
     samples = [i for bin in bins for i in bin]
-    place = {sample: number for number, sample in enumerate(samples)}
-    contents = [[place[i] for i in bin] for bin in bins]
+    position_of = {sample: position for position, sample in enumerate(samples)}
+    contents = [[position_of[i] for i in bin] for bin in bins]
     costs = _as_integers(sample_costs[samples])
     leveled = level(contents, seq_lens[samples], costs, max_tokens, key)
-    return [tuple(samples[one] for one in bin) for bin in leveled]
+    return [tuple(samples[position] for position in bin) for bin in leveled]
 
 
 def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
@@ -177,20 +183,20 @@ def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Conten
     """Put each clip into the fullest bin that has room for it, or into a new bin. The longest clip is first."""
     bins: Contents = []
     with_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # distinct amounts of room: few, because there are few lengths
-    for one in reversed(range(len(lengths))):
-        length = int(lengths[one])
-        for _ in range(counts[one]):
-            place = bisect_left(rooms, length)
-            if place < len(rooms):
-                room = rooms[place]
+    rooms: list[int] = []  # distinct amounts of free room: few, because there are few lengths
+    for index in reversed(range(len(lengths))):
+        length = int(lengths[index])
+        for _ in range(counts[index]):
+            position = bisect_left(rooms, length)
+            if position < len(rooms):
+                room = rooms[position]
                 number = with_room[room].pop()
                 if not with_room[room]:
-                    del with_room[rooms.pop(place)]
+                    del with_room[rooms.pop(position)]
             else:
                 room, number = max_tokens, len(bins)
                 bins.append([])
-            bins[number].append(one)
+            bins[number].append(index)
             if room - length not in with_room:
                 insort(rooms, room - length)
             with_room.setdefault(room - length, []).append(number)
@@ -227,11 +233,11 @@ def fill_exactly(
                     continue
                 if not len(leading):  # nothing fits
                     break
-                one = choose(leading, left)
-                bin.append(one)
-                room -= int(lengths[one])
-                left[one] -= 1
-                fresh = fresh and bool(left[one])
+                chosen = choose(leading, left)
+                bin.append(chosen)
+                room -= int(lengths[chosen])
+                left[chosen] -= 1
+                fresh = fresh and bool(left[chosen])
             fresh = fresh and bool(left[longest])
             bins.append(bin)
     return bins
@@ -244,7 +250,7 @@ class _Sums:
         bits, mask = 1, (1 << (max_tokens + 1)) - 1
         for length in lengths.tolist():
             shift = length
-            while shift <= max_tokens:  # once, twice, four times as many
+            while shift <= max_tokens:  # add 1, 2, 4, ... samples of this length
                 bits |= bits << shift & mask
                 shift *= 2
         raw = np.frombuffer(bits.to_bytes(max_tokens // 8 + 1, "little"), dtype=np.uint8)
@@ -276,8 +282,8 @@ def level(
         max_tokens: capacity of a bin in tokens.
         key: key of the random choices.
     """
-    nothing, width = len(lengths), max(map(len, bins))
-    contents = np.full((len(bins), width), nothing)  # padded with an empty length, which sorts last
+    empty, width = len(lengths), max(map(len, bins))
+    contents = np.full((len(bins), width), empty)  # index of an empty length of 0 tokens, which sorts last
     for number, bin in enumerate(bins):
         contents[number, : len(bin)] = sorted(bin)
     tokens_of, cost_of = np.append(lengths, 0).astype(np.float64), np.append(costs, 0).astype(np.float64)
@@ -285,9 +291,9 @@ def level(
         cost = cost_of[contents].sum(axis=1)
         words = philox(*key, "splits", number).bit_generator.random_raw(SPLITS * 2 * width // 64)
         splits = np.unpackbits(words.astype("<u8").view(np.uint8)).reshape(2 * width, SPLITS)
-        for one, other in _pairs(cost, number, key):
-            both = np.sort(np.concatenate([contents[one], contents[other]], axis=1), axis=1)
-            used = int((both != nothing).sum(axis=1).max())
+        for first, second in _pairs(cost, number, key):
+            both = np.sort(np.concatenate([contents[first], contents[second]], axis=1), axis=1)
+            used = int((both != empty).sum(axis=1).max())
             both, split = both[:, :used], splits[:used].astype(np.float64)
             tokens, spent = tokens_of[both] @ split, cost_of[both] @ split
             fits = np.maximum(tokens, tokens_of[both].sum(axis=1, keepdims=True) - tokens) <= max_tokens
@@ -295,13 +301,13 @@ def level(
             best = np.where(fits, apart, np.inf).argmin(axis=1)
             rows = np.arange(len(both))
             mine = splits[:used, best].T.astype(bool)
-            halves = [np.sort(np.where(chosen, both, nothing), axis=1) for chosen in (mine, ~mine)]
-            better = fits[rows, best] & (apart[rows, best] < np.abs(cost[one] - cost[other]))
-            better &= np.all([(half[:, width:] == nothing).all(axis=1) for half in halves], axis=0)
-            for number_of, half in zip((one, other), halves, strict=True):
-                contents[number_of[better], : min(used, width)] = half[better, :width]
-                contents[number_of[better], used:] = nothing
-    return [[one for one in bin if one != nothing] for bin in contents.tolist()]
+            halves = [np.sort(np.where(chosen, both, empty), axis=1) for chosen in (mine, ~mine)]
+            better = fits[rows, best] & (apart[rows, best] < np.abs(cost[first] - cost[second]))
+            better &= np.all([(half[:, width:] == empty).all(axis=1) for half in halves], axis=0)
+            for bin_numbers, half in zip((first, second), halves, strict=True):
+                contents[bin_numbers[better], : min(used, width)] = half[better, :width]
+                contents[bin_numbers[better], used:] = empty
+    return [[index for index in bin if index != empty] for bin in contents.tolist()]
 
 
 def _as_integers(costs: np.ndarray) -> np.ndarray:
@@ -318,10 +324,10 @@ def _pairs(
     order = np.argsort(-cost, kind="stable")
     shuffled = permutation(len(cost), *key, "pairs", number)
     costly, cheap = order[:half], order[len(order) - half :]
-    one, other = (
+    first, second = (
         (costly, cheap[::-1]),
         (costly, cheap[np.argsort(shuffled[:half], kind="stable")]),
         (shuffled[:half], shuffled[half : 2 * half]),
     )[number % 3]
     for start in range(0, half, 256):
-        yield one[start : start + 256], other[start : start + 256]
+        yield first[start : start + 256], second[start : start + 256]

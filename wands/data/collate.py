@@ -282,7 +282,7 @@ class PackingCollator:
             key: key of the sample. A random fraction `flow.i2v_ratio` of all keys has conditioning tokens.
             grid: number of tokens along (frame, row, column).
         """
-        if "first_frame" not in self.conditions or grid[0] == 1:  # a still would have no trained token
+        if "first_frame" not in self.conditions or grid[0] == 1:  # an image would have no trained token
             return 0
         is_conditioned = rng(self.seed, key, "first_frame").random() < self.flow.i2v_ratio
         return grid[1] * grid[2] if is_conditioned else 0

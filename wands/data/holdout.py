@@ -46,7 +46,7 @@ def hold_out(keys: Iterable[str], fraction: float) -> np.ndarray:
     Returns:
         bool [N], True for samples of held-out clips.
     """
-    # Not the hash of data_tools.split: a half made by it must not be completely on one side.
+    # This hash differs from the hash of data_tools.split. Otherwise all clips of one split could be held out.
     purpose, limit = hashlib.blake2b(digest_size=8, person=b"wands holdout"), int(fraction * 2.0**64)
     held_out = []
     for key in keys:

@@ -125,7 +125,7 @@ class PlanSampler:
             self._windows = storage_windows(self.places, self.buffer_size, self.seed)
         self._repeat_index_of = _count_earlier(self.keys)
         self._counted: dict[tuple[int, ...], int] = {}
-        self._first_steps = [0]  # of epochs 0, 1, ..., as far as requested
+        self._first_steps = [0]  # first steps of epochs 0, 1, ..., up to the latest requested epoch
         self._plan = (0, self._plan_epoch(0))
         self.steps_per_epoch = self._plan[1].num_steps
         self.total_steps = self.max_steps if self.max_steps is not None else self.first_step(self.epochs)

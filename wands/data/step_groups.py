@@ -102,10 +102,10 @@ def _choose_cuts(
     """
     num_groups = len(bins) // level_bins
     places = np.unique(np.linspace(0, num_groups, min(num_groups, MAX_CUTS) + 1).astype(np.int64))
-    num_parts = len(places) - 1  # the largest number
+    num_parts = len(places) - 1  # largest number of ranges
     before = np.concatenate([[0.0], costs.cumsum()])[places * level_bins]
     slowest = costs[places[:-1] * level_bins] * level_bins
-    # Cumulative share of samples up to each length, for all samples and for each smallest part.
+    # Number of samples up to each length: share over all samples, and cumulative count over the smallest ranges.
     edges = np.unique(np.sort(seq_lens)[np.linspace(0, len(seq_lens) - 1, 128).astype(np.int64)])
     bucket = np.searchsorted(edges, seq_lens)
     part_of = np.repeat(np.arange(num_parts), np.diff(places) * level_bins).tolist()
@@ -141,7 +141,9 @@ def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]
     """
     num = len(bias)
     units = np.ceil(np.minimum(waits / max(allowed, 1e-300), 2.0) * WAITS).astype(np.int64)
-    best = np.full((num + 1, WAITS + 1), np.inf)  # best bias up to a cut, by the waiting allowed
+    best = np.full(
+        (num + 1, WAITS + 1), np.inf
+    )  # smallest bias up to a boundary, for each allowed waiting cost
     best[0] = 0.0
     came_from = np.zeros((num + 1, WAITS + 1), dtype=np.int64)
     for j in range(1, num + 1):

@@ -147,7 +147,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-# ---- whole files
+# ---- complete files
 
 
 def write_whole(path: Path, content: bytes) -> None:

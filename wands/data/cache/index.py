@@ -16,7 +16,13 @@ from wands.data.cache.shards import IndexEntry, read_shard_id
 from wands.errors import CacheError
 
 TEXTS = ("keys", "shard_names", "shard_ids")
-DAMAGE = (OSError, ValueError, KeyError, EOFError, RuntimeError)  # RuntimeError: zip method or password
+DAMAGE = (
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    RuntimeError,
+)  # RuntimeError: unknown zip method, or a password is needed
 SAMPLE_ARRAYS = ("shards", "rows", "latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets")
 
 

@@ -35,8 +35,8 @@ class IndexEntry:
     offsets: tuple[int, ...]
     """Position in bytes in the shard at which each array of the sample starts."""
     video: str = ""
-    """Digest of everything that determines the latents: the clip and the settings, without the caption. Empty for
-    imported latents."""
+    """Digest of the clip's file and time range, from which the latents were made; the caption is not included. Empty
+    for imported latents."""
     last: bool = False
     """Whether the sample is the last window of its clip."""
     display_size: tuple[str, ...] = ()

@@ -89,7 +89,9 @@ class ShardWriter:
     def _begin_shard(self) -> None:
         self._file: h5py.File | None = None
         self._num_samples = self._num_bytes = 0
-        self._rows: dict[str, int] = {}  # digest of all arrays but the text -> sample of the open shard
+        self._rows: dict[
+            str, int
+        ] = {}  # maps the digest of all arrays except the text to a sample of the open shard
 
     def has(self, key: str, content: str) -> bool:
         """Return whether a finished shard contains a sample with this key that was made from this content.
@@ -142,7 +144,7 @@ class ShardWriter:
             for array, values in bits.items():
                 if same is None:
                     group.create_dataset(array, data=values)
-                else:  # for example another caption of the clip: a hard link to the same array
+                else:  # for example another caption of the same clip: link to the stored array
                     group[array] = file[sample_path(same)][array]
             group.create_dataset("text_embeds", data=text_bits)
             # JSON escapes file names that are not Unicode; HDF5 strings must be Unicode. Strings of fixed length are
@@ -191,7 +193,7 @@ class ShardWriter:
             return
         try:
             partial = sample_path(self._num_samples)
-            if partial in self._file:  # Ctrl-C interrupted a sample
+            if partial in self._file:  # Ctrl-C interrupted the writing of a sample
                 del self._file[partial]
             if self._num_samples:
                 entries = list(entries_of(self._file, shard_name(self._next)))
@@ -235,7 +237,7 @@ class ShardWriter:
                 self._file.attrs["fingerprint"] = self.digest
             self._reserve(self._file.id.get_filesize() + num_bytes + SLACK)
         except OSError as error:
-            self.finish_shard()  # its samples have their space
+            self.finish_shard()  # disk space for the samples in this shard is reserved already
             self._temporary.unlink(missing_ok=True)
             raise disk_error(self.path / shard_name(self._next), num_bytes, error) from None
         return self._file
@@ -246,7 +248,7 @@ class ShardWriter:
             os.posix_fallocate(descriptor, 0, num_bytes)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise  # other errors: the file system cannot reserve space
+                raise  # other errors mean that the file system cannot reserve space
         finally:
             os.close(descriptor)
 
@@ -257,7 +259,7 @@ class ShardWriter:
             wanted: size of the failed write in bytes.
             error: error of the failed write.
         """
-        with suppress(OSError, RuntimeError):  # the flush fails like the write before
+        with suppress(OSError, RuntimeError):  # the flush on closing fails, too
             if self._file is not None:
                 self._file.close()
         self._temporary.unlink(missing_ok=True)
@@ -331,7 +333,7 @@ class CacheWriter(ShardWriter):
         Raises:
             CacheError: if a shard is damaged.
         """
-        # A clip is encoded again if its caption or file has changed: the later of two samples counts.
+        # A clip is encoded again if its caption or file has changed. Of two samples with one key, the later one counts.
         for shard in sorted(self.path.glob("shard-*.h5"), key=shard_number):
             if shard.name not in self._known:
                 self.entries.update((entry.key, entry) for entry in read_entries(shard, self.digest))

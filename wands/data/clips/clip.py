@@ -20,7 +20,7 @@ from wands.variants import Variant
 MAX_PIXELS = 480 * 832
 """Default limit of a frame's area in pixels: Wan's 480p class at any aspect ratio."""
 
-# Matroska and FLV round timestamps to 1 ms: a frame due at 62.5 ms may have 63 ms and must still be chosen.
+# Matroska and FLV round timestamps to 1 ms. A frame for 62.5 ms may have the timestamp 63 ms and must still be chosen.
 TIME_SLACK = 1e-3
 
 
@@ -154,7 +154,7 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
             return FrameSize(target, target)
     else:
         shrink = min(1.0, math.sqrt(spec.max_pixels / (width * height))) if spec.max_pixels else 1.0
-        # 1e-6 px of slack: a root that should be an integer must not lose a row to rounding.
+        # The 1e-6 pixels absorb rounding errors: a side that is an integer must not lose a pixel row.
         target_width, target_height = (
             int(float(side) * shrink + 1e-6) // multiple * multiple for side in (width, height)
         )

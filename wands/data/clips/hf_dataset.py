@@ -70,7 +70,9 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
                 clip, path = _fetch_clip(name, written)
             else:
                 clip, path = locate(written, (folder or Path.cwd(),))
-            clip = re.sub(r"^.*/snapshots/[0-9a-f]{40}/", "", clip)  # folders of the Hub's own cache
+            clip = re.sub(
+                r"^.*/snapshots/[0-9a-f]{40}/", "", clip
+            )  # remove the folders of the Hub's local cache
             yield from records_of_clip(clip, path, captions, place, read_range(row, path))
         except DataError as error:
             yield reject(place, written or place, error)
@@ -99,7 +101,7 @@ def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]
             yield index, lower_names(row)
     except DataError:
         raise
-    except Exception as error:  # no connection, no such split, damaged files: as many types as causes
+    except Exception as error:  # each cause (no connection, no such split, damaged files) has its own type
         raise DataError(
             f"source={name} could not be loaded as a Hugging Face dataset ({_first_line(error)}); check the name, "
             f"the split ({source.split}) and the network, or give a folder of clips"
@@ -143,7 +145,7 @@ def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
     try:
         revision = unquote(revision) if revision else None
         return name, Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))
-    except Exception as error:  # not there, no connection, no access
+    except Exception as error:  # the file does not exist, no connection, or no access
         raise DataError(
             f"{name} cannot be fetched from the Hub ({_first_line(error)}); check the row"
         ) from None
@@ -180,7 +182,7 @@ def write_clip(data: bytes, written: str | None, folder: Path) -> tuple[str, Pat
     digest = hashlib.sha256(data).hexdigest()
     written = written or "clip"
     if re.match(r"https?://", written, re.IGNORECASE):
-        written = re.split(r"[?#]", written)[0]  # a signature may be longer than a file name can be
+        written = re.split(r"[?#]", written)[0]  # remove the query, which may be too long for a file name
     origin = PurePosixPath(written)
     suffix = origin.suffix if origin.suffix.lower() in CLIP_EXTENSIONS else ""
     path = folder.absolute() / f"{digest}{suffix}"

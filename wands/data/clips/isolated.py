@@ -88,12 +88,14 @@ class IsolatedWorker:
             )
             self._process.start()
             self._ready = False
-            child_end.close()  # otherwise the end of the subprocess would go unnoticed
+            child_end.close()  # otherwise this process would not notice the end of the subprocess
         finished = False
         try:
             if self.killed:
                 raise Crash("the process was killed")
-            with suppress(BrokenPipeError, ConnectionResetError):  # the subprocess died: `recv` notices
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # the subprocess died: `recv` raises the error below
                 self._pipe.send((function, arguments))
             while True:
                 if not self._pipe.poll(limit_seconds if self._ready else None):
@@ -144,7 +146,7 @@ def _serve(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent closed its end
-        pipe.send(("ready", None))  # from here on the time counts
+        pipe.send(("ready", None))  # the time limit counts from here on
         while True:
             function, arguments = pipe.recv()
             try:

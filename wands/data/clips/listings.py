@@ -45,9 +45,9 @@ _TABLES = (
     "json_of_internal_datasets.json",  # VideoX-Fun
 )
 _MERGE = "merge.txt"  # FastVideo
-# Up to this number, clips that a listing leaves out are reported one by one, whatever the listing names.
+# Up to this number, unlisted clips of a folder are always reported one by one.
 _MAX_SINGLE_REPORTS = 10
-# Folders with the clips of a table whose paths do not name the folder: FastVideo, DiffSynth.
+# Folders that contain the clips of a table, although the table's paths do not name the folder: FastVideo, DiffSynth.
 _CLIP_FOLDERS = ("videos", "train")
 
 
@@ -149,7 +149,9 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     images = any(path.name.lower().endswith(IMAGE_EXTENSIONS) for path in listing.clips)
     wanted = CLIP_EXTENSIONS if images else VIDEO_EXTENSIONS
     known = listing.other_files | {_composed(path) for path in listing.clips}
-    nodes: set[tuple[int, int]] | None = None  # for links, and systems for which A.MP4 is a.mp4
+    nodes: set[tuple[int, int]] | None = (
+        None  # compares links, and names on systems that treat A.MP4 and a.mp4 as equal
+    )
     keys = {clip_key(item.name) for item in items if isinstance(item, ClipRecord)}
     table = f"the tables of {file.name}" if file.name == _MERGE else file.name
     for root, files in walk(folder):

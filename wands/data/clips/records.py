@@ -136,7 +136,7 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
             continue
         known, record = first.setdefault((item.path, item.range_suffix), item), item
         if known is not item:
-            # With the name of the first record, all captions of a clip have one key before the "~".
+            # All captions of a clip get the name of the first record, so their keys are equal before the "~".
             record = replace(item, name=known.name, is_extra_caption=item.caption != known.caption)
         if unique.setdefault((record.path, record.suffix), record) is not record:
             rejections.append(

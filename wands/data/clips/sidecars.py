@@ -34,9 +34,9 @@ from wands.errors import DataError
 CAPTIONS_OF_FOLDER = "captions.json"  # diffusion-pipe: captions of the clips in a folder
 VIDEO_LINES = ("videos.txt", "video.txt")  # finetrainers
 CAPTION_LINES = ("prompts.txt", "captions.txt", "prompt.txt", "caption.txt")
-# Endings of caption files next to a clip; the first that exists counts.
+# Extensions of caption files next to a clip. The first existing file counts.
 _SIDECARS = (".txt", ".json", ".jsonl")
-# Clips of other kinds that users have in their folders and would miss without a message.
+# Extensions of clips that wands does not read. They are reported, so that users do not miss them.
 # fmt: off
 _UNREAD_VIDEOS = (
     ".3g2", ".asf", ".divx", ".dv", ".f4v", ".h264", ".hevc", ".m1v", ".m2t", ".m2v",
@@ -44,7 +44,7 @@ _UNREAD_VIDEOS = (
 )
 _UNREAD_IMAGES = (".apng", ".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".tif", ".tiff")
 # fmt: on
-# Texts in a folder of clips that are not captions.
+# Names of text files in a folder of clips that are not captions.
 _DOCUMENT = re.compile(
     r"(readme|licen[cs]e|copying|copyright|notice)([^a-z0-9].*)?|"
     r"terms|change(s|log)|credits?|authors?|attribution|citation|requirements|todo|notes?|info|about|log|config|"
@@ -146,7 +146,9 @@ def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
     stem, caption = PurePosixPath(file).stem, _sidecar_of(siblings)
-    if caption and not PurePosixPath(caption).suffix.islower():  # a camera's: CLIP.MP4 CLIP.JPG CLIP.TXT
+    if (
+        caption and not PurePosixPath(caption).suffix.islower()
+    ):  # files of a camera: CLIP.MP4 CLIP.JPG CLIP.TXT
         return next((name for name in siblings if name.lower().endswith(VIDEO_EXTENSIONS)), None)
     return next((stem + extension for extension in VIDEO_EXTENSIONS if stem + extension in siblings), None)
 

@@ -48,7 +48,7 @@ def read_range(row: dict[str, Any], path: Path) -> Range:
     if times is None:
         return first / info.fps, (last + 1) / info.fps
     begin, end = (
-        # After the clip's end count on at the mean rate: the decoder refuses a range that is too long.
+        # Frames after the end of the clip get times at the mean rate. The decoder then refuses the range as too long.
         times[min(number, len(times) - 1)] + max(0, number + 1 - len(times)) / info.fps
         for number in (first, last + 1)
     )
@@ -184,7 +184,7 @@ def _csv_row(lines: list[str], begin: int) -> tuple[list[str] | str, int]:
         return next(reader), begin + reader.line_num
     except csv.Error as error:
         problem = error
-    # Blanks after a closing quote are harmless.
+    # Remove spaces and tabs after a closing quote.
     row = [re.sub(r'"[ \t]+(?=[,\r\n]|$)', '"', line) for line in lines[begin : begin + reader.line_num]]
     try:
         (cells,) = csv.reader(row, strict=True)

@@ -134,7 +134,7 @@ def _read_windows(
     times = (t + i / spec.fps for t, length in plan_windows(spec, begin, finish) for i in range(length))
     chosen = _choose(reader, reader.frames(first_window[0]), times)
     for index, (window_start, length) in enumerate(plan_windows(spec, begin, finish)):
-        # Filled in place: stacking a list of frames halves the speed.
+        # The arrays are filled in place. Stacking a list of frames would halve the speed.
         images = {
             suffix: np.empty((length, *render.size, 3), dtype=np.uint8) for suffix, render in renders.items()
         }
@@ -231,7 +231,7 @@ def frame_times(path: Path) -> tuple[float, ...] | None:
         return _frame_times(path, status.st_size, status.st_mtime_ns)
 
 
-@lru_cache(maxsize=64)  # consecutive rows of a table cut many windows of one clip
+@lru_cache(maxsize=64)  # consecutive rows of a table often select ranges of one clip
 def _frame_times(path: Path, size: int, changed: int) -> tuple[float, ...] | None:
     with closing(VideoReader(path)) as reader:
         return reader.frame_times()

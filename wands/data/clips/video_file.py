@@ -24,7 +24,7 @@ from av.video.reformatter import ColorTrc
 from wands.data.clips.clip import TIME_SLACK
 from wands.errors import DataError
 
-# Exceptions that PyAV raises on damaged files: not only FFmpegError.
+# Exceptions that PyAV raises for damaged files.
 BROKEN = (av.FFmpegError, IndexError, OSError, ValueError)
 # Only these containers seek to the requested frame; MPEG-PS, MPEG-TS, AVI and FLV return other frames.
 _SEEKABLE = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
@@ -36,7 +36,7 @@ LONGEST_HOLD = 10.0
 HDR = {ColorTrc.SMPTE2084: "PQ", ColorTrc.ARIB_STD_B67: "HLG"}
 # Largest error of rounded timestamps in seconds (FLV: 1 ms each).
 ROUNDING = 2.5e-3
-# Formats of text files that name other files or are drawn as a terminal: never a clip.
+# Formats of text files that FFmpeg opens as a playlist or a terminal. These are never clips.
 _PLAYLISTS = {"concat", "dash", "hls", "imf", "sdp", "tty"}
 
 
@@ -124,7 +124,7 @@ def _is_mirrored_by_exif(path: Path) -> bool:
     try:
         with Image.open(path) as image:
             return image.getexif().get(ExifTags.Base.Orientation) in (2, 4, 5, 7)
-    except Exception:  # no image, or damaged EXIF: Pillow raises many types of errors
+    except Exception:  # not an image, or damaged EXIF: Pillow raises many types of errors
         return False
 
 
@@ -235,7 +235,7 @@ class VideoReader:
                 if 0 < tagged <= whole + self.tolerance(whole):
                     return tagged
         video, anything = self._scan_packets()
-        # AVI keeps the frame count of the file before truncation; its duration follows the file's size.
+        # A truncated AVI keeps its number of frames in the header; FFmpeg estimates its duration from the file's size.
         promised = self._stream.frames / self._rate if self._is_avi and self._stream.frames else whole
         return video if anything >= promised - self.tolerance(promised) else promised
 
@@ -255,10 +255,10 @@ class VideoReader:
                         moment = float(stamp * packet.time_base) + length
                         anything = max(anything, moment - started)
                         video = max(video, moment - self._origin) if is_video else video
-                    elif is_video and packet.size:  # a raw stream has no timestamps at all
+                    elif is_video and packet.size:  # a raw stream has no timestamps
                         video += length
             except BROKEN:
-                pass  # the rest of the file is unreadable, which is the result
+                pass  # the rest of the file is unreadable: return the seconds before it
         return video, max(anything, video)
 
     def frame_times(self) -> tuple[float, ...] | None:
@@ -268,7 +268,9 @@ class VideoReader:
         if self._container.format.name in _GUESSED_DURATION:
             return None
         unit, index = self._stream.time_base, self._stream.index_entries
-        if 0 < self._stream.frames == len(index):  # an entry for every frame: no need to read the file
+        if (
+            0 < self._stream.frames == len(index)
+        ):  # the index has an entry for every frame, so the file need not be read
             stored = [entry.timestamp for entry in index]
             if self._is_even([float((stamp - stored[0]) * unit) for stamp in stored]):
                 return None
