@@ -34,11 +34,12 @@ class Sample:
 
     Attributes:
         sample_id: stable and unique name of the clip.
-        latents: bf16 or fp32 [C, f, h, w], normalised.
-        text_embeds: [n, D] with n <= 512, without padding.
+        latents: bf16 or fp32 [C, f, h, w] (latent channels, frames, rows, columns), normalised.
+        text_embeds: [n, D] (text tokens, width of the text encoder) with n <= 512, without padding.
         image_latents: bf16 or fp32 [C, f, h, w], normalised latents of a video that contains the conditioning frames,
             and grey frames elsewhere. None for models without conditioning frames.
-        image_embeds: [I, E], CLIP hidden states of the conditioning frames. None for models without CLIP.
+        image_embeds: [I, E] (CLIP tokens, width of CLIP), CLIP hidden states of the conditioning frames. None for
+            models without CLIP.
     """
 
     sample_id: str
@@ -51,6 +52,9 @@ class Sample:
 @dataclass(frozen=True)
 class RankSlice:
     """Slice of a packed batch that one rank processes.
+
+    Letters: L tokens of the rank, S samples of the bin, P channels of a token, P' conditioning channels of a token, D
+    width of the text encoder, I CLIP tokens of a sample, E width of CLIP.
 
     Attributes:
         tokens: fp32 [L, P], clean tokens of this rank. Padding tokens are zero.
@@ -105,6 +109,9 @@ class RankSlice:
 class PackedBatch:
     """Samples of one bin, concatenated without padding.
 
+    Letters: T tokens of the bin, S samples, P channels of a token, P' conditioning channels of a token, D width of the
+    text encoder, I CLIP tokens of a sample, E width of CLIP.
+
     Attributes:
         tokens: fp32 [T, P], clean tokens.
         cu_seqlens: int32 [S+1], cumulative sequence lengths, from 0 to T.
@@ -149,7 +156,7 @@ class PackedBatch:
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
-        """Number of tokens of each sample."""
+        """Number of video tokens of each sample."""
         return tuple(self.cu_seqlens.diff().tolist())
 
     @property

@@ -43,13 +43,13 @@ def condition_channels(image_latents: Tensor, last_image: bool, patch_size: tupl
     The model's input appends these channels to the channels of the noisy token.
 
     Args:
-        image_latents: [C, f, h, w], normalised latents of a video that contains the conditioning frames, and grey
-            frames elsewhere.
+        image_latents: [C, f, h, w] (latent channels, frames, rows, columns), normalised latents of a video that
+            contains the conditioning frames, and grey frames elsewhere.
         last_image: whether the last pixel frame is a conditioning frame, in addition to the first.
         patch_size: latent (frames, height, width) of one token.
 
     Returns:
-        fp32 [n, P], tokens in the order of `patchify`.
+        fp32 [number of tokens, channels of a token], tokens in the order of `patchify`.
     """
     f, h, w = image_latents.shape[1:]
     mask = image_mask((f, h, w), last_image)

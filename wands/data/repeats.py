@@ -66,7 +66,7 @@ class RepeatSchedule:
 
     @property
     def is_constant(self) -> bool:
-        """Whether every epoch uses every row."""
+        """Whether every epoch uses every row. This is the case if all repeats are integers."""
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
     def phase(self, epoch: int) -> tuple[int, ...]:

@@ -160,7 +160,7 @@ class PlanSampler:
         return self._plan[1]
 
     def step_plan(self, step: int) -> StepPlan:
-        """Return the plan of a global step."""
+        """Return the plan of a global step: its bins, and the numbers of samples and tokens."""
         epoch = self.epoch_of(step)
         plan, step_in_epoch = self.epoch_plan(epoch), step - self.first_step(epoch)
         bins = plan.steps[step_in_epoch]
@@ -183,7 +183,7 @@ class PlanSampler:
         return None if self.schedule is None else self.schedule.rows(epoch)
 
     def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
-        """Iterate over the steps from `start_step` to the end of the run."""
+        """Return an iterator over the plans of all steps from `start_step` to the end of the run."""
         return (self.step_plan(step) for step in range(start_step, self.total_steps))
 
     def _windows_of(self, epoch: int) -> list[np.ndarray] | None:

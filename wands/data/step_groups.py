@@ -17,7 +17,7 @@ from wands.data.bins import Bin
 from wands.flow.rng import permutation
 
 Step = tuple[Bin, ...]
-"""Bins of one optimizer step."""
+"""Bins of one optimizer step, over all ranks and micro steps."""
 
 LEVEL = 0.987
 """Smallest allowed efficiency: the mean cost of a step's bins divided by the highest cost, over the full steps of an

@@ -68,7 +68,7 @@ def checksum(*arrays: np.ndarray) -> int:
 
 
 def digest(value: Any) -> str:
-    """Return a hash of a JSON value, 32 hex digits."""
+    """Return a hash of a JSON value as 32 hex digits. Equal values have equal hashes, in any order of the keys."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

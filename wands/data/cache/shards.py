@@ -38,7 +38,7 @@ class IndexEntry:
     """Digest of the clip's file and time range, from which the latents were made; the caption is not included. Empty
     for imported latents."""
     last: bool = False
-    """Whether the sample is the last window of its clip."""
+    """Whether the sample contains the last window of its clip."""
     display_size: tuple[str, ...] = ()
     """Displayed width and height of the source video in square pixels, as fractions. Empty for imported latents."""
 

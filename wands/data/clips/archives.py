@@ -59,7 +59,7 @@ class TarReader:
         self._tar.close()
 
     def read(self, member: tarfile.TarInfo) -> bytes:
-        """Return the bytes of a regular member.
+        """Return the bytes of a member, which must be a regular file.
 
         Raises:
             DataError: if the archive ends inside the member.

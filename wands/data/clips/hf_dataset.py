@@ -39,7 +39,7 @@ def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def saved_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a folder with parquet or arrow files."""
+    """Layout: a local folder that contains parquet or arrow files of a Hugging Face dataset, at any depth."""
     if any(source.path.rglob("*.parquet")) or any(source.path.rglob("*.arrow")):
         return scan_dataset(source, str(source.path), source.path)
     return None

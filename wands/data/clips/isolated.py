@@ -125,7 +125,7 @@ class IsolatedWorker:
             process.kill()
 
     def close(self) -> None:
-        """Kill the subprocess and release its resources."""
+        """Kill the subprocess and release its resources. A later call of `run` starts a new subprocess."""
         if self._pipe is not None:
             self._pipe.close()
             self._process.kill()

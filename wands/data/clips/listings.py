@@ -71,7 +71,7 @@ class Listing:
 
 
 def listed_file(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a file that lists clips."""
+    """Layout: a file that lists clips, such as a table. The source is the path of this file."""
     return _scan_listing(Listing(source.path, source)) if source.path.is_file() else None
 
 

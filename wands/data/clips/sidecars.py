@@ -55,7 +55,7 @@ _MAX_CAPTION_BYTES = 1 << 20
 
 
 def tar_archive(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: one tar archive."""
+    """Layout: one tar archive of clips. The source is the path of this archive."""
     if source.path.is_file() and is_tar(source.path):
         return scan_tar(source.path, source.path.parent, source)
     return None

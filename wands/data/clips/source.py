@@ -1,4 +1,4 @@
-"""The source of a scan: its name and the options that every dataset layout gets."""
+"""The source of a scan: its name, and the options that every dataset layout receives."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Source:
 
     @property
     def path(self) -> Path:
-        """The source as an absolute path."""
+        """The name of the source as an absolute path, whether or not the path exists."""
         return Path(self.name).expanduser().absolute()
 
     @property
     def video_names(self) -> tuple[str, ...]:
-        """Accepted names of the video column, lower-case."""
+        """Column names that can contain the clips, lower-case."""
         return (self.video_column.lower(),) if self.video_column else VIDEO_COLUMNS
 
     @property
     def caption_names(self) -> tuple[str, ...]:
-        """Accepted names of the caption column, lower-case."""
+        """Column names that can contain the captions, lower-case."""
         return (self.caption_column.lower(),) if self.caption_column else CAPTION_COLUMNS
 
     def check_columns(self, present: Iterable[str]) -> None:

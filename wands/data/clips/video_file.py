@@ -79,11 +79,11 @@ class VideoInfo:
 
 @dataclass(frozen=True)
 class VideoFrame:
-    """A decoded image.
+    """A decoded image of a video.
 
     Attributes:
-        time: start of the image in seconds.
-        end: end of the image in seconds.
+        time: time in seconds at which the image is first displayed.
+        end: time in seconds at which the image is no longer displayed.
         image: PyAV's frame.
         damaged: whether the image is corrupt.
         after_loss: whether images directly before this image were lost.
