@@ -69,14 +69,10 @@ def pack_bins(
     )
     costs = _as_integers(sample_costs[first])
     contents: Contents = []
-    for number, (part_counts, num_parts) in enumerate(_equal_parts(counts)):
-        if part_counts.any():
+    for number, (part, num_parts) in enumerate(_equal_parts(counts)):
+        if part.any():
             packed = level(
-                fewest_bins(lengths, part_counts, max_tokens),
-                lengths,
-                costs,
-                max_tokens,
-                (seed, epoch, number),
+                fewest_bins(lengths, part, max_tokens), lengths, costs, max_tokens, (seed, epoch, number)
             )
             contents += packed * num_parts
 
@@ -97,9 +93,7 @@ def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
     seq_lens, max_tokens = _few_lengths(seq_lens, max_tokens)
     lengths, counts = np.unique(seq_lens, return_counts=True)
     parts = _equal_parts(counts)
-    return sum(
-        len(fewest_bins(lengths, part, max_tokens)) * num_parts for part, num_parts in parts if part.any()
-    )
+    return sum(len(fewest_bins(lengths, part, max_tokens)) * num for part, num in parts if part.any())
 
 
 def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int]:

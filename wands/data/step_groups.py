@@ -141,9 +141,8 @@ def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]
     """
     num = len(bias)
     units = np.ceil(np.minimum(waits / max(allowed, 1e-300), 2.0) * WAITS).astype(np.int64)
-    best = np.full(
-        (num + 1, WAITS + 1), np.inf
-    )  # smallest bias up to a boundary, for each allowed waiting cost
+    # Smallest bias up to a boundary, for each allowed waiting cost.
+    best = np.full((num + 1, WAITS + 1), np.inf)
     best[0] = 0.0
     came_from = np.zeros((num + 1, WAITS + 1), dtype=np.int64)
     for j in range(1, num + 1):

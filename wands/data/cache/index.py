@@ -16,13 +16,8 @@ from wands.data.cache.shards import IndexEntry, read_shard_id
 from wands.errors import CacheError
 
 TEXTS = ("keys", "shard_names", "shard_ids")
-DAMAGE = (
-    OSError,
-    ValueError,
-    KeyError,
-    EOFError,
-    RuntimeError,
-)  # RuntimeError: unknown zip method, or a password is needed
+# RuntimeError: a zip file with an unknown method or a password.
+DAMAGE = (OSError, ValueError, KeyError, EOFError, RuntimeError)
 SAMPLE_ARRAYS = ("shards", "rows", "latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets")
 
 

@@ -89,9 +89,8 @@ class ShardWriter:
     def _begin_shard(self) -> None:
         self._file: h5py.File | None = None
         self._num_samples = self._num_bytes = 0
-        self._rows: dict[
-            str, int
-        ] = {}  # maps the digest of all arrays except the text to a sample of the open shard
+        # Maps the digest of all arrays except the text to a sample of the open shard.
+        self._rows: dict[str, int] = {}
 
     def has(self, key: str, content: str) -> bool:
         """Return whether a finished shard contains a sample with this key that was made from this content.

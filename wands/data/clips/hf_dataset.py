@@ -70,9 +70,8 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
                 clip, path = _fetch_clip(name, written)
             else:
                 clip, path = locate(written, (folder or Path.cwd(),))
-            clip = re.sub(
-                r"^.*/snapshots/[0-9a-f]{40}/", "", clip
-            )  # remove the folders of the Hub's local cache
+            # Remove the folders of the Hub's local cache.
+            clip = re.sub(r"^.*/snapshots/[0-9a-f]{40}/", "", clip)
             yield from records_of_clip(clip, path, captions, place, read_range(row, path))
         except DataError as error:
             yield reject(place, written or place, error)

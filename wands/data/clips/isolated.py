@@ -93,9 +93,8 @@ class IsolatedWorker:
         try:
             if self.killed:
                 raise Crash("the process was killed")
-            with suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # the subprocess died: `recv` raises the error below
+            # If the subprocess died, `recv` below raises the error.
+            with suppress(BrokenPipeError, ConnectionResetError):
                 self._pipe.send((function, arguments))
             while True:
                 if not self._pipe.poll(limit_seconds if self._ready else None):

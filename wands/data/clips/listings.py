@@ -149,9 +149,8 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     images = any(path.name.lower().endswith(IMAGE_EXTENSIONS) for path in listing.clips)
     wanted = CLIP_EXTENSIONS if images else VIDEO_EXTENSIONS
     known = listing.other_files | {_composed(path) for path in listing.clips}
-    nodes: set[tuple[int, int]] | None = (
-        None  # compares links, and names on systems that treat A.MP4 and a.mp4 as equal
-    )
+    # Nodes detect links, and names on systems that treat A.MP4 and a.mp4 as equal.
+    nodes: set[tuple[int, int]] | None = None
     keys = {clip_key(item.name) for item in items if isinstance(item, ClipRecord)}
     table = f"the tables of {file.name}" if file.name == _MERGE else file.name
     for root, files in walk(folder):

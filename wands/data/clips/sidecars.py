@@ -146,9 +146,8 @@ def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
     stem, caption = PurePosixPath(file).stem, _sidecar_of(siblings)
-    if (
-        caption and not PurePosixPath(caption).suffix.islower()
-    ):  # files of a camera: CLIP.MP4 CLIP.JPG CLIP.TXT
+    # A camera writes CLIP.MP4, CLIP.JPG and CLIP.TXT, all in upper case.
+    if caption and not PurePosixPath(caption).suffix.islower():
         return next((name for name in siblings if name.lower().endswith(VIDEO_EXTENSIONS)), None)
     return next((stem + extension for extension in VIDEO_EXTENSIONS if stem + extension in siblings), None)
 

@@ -268,9 +268,8 @@ class VideoReader:
         if self._container.format.name in _GUESSED_DURATION:
             return None
         unit, index = self._stream.time_base, self._stream.index_entries
-        if (
-            0 < self._stream.frames == len(index)
-        ):  # the index has an entry for every frame, so the file need not be read
+        # If the index has an entry for every frame, the file need not be read.
+        if 0 < self._stream.frames == len(index):
             stored = [entry.timestamp for entry in index]
             if self._is_even([float((stamp - stored[0]) * unit) for stamp in stored]):
                 return None
