@@ -356,6 +356,7 @@ def test_workers_make_the_same(made: Callable[[str], Made], tmp_path: Path) -> N
     assert sorted(bits[:4] for bits in found.values()) == sorted(2 * [bits[:4] for bits in alone.values()])
 
 
+@pytest.mark.slow
 def test_a_subprocess_makes_the_same(
     made: Callable[[str], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -284,7 +284,15 @@ def test_frozen_weights_need_room_for_themselves_alone(
 
 
 @pytest.mark.parametrize(
-    ("stage", "optimizer"), [(0, "adamw"), (0, "adafactor"), (1, "adamw"), (2, "adamw8bit"), (3, "adamw")]
+    ("stage", "optimizer"),
+    [
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((0, "adamw"), (0, "adafactor"), (1, "adamw"))
+        ),
+        (2, "adamw8bit"),
+        (3, "adamw"),
+    ],
 )
 def test_the_room_that_is_asked_for_is_what_a_checkpoint_takes(
     stage: int, optimizer: str, tiny_pipeline: Path, tmp_path: Path, worlds

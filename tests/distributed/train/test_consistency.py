@@ -625,7 +625,7 @@ def check_on_demand(model: Path, out: Path, drift: bool) -> tuple[Said, list[str
     return said, lines, (out / "check").exists()
 
 
-@pytest.mark.parametrize("drift", [False, True])
+@pytest.mark.parametrize("drift", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_check_on_demand(drift: bool, tiny_pipeline: Path, tmp_path: Path, run_world):
     results = run_world(2, check_on_demand, tiny_pipeline, tmp_path, drift)
     said, lines, left = zip(*results, strict=True)

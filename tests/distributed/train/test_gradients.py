@@ -56,7 +56,7 @@ def stock(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Stoc
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_every_stage_gives_the_stock_gradient(
     stage: int, world_size: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool, stock: Stock
 ):

@@ -235,6 +235,7 @@ def test_frozen_weights_in_bf16_are_exported_in_fp32(
     assert changed == {name for name in before if ".attn" in name}
 
 
+@pytest.mark.slow
 def test_a_lora_on_codes_resumes_bitwise_and_merges_into_the_weights(
     tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):

@@ -36,10 +36,7 @@ def pipelines(tiny_variant: Callable[[str], Path]) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("wan2.1-i2v-14b", "wan2.2-ti2v-5b") else pytest.mark.slow)
-        for name in VARIANTS
-    ],
+    [pytest.param(name, marks=() if name == "wan2.1-i2v-14b" else pytest.mark.slow) for name in VARIANTS],
 )
 def test_the_step_has_the_gradient_of_the_stock_model(
     name: str, pipelines: dict[str, Path], tmp_path: Path, worlds: WorldPool
