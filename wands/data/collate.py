@@ -219,7 +219,7 @@ class PackingCollator:
         shape: shape of the DiT.
         flow: flow options, of which the collator uses `cfg_dropout` and `i2v_ratio`.
         seed: `train.seed`.
-        null_text_embeds: [n, D], embedding of the empty caption.
+        null_text_embeds: [text tokens, width of the text encoder], embedding of the empty caption.
         conditions: conditions of the model variant, such as "text", "image" or "clip".
         has_dropout: whether to draw a dropout key for each sample.
     """

@@ -58,7 +58,7 @@ class CombinedDataset:
     Attributes:
         sources: the sources.
         keys: sample id of each row.
-        null_text_embeds: embedding of the empty caption, bf16 [L, D].
+        null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         schedule: rows that each epoch uses.
         places: int64 [rows, 2], (shard, position in the shard) of each row. Shards are numbered through all sources and
             copies.

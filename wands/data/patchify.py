@@ -16,7 +16,7 @@ def patchify(latents: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
     product.
 
     Args:
-        latents: [C, f, h, w]. f, h and w are multiples of the patch size.
+        latents: [C, f, h, w] (channels, frames, rows, columns). f, h and w are multiples of the patch size.
         patch_size: (pt, ph, pw), latent frames, rows and columns of one token.
 
     Returns:

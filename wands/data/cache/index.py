@@ -32,14 +32,14 @@ class CacheIndex:
         shard_ids: digests of the shards' contents.
         shards: int32 [N], position in `shard_names` of the shard that contains the sample.
         rows: int32 [N], number of the sample inside its shard.
-        latent_shapes: int32 [N, 4], (C, f, h, w).
+        latent_shapes: int32 [N, 4], latent (channels, frames, rows, columns).
         text_lens: int32 [N], number of text tokens without padding.
         crc32: uint32 [N], checksum of all arrays of the sample.
         num_frames: int32 [N], number of pixel frames.
         fps: float32 [N], frames per second after resampling.
-        offsets: int64 [N, A], position in bytes in the shard at which each array starts, so that reading does not need
-            HDF5.
-        null_text: uint16 [L, D], bf16 bits of the embedding of "".
+        offsets: int64 [N, arrays of a sample], position in bytes in the shard at which each array starts.
+            With this position, reading does not need HDF5.
+        null_text: uint16 [text tokens, width of the text encoder], bf16 bits of the embedding of "".
     """
 
     keys: tuple[str, ...]
@@ -66,7 +66,7 @@ class CacheIndex:
         Args:
             path: cache folder that contains the shards.
             entries: entries of the samples.
-            null_text: uint16 [L, D], bf16 bits of the embedding of "".
+            null_text: uint16 [text tokens, width of the text encoder], bf16 bits of the embedding of "".
         """
         entries = sorted(entries, key=lambda entry: entry.key)
         names = tuple(sorted({entry.shard for entry in entries}))

@@ -61,7 +61,7 @@ class LatentCache:
 
     Attributes:
         keys: sample ids, sorted. `read(i)` returns the sample `keys[i]`.
-        null_text_embeds: embedding of the empty caption, bf16 [L, D].
+        null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         index: shapes, lengths and positions of all samples.
         manifest: content of manifest.json, with the variant and the fingerprint.
         conditions: conditions of the variant for which `read` returns samples. Before `serve` is called, these are the
@@ -199,10 +199,12 @@ class LatentCache:
     def check_fits(self, variant: Variant, fingerprint: Mapping[str, Any]) -> None:
         """Raise CacheError if the cache does not fit a model.
 
+        All model sizes of a family can use the same cache. Cache and model must have the same VAE stride, patch size,
+        latent channels and text width. The cache must contain the arrays that the model's conditions need, and may
+        contain more arrays (see `serve`).
+
         Args:
-            variant: variant of the model to train. All model sizes of a family can use the same cache. VAE stride,
-                patch size, latent channels and text width of cache and model must be equal, and the cache must contain
-                the arrays of the model's conditions. The cache may contain more arrays, see `serve`.
+            variant: variant of the model to train.
             fingerprint: fingerprint of the model's encoders (`wands.encoders.fingerprint.fingerprint_pipeline`). Only
                 the parts in it are compared, because a model folder may contain a bare DiT without encoders.
 

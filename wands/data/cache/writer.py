@@ -115,8 +115,8 @@ class ShardWriter:
 
         Args:
             key: unique sample id.
-            latents: bf16 [C, f, h, w], normalised.
-            text_embeds: bf16 [L, D] without padding.
+            latents: bf16 [C, f, h, w] (latent channels, frames, rows, columns), normalised.
+            text_embeds: bf16 [L, D] (text tokens, width of the text encoder), without padding.
             meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of the sample's input). Usual:
                 `caption`, `source`, the window, `video` (digest of the latents' input) and `last` (whether the sample
                 is the last window of its clip).
@@ -357,7 +357,7 @@ class CacheWriter(ShardWriter):
         """Finish the last shard and write the index. The index makes the cache readable.
 
         Args:
-            null_text_embeds: embedding of "", bf16 [L, D].
+            null_text_embeds: embedding of "", bf16 [text tokens, width of the text encoder].
             keys: keys of the samples in the index. Default: all samples. Other samples stay in the shards, so that a
                 later run need not encode them again.
 

@@ -171,8 +171,15 @@ def _reject_unread(
 ) -> Iterator[Rejection | None]:
     """Yield rejections of files that cannot be read as clips, and of caption files without a clip.
 
-    None is yielded for each video or image in a format that is not read. A text file without a clip is not rejected if
-    no clip of the folder has a caption file, or if the text file is named like a document (README, LICENSE).
+    None is yielded for each video or image in a format that is not read. Two kinds of text files without a clip are not
+    rejected: text files named like a document (README, LICENSE), and text files in a folder in which no clip has a
+    caption file.
+
+    Args:
+        root: folder that contains the files.
+        folder: folder of the source.
+        stems: maps file names without extension to the files with this name.
+        source: options of the scan.
     """
     clips = {
         stem for stem, files in stems.items() if any(file.lower().endswith(CLIP_EXTENSIONS) for file in files)
