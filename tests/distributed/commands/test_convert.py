@@ -235,7 +235,9 @@ def test_a_wrong_table_is_found_by_the_forward(
         to_diffusers=DIT.to_diffusers, to_official=lambda name: swapped.get(name) or DIT.to_official(name)
     )
     monkeypatch.setattr(name_maps, "DIT", wrong)
-    with pytest.raises(CheckpointError, match="a forward of the result differs from a forward of the source"):
+    with pytest.raises(
+        CheckpointError, match="the output of the result differs from the output of the source"
+    ):
         convert(str(pipelines["wan2.1-t2v-1.3b"]), tmp_path / "out", to="official")
     assert list(tmp_path.iterdir()) == []
     convert(str(pipelines["wan2.1-t2v-1.3b"]), tmp_path / "out", to="official", forward=False)
@@ -361,7 +363,7 @@ def test_what_published_files_carry_for_nothing(pipelines: dict[str, Path], tmp_
     spoil(source, lambda weights: weights.update({extra: torch.ones(48)}))
     row = convert(str(source), tmp_path / "out", to="official").summaries[0]
     assert row.unused == (extra,)
-    assert (row.read, row.forward) == (row.written + 1, "a forward of stock diffusers gives the same output")
+    assert (row.read, row.forward) == (row.written + 1, "a forward pass of diffusers gives the same output")
     assert extra in str(row)
 
 

@@ -53,7 +53,7 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
     new_names = stock_names(mapping.sources)
     dtypes = {new_names[tensor.name]: tensor.dtype for tensor in tensors}
     if dtypes["patch_embedding.weight"].itemsize < 2:
-        return "no forward, because PyTorch does not compute in its dtype"
+        return "no forward pass, because PyTorch does not compute in its dtype"
     old_names = stock_names(source.name for source in mapping.sources.values())
     before = {old_names[source.name]: source for source in mapping.sources.values()}
     with TensorFiles(files, "convert") as result:
@@ -61,11 +61,11 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
         first, second = (_forward(mapping.config, dtypes, stored) for stored in (before, after))
     if not torch.equal(as_bytes(first), as_bytes(second)):
         raise CheckpointError(
-            "convert: a forward of the result differs from a forward of the source. Report this error with the name of the model."
+            "convert: the output of the result differs from the output of the source. Report this error with the model's name."
         )
     if not torch.isfinite(first).all():
-        return "a forward gives the same output, which is not finite: the model has diverged"
-    return "a forward of stock diffusers gives the same output"
+        return "a forward pass gives the same output, which is not finite: the model has diverged"
+    return "a forward pass of diffusers gives the same output"
 
 
 def _forward(
