@@ -98,7 +98,7 @@ def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
 
     Args:
         path: the tar.
-        name: path of the tar relative to the source, for keys.
+        name: path of the tar relative to the source. The keys of the samples start with this path.
     """
     base = next(name[: -len(end)] for end in TAR_EXTENSIONS if name.lower().endswith(end))
     with TarReader(path) as reader:

@@ -28,7 +28,7 @@ _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.flo
 
 @cache
 def _byte_table() -> np.ndarray:
-    """Return the CRC-32C register after each single byte, uint32 [256], for a register that starts at 0."""
+    """Return the CRC-32C table, uint32 [256]: entry i is the register after a register of 0 has processed byte i."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
@@ -138,7 +138,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif kind in (1, 2, 5):
             length, place = _varint(data, place) if kind == 2 else (8 if kind == 1 else 4, place)
             if place + length > len(data):
-                raise ValueError("a field ends beyond its message")
+                raise ValueError(
+                    "the record is damaged: a field is longer than its message; write the file again"
+                )
             yield number, data[place : place + length]
             place += length
         else:

@@ -189,7 +189,7 @@ def _check_shard(
     Yields:
         The problems of the shard.
     """
-    fix = f"delete {path.name} and run the same wands preprocess again, which encodes the missing samples."
+    fix = f"delete {path.name} and run the same `wands preprocess` command again. The command encodes the missing samples."
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -255,7 +255,7 @@ def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
     """
     attrs = {name: group.attrs[name] for name in ("key", "dtype", "crc32", "meta")}
     if attrs["dtype"] not in ("bfloat16", b"bfloat16"):
-        raise ValueError(f"dtype {attrs['dtype']}, not bfloat16")
+        raise ValueError(f"has dtype {attrs['dtype']}, but a cache stores bfloat16")
     computed = num_bytes = 0
     for name in stored_names(group):
         stored = group[name]

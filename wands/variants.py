@@ -127,9 +127,9 @@ class DiTShape:
         return self.num_layers * (block + cross) + ends
 
     def linear_flops_per_sample(self) -> int:
-        """Return the FLOPs of one forward pass per sample that do not depend on the number of video tokens.
+        """Return the FLOPs per sample, in one forward pass, of the layers whose cost does not depend on the video tokens.
 
-        They compute the embeddings of text, images and timestep, and the keys and values of text and images.
+        These layers compute the embeddings of text, images and timestep, and the keys and values of text and images.
         """
         d = self.dim
         text_kv = self.num_layers * 2 * 2 * d * d * (TEXT_LEN + self.image_len)
@@ -310,8 +310,8 @@ def _family(shape: DiTShape, index: Mapping[str, Any]) -> str:
             return "wan2.2-i2v"
         return "wan2.1-flf2v" if shape.image_positions else "wan2.1-i2v"
     raise ValueError(
-        f"in_channels={shape.in_channels}, out_channels={latents}, image_dim={shape.image_dim} matches no Wan 2.1 or 2.2 "
-        "text-to-video or image-to-video model"
+        f"its config has in_channels={shape.in_channels}, out_channels={latents} and image_dim={shape.image_dim}, which no "
+        "Wan 2.1 or 2.2 text-to-video or image-to-video model has"
     )
 
 

@@ -502,7 +502,7 @@ def test_encoders_of_another_dit_are_refused(one_clip: Path, tiny_pipeline: Path
     with pytest.raises(ConfigError, match="text encoder's d_model=32 must equal text_dim=4096"):
         preprocess(str(one_clip), tmp_path / "cache", other, **SMALL)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"in_channels": 32}))
-    with pytest.raises(ConfigError, match=r"in_channels=32.* matches no Wan 2\.1 or 2\.2"):
+    with pytest.raises(ConfigError, match=r"in_channels=32.* which no Wan 2\.1 or 2\.2"):
         preprocess(str(one_clip), tmp_path / "cache", other, **SMALL)
 
 

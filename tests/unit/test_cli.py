@@ -202,8 +202,9 @@ def test_resume_from_nowhere(tiny_pipeline: Path, tmp_path: Path):
         "--set",
         f"output_dir={tmp_path / 'run'}",
     )
-    assert "--resume tiny does not exist; write --resume after the recipe" in refused(
-        "train", "--resume", "tiny", *common
+    assert (
+        "--resume tiny does not exist; give a run or step folder. If tiny is the recipe, write it before --resume."
+        in refused("train", "--resume", "tiny", *common)
     )
 
 
@@ -229,7 +230,7 @@ def test_cache_of_another_variant(cache: Path, tiny_pipeline: Path, tmp_path: Pa
     config = json.loads((model / "transformer" / "config.json").read_text())
     (model / "transformer" / "config.json").write_text(json.dumps({**config, "in_channels": 32}))
     text = refused("train", "--set", f"model.path={model}", "--set", f"data.cache={cache}")
-    assert "matches no Wan 2.1 or 2.2" in text
+    assert "which no Wan 2.1 or 2.2" in text
     (model / "transformer" / "config.json").write_text(
         json.dumps({**config, "in_channels": 36, "image_dim": 1280})
     )

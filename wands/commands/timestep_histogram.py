@@ -1,4 +1,4 @@
-"""Draw a histogram of the timesteps that training samples with the `flow` section of a recipe."""
+"""Draw a histogram of the timesteps that are drawn during training with the `flow` section of a recipe."""
 
 from __future__ import annotations
 

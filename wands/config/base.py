@@ -24,7 +24,8 @@ class Spelling:
     """Spelling of a field on the command line, for fields whose spelling does not follow from their name.
 
     Attributes:
-        name: flag, such as `--set`. An empty text means `--` and the name of the field, with dashes.
+        name: flag, such as `--set`. If empty, the flag is `--` and the name of the field, in which each `_` is
+            replaced by `-`.
         metavar: placeholder for the value in the help text; None means click's default.
         flag_value: value of the option if the user types the flag without a value; None requires a value.
         argument: True for a positional argument, False for an option.

@@ -229,8 +229,8 @@ def _choose_adam(config: dict[str, Any], device_type: str) -> None:
 def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
     """Return the peak learning rate.
 
-    It is the learning rate in the optimizer section, scaled with the batch size as `optim.scale_lr` says. If the JSON has
-    a scheduler, `optim.scale_lr` has no effect, because the scheduler defines the learning rates.
+    It is the learning rate in the optimizer section, scaled with the batch size as `optim.scale_lr` says. If the DeepSpeed
+    config has a scheduler section, `optim.scale_lr` has no effect, because the scheduler defines the learning rates.
 
     Args:
         config: result of `build_ds_config`.

@@ -51,8 +51,8 @@ class ClipOptions(Options):
     ratio. Give the option several times to store each clip at several sizes. A later run may add or remove any size
     except the first [default: 399360, which is 832 x 480]."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
-    """Largest number of frames in a sample. Samples have a multiple of 4 plus 1 frames, such as 49 or 81. The remaining
-    frames of a clip are dropped. 0 sets no limit, so that each sample is a whole clip."""
+    """Largest number of frames in a sample. The number is always 4n + 1, such as 49 or 81. --clip-mode chooses the frames of a
+    longer clip. 0 sets no limit: each sample is then a whole clip, except for up to 3 frames at the end."""
     clip_mode: Literal["head", "middle", "slide"] = "head"
     """Select the frames to use of a clip that is longer than --max-frames. head uses the first frames, and middle uses
     the central frames. slide divides the whole clip into several samples."""

@@ -184,8 +184,9 @@ class ParallelConfig(StrictModel):
     most as large as the number of GPUs in a node. If this key is unset, wands derives it from `cp_size` and
     `ring_degree`. Without `cp_size`, it is 1."""
     ring_degree: int | None = Field(default=None, ge=1)
-    """Number of ranks that divide the tokens of each sample among themselves. Use it across nodes, or if the number of
-    heads limits the Ulysses degree. If this key is unset, it is cp_size / ulysses_degree. Without `cp_size`, it is 1."""
+    """Degree of ring attention: number of ranks that divide the tokens of each sample and pass keys and values around a
+    ring. Set this key if a context-parallel group spans several nodes, or if the model has too few heads for a larger
+    Ulysses degree. If this key is unset, it is cp_size / ulysses_degree. Without `cp_size`, it is 1."""
     fused_all_to_all: bool = True
     """Send query, key and value together in one Ulysses all-to-all. False sends them in three all-to-alls, as DeepSpeed
     does. The results are identical."""
@@ -237,8 +238,8 @@ class DataConfig(StrictModel):
     out one clip in 50. A hash of the clip's name decides, so all samples of a clip are held out together. New clips do
     not change the decision for other clips."""
     split: Literal["train", "holdout", "all"] = "train"
-    """Choose the clips to use. `train` uses the clips that `holdout` leaves for training, `holdout` uses the held-out
-    clips, and `all` uses all clips."""
+    """Choose the clips to use. `data.holdout` sets how many clips are held out from training. The value `train` uses all
+    other clips, the value `holdout` uses only the held-out clips, and the value `all` uses both."""
     mock: MockConfig | None = None
     """Leave it unset if you use `cache` or `sources`."""
     verify: bool = False
@@ -253,20 +254,21 @@ class PackingConfig(StrictModel):
     """Sequence packing: samples of different lengths share a bin. One forward pass processes a bin without padding."""
 
     enabled: bool = True
-    """Process all samples of a bin in one forward pass. False processes the samples of the same bins one after the other.
-    The steps are equal, but slower."""
+    """Process all samples of a bin in one forward pass. False processes the samples of each bin one after the other: the
+    results of each step are the same, but training is slower."""
     max_tokens: int = Field(default=32760, gt=0)
     """Capacity of a bin in video tokens. A bin holds the clips of one forward pass. The default is the number of tokens
     of one clip of 832 x 480 pixels and 81 frames. Increase the capacity until the GPU memory is full. It must be at least
     the number of tokens of the longest sample."""
     level_bins: int | None = Field(default=None, gt=0)
-    """Number of bins that are balanced with each other, so that they take the same time. It must divide
-    `train.bins_per_step`. If this key is unset, all bins of a step are balanced. If a step has several micro steps, set
-    it to dp_size (number of ranks / cp_size). Each step then mixes clips of more different lengths."""
+    """Number of bins in a balancing group. The bins of a group get about the same amount of work. The number must divide
+    `train.bins_per_step`. If this key is unset, all bins of a step form one group. If a step has several micro steps, set
+    this key to dp_size (number of ranks / cp_size). Only the bins of one micro step are then balanced, and each step
+    contains a wider range of clip lengths."""
     buffer_size: int | None = Field(default=None, gt=0)
-    """Number of samples that are packed together. If this key is unset, the whole epoch is packed together. Set it if the
-    storage is slow: training then reads from few cache files at a time, in random order. The samples of a few dozen steps
-    are enough to fill the bins equally well."""
+    """Number of samples among which wands chooses to fill the bins. If this key is unset, wands chooses among all samples
+    of the epoch. Set this key if the storage is slow: training then reads only a few cache files at a time. With the
+    samples of a few dozen steps, the bins are filled as well as with the whole epoch."""
 
 
 FLOW_PRESETS: dict[str, dict[str, Any]] = {

@@ -48,8 +48,8 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
     Args:
         path: as for `load_recipe`.
         overrides: as for `load_recipe`.
-        problems: collection to which the problems are added. "recipe" and the names of the sections with a problem are
-            added to its `failed` names.
+        problems: collection to which the problems are added. If there are any, `problems.failed` also gets the name
+            "recipe" and the name of each section with a problem.
 
     Returns:
         The recipe. Sections that have a problem contain the defaults.

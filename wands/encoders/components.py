@@ -83,7 +83,7 @@ def loading_part(model: str | Path, part: str) -> Iterator[None]:
             yield
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError) as error:
         raise ConfigError(
-            f"model={model}: its {part} cannot be loaded ({one_line(error)}). Restore its files."
+            f"model={model}: the {part} cannot be loaded ({one_line(error)}). Download its files again."
         ) from None
 
 

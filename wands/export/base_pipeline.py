@@ -48,7 +48,7 @@ def differing_keys(config: Mapping[str, Any], expected: Mapping[str, Any], owner
     Args:
         config: config of a pipeline.
         expected: config with the expected values.
-        owner: name of the source of `expected`, which the texts contain.
+        owner: name of the source of `expected`. The returned texts contain this name.
     """
     return [
         f"{key}={config[key]} ({owner} {value})"

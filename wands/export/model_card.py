@@ -68,7 +68,7 @@ class FolderContents:
 
 
 def without_paths(value: Any) -> Any:
-    """Return a copy of a JSON value in which the last component replaces every path of this machine.
+    """Return a copy of a JSON value in which each absolute path is shortened to its last component.
 
     Hub ids, URLs and relative paths such as ``runs/default`` do not change, because they contain nothing about a
     machine.

@@ -124,8 +124,8 @@ def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
         validate_repo_id(repo_id)
     except HFValidationError:
         raise WandsError(
-            f"REPO_ID {repo_id} is not a valid name of a repository; use owner/name, with at most 96 letters, digits, '-', '_' "
-            "and '.', without '--' and '..', and without '-' or '.' at the start or end."
+            f"REPO_ID {repo_id} is not a valid name of a repository; use owner/name. Allowed are at most 96 letters, digits, "
+            "'-', '_' and '.'. Not allowed are '--', '..', and '-' or '.' at the start or end."
         ) from None
     endpoint = endpoint or constants.ENDPOINT
     if not re.match(r"https?://\w", endpoint):

@@ -67,8 +67,8 @@ def sample_sigma(
 def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
     """Return the loss weight of each noise level, according to `flow.weighting`.
 
-    "none": 1. "linear": 1 + flow_shift * sigma. "bell": exp(-2 (sigma - 1/2)^2), minus the value of this function at
-    sigma 0 and 1. The bell is then scaled so that its mean over uniform sigma is 1.
+    "none": 1. "linear": 1 + flow_shift * sigma. "bell": g(sigma) - g(0) with g(sigma) = exp(-2 (sigma - 1/2)^2), so that
+    the weight is 0 at sigma 0 and 1. The result is scaled so that its mean over uniform sigma is 1.
 
     Args:
         sigmas: fp32 [S] for S samples.

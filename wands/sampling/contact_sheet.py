@@ -57,7 +57,7 @@ def pick_frames(frames: np.ndarray, count: int) -> np.ndarray:
 def save_contact_sheet(path: Path, rows: Sequence[SheetRow], frames_per_row: int = 4) -> None:
     """Draw all rows below each other and write them as a PNG.
 
-    If any row has a right video, the sheet gets the headings "clip" on the left and "sample" on the right.
+    If any row has a second video, the left column gets the heading "clip" and the right column the heading "sample".
 
     Args:
         path: PNG to create or replace.

@@ -136,7 +136,7 @@ def _parse_row(line: str, folder: Path) -> dict[str, Any]:
     names = [name for name in CAPTION_NAMES if name in row]
     if len(names) != 1:
         raise ValueError(
-            f"has {' and '.join(names) or 'no prompt'}. Give the text once, as prompt or caption."
+            f"has {' and '.join(names) or 'no prompt'}. Write exactly one of prompt and caption."
         )
     values = {"prompt": row.pop(names[0])}
     for key, value in row.items():

@@ -1,5 +1,6 @@
-"""Read the data of each step ahead of the device, as rank slices. A rank slice is the part of a packed batch that one
-rank trains on.
+"""Load the data of the next steps while the device computes the current step.
+
+Each rank loads only its rank slice, the part of a packed batch that the rank trains on.
 """
 
 from __future__ import annotations

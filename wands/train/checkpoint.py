@@ -40,7 +40,7 @@ def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int
     Args:
         run: the checked run.
         step: number of optimizer steps that the run has made.
-        epoch: epoch of the step.
+        epoch: epoch of the next step.
         history: (step, loss) pairs of the run so far.
     """
     base, recipe = run.recipe.model.path, run.recipe.model_dump(mode="json")

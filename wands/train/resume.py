@@ -59,7 +59,7 @@ def find_resume(output_dir: str, resume: str | None) -> Checkpoint | None:
     where = Path(output_dir if resume == "auto" else resume)
     if not where.exists():
         raise ConfigError(
-            f"--resume {resume} does not exist; write --resume after the recipe, or give a run or step folder."
+            f"--resume {resume} does not exist; give a run or step folder. If {resume} is the recipe, write it before --resume."
         )
     checkpoint = find_checkpoint(where)
     name = checkpoint.folder.name

@@ -93,7 +93,9 @@ class TrainingRun:
         return self.data.num_tokens(self.shape.patch_size)
 
     def data_fingerprint(self) -> str:
-        """Return a digest of everything about the samples that decides the order of the data: keys, lengths, order and repeats.
+        """Return a digest of the properties that determine in which order training reads the samples.
+
+        The properties are the keys of the samples, their lengths, their positions in the cache, and the repeats of each source.
 
         If a resumed run has the same digest, it continues at the right position in the data.
         """

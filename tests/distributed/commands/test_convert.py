@@ -554,7 +554,7 @@ def test_the_base_what_stands_alone(pipelines: dict[str, Path], tmp_path: Path):
     source = str(pipelines["wan2.1-t2v-1.3b"])
     write_lora(tmp_path / "mine.safetensors", Path(source))
     for what, to in ((source, "comfyui"), (str(tmp_path / "mine.safetensors"), "official")):
-        with pytest.raises(ConfigError, match=r"(has|have) no other parts"):
+        with pytest.raises(ConfigError, match=r"(has|have) no parts that --base could provide"):
             convert(what, tmp_path / "out", to=to, base=source)
 
 

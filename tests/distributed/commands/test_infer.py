@@ -796,7 +796,7 @@ def test_folder_that_is_no_pipeline(tiny_pipeline: Path, tmp_path: Path) -> None
         (
             "transformer/config.json",
             {"in_channels": 20},
-            "in_channels=20, out_channels=16, image_dim=None matches no Wan 2.1 or 2.2",
+            "in_channels=20, out_channels=16 and image_dim=None, which no Wan 2.1 or 2.2",
         ),
         (
             "transformer/config.json",
@@ -934,9 +934,9 @@ def test_prompt_file_problems_come_together_with_their_lines(tmp_path: Path) -> 
             (2, "is not JSON"),
             (3, "heigth=3 is not an option of a prompt; did you mean height?"),
             (5, "must be an object"),
-            (6, "has no prompt. Give the text once"),
+            (6, "has no prompt. Write exactly one of"),
             (7, "prompt=3 is invalid: input should be a valid string."),
-            (8, "has prompt and text. Give the text once"),
+            (8, "has prompt and text. Write exactly one of"),
             (9, "num_frames='many' is invalid"),
         ],
         strict=True,

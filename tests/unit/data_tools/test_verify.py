@@ -163,7 +163,7 @@ def test_each_kind_of_place_in_a_shard(
     assert lines
     assert all("shard-00000.h5" in line for line in lines)
     assert all(
-        "delete shard-00000.h5 and run the same wands preprocess again" in line
+        "delete shard-00000.h5 and run the same `wands preprocess` command again" in line
         or "rebuilds the index" in line
         for line in lines
     )

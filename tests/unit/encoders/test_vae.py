@@ -240,6 +240,6 @@ def test_a_vae_that_does_not_load_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no vae folder"):
         WanVideoEncoder.load(tmp_path)
     (tmp_path / "vae").mkdir()
-    with pytest.raises(ConfigError, match="its VAE cannot be loaded") as caught:
+    with pytest.raises(ConfigError, match="the VAE cannot be loaded") as caught:
         WanVideoEncoder.load(tmp_path)
     assert "\n" not in str(caught.value)

@@ -95,7 +95,7 @@ def convert(
         if base and (to == "comfyui" or loras):
             complete = "a LoRA has" if loras else "ComfyUI's layout has"
             raise ConfigError(
-                f"--base {base} cannot be used, because {complete} no other parts. Leave --base out."
+                f"--base {base} cannot be used, because {complete} no parts that --base could provide. Leave --base out."
             )
         for expert, path in loras.items():
             convert_lora(path, unfinished, result, to, _DTYPES[dtype], expert)

@@ -119,7 +119,9 @@ def encode_captions(
 def encode_clips(
     settings: EncodeSettings, slot: int, devices: Devices, clips: Sequence[Clip]
 ) -> Iterator[Done | WorkerTimes]:
-    """Decode and encode clips. Store one sample for each window (range of frames), size and caption of a clip.
+    """Decode and encode clips. Store one sample for each combination of window, size and caption of a clip.
+
+    A window is a range of frames.
 
     `encode_captions` must have encoded the captions before this call.
 

@@ -243,8 +243,8 @@ def _wait_for_shared_disk(rank: int, settings: EncodeSettings) -> None:
     while not settings.work.is_dir():
         if time.monotonic() - began > _SHARED_DISK_SECONDS:
             raise CacheError(
-                f"rank {rank} does not see {settings.work}. All nodes need the same --out on a shared file system; "
-                "without one, use --part."
+                f"rank {rank} does not see {settings.work}. All nodes need the same --out on a shared file system. Without "
+                "a shared file system, run one --part on each node."
             )
         time.sleep(1.0)
 

@@ -91,10 +91,10 @@ class Comparison(NamedTuple):
 
 
 def check_output(found: Comparison) -> Outcome:
-    """Compare the tested velocity of each sample with the expected velocity.
+    """Compare the velocity that the tested model predicts for each sample with the expected velocity.
 
     Args:
-        found: tested answer and expected answer.
+        found: output of the tested model, and expected output.
 
     Raises:
         Skipped: if the head (output layer) of the model is zero, so that every velocity is zero.

@@ -183,7 +183,10 @@ def _load_stock(setup: Setup, dtype: torch.dtype, label: str, *parts: str) -> Wa
 
 @torch.no_grad()
 def check_image_embeds(setup: Setup) -> Outcome:
-    """Compare the hidden states before CLIP's last layer from `wands preprocess` with diffusers' stock pipeline."""
+    """Compare the image embeddings of `wands preprocess` with the image embeddings of diffusers' stock pipeline.
+
+    The image embeddings are the hidden states before CLIP's last layer.
+    """
     frames = setup.frames[[0, -1] if setup.has("last_image") else [0]]
     embeds = ImageEncoder.load(setup.folder, setup.device).encode(list(frames))
     pipeline = _load_stock(setup, torch.float32, "image encoder", "image_processor", "image_encoder")

@@ -184,5 +184,5 @@ def damage_named(path: Path) -> Iterator[None]:
     except (OSError, KeyError, ValueError, RuntimeError) as error:
         raise CacheError(
             f"cache={path.parent} has a damaged {path.name} ({reason(error)}); delete that file and run the "
-            "same wands preprocess again, which encodes its clips again."
+            "same `wands preprocess` command again. The command encodes the clips of the deleted file again."
         ) from None

@@ -117,9 +117,9 @@ class ShardWriter:
             key: unique sample id.
             latents: bf16 [C, f, h, w] (latent channels, frames, rows, columns), normalised.
             text_embeds: bf16 [L, D] (text tokens, width of the text encoder), without padding.
-            meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of the sample's input). Usual:
-                `caption`, `source`, the window, `video` (digest of the latents' input) and `last` (whether the sample
-                is the last window of its clip).
+            meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of everything that the sample was
+                made from, including the caption). Usual: `caption`, `source`, the range of frames, `video` (digest of what
+                the latents were made from) and `last` (whether the sample is the last window of its clip).
             image_latents: bf16 [C, f, h, w], latents of the conditioning frames, for variants with conditioning frames.
             image_embeds: bf16 [I, E], CLIP hidden states of the conditioning frames, for variants with CLIP. I is the
                 number of CLIP tokens, and E is the width of CLIP.

@@ -39,7 +39,10 @@ def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def saved_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a local folder that contains parquet or arrow files of a Hugging Face dataset, at any depth."""
+    """Layout: read a local folder that contains, at any depth, parquet or arrow files of a Hugging Face dataset.
+
+    Return None if the source does not have this layout.
+    """
     if any(source.path.rglob("*.parquet")) or any(source.path.rglob("*.arrow")):
         return scan_dataset(source, str(source.path), source.path)
     return None

@@ -103,7 +103,8 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
                 check_file(name, path)
                 if clip := _clip_of_poster(file, siblings):
                     raise DataError(
-                        f"taken for the poster of {clip}; rename the image if it is a separate clip"
+                        f"the image has the name of {clip} and may be its preview, so it is not used; rename it if it is "
+                        "a separate clip"
                     )
                 if (sidecar := _sidecar_of(siblings)) is None:
                     raise DataError(
@@ -341,7 +342,9 @@ def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
         return clips
     names = ", ".join(sorted(members))
     if "pth" in members:
-        raise DataError(f"contains latents ({names}), no clip; python -m data_tools.import_shards reads them")
+        raise DataError(
+            f"contains latents ({names}) instead of a clip; import them with python -m data_tools.import_shards"
+        )
     raise DataError(f"no clip among the members ({names}); add a clip, or remove the sample")
 
 

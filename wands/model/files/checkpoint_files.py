@@ -56,10 +56,10 @@ class TrainState:
         base: `model.path` of the run. A folder is stored as an absolute path.
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
         files: maps the name of every other file in the checkpoint folder to its size in bytes. A checkpoint is complete
-            if every file has this size.
-        base_on_hub: whether `base` is a Hub id. The value is None in checkpoints of older versions, which stored a
-            folder as the user typed it. If an old `base` may be a folder, "./" is put in front, so that wands never
-            searches for this name on the Hub.
+            if every listed file has its listed size.
+        base_on_hub: whether `base` is a Hub id. The value is None in checkpoints of older versions, which did not
+            record it. When wands reads such a checkpoint and `base` could be a folder, wands writes "./" in front of
+            `base`, so that it never searches for this name on the Hub.
     """
 
     step: int

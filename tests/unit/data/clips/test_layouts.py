@@ -149,7 +149,7 @@ def test_captions_in_capital_letters(tmp_path: Path) -> None:
         ("c.mp4", "three"),
     ]
     assert [r.reason for r in rejections] == [
-        "taken for the poster of UP.MP4; rename the image if it is a separate clip"
+        "the image has the name of UP.MP4 and may be its preview, so it is not used; rename it if it is a separate clip"
     ]
 
 
