@@ -224,7 +224,7 @@ def check_file(name: str, path: Path) -> None:
     """Raise DataError if the name of a file is not UTF-8, or the file does not exist."""
     check_name(name)
     if not path.is_file():
-        raise DataError("the file does not exist, or is a broken link; restore the file, or remove its entry")
+        raise DataError("no such file, or a broken link; restore the file, or remove its entry")
 
 
 def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], label: str) -> None:
