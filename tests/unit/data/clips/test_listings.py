@@ -414,7 +414,7 @@ def test_images_are_clips_of_one_frame(tmp_path: Path) -> None:
     }
     assert rows["poster"][0] == "poster.mp4"
     assert set(rejected) == {"poster", "mute"}
-    assert "poster of poster.mp4" in rejected["poster"]
+    assert "name of poster.mp4" in rejected["poster"]
     still = next(decode_clip(tmp_path / "c.webp", ClipSpec(fps=16, max_frames=81)))
     assert still.frames.shape == (1, 32, 48, 3)
     assert abs(int(still.frames[0, 5, 5, 0]) - 60) <= 3
