@@ -99,13 +99,12 @@ def plan_epoch(
     bin can be split. Empty bins () fill up the rest of the last step.
 
     The gradient over an epoch is unbiased, because every sample is in one step and has the same weight in every step
-    (`StepPlan.denominators`). `EpochPlan.length_bias` measures how similar the lengths inside a step are to the data.
+    (`StepPlan.denominators`).
 
     With `windows`, each window is packed separately. Bins of a window that do not fill a step are kept, and form a step
     together with such bins of the next windows. So only the last step of the epoch has empty bins.
 
-    The number of steps depends on the lengths alone, not on the epoch: see `count_steps`. With `windows`, it depends on
-    the lengths in each window.
+    The number of steps depends on the lengths (with `windows`, of each window), not on the epoch: see `count_steps`.
 
     Args:
         seq_lens: int [N], number of tokens of each sample.

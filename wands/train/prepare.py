@@ -107,8 +107,7 @@ def prepare_run(
         world_size: number of ranks.
         device_type: "cuda" or "cpu".
         names: (name of the DeepSpeed JSON, name of the recipe) for error messages.
-        encoders: function from a model path to the fingerprint of its VAE and text encoder. The fingerprint is compared
-            with the fingerprint in a cache.
+        encoders: function from a model path to the fingerprint of its VAE and text encoder, to compare with a cache.
         ranks_per_node: number of ranks on each node; None for a single node.
         checkpoint: checkpoint that the run resumes from. With a checkpoint, `lora.init_from` is not read.
         problems: problems that were found before this call, with the names of the recipe sections and files that

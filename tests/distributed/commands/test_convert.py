@@ -258,7 +258,7 @@ def test_a_disk_that_forgets_is_found(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_hub_id_and_the_base_another(
+def test_a_hub_id_and_parts_of_another_model(
     pipelines: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Of the model that lends its other parts the DiT is not fetched."""
@@ -550,7 +550,7 @@ def test_alpha_is_folded_and_told(pipelines: dict[str, Path], tmp_path: Path):
     )
 
 
-def test_the_base_what_stands_alone(pipelines: dict[str, Path], tmp_path: Path):
+def test_a_base_from_which_nothing_can_be_taken(pipelines: dict[str, Path], tmp_path: Path):
     source = str(pipelines["wan2.1-t2v-1.3b"])
     write_lora(tmp_path / "mine.safetensors", Path(source))
     for what, to in ((source, "comfyui"), (str(tmp_path / "mine.safetensors"), "official")):

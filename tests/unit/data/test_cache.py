@@ -424,6 +424,17 @@ def test_swapped_shards_are_noticed(tmp_path: Path) -> None:
         LatentCache(folder).read(0)
 
 
+def test_metadata_of_another_sample_is_noticed(tmp_path: Path) -> None:
+    """A wrong row in the index, after the first read has compared the shard with it."""
+    cache = LatentCache(write(tmp_path / "c", [make_sample(0), make_sample(3)]))
+    cache.read(0)
+    cache.index.rows[:] = cache.index.rows[::-1].copy()
+    with pytest.raises(
+        CacheError, match=r"clip/003 in .* is not at its place in the index, where clip/000 is"
+    ):
+        cache.meta(1)
+
+
 def test_shard_of_another_cache_is_refused(tmp_path: Path) -> None:
     ours = write(tmp_path / "ours", [make_sample(0)])
     with CacheWriter(tmp_path / "theirs", VARIANT, FINGERPRINT | {"vae": {"weights": "cc"}}) as writer:

@@ -58,7 +58,7 @@ def samples_of(found: EpochPlan) -> list[int]:
     return [i for step in found.steps for bin in step for i in bin]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     lens=st.lists(st.integers(1, 100), min_size=1, max_size=80),
     bins_per_step=st.integers(1, 9),
@@ -115,7 +115,7 @@ def test_realistic_lengths_are_packed_full_and_level(mix: str, max_tokens: int, 
     assert imbalance(random_steps.steps, 64, bin_costs(random_steps.seq_lens, SHAPE.forward_flops)) > 1.08
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     lens=st.lists(st.integers(1, 100), min_size=1, max_size=80),
     level_bins=st.integers(1, 4),
@@ -354,7 +354,7 @@ def places_of(num_samples: int, per_shard: int) -> np.ndarray:
     return np.stack(np.divmod(place, per_shard), axis=1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     lens=st.lists(st.integers(1, 100), min_size=1, max_size=80),
     bins_per_step=st.integers(1, 6),

@@ -194,7 +194,7 @@ class LatentCache:
     def meta(self, i: int) -> dict[str, Any]:
         """Return the metadata of sample `i`: caption, source file, window, num_frames, fps."""
         with self._own_handles(), damage_named(self._path(i)):
-            return json.loads(self._shard(i)[0][sample_path(int(self.index.rows[i]))].attrs["meta"])
+            return json.loads(self._group(i, self._shard(i)[0]).attrs["meta"])
 
     def check_fits(self, variant: Variant, fingerprint: Mapping[str, Any]) -> None:
         """Raise CacheError if the cache does not fit a model.
@@ -282,13 +282,18 @@ class LatentCache:
     def _path(self, i: int) -> Path:
         return self.path / self.index.shard_names[self.index.shards[i]]
 
+    def _group(self, i: int, file: h5py.File) -> h5py.Group:
+        """Return the HDF5 group of sample `i`; raise CacheError if another sample is at its position."""
+        group = file[sample_path(int(self.index.rows[i]))]
+        if (key := json.loads(group.attrs["key"])) != self.index.keys[i]:
+            raise self._damaged(i, f"is not at its place in the index, where {key} is")
+        return group
+
     def _compare(self, i: int, file: h5py.File) -> None:
         """Raise CacheError if an open shard is not the shard in the index, or sample `i` is not at the position that
         the index says.
         """
-        group = file[sample_path(int(self.index.rows[i]))]
-        if (key := json.loads(group.attrs["key"])) != self.index.keys[i]:
-            raise self._damaged(i, f"is not at its place in the index, where {key} is")
+        group = self._group(i, file)
         arrays = {name: group[name] for name in stored_names(group)}
         shapes = {name: array.shape for name, array in arrays.items()}
         if shapes != self._shapes(i) or {array.dtype for array in arrays.values()} != {np.dtype(np.uint16)}:
