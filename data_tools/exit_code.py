@@ -12,9 +12,9 @@ Main = Callable[[Sequence[str] | None], int]
 
 
 def exit_2_on_user_error(main: Main) -> Callable[..., int]:
-    """Make a program report an error of the user in one line and exit with code 2.
+    """Wrap the main function of a program, so that it prints a user error in one line and returns exit code 2.
 
-    The line is printed to stderr. An error of the user is a `WandsError`; any other exception is raised as usual.
+    The line is printed to stderr. A user error is a `WandsError`. Any other exception is raised as usual.
 
     Args:
         main: function of the program. It takes the arguments of the command line, or None for the arguments of the

@@ -53,7 +53,8 @@ def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 <<
         path: folder of the cache.
         out: folder to create.
         format: one of `FORMATS`.
-        max_bytes: size in bytes from which no further sample is added to a tar. The last sample of a tar may exceed it.
+        max_bytes: size in bytes from which no further sample is added to a tar. The last sample of a tar may exceed
+            this size.
 
     Returns:
         Number of samples.
@@ -65,7 +66,7 @@ def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 <<
     assert format in FORMATS, format
     cache, out = LatentCache(path, verify=True), Path(out).absolute()
     if out.exists():
-        raise ConfigError(f"OUT={out} exists; give a new folder.")
+        raise ConfigError(f"OUT={out} exists; pass a new folder.")
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -120,7 +121,7 @@ def _to_bytes(cache: LatentCache, i: int) -> bytes:
 
 
 class _Tars:
-    """Writer of consecutive tars of limited size."""
+    """Writer that stores samples in consecutive tars of limited size."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
@@ -146,12 +147,17 @@ class _Tars:
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, or 2 for an error of the user."""
+    """Run the program, and return the exit code: 0 for success, or 2 for an error that the user can fix."""
     assert __doc__
     parser = argparse.ArgumentParser(prog="python -m data_tools.export", description=__doc__.splitlines()[0])
     parser.add_argument("cache", type=Path, help="cache folder written by wands preprocess")
     parser.add_argument("out", type=Path, help="new folder for the export")
-    parser.add_argument("--format", choices=FORMATS, required=True, help="format of the files to write")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        required=True,
+        help="safetensors writes one file per sample, webdataset writes tars",
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     count = export(options.cache, options.out, options.format)

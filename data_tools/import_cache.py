@@ -47,7 +47,7 @@ MUSUBI_LATENTS = re.compile(
 
 @dataclass(frozen=True)
 class EncodedClip:
-    """A sample to import.
+    """One encoded clip to import: latents, text embeddings and metadata.
 
     Attributes:
         key: key of the sample in the cache.
@@ -94,8 +94,8 @@ def import_cache(source: str | Path, out: str | Path, model: str | None = None) 
     if any(source.glob("*_wan.safetensors")):
         if model is None:
             raise ConfigError(
-                f"--model is needed: the cache of musubi-tuner in {source} does not name its encoders; give the "
-                "pipeline with which it was made."
+                f"--model is needed: the cache of musubi-tuner in {source} does not name its encoders; set "
+                "--model to the pipeline with which the cache was made."
             )
         return _import_musubi(source, Path(out), model)
     if pickles := sorted(path for path in source.glob("*") if path.suffix in PICKLES):
@@ -104,7 +104,7 @@ def import_cache(source: str | Path, out: str | Path, model: str | None = None) 
             "any program, so run wands preprocess on the videos instead."
         )
     raise DataError(
-        f"source={source} has neither {EXPORT_NAME} nor *_wan.safetensors; give a folder that data_tools.export wrote, or "
+        f"source={source} has neither {EXPORT_NAME} nor *_wan.safetensors; pass a folder that data_tools.export wrote, or "
         "the cache_directory of musubi-tuner."
     )
 
@@ -135,7 +135,7 @@ def _import_export(source: Path, out: Path) -> int:
                 writer.add(item.key, item.latents, item.text_embeds, item.meta, **item.images)
         if len(seen) != count:
             raise DataError(
-                f"source={source} has {len(seen):,} samples of {count:,}; restore the missing files or export the cache again."
+                f"source={source} has {len(seen):,} of {count:,} samples; restore the missing files, or export the cache again."
             )
         writer.commit(null_text, seen)
     return count
@@ -154,7 +154,7 @@ def _read_tars(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
         try:
             reader = TarReader(path)
         except DataError as error:
-            raise DataError(f"{path} {error}.") from None
+            raise DataError(f"{path}: {error}.") from None
         with reader as tar:
             for item in tar.rejections:
                 raise DataError(f"{path}: {item.key or 'archive'}: {item.reason}.")
@@ -176,7 +176,7 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
 
     Args:
         content: bytes of the file.
-        place: name of the file in errors.
+        place: name of the file, for error messages.
         names: names of the arrays that the sample must have.
 
     Raises:
@@ -215,8 +215,8 @@ def _import_musubi(source: Path, out: Path, model: str) -> int:
     variant = read_variant(model)
     if variant.num_images:
         raise ConfigError(
-            f"model={model} is {variant.name}, but conditioning frames in musubi-tuner's cache are not supported; run wands "
-            "preprocess on the videos."
+            f"--model={model} is {variant.name}, which needs conditioning frames, but they cannot be imported from musubi-tuner; "
+            "run wands preprocess on the videos."
         )
     vae = AutoencoderKLWan.load_config(find_part(model, "vae", CONFIG_FILES))
     std = torch.tensor(vae["latents_std"])
@@ -263,7 +263,8 @@ def _musubi_item(path: Path) -> EncodedClip:
         caption = _header(text_bytes).get("caption1")
     except (ValueError, SafetensorError) as error:
         raise DataError(
-            f"{path} or {text_path.name} is damaged or of another model ({reason(error)}); cache the clip again."
+            f"{path} or {text_path.name} is damaged or of another model ({reason(error)}); "
+            "cache the clip again with musubi-tuner."
         ) from None
     meta = {
         "caption": caption,
@@ -296,7 +297,7 @@ def _tensor(content: bytes, pattern: str) -> Tensor:
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, or 2 for an error of the user."""
+    """Run the program, and return the exit code: 0 for success, or 2 for an error that the user can fix."""
     assert __doc__
     parser = argparse.ArgumentParser(
         prog="python -m data_tools.import_cache", description=__doc__.splitlines()[0]

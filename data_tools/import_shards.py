@@ -81,7 +81,7 @@ def import_shards(
     variant = read_variant(model)
     if variant.num_images:
         raise ConfigError(
-            f"model={model} is {variant.name}, which needs conditioning frames, but shards do not contain them; run wands "
+            f"--model={model} is {variant.name}, which needs conditioning frames, but shards do not contain them; run wands "
             "preprocess on the videos."
         )
     shards, std = find_shards(Path(source)), _vae_std(model)
@@ -89,7 +89,9 @@ def import_shards(
     first = next(_checked(read_samples(shards, Path(source)), variant, std, rejected), None)
     if first is None:
         reason = f" (first: {rejected[0].reason})" if rejected else ""
-        raise DataError(f"source={source} contains no usable sample, {len(rejected)} rejected{reason}")
+        raise DataError(
+            f"source={source} contains no usable sample, {len(rejected)} samples rejected{reason}"
+        )
     rejected.clear()
     fingerprint = imported_fingerprint(model, first.encoding)
     encoder = TextEncoder.load(model, device)
@@ -98,8 +100,8 @@ def import_shards(
         for sample in _checked(read_samples(shards, Path(source)), variant, std, rejected):
             if sample.encoding != first.encoding:
                 reason = (
-                    f"encoded with {sample.encoding}, but the first sample with {first.encoding}; "
-                    "import it into another cache"
+                    f"sample was encoded with {sample.encoding}, but the first sample with {first.encoding}; "
+                    "import this sample into another cache"
                 )
                 rejected.append(Rejection(sample.key, str(sample.path), reason))
                 continue
@@ -176,7 +178,7 @@ def _check_text(sample: EncodedSample, variant: Variant) -> None:
         check_text_embeds(sample.text_embeds, variant)
     elif not clean_caption(sample.caption or ""):
         raise DataError(
-            "missing caption in the .json of the sample; write a caption, because the pickle next to it is never opened"
+            "missing caption in the .json of the sample; write a caption, because text embeddings in pickles are never read"
         )
 
 
@@ -188,8 +190,8 @@ def check_text_embeds(text: Tensor, variant: Variant) -> None:
     """
     if text.ndim != 2 or text.shape[1] != variant.dit.text_dim or not 1 <= len(text) <= TEXT_LEN:
         raise DataError(
-            f"text embedding of shape {tuple(text.shape)} is not [1 to {TEXT_LEN}, {variant.dit.text_dim}] of "
-            f"{variant.name}; give the model with which the clip was encoded"
+            f"text embedding of shape {tuple(text.shape)} is not [1 to {TEXT_LEN}, {variant.dit.text_dim}] as in "
+            f"{variant.name}; set --model to the model with which the clip was encoded"
         )
     if not text.isfinite().all():
         raise DataError("text embedding contains numbers that are not finite; encode the clip again")
@@ -214,13 +216,13 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     channels, patch = variant.dit.out_channels, variant.dit.patch_size
     if latents.ndim != 4 or latents.shape[0] != channels or 0 in latents.shape:
         raise DataError(
-            f"latents of shape {tuple(latents.shape)} are not [{channels}, frames, rows, columns] of "
-            f"{variant.name}; give the model with which the clip was encoded"
+            f"latents of shape {tuple(latents.shape)} are not [{channels}, frames, rows, columns] as in "
+            f"{variant.name}; set --model to the model with which the clip was encoded"
         )
     if any(size % step for size, step in zip(latents.shape[1:], patch, strict=True)):
         raise DataError(
-            f"latents of shape {tuple(latents.shape)} are not multiples of patch_size={patch}; encode the clip "
-            "again at a size that is a multiple"
+            f"latents of shape {tuple(latents.shape)} are not multiples of patch_size={patch} in frames, rows and "
+            "columns; encode the clip again at such a size"
         )
     if not latents.is_floating_point() or not latents.isfinite().all():
         raise DataError("latents contain numbers that are not finite; encode the clip again")
@@ -237,7 +239,8 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
 
 
 def _unlikelihood(spread: Tensor) -> float:
-    """Return the negative log-likelihood that all channels have a standard deviation of 1, up to a common factor.
+    """Return how unlikely it is that all channels of a clip have a standard deviation of 1, apart from one common
+    factor. The result is a negative log-likelihood.
 
     `CONTRAST` and `JITTER` are the standard deviations of the common factor and of each channel's own factor, in log
     units.
@@ -261,7 +264,7 @@ def _vae_std(model: str | Path) -> Tensor:
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, or 2 for an error of the user."""
+    """Run the program, and return the exit code: 0 for success, or 2 for an error that the user can fix."""
     assert __doc__
     parser = argparse.ArgumentParser(
         prog="python -m data_tools.import_shards", description=__doc__.splitlines()[0]

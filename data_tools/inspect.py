@@ -73,7 +73,7 @@ def decode(cache: LatentCache, key: str, model: str, out: Path) -> tuple[int, ..
         ConfigError: if `out` ends in neither .mp4 nor .png, or `model` is not a pipeline.
     """
     if out.suffix.lower() not in (".mp4", ".png"):
-        raise ConfigError(f"--out={out} must end in .mp4 or .png.")
+        raise ConfigError(f"--out={out} must end in .mp4 or .png; change the file name.")
     i = cache.find(key)
     sample = cache.read(i)
 
@@ -131,7 +131,7 @@ def _times(numbers: Sequence[int]) -> str:
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, or 2 for an error of the user."""
+    """Run the program, and return the exit code: 0 for success, or 2 for an error that the user can fix."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.inspect", description=__doc__.splitlines()[0])
     parser.add_argument("cache", type=Path, help="cache folder written by wands preprocess")
     parser.add_argument("--rows", type=int, default=5, help="number of samples to list (default 5)")
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file to write, .mp4 or .png; needed by --decode")
     options = parser.parse_args(arguments)
     if options.decode is not None and not (options.model and options.out):
-        parser.error("--decode needs --model and --out")
+        parser.error("--decode needs --model and --out; add both options")
     cache = LatentCache(options.cache, verify=True)
     if options.decode is None:
         print(describe(cache, options.rows))

@@ -61,7 +61,7 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
     """
     caches = [LatentCache(path, verify=True) for path in paths]
     if any(cache.path.resolve() == Path(out).resolve() for cache in caches):
-        raise ConfigError(f"OUT={out} is one of the caches to merge; give a new folder.")
+        raise ConfigError(f"OUT={out} is one of the caches to merge; pass a new folder.")
     for cache in caches[1:]:
         _check_alike(caches[0], cache)
     places: dict[str, tuple[LatentCache, int]] = {}
@@ -76,8 +76,8 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
                 differing.append(f"{key} (in {places[key][0].path} and {cache.path})")
     if differing:
         raise ConfigError(
-            f"{len(differing):,} key(s) have different samples: {', '.join(differing[:SHOWN])}; remove them "
-            "from one of the caches with python -m data_tools.split CACHE KEEP DROP --keys-file FILE."
+            f"{len(differing):,} key(s) have different samples in two caches: {', '.join(differing[:SHOWN])}; remove these "
+            "samples from one cache with python -m data_tools.split CACHE DROP KEEP --keys-file FILE, where FILE lists the keys."
         )
     copied = copy_samples(caches[0], Path(out), list(places.values()))
     return Merged(len(places), copied, duplicates, _join_rejects(caches, Path(out)))
@@ -113,8 +113,8 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
     keys = {cache.keys[i] for cache, i in places}
     if (out / INDEX_NAME).exists() and (others := sorted(set(LatentCache(out).keys) - keys)):
         raise ConfigError(
-            f"OUT={out} is a finished cache with {len(others):,} other sample(s), such as {others[0]}; give a "
-            "new folder, or merge the cache with these samples, too."
+            f"OUT={out} is a finished cache with {len(others):,} sample(s) of no given cache, such as {others[0]}; "
+            "pass a new folder, or also pass the cache that contains these samples."
         )
     copied = 0
     with CacheWriter(out, to_variant(like.manifest["variant"]), like.fingerprint) as writer:
@@ -135,7 +135,7 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
 
 
 def to_variant(contract: dict[str, Any]) -> Variant:
-    """Return a variant with the values that a cache manifest stores.
+    """Return a model variant with the values that the manifest of a cache stores.
 
     A cache does not contain the other sizes of the DiT, such as its depth. These sizes come from an arbitrary variant.
 
@@ -167,13 +167,13 @@ def _check_alike(first: LatentCache, other: LatentCache) -> None:
     if difference := first_difference(ours, theirs):
         name, one, two = difference
         raise CacheError(
-            f"cache={other.path} has {name}={two} but {first.path} has {one}; only caches made with the same "
-            "model and settings can be merged. Encode one of them again, or train on both with data.sources."
+            f"cache={other.path} has {name}={two}, but {first.path} has {name}={one}; only caches of the same "
+            "model and settings can be merged. Encode one of the two again, or train on both with data.sources."
         )
     if to_bits(first.null_text_embeds).tobytes() != to_bits(other.null_text_embeds).tobytes():
         raise CacheError(
-            f"cache={other.path} has another embedding of the empty caption than {first.path}; one of the "
-            "caches was altered. Check both with python -m data_tools.verify."
+            f"cache={other.path} and {first.path} have different embeddings of the empty caption; one of the "
+            "two caches was changed. Check both with python -m data_tools.verify."
         )
 
 
@@ -185,10 +185,12 @@ def _signature(cache: LatentCache, i: int) -> tuple[Any, ...]:
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, or 2 for an error of the user."""
+    """Run the program, and return the exit code: 0 for success, or 2 for an error that the user can fix."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.merge", description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder of the merged cache")
-    parser.add_argument("cache", type=Path, nargs="+", help="cache folders written by wands preprocess")
+    parser.add_argument(
+        "cache", type=Path, nargs="+", help="folders of the caches to merge, written by wands preprocess"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     merged = merge(options.out, options.cache)

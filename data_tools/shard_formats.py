@@ -61,10 +61,10 @@ def find_shards(source: Path) -> list[Path]:
     if not shards:
         looked_for = f"looked for {' '.join(TAR_EXTENSIONS)} .tfrec .tfrecord"
         what = looked_for if source.exists() else "no such folder"
-        raise DataError(f"source={source} contains no shards ({what}); give the folder that contains shards")
+        raise DataError(f"source={source} contains no shards ({what}); pass a folder that contains shards")
     if len({is_tar(path) for path in shards}) > 1:
         raise DataError(
-            f"source={source} contains both tars and TFRecords; give a folder with one kind of shards"
+            f"source={source} contains both tars and TFRecords; pass a folder with one kind of shards"
         )
     return shards
 
@@ -106,7 +106,7 @@ def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
             key = f"{base}/{sample}"
             try:
                 if missing := [f".{part}" for part in ("pth", "json") if part not in members]:
-                    raise DataError(f"the sample has no {' and no '.join(missing)}; give shards of DFM")
+                    raise DataError(f"the sample has no {' and no '.join(missing)}; pass shards of DFM")
                 tensor, info = reader.read(members["pth"]), reader.read(members["json"])
                 yield _energon_sample(key, path, tensor, info)
             except DataError as error:
@@ -120,16 +120,17 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
         latents = torch.load(io.BytesIO(tensor), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many exception types for damaged files and other pickles
         raise DataError(
-            f".pth is not a plain tensor ({one_line(error, 120)}); give shards of DFM, because no other pickle is opened"
+            f".pth file is not a plain tensor ({one_line(error, 120)}); pass shards of DFM, "
+            "because other pickles are never opened"
         ) from None
     if not isinstance(latents, Tensor):
-        raise DataError(f".pth contains a {type(latents).__name__}, not a tensor; give shards of DFM")
+        raise DataError(f".pth file contains a {type(latents).__name__}, not a tensor; pass shards of DFM")
     try:
         facts = json.loads(info)
     except ValueError as error:
-        raise DataError(f".json cannot be read ({error}); give shards of DFM") from None
+        raise DataError(f".json file cannot be read ({error}); pass shards of DFM") from None
     if not isinstance(facts, dict) or not isinstance(facts.get("caption", ""), str):
-        raise DataError(".json is not an object with a caption; give shards of DFM")
+        raise DataError(".json file is not an object with a caption; pass shards of DFM")
     version = facts.get("model_version", "wan2.1")
     if version != "wan2.1":
         raise DataError(f"model_version={version} is not supported; use only samples of wan2.1")
@@ -164,7 +165,7 @@ def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample]:
             features = parse_example(record)
             if missing := {"latents", "encoder_hidden_states"} - set(features):
                 raise DataError(
-                    f"record has no {' and no '.join(sorted(missing))}; give shards that MaxDiffusion wrote"
+                    f"record has no {' and no '.join(sorted(missing))}; pass shards that MaxDiffusion wrote"
                 )
             latents, text = (
                 _without_batch(parse_tensor(features[part]), ndim)

@@ -53,13 +53,15 @@ def split(
     assert (fraction is None) != (keys is None)
     cache = LatentCache(path, verify=True)
     if len({Path(p).resolve() for p in (path, out_a, out_b)}) < 3:
-        raise ConfigError(f"CACHE={path}, OUT_A={out_a} and OUT_B={out_b} must be three folders.")
+        raise ConfigError(
+            f"CACHE={path}, OUT_A={out_a} and OUT_B={out_b} must be three different folders; pass new folders."
+        )
     if keys is not None:
         wanted = set(keys)
         if missing := sorted(wanted - set(cache.keys)):
             raise ConfigError(
-                f"keys={', '.join(missing[:SHOWN])} are not in cache={path} ({len(missing):,} of "
-                f"{len(wanted):,}); python -m data_tools.inspect lists its keys."
+                f"keys={', '.join(missing[:SHOWN])} are not in cache={path} ({len(missing):,} of {len(wanted):,}); "
+                "correct the keys. python -m data_tools.inspect CACHE --rows N lists N keys."
             )
     else:
         assert fraction is not None
@@ -85,11 +87,13 @@ def name_hash(name: str) -> float:
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, or 2 for an error of the user."""
+    """Run the program, and return the exit code: 0 for success, or 2 for an error that the user can fix."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.split", description=__doc__.splitlines()[0])
     parser.add_argument("cache", type=Path, help="cache folder written by wands preprocess")
-    parser.add_argument("out_a", type=Path, help="new folder for the chosen samples")
-    parser.add_argument("out_b", type=Path, help="new folder for the other samples")
+    parser.add_argument(
+        "out_a", type=Path, help="new folder for the samples that --fraction or --keys-file selects"
+    )
+    parser.add_argument("out_b", type=Path, help="new folder for all samples that are not in OUT_A")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument(
         "--fraction", type=float, help="fraction of the clips for OUT_A, chosen by a hash of their names"
@@ -104,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             lines = options.keys_file.read_text("utf-8", "surrogateescape").split("\n")
         except OSError as error:
-            raise ConfigError(f"--keys-file={options.keys_file} cannot be read ({error.strerror}).") from None
+            raise ConfigError(
+                f"--keys-file={options.keys_file} cannot be read ({error.strerror}); correct the path."
+            ) from None
         keys = [line.removesuffix("\r") for line in lines if line.strip()]
     a, b = split(options.cache, options.out_a, options.out_b, options.fraction, keys)
     print(f"{options.out_a}: {a:,} samples\n{options.out_b}: {b:,} samples")

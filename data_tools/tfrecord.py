@@ -138,9 +138,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif kind in (1, 2, 5):
             length, place = _varint(data, place) if kind == 2 else (8 if kind == 1 else 4, place)
             if place + length > len(data):
-                raise ValueError(
-                    "the record is damaged: a field is longer than its message; write the file again"
-                )
+                raise ValueError("a field is longer than its message")
             yield number, data[place : place + length]
             place += length
         else:
@@ -156,7 +154,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
         value, place = value | (byte & 0x7F) << shift, place + 1
         if byte < 0x80:
             return value, place
-    raise ValueError("a number has no end")
+    raise ValueError("a number in the message has no end")
 
 
 def _last(data: bytes, number: int) -> bytes | None:
@@ -172,9 +170,8 @@ def parse_example(data: bytes) -> dict[str, bytes]:
     """Return the bytes features of a serialized tf.train.Example.
 
     Returns:
-        Maps the name of a feature to its value. Of a list of several values, only the first is returned. Features of
-            other types are
-        left out.
+        Values by feature name. If a feature has several values, only the first value is returned. Features of other
+        types are left out.
 
     Raises:
         DataError: if the data is not a tf.train.Example.
@@ -191,7 +188,7 @@ def parse_example(data: bytes) -> dict[str, bytes]:
                 features[name.decode()] = value
     except ValueError as error:
         raise DataError(
-            f"record is not a tf.train.Example ({error}); give shards that MaxDiffusion wrote"
+            f"record is not a tf.train.Example ({error}); pass shards that MaxDiffusion wrote"
         ) from None
     return features
 
@@ -214,11 +211,11 @@ def parse_tensor(data: bytes) -> Tensor:
         content = _last(data, 4) or b""
     except ValueError as error:
         raise DataError(
-            f"array is not a serialized tensor ({error}); give shards that MaxDiffusion wrote"
+            f"array is not a serialized tensor ({error}); pass shards that MaxDiffusion wrote"
         ) from None
     if kind not in _DTYPES:
         raise DataError(
-            f"tensor has TensorFlow's type {kind}, which is not a float; give shards that MaxDiffusion wrote"
+            f"tensor has TensorFlow's type {kind}, which is not a float; pass shards that MaxDiffusion wrote"
         )
     wanted = int(np.prod(shape, dtype=object)) * _DTYPES[kind].itemsize
     if wanted != len(content) or not content:

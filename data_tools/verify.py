@@ -38,7 +38,7 @@ DAMAGE = (OSError, KeyError, ValueError, RuntimeError, TypeError)
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a cache.
+    """One problem of a cache, with its place and its fix.
 
     Attributes:
         place: name of the file, and the key of the sample if only one sample is affected.
@@ -128,7 +128,7 @@ def verify(
     return report
 
 
-REBUILD = "run the same wands preprocess again, which rebuilds the index from the shards."
+REBUILD = "run the same wands preprocess command again, which rebuilds the index from the shards."
 
 
 def _check_manifest(path: Path, shards: list[str], report: VerifyResult) -> str | None:
@@ -140,18 +140,22 @@ def _check_manifest(path: Path, shards: list[str], report: VerifyResult) -> str 
     Raises:
         CacheError: if the manifest cannot be read and there are no shards, so that `path` is not a cache.
     """
-    fix = "restore it, or copy it from a cache of the same model and settings."
+    fix = "restore the file, or copy it from a cache of the same model and settings."
     try:
         manifest = read_manifest(path)
     except CacheError as error:
         if not shards:
             raise
-        report.problems.append(Problem(MANIFEST_NAME, f"cannot be used ({error})", fix))
+        report.problems.append(Problem(MANIFEST_NAME, f"the file cannot be used ({error})", fix))
         return None
     stored = manifest.pop("digest", None)
     unknown = manifest.keys() - MANIFEST_KEYS
     if unknown or (stored is not None and stored != digest(manifest)):
-        what = f"has an unknown {', '.join(sorted(unknown))}" if unknown else "was altered: wrong digest"
+        what = (
+            f"the file has an unknown {', '.join(sorted(unknown))}"
+            if unknown
+            else "the file was changed (wrong digest)"
+        )
         report.problems.append(Problem(MANIFEST_NAME, what, fix))
         return None
     return digest(manifest["fingerprint"])
@@ -160,17 +164,23 @@ def _check_manifest(path: Path, shards: list[str], report: VerifyResult) -> str 
 def _check_index(path: Path, report: VerifyResult) -> CacheIndex | None:
     if not (path / INDEX_NAME).exists():
         report.problems.append(
-            Problem(INDEX_NAME, "is missing: the cache is unfinished", "run the same wands preprocess again.")
+            Problem(
+                INDEX_NAME,
+                "the file is missing, so the cache is unfinished",
+                "run the same wands preprocess command again.",
+            )
         )
         return None
     try:
         index = CacheIndex.from_file(path / INDEX_NAME)
     except CacheError as error:
         what = str(error).partition("(")[2].partition(");")[0]
-        report.problems.append(Problem(INDEX_NAME, f"is damaged ({what})", REBUILD))
+        report.problems.append(Problem(INDEX_NAME, f"the file is damaged ({what})", REBUILD))
         return None
     if list(index.keys) != sorted(set(index.keys)):
-        report.problems.append(Problem(INDEX_NAME, "contains a key twice or in the wrong order", REBUILD))
+        report.problems.append(
+            Problem(INDEX_NAME, "the file contains a key twice or in the wrong order", REBUILD)
+        )
     return index
 
 
@@ -193,31 +203,35 @@ def _check_shard(
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
-        yield Problem(path.name, f"cannot be read ({reason(error)}), which affects {len(rows)} samples", fix)
+        yield Problem(
+            path.name, f"the file cannot be read ({reason(error)}), which affects {len(rows)} samples", fix
+        )
         return
     try:
         if index and path.name in index.shard_names:
             size = int(index.shard_bytes[index.shard_names.index(path.name)])
             if (found := os.fstat(descriptor).st_size) != size:
-                yield Problem(path.name, f"has {found:,} bytes, but the index says {size:,}", fix)
+                yield Problem(path.name, f"the file has {found:,} bytes, but the index says {size:,}", fix)
         try:
             file = h5py.File(path, "r", locking=False)
         except DAMAGE as error:
-            yield Problem(path.name, f"is damaged ({reason(error)}), which affects {len(rows)} samples", fix)
+            yield Problem(
+                path.name, f"the file is damaged ({reason(error)}), which affects {len(rows)} samples", fix
+            )
             return
         with file:
             try:
                 carried = file.attrs["fingerprint"]
                 if fingerprint is not None and carried != fingerprint:
                     yield Problem(
-                        path.name, f"has fingerprint {carried}, not the manifest's fingerprint", fix
+                        path.name, f"the file has fingerprint {carried}, not the manifest's fingerprint", fix
                     )
                 ids = dict(zip(index.shard_names, index.shard_ids, strict=True)) if index else {}
                 if ids.get(path.name) not in (None, file.attrs.get("id")):
-                    yield Problem(path.name, "is not the shard from which the index was made", fix)
+                    yield Problem(path.name, "the file is not the shard from which the index was made", fix)
                 present = {int(name) for name in file["samples"]}
             except DAMAGE as error:
-                yield Problem(path.name, f"has damaged structures ({reason(error)})", fix)
+                yield Problem(path.name, f"the file has damaged structures ({reason(error)})", fix)
                 present = set()
             for row in sorted(present | rows.keys()):
                 i = rows.get(row)
@@ -228,12 +242,12 @@ def _check_shard(
                     group = file[sample_path(row)]
                     stored = _read_sample(group, descriptor)
                 except DAMAGE as error:
-                    yield Problem(name, f"cannot be read ({reason(error)})", fix)
+                    yield Problem(name, f"the sample cannot be read ({reason(error)})", fix)
                     continue
                 report.num_samples += 1
                 report.num_bytes += stored["num_bytes"]
                 if stored["crc32"] != stored["computed"]:
-                    what = f"wrong checksum of latents and text ({stored['computed']:08x}, "
+                    what = f"the sample has a wrong checksum of latents and text ({stored['computed']:08x}, "
                     yield Problem(name, f"{what}not {stored['crc32']:08x})", fix)
                 elif index and i is not None:
                     yield from _compare(name, index, i, stored)
@@ -280,7 +294,7 @@ def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
 
 
 def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for each value of a sample that differs between the index and the shard.
+    """Yield a `Problem` for each value of a sample that differs between the index and the shard.
 
     The values in the shard have passed their checksums, so the index is wrong if they differ.
 
@@ -301,7 +315,9 @@ def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> It
 
 @exit_2_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 1 if the cache has a problem, or 2 for an error of the user."""
+    """Run the program, and return the exit code: 0 for an intact cache, 1 for a cache with problems, or 2 for a user
+    error.
+    """
     parser = argparse.ArgumentParser(prog="python -m data_tools.verify", description=__doc__.splitlines()[0])
     parser.add_argument("cache", type=Path, help="cache folder written by wands preprocess")
     parser.add_argument(

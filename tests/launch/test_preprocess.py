@@ -294,7 +294,7 @@ def test_nothing_accepted_is_an_error(
     else:
         (folder / "a.mp4").write_text("no video" if kind == "text" else "")
         (folder / "a.txt").write_text("a caption")
-    with pytest.raises(DataError, match=r"gave no sample, 1 rejected \(first: ") as caught:
+    with pytest.raises(DataError, match=r"gave no sample, 1 clips rejected \(first: ") as caught:
         preprocess(str(folder), tmp_path / "cache", tiny_pipeline, **SMALL)
     assert "\n" not in str(caught.value)
     assert len((tmp_path / "cache" / "rejects.jsonl").read_text().splitlines()) == 1
@@ -628,7 +628,7 @@ def test_full_disk_is_one_sentence_and_the_next_run_goes_on(
     messages = output.splitlines()
     assert len(messages) == 3, output
     for message, file in zip(messages, ("manifest.json", "text-0.journal", "shard-0000"), strict=True):
-        assert message.startswith(f"CacheError: cache={tmp_path / 'cache'} cannot take {file}")
+        assert message.startswith(f"CacheError: cache={tmp_path / 'cache'} cannot store {file}")
         assert "File too large" in message
     assert [path.name for path in (tmp_path / "cache").glob(".*")] == [".work"]  # what is encoded is kept
     report = preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **WINDOWS)

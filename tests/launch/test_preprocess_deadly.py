@@ -114,7 +114,7 @@ def test_a_decoder_that_hangs_is_killed(
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **OPTIONS)
     assert report is not None
     (rejected,) = report.rejected
-    assert "deadly0.mp4 cannot be decoded: it took more than 20 s; replace" in rejected.reason
+    assert "deadly0.mp4 cannot be decoded: the process took more than 20 s; replace" in rejected.reason
     assert report.quarantine == tmp_path / "cache" / QUARANTINE_NAME
 
 

@@ -288,5 +288,5 @@ def test_a_part_stays_when_clips_are_added(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "a/b", "1/0", "-1/4"])
 def test_a_part_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--part {text} is not a part\. Use I/N"):
+    with pytest.raises(ConfigError, match=rf"--part {text} is not a valid part\. Use I/N"):
         parse_part(text)

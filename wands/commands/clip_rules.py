@@ -17,7 +17,7 @@ LIMIT_SECONDS = 300.0
 
 In `wands check` this is the limit for a whole clip. In `wands preprocess` it is the limit for one window (range of frames).
 """
-NO_MEMORY = "does not fit into memory; lower --max-frames or --max-pixels"
+NO_MEMORY = "clip does not fit into memory; lower --max-frames or --max-pixels"
 EMPTY_CAPTION = "caption is empty after cleaning; write a caption"
 
 
@@ -42,7 +42,7 @@ def no_access_reason(path: object, error: str) -> str:
 
 
 def read_source(options: ClipOptions) -> tuple[list[ClipRecord], list[Rejection]]:
-    """Read the list of clips from the source of clips that `options` names.
+    """List the clips of the source (folder, table, archive or data set) that `options` names.
 
     Returns:
         One record for each usable clip and caption, and the rejections of unusable clips.

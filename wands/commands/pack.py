@@ -66,8 +66,8 @@ def pack(options: PackOptions) -> str:
             f"bins        {header['num_bins']} of at most {header['max_tokens']} tokens, fill {header['fill']:.3f}",
             f"steps       {header['num_steps']} of {header['bins_per_step']} bins; the epoch starts at step {first}",
             f"efficiency  mean cost / cost of the slowest rank, by dp_size: {levels or '1 on one rank'}",
-            f"bias        Kolmogorov-Smirnov distance of a step's lengths from the data set's {header['length_bias']:.3f}, "
-            f"of random steps {header['length_bias_of_chance']:.3f}",
+            f"bias        Kolmogorov-Smirnov distance between the lengths in a step and in the data {header['length_bias']:.3f}, "
+            f"for random steps {header['length_bias_of_chance']:.3f}",
             f"written     {options.out}",
         ]
     )

@@ -9,7 +9,8 @@ Example: clips of 6, 6, 4, 4 and 4 tokens, bins of 16 tokens, and a cost of leng
 
 1. Packing gives the bins [6, 6, 4] and [4, 4]. Their costs are 36 + 36 + 16 = 88 and 16 + 16 = 32.
 2. The two bins exchange a clip of 6 tokens for a clip of 4 tokens: [6, 4, 4] and [6, 4]. The costs are 68 and 52.
-3. Each 6 becomes one of the two clips with 6 tokens, each 4 one of the three clips with 4 tokens, in random order.
+3. Each length in a bin is replaced by a clip of this length, in random order: each 6 by one of the two clips of 6
+   tokens, each 4 by one of the three clips of 4 tokens.
 
 Steps 1 and 2 work on distinct lengths, because there are fewer lengths than clips. All sums are sums of integers, which
 are exact in any order. So the bins are the same on every machine.
@@ -50,14 +51,16 @@ such integers are exact."""
 def pack_bins(
     seq_lens: np.ndarray, sample_costs: np.ndarray, max_tokens: int, seed: int | str, epoch: int
 ) -> list[Bin]:
-    """Pack all samples into bins of at most `max_tokens` tokens, and balance the costs of the bins.
+    """Pack all samples into bins (one bin is one forward pass) of at most `max_tokens` tokens, and balance the costs
+    of the bins.
 
     Args:
         seq_lens: int64 [N], number of tokens of each sample, at most `max_tokens`.
-        sample_costs: float64 [N], cost of each sample. Samples of equal length have equal costs.
+        sample_costs: float64 [N], cost of each sample in any unit, such as FLOPs. Samples of equal length have equal
+            costs.
         max_tokens: capacity of a bin in tokens.
-        seed: `train.seed`, or another key of the random choices.
-        epoch: number of the epoch. The number of bins is the same in every epoch, the contents of the bins are not.
+        seed: number or text that determines the random choices, usually `train.seed`.
+        epoch: number of the epoch. Every epoch has equally many bins, but different bins.
 
     Returns:
         Bins that together contain every sample exactly once. For at most `PART` samples with at most `MAX_LENGTHS`
@@ -83,8 +86,8 @@ def pack_bins(
 
 
 def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
-    """Return the number of bins that `pack_bins` returns in every epoch. This function does not balance the bins, so it
-    is faster.
+    """Return the number of bins (packed batches) that `pack_bins` makes in every epoch. This function does not
+    balance the bins, so it is faster than `pack_bins`.
 
     Args:
         seq_lens: int64 [N], number of tokens of each sample, at most `max_tokens`.
@@ -97,10 +100,10 @@ def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
 
 
 def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int]:
-    """Return the lengths and the capacity of a bin, unchanged or rounded.
+    """Return the lengths of all samples and the capacity of a bin, in tokens or in a coarser unit.
 
-    If there are more than `MAX_LENGTHS` distinct lengths, each length is rounded up to a multiple of 1 / `ROUNDED` of a
-    bin. The returned lengths and capacity are then in this unit.
+    Up to `MAX_LENGTHS` distinct lengths are returned unchanged. If there are more, the unit is 1 / `ROUNDED` of the
+    capacity of a bin. Each length is then rounded up to a whole number of units.
     """
     if len(np.unique(seq_lens)) > MAX_LENGTHS:
         return -(-seq_lens * ROUNDED // max_tokens), ROUNDED
@@ -108,13 +111,14 @@ def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int
 
 
 def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
-    """Divide the samples into equal parts of about `PART` samples.
+    """Divide the samples into parts of about `PART` samples. Each part has equally many samples of every length.
 
     Args:
         counts: int64 [D], number of samples of each length.
 
     Returns:
-        (counts of one part, number of parts), and (counts of the samples that remain, 1).
+        Two pairs. The first is (number of samples of each length in one part, number of parts). The second is (number
+        of remaining samples of each length, 1).
     """
     num_parts = max(1, int(counts.sum()) // PART)
     return (counts // num_parts, num_parts), (counts % num_parts, 1)
@@ -127,14 +131,15 @@ def even_out(
     max_tokens: int,
     key: tuple[int | str, ...],
 ) -> list[Bin]:
-    """Balance the costs of bins by exchanging samples. The number of bins does not change, and no bin becomes empty.
+    """Balance the costs of bins (packed batches) by exchanging samples. The number of bins does not change, and no
+    bin becomes empty.
 
     Args:
         bins: bins of sample indices, at least one bin, each with at least one sample.
         seq_lens: int64 [N], number of tokens of each sample.
         sample_costs: float64 [N], cost of each sample.
         max_tokens: capacity of a bin in tokens.
-        key: key of the random choices.
+        key: numbers and texts that determine the random choices.
     """
     samples = [i for bin in bins for i in bin]
     position_of = {sample: position for position, sample in enumerate(samples)}
@@ -148,8 +153,9 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     """Pack the lengths in three ways, and return the packing with the fewest bins.
 
     The three packings are best-fit decreasing (`best_fit`), and exact filling (`fill_exactly`) with two rules for the
-    next length. The first rule takes the longest length that leads to a full bin. It wastes least if few clips fill a
-    bin. The second rule takes a random length. Best fit wastes least if short clips must last until the end.
+    next length. The first rule takes the longest length with which the bin can still become full. This packing wastes
+    least if few clips fill a bin. The second rule takes a random length. Best fit wastes least if short clips are
+    needed to fill the last bins.
 
     Args:
         lengths: int64 [D], distinct lengths, ascending.
@@ -159,8 +165,8 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     random = iter(philox("fill").bit_generator.random_raw(int(counts.sum())).tolist())
 
     def any_length(candidates: np.ndarray, left: np.ndarray) -> int:
-        """Choose a random length. The weight of a length is its number of samples, times the square of how many of them
-        fit in a bin.
+        """Return one of `candidates` (indices of lengths) at random. The weight of a length is its number of
+        remaining samples, times the square of the number of such samples that fit into a bin.
         """
         reached = (left[candidates] * (max_tokens // lengths[candidates]) ** 2).cumsum()
         return int(candidates[np.searchsorted(reached, next(random) % int(reached[-1]), side="right")])
@@ -174,7 +180,11 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
 
 
 def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
-    """Put each clip into the fullest bin that has room for it, or into a new bin. The longest clip is first."""
+    """Pack the longest clips first. Each clip goes into the fullest bin that has room for the clip, or into a new
+    bin.
+
+    A bin is returned as a list of indices into `lengths`. `counts` contains the number of clips of each length.
+    """
     bins: Contents = []
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # distinct amounts of free room: few, because there are few lengths
@@ -208,7 +218,8 @@ def fill_exactly(
         counts: int64 [D], number of samples of each length.
         max_tokens: capacity of a bin in tokens.
         choose: function that chooses the next length of a bin. Its arguments are the indices of the lengths that lead
-            to the best sum, and the number of remaining samples of every length. It returns one of the indices.
+            to the best sum, and the number of remaining samples of every length. The function returns one of these
+            indices.
     """
     left = counts.copy()
     bins: Contents = []
@@ -238,7 +249,10 @@ def fill_exactly(
 
 
 class _Sums:
-    """Sums up to `max_tokens` that samples of the given lengths can have, if each length may occur any number of times."""
+    """Table of the numbers of tokens, up to `max_tokens`, that a bin can reach with samples of the given lengths.
+
+    Each length may occur any number of times.
+    """
 
     def __init__(self, lengths: np.ndarray, max_tokens: int) -> None:
         bits, mask = 1, (1 << (max_tokens + 1)) - 1
@@ -274,7 +288,7 @@ def level(
         lengths: int64 [D], distinct lengths.
         costs: int64 [D], cost of a sample of each length.
         max_tokens: capacity of a bin in tokens.
-        key: key of the random choices.
+        key: numbers and texts that determine the random choices.
     """
     empty, width = len(lengths), max(map(len, bins))
     contents = np.full((len(bins), width), empty)  # index of an empty length of 0 tokens, which sorts last
@@ -311,8 +325,9 @@ def _as_integers(costs: np.ndarray) -> np.ndarray:
 def _pairs(
     cost: np.ndarray, number: int, key: tuple[int | str, ...]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the pairs of bins of a round, at most 256 pairs at a time: (numbers of the first bins, numbers of the
-    second bins).
+    """Yield the pairs of bins that exchange samples in round `number`, at most 256 pairs at a time.
+
+    Each item is (numbers of the first bins, numbers of the second bins). `cost` contains the cost of each bin.
     """
     half = len(cost) // 2
     order = np.argsort(-cost, kind="stable")

@@ -30,7 +30,7 @@ PADDING_ID = "<padding>"
 
 @dataclass(frozen=True)
 class Sample:
-    """One clip from a cache or from the mock data.
+    """One encoded clip with its caption, from a latent cache or from mock data.
 
     Attributes:
         sample_id: stable and unique name of the clip.
@@ -51,18 +51,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class RankSlice:
-    """Slice of a packed batch that one rank processes.
+    """Tokens of a packed batch that one rank processes, with the data that belongs to these tokens.
 
     Letters: L tokens of the rank, S samples of the bin, P channels of a token, P' conditioning channels of a token, D
     width of the text encoder, I CLIP tokens of a sample, E width of CLIP.
 
     Attributes:
         tokens: fp32 [L, P], clean tokens of this rank. Padding tokens are zero.
-        meta: positions, sample numbers and lengths of the tokens.
+        meta: position and sample number of each token, and lengths of the samples.
         text_embeds: [sum of text_lens, D], text of the whole batch. Every rank of a context-parallel group attends to
             all text.
         keys: key of each sample of the bin.
-        weights: fp32 [S], 0 for the sample of an empty bin, otherwise 1.
+        weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise 1.
         layout: assignment of the bin's tokens to this rank.
         num_cond_tokens: number of conditioning tokens at the start of each sample, counted over all ranks.
         condition_channels: fp32 [L, P'], conditioning channels that are appended to the channels of the noisy tokens,
@@ -82,12 +82,14 @@ class RankSlice:
 
     @property
     def trained_lens(self) -> tuple[int, ...]:
-        """Number of tokens of each sample that the loss counts, over all ranks: all tokens except conditioning tokens."""
+        """Number of tokens of each sample that the loss uses: all tokens, on all ranks, except the conditioning
+        tokens.
+        """
         pairs = zip(self.layout.seq_lens, self.num_cond_tokens, strict=True)
         return tuple(length - num_cond for length, num_cond in pairs)
 
     def model_input(self, noisy_tokens: Tensor) -> Tensor:
-        """Append the conditioning channels to noisy tokens [L, P], and return [L, P + P'].
+        """Append the P' conditioning channels to L noisy tokens [L, P], and return the model's input [L, P + P'].
 
         The conditioning channels get no noise. Without conditioning channels, return `noisy_tokens`.
         """
@@ -96,7 +98,9 @@ class RankSlice:
         return torch.cat([noisy_tokens, self.condition_channels], dim=1)
 
     def to(self, device: torch.device | str) -> RankSlice:
-        """Return a copy with all tensors on `device`. The layout stays on the host."""
+        """Return a copy with all tensors on `device`. The layout (assignment of tokens to the rank) stays in host
+        memory.
+        """
         tensors = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
@@ -107,7 +111,7 @@ class RankSlice:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Samples of one bin, concatenated without padding.
+    """Samples of one forward pass (a bin), concatenated without padding.
 
     Letters: T tokens of the bin, S samples, P channels of a token, P' conditioning channels of a token, D width of the
     text encoder, I CLIP tokens of a sample, E width of CLIP.
@@ -120,7 +124,7 @@ class PackedBatch:
             empty caption.
         cu_seqlens_text: int32 [S+1], cumulative text lengths.
         keys: key of each sample, from which noise and sigma are drawn.
-        weights: fp32 [S], 0 for the sample of an empty bin, otherwise 1.
+        weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise 1.
         num_cond_tokens: number of conditioning tokens at the start of each sample. These are the tokens of the clean
             first frame of TI2V. 0 for samples without such a frame.
         condition_channels: fp32 [T, P'], see `wands.data.conditions`. None for models without conditioning channels.
@@ -213,7 +217,7 @@ class PackedBatch:
 
 @dataclass(eq=False)
 class PackingCollator:
-    """Collates the samples of a bin into a `PackedBatch`.
+    """Callable that concatenates the samples of a bin (one forward pass) into a `PackedBatch`.
 
     Attributes:
         shape: shape of the DiT.
@@ -248,8 +252,8 @@ class PackingCollator:
         Args:
             samples: samples of one bin. If the list is empty, the batch is one zero token with weight 0, so that all
                 ranks run the same number of forward passes.
-            repeat_indices: for each sample, the number of earlier rows of the data with the same sample id. It is part
-                of the sample's key.
+            repeat_indices: for each sample, how often the sample id occurs earlier in the data. The number is part of
+                the key from which the noise of the sample is drawn.
             epoch: number of the pass over the data.
 
         Raises:
@@ -308,8 +312,8 @@ class PackingCollator:
         return torch.cat([condition_channels(x, last, patch_size) for x in latents])
 
     def _text_of(self, sample: Sample, key: SampleKey) -> Tensor:
-        """Return the embedding of a sample's caption, or of the empty caption for a random fraction `flow.cfg_dropout`
-        of keys.
+        """Return the embedding of a sample's caption. For a random fraction `flow.cfg_dropout` of all keys, return
+        the embedding of the empty caption instead.
         """
         if rng(self.seed, key, "cfg_dropout").random() < self.flow.cfg_dropout:
             return self.null_text_embeds.to(sample.text_embeds.dtype)
@@ -333,8 +337,8 @@ class PackingCollator:
         ):
             if not fits:
                 raise DataError(
-                    f"{label} has {name} {_shape(getattr(sample, name))}, but the model takes {expected}. "
-                    "Preprocess the clips again with this model."
+                    f"{label} has {name} of shape {_shape(getattr(sample, name))}, but the model takes {expected}. "
+                    "Run wands preprocess again with --model set to this model."
                 )
 
 

@@ -1,4 +1,6 @@
-"""The data of a run: one or several caches with repeats. The split removes the clips on the other side of the split."""
+"""Open the data of a training run: mock data, or one or several caches. A cache can be repeated, and clips can be
+held out.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ Data = LatentCache | MockDataset
 
 @dataclass(frozen=True)
 class SelectedSource:
-    """A source of samples, with the samples that a run uses.
+    """One source of data (a cache or mock data), with a selection of its samples for a training run.
 
     Attributes:
         name: path of the source in the recipe, or "mock" for mock data.
@@ -41,7 +43,7 @@ class SelectedSource:
 
 
 class CombinedDataset:
-    """Samples of several sources, with the interface of one cache.
+    """Samples of several sources of data, with the same attributes and methods as one `LatentCache`.
 
     A row is a possible use of a sample in an epoch (`wands.data.repeats.RepeatSchedule`). A sample that is used twice
     has two rows.
@@ -60,8 +62,8 @@ class CombinedDataset:
         keys: sample id of each row.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         schedule: rows that each epoch uses.
-        places: int64 [rows, 2], (shard, position in the shard) of each row. Shards are numbered through all sources and
-            copies.
+        places: int64 [rows, 2], (shard, position in the shard) of each row. Shards are numbered consecutively over
+            all sources, and repeated sources get new numbers.
 
     Raises:
         ConfigError: if an epoch could be empty.
@@ -86,17 +88,19 @@ class CombinedDataset:
         self.places = np.concatenate(places)
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Return the number of video tokens of every row, int64 [rows]."""
+        """Return the number of video tokens of every row (one use of a sample in an epoch), int64 [rows]."""
         lens = [source.data.num_tokens(patch_size)[source.chosen] for source in self.sources]
         return np.concatenate(lens)[self.schedule.sample_of]
 
     def latent_shape(self, i: int) -> tuple[int, int, int]:
-        """Return the latent (frames, height, width) of row `i` without reading the latents."""
+        """Return the latent (frames, height, width) of row `i` (one use of a sample in an epoch). The latents are not
+        read.
+        """
         data, position = self._find(i)
         return data.latent_shape(position)
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Return the sample of row `i`, with the sample id that it has in this run.
+        """Read the sample of row `i` (one use of a sample in an epoch). Its sample id belongs to no other clip.
 
         Args:
             i: number of the row.
@@ -123,8 +127,8 @@ def open_data(
     A single cache is returned unchanged if it has no repeats and no split. The same holds for mock data.
 
     With `repeat` r, an epoch uses every sample of the source r times. If r is a fraction, each epoch selects other
-    samples (`wands.data.repeats.RepeatSchedule`). With `weight`, an epoch has as many rows as all sources together have
-    samples. The weights divide these rows between the sources.
+    samples (`wands.data.repeats.RepeatSchedule`). With `weight`, an epoch uses as many samples as all sources
+    together contain, counting repeated uses. The weights divide these uses between the sources.
 
     Args:
         section: `data` of the recipe.
@@ -159,7 +163,8 @@ def open_data(
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
     """Describe each source by a dictionary with its path, num_samples, num_other_side and repeat.
 
-    num_samples counts the samples that the run uses. num_other_side counts the samples on the other side of the split.
+    num_samples counts the samples that the run uses, and num_other_side the samples that `data.split` leaves out.
+    repeat is how often an epoch uses each sample.
 
     Args:
         section: `data` of the recipe.
@@ -201,7 +206,7 @@ def _configured_sources(section: DataConfig) -> list[SourceConfig]:
         return section.sources
     if section.cache is None:
         raise ConfigError(
-            "data.cache is not set; give a folder written by wands preprocess, for example --set data.cache=DIR."
+            "data.cache is not set; add --set data.cache=DIR, where DIR is a folder that wands preprocess wrote."
         )
     return [SourceConfig(path=section.cache)]
 
@@ -216,7 +221,7 @@ def _open_caches(
             cache = LatentCache(source.path, verify=section.verify)
             if not cache.keys:
                 raise CacheError(
-                    f"{name}={source.path} has no sample; run wands preprocess on a folder with clips."
+                    f"{name}={source.path} contains no sample; run wands preprocess on a folder with clips."
                 )
             cache.check_fits(variant, fingerprint)
             cache.serve(variant)
@@ -228,15 +233,15 @@ def _open_caches(
         if difference := first_difference(_encoders(caches[0], variant), _encoders(cache, variant)):
             key, first, this = difference
             raise CacheError(
-                f"{name}={source.path} was encoded with {key}={this} but {configs[0].path} with {first}; encode "
-                "both with wands preprocess --model of the model you train."
+                f"{name}={source.path} was encoded with {key}={this}, but {configs[0].path} with {key}={first}; run wands "
+                "preprocess again for both, with --model set to the model that you train."
             )
     return [*caches]
 
 
 def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
-    """Return the part of a cache's fingerprint that must be equal in all caches of a run: the encoders that the variant
-    uses.
+    """Return the entries of a cache's fingerprint that must be equal in all caches of a run: the encoders that the
+    model variant uses.
     """
     ignored = ["settings"] + (
         ["image_encoder", "image_processor"] if "clip" not in variant.conditions else []
@@ -252,14 +257,14 @@ def _choose_side(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray
     num_held, total = sum(int(mask.sum()) for mask in held), sum(map(len, held))
     if num_held in (0, total):
         raise ConfigError(
-            f"data.holdout={section.holdout} holds out {num_held} of {total} samples, but each side needs a sample; "
-            f"{'raise' if num_held == 0 else 'lower'} it, or add clips."
+            f"data.holdout={section.holdout} holds out {num_held} of {total} samples, but at least one sample must be "
+            f"held out and one must remain; {'raise' if num_held == 0 else 'lower'} data.holdout, or add clips."
         )
     return [np.flatnonzero(mask == (section.split == "holdout")) for mask in held]
 
 
 def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
-    """Return the ids of the chosen samples of all sources, so that equal ids have equal content (see
+    """Return the sample ids of all sources in one list. Equal keys with different content get different ids (see
     `CombinedDataset`).
     """
     if len(sources) == 1:
@@ -277,8 +282,8 @@ def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
 
 
 def _contents(data: Data) -> list[int]:
-    """Return one number per sample, made of checksum, text length and number of frames. It distinguishes samples with
-    equal keys.
+    """Return one number per sample, made of checksum, text length and number of latent frames. Samples with equal
+    keys have equal content if their numbers are equal.
     """
     assert isinstance(data, LatentCache), "mock data has one source"
     index = data.index

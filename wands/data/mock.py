@@ -18,12 +18,13 @@ from wands.variants import DiTShape
 
 @dataclass(eq=False)
 class MockDataset:
-    """Samples whose latents and text embeddings are standard normal numbers. The numbers depend only on (seed, sample
-    key).
+    """Data set of artificial samples, whose latents and text embeddings are standard normal numbers.
+
+    The numbers depend only on the seed and the sample key.
 
     Attributes:
-        mock: number of samples, and lists of latent shapes and text lengths. Sample i takes item i of each list, modulo
-            its length.
+        mock: number of samples, and lists of latent shapes and text lengths. Sample i uses item i of each list,
+            modulo the length of the list.
         shape: shape of the DiT, which gives latent channels, patch size and text width.
         seed: `train.seed`.
         keys: sample ids.
@@ -42,8 +43,8 @@ class MockDataset:
         for latent_shape in self.mock.shapes:
             if any(n < 1 or n % patch for n, patch in zip(latent_shape, patch_size, strict=True)):
                 raise DataError(
-                    f"data.mock.shapes={list(latent_shape)} must be multiples of the model's patch size "
-                    f"{list(patch_size)}; change (frames, height, width)."
+                    f"data.mock.shapes={list(latent_shape)} (frames, height, width) must be multiples of the model's patch "
+                    f"size {list(patch_size)}; change this shape."
                 )
         self.keys = [f"mock-{i:06d}" for i in range(self.mock.num_samples)]
         self.null_text_embeds = self._normal("", "null", 1, self.shape.text_dim)
@@ -61,7 +62,7 @@ class MockDataset:
         return np.array([tokens[i % len(tokens)] for i in range(len(self.keys))], dtype=np.int64)
 
     def latent_shape(self, index: int) -> tuple[int, int, int]:
-        """Return the latent (frames, height, width) of a sample."""
+        """Return the latent (frames, height, width) of the sample with this index."""
         return self.mock.shapes[index % len(self.mock.shapes)]
 
     def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:

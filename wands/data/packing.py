@@ -31,8 +31,8 @@ class EpochPlan:
     """All optimizer steps of one epoch.
 
     Attributes:
-        steps: optimizer steps. Each step contains bins, and each bin contains sample indices. Every step has the same
-            number of bins.
+        steps: optimizer steps. Each step contains bins, and each bin contains the sample indices of one forward pass.
+            Every step has the same number of bins.
         seq_lens: int64 [N], number of tokens of every sample, including samples that the epoch does not use.
         max_tokens: capacity of a bin in tokens.
     """
@@ -101,8 +101,9 @@ def plan_epoch(
     The gradient over an epoch is unbiased, because every sample is in one step and has the same weight in every step
     (`StepPlan.denominators`).
 
-    With `windows`, each window is packed separately. Bins of a window that do not fill a step are kept, and form a step
-    together with such bins of the next windows. So only the last step of the epoch has empty bins.
+    With `windows` (groups of samples that are read together), each window is packed separately. Bins of a window that
+    do not fill a step are kept, and form a step together with such bins of the next windows. So only the last step of
+    the epoch has empty bins.
 
     The number of steps depends on the lengths (with `windows`, of each window), not on the epoch: see `count_steps`.
 
@@ -112,7 +113,7 @@ def plan_epoch(
         bins_per_step: number of bins of one optimizer step, over all ranks and micro steps.
         seed: `train.seed`.
         epoch: number of the epoch. Every epoch has other bins in another order.
-        cost: cost of a bin.
+        cost: cost of a bin, as a function or as coefficients, see `Cost`.
         keys: sample ids for error messages.
         level_bins: number of bins that must have similar costs, because their ranks wait for each other in every micro
             step. It divides `bins_per_step`. If a step contains several such groups of bins, it gets expensive and
@@ -164,8 +165,8 @@ def _rename(bins: Iterable[Bin], names: Sequence[int]) -> Iterator[Bin]:
 def count_steps(
     seq_lens: np.ndarray, *, max_tokens: int, bins_per_step: int, windows: Sequence[np.ndarray] | None = None
 ) -> int:
-    """Return the number of steps that `plan_epoch` returns for these lengths and windows. The order of the windows does
-    not matter.
+    """Return the number of optimizer steps that `plan_epoch` plans for these sample lengths and windows (groups of
+    samples that are packed separately). The order of the windows does not matter.
     """
     if windows is None:
         return -(-count_bins(seq_lens, max_tokens) // bins_per_step)
@@ -196,8 +197,8 @@ def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.
 
 
 def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: int) -> None:
-    """Assert that every sample occurs once, that no bin exceeds its capacity, and that every step has `bins_per_step`
-    bins.
+    """Assert that the plan contains every sample of the windows once, that no bin exceeds its capacity, and that
+    every step has `bins_per_step` bins.
     """
     bins = [bin for step in plan.steps for bin in step]
     sizes = np.fromiter(map(len, bins), np.int64, len(bins))
@@ -226,7 +227,7 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
         bin_cost: function from `bin_costs` that returns the cost of a bin.
 
     Returns:
-        One list for each micro step. It contains one bin for each data-parallel rank.
+        One list for each micro step, with one bin for each data-parallel rank.
     """
     assert len(bins) % dp_size == 0, (len(bins), dp_size)
     ordered = sorted(bins, key=bin_cost, reverse=True)
@@ -237,7 +238,7 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
 def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], float]) -> float:
     """Return the cost of the slowest rank divided by the mean cost of the ranks; 1 is optimal.
 
-    Both costs are summed over the micro steps of all steps. The inverse is the share of time in which ranks do not
+    Both costs are summed over the micro steps of all steps. 1 / result is the share of time in which ranks do not
     wait.
 
     Args:
@@ -272,7 +273,7 @@ def _sample_costs(seq_lens: np.ndarray, cost: Cost) -> list[float]:
 
 def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | None) -> None:
     if len(seq_lens) == 0:
-        raise DataError("data has no sample; preprocess at least one clip.")
+        raise DataError("data contains no sample; run wands preprocess on at least one clip.")
     assert seq_lens.min() > 0
     too_long = np.flatnonzero(seq_lens > max_tokens)
     if len(too_long):
@@ -288,12 +289,12 @@ def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | 
 def _separate_rest(
     bins: Sequence[Bin], bins_per_step: int, sample_costs: np.ndarray
 ) -> tuple[list[Bin], list[Bin]]:
-    """Separate the bins that do not fill a step from the bins of all full steps.
+    """Separate the bins (packed batches) that do not fill an optimizer step from the bins of all full steps.
 
     The number of separated bins is the remainder of the number of bins divided by `bins_per_step`. They form the last
-    step, which spreads their samples over all ranks. There, every rank would wait for one long sample. So the function
-    separates the first bins in which no sample costs more than a rank's share of the last step. If there are too few
-    such bins, it adds the bins whose most expensive sample is cheapest.
+    step, which spreads their samples over all ranks. In this step, every rank would wait for one long sample. So the
+    function separates the first bins in which no sample costs more than a rank's share of the last step. If there are
+    too few such bins, it adds the bins whose most expensive sample is cheapest.
 
     Returns:
         The separated bins, and the bins of all full steps.

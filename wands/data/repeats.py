@@ -18,10 +18,10 @@ from wands.flow.rng import permutation
 
 
 class RepeatSchedule:
-    """Rows of each epoch.
+    """Selection of the rows (uses of samples) of each epoch.
 
     A source of N samples with `repeat` r has ceil(r) copies of N rows each. If r is an integer, each epoch uses all
-    copies. Otherwise each epoch uses all copies except the last completely, and a share r - floor(r) of the last copy.
+    copies. Otherwise each epoch uses the first floor(r) copies completely, and a share r - floor(r) of the last copy.
     The rows of the last copy have a random order that depends on the seed. Each epoch takes its share after the share
     of the epoch before, and starts again at the end of the order.
 
@@ -61,7 +61,7 @@ class RepeatSchedule:
                 f"{num} x {float(r):.3g}" for num, r in zip(num_samples, repeats, strict=True)
             )
             raise ConfigError(
-                f"data.sources gives less than one sample per epoch ({shares}); increase repeat or weight."
+                f"data.sources gives less than one sample per epoch (samples x repeat: {shares}); increase repeat or weight."
             )
 
     @property
@@ -70,9 +70,10 @@ class RepeatSchedule:
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
     def phase(self, epoch: int) -> tuple[int, ...]:
-        """Return (start, length) of the share of the last copy that an epoch uses, for all sources in one tuple.
+        """Return which share of the last copy of each source an epoch uses: (start, length) of all sources, in one
+        flat tuple.
 
-        Epochs with equal phases use equal rows.
+        Epochs with equal results use the same rows (uses of samples).
         """
         shares: list[int] = []
         for repeat, num in zip(self.repeats, self.num_samples, strict=True):
@@ -82,7 +83,9 @@ class RepeatSchedule:
         return tuple(shares)
 
     def rows(self, epoch: int) -> np.ndarray:
-        """Return the rows that an epoch uses, int64, ascending for each source and in the order of the sources."""
+        """Return the rows (uses of samples) of an epoch, int64, ascending for each source and in the order of the
+        sources.
+        """
         phase, rows = self.phase(epoch), []
         for number, (repeat, num) in enumerate(zip(self.repeats, self.num_samples, strict=True)):
             first, whole = self._first_rows[number], floor(repeat) * num
@@ -100,8 +103,8 @@ def exact(number: float) -> Fraction:
 def repeats_of_weights(num_samples: Sequence[int], weights: Sequence[float]) -> list[Fraction]:
     """Convert the weights of sources to repeats: how often an epoch uses each sample of a source.
 
-    An epoch has as many rows as all sources together have samples. If the weights are in the ratio of the numbers of
-    samples, every repeat is 1.
+    An epoch uses as many samples as all sources together contain, counting repeated uses. If the weights are in the
+    ratio of the numbers of samples, every repeat is 1.
 
     Args:
         num_samples: number of samples of each source.

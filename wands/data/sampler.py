@@ -26,12 +26,14 @@ class StepPlan:
         step: global step, from 0.
         epoch: pass over the data, from 0.
         step_in_epoch: step inside the epoch, from 0.
-        bins: sample indices of every bin. The last step of an epoch may contain empty bins ().
+        bins: sample indices of every bin (one forward pass of one rank). The last step of an epoch may contain empty
+            bins ().
         num_samples: number of samples in all bins of this step.
         num_tokens: number of tokens in all bins of this step.
         mean_samples: mean number of samples per step in this epoch.
         mean_tokens: mean number of tokens per step in this epoch.
-        repeat_index_of: int64 [rows]. For each row of the data, the number of earlier rows with the same key.
+        repeat_index_of: int64 [rows]. For each row of the data (one use of a sample), the number of earlier rows with
+            the same sample id.
     """
 
     step: int
@@ -47,32 +49,33 @@ class StepPlan:
     def repeat_indices(self, bin: Bin) -> list[int]:
         """Return the repeat index of each sample of a bin, for the collator.
 
-        The repeat index is the number of earlier rows of the data with the same key.
+        The repeat index of a row (one use of a sample) is the number of earlier rows of the data with the same sample
+        id.
         """
         return [int(self.repeat_index_of[i]) for i in bin]
 
     @property
     def denominators(self) -> dict[str, float]:
-        """Numbers by which the gradient divides the summed loss of this step: maps each `loss.reduction` to its
-        divisor.
+        """Divisors of the summed loss of this step, for the gradient. Each `loss.reduction` ("sample" or "token") is
+        mapped to its divisor.
 
-        The divisor is the same in every step of an epoch, so that every sample (or token) has the same weight. Steps of
-        long clips have fewer samples. Dividing by the step's own number of samples would increase the weight of these
-        samples.
+        The divisor is the same in every step of an epoch, so that every sample (or token) has the same weight. Steps
+        of long clips have fewer samples. Dividing by the step's own number of samples would increase the weight of
+        these samples.
         """
         return {"sample": self.mean_samples, "token": self.mean_tokens}
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers by which the reported mean divides the summed loss of this step: maps each `loss.reduction` to its
-        divisor.
+        """Divisors of the summed loss of this step, for the reported mean. Each `loss.reduction` ("sample" or
+        "token") is mapped to its divisor.
         """
         return {"sample": self.num_samples, "token": self.num_tokens}
 
 
 @dataclass(eq=False)
 class PlanSampler:
-    """All optimizer steps of a run. Every epoch has new bins in a new order.
+    """All optimizer steps of a training run. Every epoch has new bins (packed batches) in a new order.
 
     A row is one possible use of a sample in an epoch. An epoch uses every row of the data once, or the rows that
     `schedule` selects. With a schedule, epochs may have different numbers of steps. The first step of an epoch is then
@@ -153,7 +156,9 @@ class PlanSampler:
         return bisect_right(self._first_steps, step) - 1
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch. The sampler caches the latest plan."""
+        """Return the plan of an epoch: its optimizer steps, each with its bins (packed batches). The latest plan is
+        cached.
+        """
         if self._plan[0] != epoch:
             self._plan = (epoch, self._plan_epoch(epoch))
             assert self._plan[1].num_steps == self.num_steps(epoch)
@@ -179,7 +184,9 @@ class PlanSampler:
         )
 
     def rows(self, epoch: int) -> np.ndarray | None:
-        """Return the rows that an epoch uses, int64, or None if the epoch uses all rows."""
+        """Return the rows of the data (uses of samples) that an epoch uses, int64, or None if the epoch uses all
+        rows.
+        """
         return None if self.schedule is None else self.schedule.rows(epoch)
 
     def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
@@ -187,7 +194,10 @@ class PlanSampler:
         return (self.step_plan(step) for step in range(start_step, self.total_steps))
 
     def _windows_of(self, epoch: int) -> list[np.ndarray] | None:
-        """Return the rows of an epoch as `windows` for `plan_epoch`, or None if the epoch is one window of all rows."""
+        """Return the windows of an epoch for `plan_epoch`, or None if the epoch is one window of all rows.
+
+        A window is an array of rows (uses of samples) that are packed together.
+        """
         rows = self.rows(epoch)
         if self._windows is None:
             return None if rows is None else [rows]
@@ -215,7 +225,7 @@ class PlanSampler:
 def check_enough_samples(num_samples: int, dp_size: int) -> None:
     """Raise DataError if there are fewer samples than data-parallel ranks, because some rank would never get a sample."""
     if num_samples < dp_size:
-        fix = f"use at most {num_samples} such ranks, or add clips" if num_samples else "add clips"
+        fix = f"use at most {num_samples} data-parallel ranks, or add clips" if num_samples else "add clips"
         raise DataError(
             f"data has {num_samples} samples, fewer than the {dp_size} data-parallel ranks; {fix}."
         )

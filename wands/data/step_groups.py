@@ -1,5 +1,7 @@
-"""Group the bins of an epoch into steps. The bins of a step have similar costs, and their samples have the lengths of
-the data.
+"""Group the bins (packed batches) of an epoch into optimizer steps.
+
+The bins of a step have similar costs. Their sample lengths are distributed similarly to the lengths in the whole
+data.
 
 Ranks wait for the slowest bin of a step. Steps of bins with equal costs would avoid the waiting, but such steps would
 contain only long or only short clips. So the bins are sorted by cost and divided into ranges. The bins inside each
@@ -38,12 +40,12 @@ def group_into_steps(
     seq_lens: np.ndarray,
     key: tuple[int | str, int],
 ) -> list[Step]:
-    """Form full steps from groups of `level_bins` bins with similar costs.
+    """Form full optimizer steps from groups of `level_bins` bins (packed batches) with similar costs.
 
     The bins are sorted by cost and divided into ranges. Inside a range, the bins are dealt to groups by the length of
     their longest samples. So each group gets an equal share of the bins with long samples and of the bins with short
-    samples. If a step contains several groups, one group comes from the most expensive groups, one from the next
-    cheaper groups, and so on.
+    samples. If a step contains several groups, it gets one group from the most expensive groups, one group from the
+    next cheaper groups, and so on.
 
     Args:
         bins: bins of all full steps, as sample indices.
@@ -88,8 +90,10 @@ def group_into_steps(
 def _choose_cuts(
     bins: Sequence[Bin], costs: np.ndarray, level_bins: int, seq_lens: np.ndarray
 ) -> list[tuple[int, int]]:
-    """Divide the sorted bins into ranges. `LEVEL` is satisfied, and the lengths of each range are as similar as
-    possible to the data.
+    """Divide the bins, sorted by cost, into ranges from which the steps are formed.
+
+    The efficiency of the steps is at least `LEVEL`. Within this limit, the sample lengths in each range are
+    distributed as similarly as possible to the lengths in the whole data.
 
     Args:
         bins: bins of all full steps, the most expensive bin first.
@@ -127,7 +131,8 @@ def _choose_cuts(
 
 
 def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]:
-    """Divide the range 0 to G into intervals with the smallest total bias, by dynamic programming.
+    """Divide the range 0 to G into intervals with the smallest total bias (cost of an interval), by dynamic
+    programming.
 
     The total waiting cost of the intervals may not exceed `allowed`.
 

@@ -35,8 +35,8 @@ def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES)
     root = fetch_model(model, key="model", allow=[f"{part}/{pattern}" for pattern in patterns])
     if not (root / part).is_dir():
         raise ConfigError(
-            f"model={model} has no {part} folder. Give a complete Wan pipeline in diffusers layout. wands convert makes one from "
-            "an official repository."
+            f"model={model} has no {part} folder. Use a complete Wan pipeline in diffusers layout. wands convert makes such a "
+            "pipeline from an official repository."
         )
     return root / part
 
@@ -64,7 +64,7 @@ def read_variant(model: str | Path) -> Variant:
     try:
         return variant_of(config, load_index(model, key="--model"))
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"--model={model}: {error}. Give a pipeline of Wan 2.1 or 2.2.") from None
+        raise ConfigError(f"--model={model}: {error}. Use a pipeline of Wan 2.1 or 2.2.") from None
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def loading_part(model: str | Path, part: str) -> Iterator[None]:
             yield
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError) as error:
         raise ConfigError(
-            f"model={model}: the {part} cannot be loaded ({one_line(error)}). Download its files again."
+            f"model={model}: the {part} cannot be loaded ({one_line(error)}). Download the files of the {part} again."
         ) from None
 
 

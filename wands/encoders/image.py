@@ -27,7 +27,7 @@ def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
 
     Args:
         pixels: [3, F, H, W] in [-1, 1], for F > 1 frames of H rows and W columns.
-        last_image: keep the last frame too.
+        last_image: whether to keep the last frame, too.
 
     Returns:
         Tensor of the shape of `pixels`.
@@ -42,7 +42,7 @@ def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
 
 
 class ImageEncoder:
-    """Frozen CLIP vision encoder with its image processor."""
+    """Frozen CLIP vision encoder with its image processor, which resizes and normalises images."""
 
     def __init__(self, processor: Any, model: CLIPVisionModel) -> None:
         """Store an image processor and a CLIP encoder that are already loaded, and freeze the encoder."""

@@ -32,9 +32,9 @@ def store_text(log: WriteAheadLog, caption: str, embeds: Tensor) -> None:
 
 
 class TextSpool:
-    """Text embeddings that are stored in write-ahead logs, by caption.
+    """Reader of the text embeddings in write-ahead logs, by caption.
 
-    Only an index is in memory, because a million embeddings would need 800 GB.
+    Only the positions of the embeddings are in memory, because a million embeddings would need 800 GB.
     """
 
     def __init__(self, logs: Iterable[Path]) -> None:

@@ -97,7 +97,7 @@ class WanVideoEncoder:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode normalised latents to pixels. This is an approximate inverse of `encode`.
+        """Decode normalised latents to pixels. The result is close to the pixels that `encode` got.
 
         Args:
             latents: [C, f, h, w] of any float dtype: channels, frames, rows and columns of normalised latents.

@@ -288,7 +288,7 @@ def test_check_tells_what_preprocess_makes(name: str, made: Callable[[str], Made
         ((key, reason),) = reasons
         assert key == "still"
         assert (
-            "gives one frame, but an image-to-video model needs a first frame and frames to generate"
+            "gives one frame, but an image-to-video model needs a first frame and further frames to generate"
             in reason
         )
     # Of so few samples HDF5's own tables are a large part.
@@ -378,7 +378,11 @@ def test_options_that_make_stills_are_refused(
     ("part", "changes", "message"),
     [
         ("image_encoder", {"hidden_size": 64}, "image encoder's hidden_size=64 must equal image_dim=32"),
-        ("image_encoder", {"patch_size": 32}, "image encoder gives 50 tokens, but its transformer takes 257"),
+        (
+            "image_encoder",
+            {"patch_size": 32},
+            "image encoder that gives 50 tokens, but a transformer that takes 257",
+        ),
         (
             "vae",
             {"scale_factor_spatial": 16},
@@ -511,7 +515,7 @@ def test_a_flipped_bit_is_found(array: str, made: Callable[[str], Made], tmp_pat
     content[content.rindex(needle) + 3] ^= 4
     (out / "shard-00000.h5").write_bytes(content)
     assert {problem.what.partition(" (")[0] for problem in verify(out).problems} == {
-        "wrong checksum of latents and text"
+        "the sample has a wrong checksum of latents and text"
     }
     with pytest.raises(CacheError, match="wrong checksum"):
         arrays(out)

@@ -123,7 +123,7 @@ def test_the_report(report: CheckReport, clips: Path) -> None:
     by_key = {clip.key: clip for clip in report.clips}
     assert [clip.key for clip in report.clips] == ["text", "b", "man", "a", "city"]  # the worst first
     assert [clip.verdict for clip in report.clips] == ["rejected", "warned", "warned", "fine", "fine"]
-    assert by_key["b"].warnings == ("duplicate: the same images as a; keep one of them",)
+    assert by_key["b"].warnings == ("duplicate: the same images as a; keep one of the two clips",)
     assert by_key["man"].warnings == ("pixel aspect: 128:117, taken as 193x144",)
     city = by_key["city"]
     assert city.source is not None
@@ -145,7 +145,7 @@ def test_the_report(report: CheckReport, clips: Path) -> None:
         "54 tokens",
     ):
         assert words in text
-    assert "text tokens estimated" in text
+    assert "text tokens are estimated" in text
 
 
 TURNS = {

@@ -350,7 +350,7 @@ def test_a_shape_that_the_index_does_not_know_is_damage(
     index = CacheIndex.from_file(folder / "index.npz")
     shapes = np.array([[16, 2, 4, 6]], dtype=index.latent_shapes.dtype)
     (folder / "index.npz").write_bytes(replace(index, latent_shapes=shapes).to_bytes())
-    with pytest.raises(CacheError, match=r"has latents \(16, 3, 4, 6\) .* not what the index says"):
+    with pytest.raises(CacheError, match=r"has latents \(16, 3, 4, 6\) .*, which differs from the index"):
         LatentCache(folder).read(0, frames)
 
 
@@ -378,13 +378,13 @@ def _truncate(path: Path) -> None:
     ("damage", "message"),
     [
         (lambda c: (c / "shard-00001.h5").unlink(), r"shard-00001\.h5 is missing"),
-        (lambda c: _truncate(c / "shard-00000.h5"), r"shard-00000\.h5 has \d+ bytes, not the \d+"),
+        (lambda c: _truncate(c / "shard-00000.h5"), r"shard-00000\.h5 has \d+ bytes, but the index says \d+"),
         (lambda c: (c / "index.npz").unlink(), r"is unfinished \(no index\.npz\)"),
         (lambda c: _truncate(c / "index.npz"), r"damaged index\.npz"),
         (lambda c: (c / "index.npz").write_bytes(b""), r"damaged index\.npz"),
         (lambda c: (c / "manifest.json").unlink(), r"is not a latent cache"),
         (lambda c: (c / "manifest.json").write_text("{"), r"manifest\.json cannot be read"),
-        (lambda c: (c / "manifest.json").write_text("[1]"), r"manifest\.json of another format"),
+        (lambda c: (c / "manifest.json").write_text("[1]"), r"manifest\.json of another program"),
     ],
 )
 def test_a_damaged_folder_is_one_sentence(tmp_path: Path, damage: object, message: str) -> None:
@@ -399,7 +399,7 @@ def test_other_schema_version_says_both(tmp_path: Path) -> None:
     folder = write(tmp_path / "c", [make_sample(0)])
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"schema_version": 7}))
-    with pytest.raises(CacheError, match=r"schema_version=7, this wands reads 1"):
+    with pytest.raises(CacheError, match=r"schema_version=7, but this version of wands reads 1"):
         LatentCache(folder)
 
 
@@ -419,7 +419,8 @@ def test_swapped_shards_are_noticed(tmp_path: Path) -> None:
     first.write_bytes(b)
     second.write_bytes(a)
     with pytest.raises(
-        CacheError, match=r"clip/000 in shard-00000\.h5 is not at its place in the index, where clip/003 is"
+        CacheError,
+        match=r"clip/000 in shard-00000\.h5 is not at the position that the index names, where clip/003 is",
     ):
         LatentCache(folder).read(0)
 
@@ -430,7 +431,7 @@ def test_metadata_of_another_sample_is_noticed(tmp_path: Path) -> None:
     cache.read(0)
     cache.index.rows[:] = cache.index.rows[::-1].copy()
     with pytest.raises(
-        CacheError, match=r"clip/003 in .* is not at its place in the index, where clip/000 is"
+        CacheError, match=r"clip/003 in .* is not at the position that the index names, where clip/000 is"
     ):
         cache.meta(1)
 
@@ -640,9 +641,9 @@ def test_full_disk_is_one_sentence_and_leaves_no_litter(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert not result.stderr
     big, small = result.stdout.strip().split("\n")
-    assert big.startswith(f"cache={tmp_path / 'c'} cannot take shard-00002.h5 (File too large: ")
-    assert "bytes wanted" in big
-    assert "cannot take" in small
+    assert big.startswith(f"cache={tmp_path / 'c'} cannot store shard-00002.h5 (File too large: ")
+    assert "bytes needed" in big
+    assert "cannot store" in small
     names = sorted(p.name for p in (tmp_path / "c").iterdir())
     assert names == ["manifest.json", "shard-00000.h5", "shard-00001.h5"]
     with CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT) as writer:
@@ -668,7 +669,7 @@ def test_full_disk_at_the_index(tmp_path: Path) -> None:
     child.start()
     child.join(60)
     assert ours.poll(), "no CacheError"
-    assert "cannot take index.npz (File too large" in ours.recv()
+    assert "cannot store index.npz (File too large" in ours.recv()
     assert (folder / "index.npz").read_bytes() == before
     assert not list(folder.glob(".*"))
 
@@ -720,7 +721,7 @@ def test_the_same_samples_in_another_order_are_another_shard(tmp_path: Path) -> 
     other = write(tmp_path / "d", [first, third, second])
     shard = "shard-00000.h5"
     (folder / shard).write_bytes((other / shard).read_bytes())
-    with pytest.raises(CacheError, match="is in another shard than the one that was indexed"):
+    with pytest.raises(CacheError, match="is in a shard that was replaced after the index was written"):
         LatentCache(folder).read(0)  # which itself lies where the index says
 
 

@@ -161,10 +161,10 @@ def test_what_is_said_of_the_data(caches):
     ("sources", "kind", "said"),
     [
         ([("a", {}), ("nowhere", {})], CacheError, r"data\.sources\.1\.path: cache=.*nowhere is not a folder; give"),
-        ([("a", {}), ("empty", {})], CacheError, r"data\.sources\.1\.path=.*empty has no sample; run"),
+        ([("a", {}), ("empty", {})], CacheError, r"data\.sources\.1\.path=.*empty contains no sample; run"),
         ([("alien", {})], CacheError, r"data\.sources\.0\.path: cache=.*alien was .* vae\.weights=bb but the model"),
         ([("a", {}), ("text", {})], CacheError, r"sources\.1\.path=.*text was .* text_encoder={'w.*} but .*a with None; encode"),
-        ([("c", {"repeat": 0.5})], ConfigError, r"less than one sample per epoch \(1 x 0\.5\); increase"),
+        ([("c", {"repeat": 0.5})], ConfigError, r"less than one sample per epoch \(samples x repeat: 1 x 0\.5\); increase"),
     ],
 )  # fmt: skip
 def test_sources_that_cannot_be_are_refused(caches, sources, kind: type[WandsError], said: str):

@@ -106,6 +106,7 @@ def test_weights_in_the_ratio_of_the_sizes_are_one_visit_each():
 
 def test_an_epoch_without_a_visit_is_refused():
     with pytest.raises(
-        ConfigError, match=r"less than one sample per epoch \(3 x 0\.3 \+ 2 x 0\.4\); increase"
+        ConfigError,
+        match=r"less than one sample per epoch \(samples x repeat: 3 x 0\.3 \+ 2 x 0\.4\); increase",
     ):
         RepeatSchedule([3, 2], [exact(0.3), exact(0.4)], 0)

@@ -67,7 +67,7 @@ def test_a_flipped_bit_is_never_a_record(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         records = list(read_records(path))
         if len(records) == 3:
-            with pytest.raises(CacheError, match=r"damaged a\.journal \(key 1\); delete"):
+            with pytest.raises(CacheError, match=r"damaged a\.journal \(wrong checksum of key 1\); delete"):
                 records[1].read()
         else:
             assert_holds(path, 1)
@@ -99,7 +99,7 @@ def test_full_disk_leaves_the_records_before(tmp_path: Path) -> None:
     child.start()
     child.join(60)
     assert ours.poll(), "no CacheError"
-    assert "cannot take b.journal (File too large" in ours.recv()
+    assert "cannot store b.journal (File too large" in ours.recv()
     assert path.stat().st_size == sizes[1]
     assert_holds(path, 2)
 

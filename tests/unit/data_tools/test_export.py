@@ -119,7 +119,7 @@ def test_an_export_appears_whole_or_not_at_all(
     export(cache, out, "safetensors")  # what the first has left is gone
     assert len(list(out.iterdir())) == 9
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]
-    with pytest.raises(ConfigError, match="exists; give a new folder"):
+    with pytest.raises(ConfigError, match="exists; pass a new folder"):
         export(cache, out, "webdataset")
 
 
@@ -209,7 +209,7 @@ def test_a_torn_tar_is_named(exported: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"shard-00000\.tar"):
         import_cache(exported, tmp_path / "back")
     path.write_bytes(b"no tar")
-    with pytest.raises(DataError, match=r"shard-00000\.tar is not a readable tar archive"):
+    with pytest.raises(DataError, match=r"shard-00000\.tar: the file is not a readable tar archive"):
         import_cache(exported, tmp_path / "back")
 
 

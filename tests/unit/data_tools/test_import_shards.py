@@ -201,7 +201,7 @@ def test_unusable_samples_say_why(model: Path, tmp_path: Path) -> None:
         "'vae_tiling': False": energon_sample(good, memory_optimization=False),
         "no .pth": {k: v for k, v in energon_sample(good).items() if k != "pth"},
         "no .json": {k: v for k, v in energon_sample(good).items() if k != "json"},
-        ".json cannot be read": energon_sample(good) | {"json": b"{"},
+        ".json file cannot be read": energon_sample(good) | {"json": b"{"},
         "contains a list": energon_sample([good]),
     }
     path = energon(tmp_path / "shards/a.tar", list(samples.values()))

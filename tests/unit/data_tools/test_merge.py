@@ -79,7 +79,9 @@ def test_one_key_with_different_samples_is_refused(parts: list[Path], tmp_path: 
         sample = other.read(0)
         writer.add("clip/003", sample.latents, sample.text_embeds, other.meta(0))
         writer.commit(other.null_text_embeds)
-    with pytest.raises(ConfigError, match=r"1 key\(s\) have different samples: clip/003 \(in .*a and .*d\)"):
+    with pytest.raises(
+        ConfigError, match=r"1 key\(s\) have different samples in two caches: clip/003 \(in .*a and .*d\)"
+    ):
         merge(tmp_path / "out", [parts[0], tmp_path / "d"])
     assert not (tmp_path / "out").exists()
 
@@ -87,7 +89,7 @@ def test_one_key_with_different_samples_is_refused(parts: list[Path], tmp_path: 
 def test_another_fingerprint_variant_or_null_text_is_refused(parts: list[Path], tmp_path: Path) -> None:
     write_cache(tmp_path / "d", [60], vae={"weights_sha256": "bb"})
     with pytest.raises(
-        CacheError, match=r"d has vae\.weights_sha256=bb but .*a has aa; only caches made with"
+        CacheError, match=r"d has vae\.weights_sha256=bb, but .*a has vae\.weights_sha256=aa; only caches of"
     ):
         merge(tmp_path / "out", [parts[0], tmp_path / "d"])
     like = LatentCache(parts[0])
@@ -98,7 +100,7 @@ def test_another_fingerprint_variant_or_null_text_is_refused(parts: list[Path], 
         merge(tmp_path / "out", [parts[0], tmp_path / "e"])
     with CacheWriter(tmp_path / "f", VARIANT, like.fingerprint) as writer:
         writer.commit(like.null_text_embeds + 1)
-    with pytest.raises(CacheError, match="another embedding of the empty caption"):
+    with pytest.raises(CacheError, match="have different embeddings of the empty caption"):
         merge(tmp_path / "out", [parts[0], tmp_path / "f"])
     assert not (tmp_path / "out").exists()
 
@@ -106,7 +108,9 @@ def test_another_fingerprint_variant_or_null_text_is_refused(parts: list[Path], 
 def test_what_is_in_out_is_never_lost(parts: list[Path], tmp_path: Path) -> None:
     merge(tmp_path / "out", parts[:2])
     before = contents(tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"finished cache with 21 other sample\(s\), such as clip/009"):
+    with pytest.raises(
+        ConfigError, match=r"finished cache with 21 sample\(s\) of no given cache, such as clip/009"
+    ):
         merge(tmp_path / "out", [parts[0], parts[2]])
     with pytest.raises(ConfigError, match="is one of the caches to merge"):
         merge(tmp_path / "out", [tmp_path / "out", parts[2]])

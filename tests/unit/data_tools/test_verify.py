@@ -197,7 +197,7 @@ def test_the_manifest_is_guarded_whole(
     manifest["variant"]["text_dim"] += 1
     path.write_text(json.dumps(manifest))
     assert main([str(cache)]) == 1
-    assert "manifest.json: was altered: wrong digest; restore it" in capsys.readouterr().out
+    assert "manifest.json: the file was changed (wrong digest); restore the file" in capsys.readouterr().out
 
 
 def test_an_index_that_disagrees_with_the_shards_names_the_sample(cache: Path) -> None:
@@ -227,7 +227,7 @@ def test_missing_files_and_a_shard_of_another_cache(
     assert "5 samples" in problem.what
     (cache / "index.npz").unlink()
     [problem] = verify(cache).problems
-    assert (problem.place, problem.what) == ("index.npz", "is missing: the cache is unfinished")
+    assert (problem.place, problem.what) == ("index.npz", "the file is missing, so the cache is unfinished")
     os.remove(cache / "manifest.json")
     assert {problem.place for problem in verify(cache).problems} == {"index.npz", "manifest.json"}
     assert main([str(tmp_path)]) == 2

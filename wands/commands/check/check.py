@@ -101,7 +101,7 @@ def check(options: CheckOptions) -> CheckReport:
         cache_bytes += _cache_bytes(clip, digests, variant, stored)
         warnings = []
         if first.path != row.path:  # one file may have several captions or ranges
-            warnings.append(f"duplicate: the same images as {first.key}; keep one of them")
+            warnings.append(f"duplicate: the same images as {first.key}; keep one of the two clips")
         if clip.text_tokens > TEXT_LEN:
             count = f"{'' if options.model else 'about '}{clip.text_tokens:,}"
             warnings.append(f"caption too long: {count} tokens, cut after {TEXT_LEN}")
@@ -267,16 +267,16 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
     warnings, source = [], clip.source
     is_image = path.lower().endswith(IMAGE_EXTENSIONS)
     if clip.variable_fps:
-        warnings.append(f"variable frame rate (mean {source.fps:.5g}): frames are taken by their time")
+        warnings.append(f"variable frame rate (mean {source.fps:.5g}): frames are chosen by their timestamps")
     if source.fps < 0.95 * spec.fps and not is_image:
         warnings.append(f"low frame rate: {source.fps:.4g} fps, frames are repeated to reach {spec.fps:g}")
     if clip.interlaced:
         warnings.append(
-            "interlaced: moving edges come out combed; convert it with ffmpeg -i IN -vf bwdif OUT"
+            "interlaced: moving edges look like combs; convert the clip with ffmpeg -i IN -vf bwdif OUT"
         )
     if source.hdr:
         warnings.append(
-            f"HDR: {source.hdr} brightness is kept as stored, which looks grey; convert it with "
+            f"HDR: {source.hdr} brightness is kept as stored, which looks grey; convert the clip with "
             f"ffmpeg -i IN -vf {TO_SDR} OUT"
         )
     if source.rotation or source.mirrored:
@@ -362,6 +362,6 @@ def _token_counter(model: str | None) -> Callable[[str], int]:
         tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer", CONFIG_FILES))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--model={model}: its tokenizer cannot be loaded ({one_line(error)}); check the folder tokenizer."
+            f"--model={model}: the tokenizer cannot be loaded ({one_line(error)}); download the folder tokenizer again."
         ) from None
     return lambda caption: len(tokenizer(caption, verbose=False).input_ids)  # no warning above 512 tokens

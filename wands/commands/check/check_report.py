@@ -191,12 +191,12 @@ class CheckReport:
         )
         lines += [f"  {count:7,}  {kind}" for kind, count in self.problems()[:SHOWN_PROBLEMS]]
         if not self.samples:
-            return "\n".join([*lines, "no sample: wands preprocess would refuse this source"])
+            return "\n".join([*lines, "no sample: wands preprocess would reject this source"])
         lines.append(
             f"{totals['samples']:,} samples for {self.variant}, {totals['seconds_of_video']:,.1f} s of video"
         )
         lines.append(token_histogram(self.tokens))
-        text = "" if self.exact_text else " (text tokens estimated: give --model for exact ones)"
+        text = "" if self.exact_text else " (text tokens are estimated; --model counts them exactly)"
         lines.append(f"cache: about {self.cache_bytes:,} bytes{text}")
         lines.append(self.packing_line())
         return "\n".join(lines)

@@ -45,7 +45,7 @@ class EncodeSettings:
             every window, unless two sizes are equal.
         fingerprint: digest of the settings and model files that a cache belongs to.
         max_samples: largest number of samples in a shard.
-        conditions: conditions of the model variant, see `wands.variants.Variant`.
+        conditions: inputs of the model variant, such as "text" and "image", see `wands.variants.Variant`.
     """
 
     cache: Path
@@ -161,7 +161,7 @@ def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSetting
             # One crash may have an outside cause, such as a scheduler that kills all processes of the job.
             if is_last_attempt or isinstance(crash, Hang) or worker.killed:
                 raise
-            log.warning("%s: %s; decoding it again", clip.path, crash)
+            log.warning("%s: %s; decoding the clip again", clip.path, crash)
 
 
 def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]]:

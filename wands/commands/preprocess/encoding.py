@@ -209,7 +209,7 @@ class _ClipEncoder:
     def _append(self, window: Window, encoded: dict[str, Tensor]) -> None:
         """Append one record to the write-ahead log: the samples of a window (range of frames) for all captions of its clip.
 
-        If the process is killed while writing, either all these samples are lost or none of them.
+        If the process is killed while writing, either all samples of the record are stored, or none.
 
         Args:
             window: the encoded window.

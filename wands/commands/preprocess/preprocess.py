@@ -96,7 +96,9 @@ def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, starte
         rows, rejected = select_part(rows, options.source, part), select_part(rejected, options.source, part)
         out /= "part-{}-of-{}".format(*part)
         if not rows:
-            raise DataError(f"--part {options.part} of source={options.source} is empty. Use fewer parts.")
+            raise DataError(
+                f"--part {options.part} contains no clip of source={options.source}. Use fewer parts."
+            )
     fingerprint = fingerprint_pipeline(options.model) | {"settings": _fingerprint_of(spec, options)}
     with CacheWriter(out, variant, fingerprint, max_samples=max_samples) as writer:
         settings = EncodeSettings(
@@ -200,7 +202,7 @@ class PreprocessRun:
         Args:
             label: name of the items for the progress bar.
             task: `encode_captions` or `encode_clips`.
-            pending: returns the items that are not finished yet.
+            pending: function that returns the items that are not finished yet.
         """
         rounds = ROUNDS
         items = pending()
@@ -301,8 +303,8 @@ class PreprocessRun:
             shutil.rmtree(self.settings.work)
             first = f" (first: {self.rejected[0].reason})" if self.rejected else ""
             raise DataError(
-                f"source={self.settings.options.source} gave no sample, {len(self.rejected)} rejected{first}; "
-                f"every reason is in {writer.path / REJECTS_NAME}."
+                f"source={self.settings.options.source} gave no sample, {len(self.rejected)} clips rejected{first}. "
+                f"Correct the clips: {writer.path / REJECTS_NAME} lists every reason."
             )
         writer.commit(null_text, accepted)
         shutil.rmtree(self.settings.work)
@@ -374,7 +376,7 @@ def _read_variant(model: str) -> Variant:
         tokens = ((clip.get("image_size", 224) // clip.get("patch_size", 32)) ** 2 + 1) * variant.num_images
         if tokens != variant.dit.image_len:
             raise ConfigError(
-                f"--model={model}: its image encoder gives {tokens} tokens, but its transformer takes {variant.dit.image_len}. "
-                "Use a pipeline whose parts belong together."
+                f"--model={model} has an image encoder that gives {tokens} tokens, but a transformer that takes "
+                f"{variant.dit.image_len}. Use a pipeline whose components belong to one model."
             )
     return variant

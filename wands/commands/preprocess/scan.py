@@ -70,7 +70,7 @@ class Clip:
     decode: bool = True
 
     def lacks(self, suffix: str) -> list[Row]:
-        """Return the captions of this clip for which the cache has no sample with a suffix (window and size)."""
+        """Return the captions of this clip for which the cache has no sample with this suffix (window and size)."""
         return [row for row in self.rows if suffix not in row.present]
 
 
@@ -91,7 +91,7 @@ class SourceScan:
         more_pixels: tuple[int, ...],
         quarantine: Mapping[str, str],
     ) -> None:
-        """Read samples of bytes from every file to identify its content, and collect the captions of each clip.
+        """Read some bytes of every file to identify its content, and collect the captions of each clip.
 
         Args:
             rows: rows of the source that may be used; a row is a clip with one caption.
@@ -256,7 +256,8 @@ _WHOLE = 1 << 24
 
 
 def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
-    """Return two digests of a row: (digest of file content, time range and caption; digest of file content and time range).
+    """Return two digests of a row (clip with one caption). The first is of file content, time range and caption. The
+    second is of file content and time range.
 
     The digests use the content instead of the modification time, so that a copied data set is not encoded again. They do not
     include the settings of the samples, because all samples of a cache have the same settings.
@@ -300,12 +301,13 @@ def parse_part(text: str) -> tuple[int, int]:
     """
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise ConfigError(f"--part {text} is not a part. Use I/N with 1 <= I <= N, for example 3/16.")
+        raise ConfigError(f"--part {text} is not a valid part. Use I/N with 1 <= I <= N, for example 3/16.")
     return int(number), int(count)
 
 
 def select_part(items: Sequence[FromSource], source: str, part: tuple[int, int]) -> list[FromSource]:
-    """Return the items of a source that belong to one part. All captions of a file belong to the same part.
+    """Return the items of a source that belong to one part (the value of --part). All captions of a file belong to
+    the same part.
 
     The part of a file depends only on the file's path relative to the source folder. If files are added to the source, the
     other files stay in their parts.

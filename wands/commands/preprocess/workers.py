@@ -51,7 +51,7 @@ Event = Done | WorkerTimes | Lost
 
 
 class WorkerPool:
-    """Workers of a run, as a context manager that ends the workers at the exit.
+    """Group of workers (processes that encode) of a run. It is a context manager, which ends the workers at the exit.
 
     Attributes:
         size: number of workers.
@@ -167,10 +167,10 @@ class WorkerPool:
         return _with_losses(self.rank, events())
 
     def follow(self) -> None:
-        """On a rank other than rank 0, run the tasks that rank 0 sends, until rank 0 leaves the context of its pool.
+        """On a rank other than rank 0, run the tasks that rank 0 sends, until rank 0 has finished.
 
         Raises:
-            WandsError: if rank 0 ended with a WandsError. The message is the message of rank 0.
+            WandsError: if rank 0 ended with a WandsError. Both errors have the same message.
         """
         while (order := self._scatter(None)) is not None:
             if isinstance(order, WandsError):
@@ -250,7 +250,8 @@ def _wait_for_shared_disk(rank: int, settings: EncodeSettings) -> None:
 
 
 def _device(option: str, name: str, number: int) -> torch.device:
-    """Return the device of a worker. For "cuda" without an index, assign the GPUs of the node to the workers in turn.
+    """Return the device of a worker. If the name is "cuda" without an index, the GPUs of the node are assigned to the
+    workers in turn.
 
     Args:
         option: command-line option that sets the device, for the error message.

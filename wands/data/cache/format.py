@@ -101,7 +101,7 @@ def build_manifest(variant: Variant, fingerprint: Mapping[str, Any]) -> dict[str
     """Return the content of `manifest.json`. Its `digest` is a hash of the other values, so that later changes are
     noticed.
 
-    Tuples are lists, as after reading JSON.
+    Tuples are converted to lists, so that the result equals the content of the written file.
     """
     manifest = plain(
         {
@@ -128,21 +128,21 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     if not (path / MANIFEST_NAME).exists():
         what = f"not a latent cache (no {MANIFEST_NAME})" if path.is_dir() else "not a folder"
-        raise CacheError(f"cache={path} is {what}; give the --out of a wands preprocess.")
+        raise CacheError(f"cache={path} is {what}; use the --out folder of a wands preprocess run.")
     manifest = read_json(
         path / MANIFEST_NAME,
         label=f"cache={path} {MANIFEST_NAME}",
-        fix="restore it or encode again.",
+        fix="restore the file, or encode the clips again.",
         error=CacheError,
     )
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CacheError(
-            f"cache={path} has a {MANIFEST_NAME} of another format; give the --out of a wands preprocess."
+            f"cache={path} has a {MANIFEST_NAME} of another program; use the --out folder of a wands preprocess run."
         )
     if manifest.get("schema_version") != SCHEMA_VERSION:
         raise CacheError(
-            f"cache={path} has schema_version={manifest.get('schema_version')}, this wands reads "
-            f"{SCHEMA_VERSION}; encode again with wands preprocess, or use the wands that wrote it."
+            f"cache={path} has schema_version={manifest.get('schema_version')}, but this version of wands "
+            f"reads {SCHEMA_VERSION}; encode again with wands preprocess, or use the version of wands that wrote the cache."
         )
     return manifest
 
@@ -176,14 +176,14 @@ def disk_error(path: Path, wanted: int, error: Exception, cache: Path | None = N
     """
     free = shutil.disk_usage(path.parent).free
     return CacheError(
-        f"cache={cache or path.parent} cannot take {path.name} ({reason(error)}: {wanted:,} bytes wanted, "
-        f"{free:,} free); free some space or choose another --out, then run the same command again; finished "
+        f"cache={cache or path.parent} cannot store {path.name} ({reason(error)}: {wanted:,} bytes needed, "
+        f"{free:,} free); free some space or choose another --out, then run the same command again. Finished "
         "shards are kept."
     )
 
 
 def reason(error: Exception) -> str:
-    """Return the cause of an error in a few words.
+    """Return the cause of an operating system or HDF5 error in a few words, such as "No space left on device".
 
     HDF5 hides the operating system's error number in a long text, so this function searches the text for the number.
     """

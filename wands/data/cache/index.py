@@ -110,11 +110,11 @@ class CacheIndex:
             index = cls(**{**arrays, **{name: _split(arrays[name]) for name in TEXTS}})
             wrong = {name for name in SAMPLE_ARRAYS if len(arrays[name]) != len(index)}
             if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
-                raise ValueError("arrays of different lengths")
+                raise ValueError("the arrays have different lengths")
         except (*DAMAGE, zipfile.BadZipFile, zlib.error) as error:
             raise CacheError(
                 f"cache={path.parent} has a damaged {path.name} ({reason(error)}); run the same wands "
-                "preprocess again, it rebuilds the index from the shards."
+                "preprocess command again, which rebuilds the index from the shards."
             ) from None
         return index
 

@@ -64,8 +64,8 @@ class LatentCache:
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         index: shapes, lengths and positions of all samples.
         manifest: content of manifest.json, with the variant and the fingerprint.
-        conditions: conditions of the variant for which `read` returns samples. Before `serve` is called, these are the
-            conditions of the variant for which the cache was made.
+        conditions: conditions of a model variant, such as "image", which decide the arrays that `read` returns.
+            Before `serve` is called, these are the conditions of the variant for which the cache was made.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:
@@ -84,7 +84,7 @@ class LatentCache:
         self.manifest = read_manifest(self.path)
         if not (self.path / INDEX_NAME).is_file():
             raise CacheError(
-                f"cache={self.path} is unfinished (no {INDEX_NAME}); run the same wands preprocess again, "
+                f"cache={self.path} is unfinished (no {INDEX_NAME}); run the same wands preprocess command again, "
                 "which continues where it stopped."
             )
         self.index = CacheIndex.from_file(self.path / INDEX_NAME)
@@ -94,8 +94,8 @@ class LatentCache:
         self._names = array_names(self.conditions)
         if len(self) and self.index.offsets.shape[1] != len(self._names):
             raise CacheError(
-                f"cache={self.path} has an {INDEX_NAME} of samples with {self.index.offsets.shape[1]} arrays, not "
-                f"{', '.join(self._names)}; run the same wands preprocess again, which rebuilds the index."
+                f"cache={self.path} has an {INDEX_NAME} with {self.index.offsets.shape[1]} arrays per sample, but the "
+                f"arrays must be {', '.join(self._names)}; run the same wands preprocess command again, which rebuilds the index."
             )
         self._check_shards()
         self._forget_handles()
@@ -187,7 +187,7 @@ class LatentCache:
         return Sample(sample_id=self.index.keys[i], **tensors)
 
     def serve(self, variant: Variant) -> None:
-        """From now on, return the samples with the arrays that this variant needs. The cache may store more arrays."""
+        """Make `read` return the arrays that this model variant needs. The cache may store more arrays."""
         assert set(array_names(variant.conditions)) <= set(self._names), variant.name
         self.conditions = variant.conditions
 
@@ -206,7 +206,8 @@ class LatentCache:
         Args:
             variant: variant of the model to train.
             fingerprint: fingerprint of the model's encoders (`wands.encoders.fingerprint.fingerprint_pipeline`). Only
-                the parts in it are compared, because a model folder may contain a bare DiT without encoders.
+                the components in this mapping are compared, because a model folder may contain a bare DiT without
+                encoders.
 
         Raises:
             CacheError: if the cache and the model differ. The error message names the value of the cache and the value
@@ -229,11 +230,13 @@ class LatentCache:
         """Raise CacheError if the encoders that made the cache differ from the encoders of a model.
 
         Args:
-            fingerprint: fingerprint of the model's encoders. Only the parts in it are compared, see `check_fits`.
+            fingerprint: fingerprint of the model's encoders. Only the components in this mapping are compared, see
+                `check_fits`.
             model: name of the model for the error message.
 
         Raises:
-            CacheError: if a part differs. The error message names the value of the cache and the value of the model.
+            CacheError: if a component differs. The error message names the value of the cache and the value of the
+                model.
         """
         known = {part: self.fingerprint.get(part) for part in fingerprint}
         if difference := first_difference(known, plain(fingerprint)):
@@ -248,10 +251,10 @@ class LatentCache:
             path = self.path / name
             actual = path.stat().st_size if path.is_file() else None
             if actual != size:
-                what = "is missing" if actual is None else f"has {actual} bytes, not the {size} of the index"
+                what = "is missing" if actual is None else f"has {actual} bytes, but the index says {size}"
                 raise CacheError(
                     f"cache={self.path} is incomplete: {name} {what}; restore the file, or delete it and run "
-                    "the same wands preprocess again."
+                    "the same wands preprocess command again."
                 )
 
     def _forget_handles(self) -> None:
@@ -286,7 +289,7 @@ class LatentCache:
         """Return the HDF5 group of sample `i`; raise CacheError if another sample is at its position."""
         group = file[sample_path(int(self.index.rows[i]))]
         if (key := json.loads(group.attrs["key"])) != self.index.keys[i]:
-            raise self._damaged(i, f"is not at its place in the index, where {key} is")
+            raise self._damaged(i, f"is not at the position that the index names, where {key} is")
         return group
 
     def _compare(self, i: int, file: h5py.File) -> None:
@@ -298,13 +301,15 @@ class LatentCache:
         shapes = {name: array.shape for name, array in arrays.items()}
         if shapes != self._shapes(i) or {array.dtype for array in arrays.values()} != {np.dtype(np.uint16)}:
             stored = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
-            raise self._damaged(i, f"has {stored}, not what the index says")
+            raise self._damaged(i, f"has {stored}, which differs from the index")
         if file.attrs["id"] != self.index.shard_ids[self.index.shards[i]]:
-            raise self._damaged(i, "is in another shard than the one that was indexed")
+            raise self._damaged(i, "is in a shard that was replaced after the index was written")
 
     def _shapes(self, i: int) -> dict[str, tuple[int, ...]]:
-        """Map the array names of sample `i` to the shapes that index and manifest give, in the order of the index's
-        offsets.
+        """Return the shapes that the arrays of sample `i` must have according to the index and the manifest, by array
+        name.
+
+        The names have the same order as the offsets in the index.
         """
         latents = tuple(self.index.latent_shapes[i].tolist())
         text = (int(self.index.text_lens[i]), self.null_text_embeds.shape[1])
@@ -316,7 +321,7 @@ class LatentCache:
         shard = self._path(i).name
         return CacheError(
             f"cache={self.path} is damaged: sample {self.index.keys[i]} in {shard} {what}; delete {shard} "
-            "and run the same wands preprocess again, which encodes the missing samples."
+            "and run the same wands preprocess command again, which encodes the missing samples."
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -328,11 +333,11 @@ class LatentCache:
 
 
 def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return the manifest keys in which a cache does not provide the conditions of a model.
+    """Return the manifest keys whose values show that a cache lacks an array that a model needs.
 
     Args:
-        ours: `variant_contract` of the cache.
-        theirs: `variant_contract` of the model.
+        ours: `variant_contract` (properties of the model variant) of the cache.
+        theirs: `variant_contract` (properties of the model variant) of the model.
 
     Returns:
         ["conditions"] or ["image_embeds"]; empty if the cache provides all conditions.

@@ -54,7 +54,9 @@ def shard_number(path: Path) -> int:
 
 
 def sample_path(row: int) -> str:
-    """Return the HDF5 path of a sample in its shard. The path is a number, because a key may contain any character."""
+    """Return the HDF5 path of sample number `row` of a shard. The path has no key, because keys may contain any
+    character.
+    """
     return f"samples/{row:06d}"
 
 
@@ -72,7 +74,7 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
     file = h5py.File(path, "r", locking=False)
     if file.attrs.get("fingerprint") != fingerprint:
         file.close()
-        raise OSError("it belongs to a cache with another fingerprint")
+        raise OSError("the shard belongs to a cache with another fingerprint")
     return file
 
 
@@ -92,19 +94,19 @@ def read_offsets(group: h5py.Group) -> tuple[int, ...]:
     arrays = [group[name] for name in stored_names(group)]
     offsets = [stored.id.get_offset() for stored in arrays]
     if any(at is None and stored.size for at, stored in zip(offsets, arrays, strict=True)):
-        raise OSError("not stored in one piece")
+        raise OSError("an array is not stored in one piece")
     return tuple(at or 0 for at in offsets)
 
 
 def shard_id(entries: Sequence[IndexEntry]) -> str:
-    """Return a digest of a shard's entries. Shards with different samples have different digests, even if their sizes
-    are equal.
+    """Return a digest of the samples of a shard: their keys, checksums and positions. Shards with different samples
+    have different digests, even if the files have equal sizes.
     """
     return digest([[entry.key, entry.crc32, entry.offsets] for entry in entries])
 
 
 def read_shard_id(path: Path) -> str:
-    """Return the `shard_id` that a finished shard stores.
+    """Return the digest of its samples (`shard_id`) that a finished shard stores.
 
     Raises:
         CacheError: if the shard is damaged.
@@ -171,7 +173,7 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
         group = file[sample_path(row)]
         arrays = {name: group[name][()] for name in stored_names(group)}
         if checksum(*arrays.values()) != int(group.attrs["crc32"]):
-            raise OSError(f"wrong checksum of {json.loads(group.attrs['key'])}")
+            raise OSError(f"wrong checksum of sample {json.loads(group.attrs['key'])}")
         del arrays["text_embeds"]
         return arrays, json.loads(group.attrs["meta"])
 

@@ -63,8 +63,8 @@ class LogRecord:
             content = bytearray(file.read(self.end - self.offset))
         if zlib.crc32(content) != self.crc32:
             raise CacheError(
-                f"cache={self.path.parent.parent} has a damaged {self.path.name} ({self.name}); delete "
-                f"{self.path} and run the same wands preprocess again."
+                f"cache={self.path.parent.parent} has a damaged {self.path.name} (wrong checksum of {self.name}); "
+                f"delete {self.path} and run the same wands preprocess command again."
             )
         cuts = np.cumsum([math.prod(shape) for shape in self.shapes])[:-1]
         parts = np.split(np.frombuffer(content, np.uint16), cuts)
@@ -98,8 +98,7 @@ def read_records(path: Path) -> Iterator[LogRecord]:
 
 
 class WriteAheadLog:
-    """Appends records to a file. The file is new, or a killed process has begun it. Only one process at a time may
-    append.
+    """Log file to which one process at a time appends records. The file may be new, or left by a killed process.
 
     Attributes:
         path: file of the log.
@@ -182,7 +181,7 @@ class WriteAheadLog:
         self.num_records += 1
 
     def clear(self) -> None:
-        """Remove all records. Call this method after the records have been written to a shard."""
+        """Remove all records from the file. Call this method after the records have been written to a shard."""
         self._file.truncate(0)
         self.num_bytes = self.num_records = 0
 

@@ -58,8 +58,8 @@ SLACK = 1 << 17
 
 
 class ShardWriter:
-    """Writes samples to new shards. Several processes may write to the same folder, because each shard has only one
-    writer.
+    """Writer that stores samples in new shards of a cache. Several processes may write to the same folder, because
+    each shard has only one writer.
 
     Attributes:
         path: cache folder.
@@ -288,7 +288,7 @@ def _digest_of(arrays: Iterable[np.ndarray]) -> str:
 
 
 class CacheWriter(ShardWriter):
-    """Writes samples to a new cache, or to a cache from an earlier run with the same fingerprint.
+    """Writer for a new cache, or for a cache that an earlier run with the same fingerprint began.
 
     Use the writer as a context manager, and call `commit` at the end. If an error or Ctrl-C ends the context early, the
     samples written so far are stored in a finished shard, but no index is written. So readers see the cache unchanged.
@@ -392,7 +392,7 @@ class CacheWriter(ShardWriter):
         except BlockingIOError:
             os.close(lock)
             raise CacheError(
-                f"cache={self.path} is being written by another process; wait for it or choose another --out."
+                f"cache={self.path} is being written by another process; wait until that process ends, or choose another --out."
             ) from None
         except OSError:
             pass  # a file system without locks: the user must start only one run
@@ -414,7 +414,7 @@ class CacheWriter(ShardWriter):
                 )
         elif any(not name.endswith(".tmp") for name in os.listdir(self.path)):
             raise CacheError(
-                f"cache={self.path} is a folder with other files in it; choose an empty or new --out."
+                f"cache={self.path} is a folder with files that are not a cache; choose an empty or new --out."
             )
         else:
             write_whole(self.path / MANIFEST_NAME, json.dumps(manifest, indent=2).encode())

@@ -48,7 +48,9 @@ class TarReader:
         try:
             self._tar = tarfile.open(path, "r:*")  # noqa: SIM115 - closed by __exit__
         except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
-            raise DataError(f"is not a readable tar archive ({one_line(error)}); replace it") from None
+            raise DataError(
+                f"the file is not a readable tar archive ({one_line(error)}); replace the file"
+            ) from None
         self.rejections: list[Rejection] = []
         self.samples = self._list()
 
@@ -100,11 +102,11 @@ class TarReader:
                 target.write(block)
         except (EOFError, tarfile.TarError, ValueError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(
-                f"cannot be read from the archive ({one_line(error)}); replace the archive"
+                f"a file cannot be read from the archive ({one_line(error)}); replace the archive"
             ) from None
         if size != member.size:
             raise DataError(
-                f"is cut off in the archive ({size:,} of {member.size:,} bytes); replace the archive"
+                f"a file is cut off in the archive ({size:,} of {member.size:,} bytes); replace the archive"
             )
 
     def _list(self) -> dict[str, dict[str, tarfile.TarInfo]]:
@@ -121,7 +123,7 @@ class TarReader:
             if members.setdefault(extension.lower(), member) is not member:
                 self._reject(
                     str(name),
-                    "another member has the same name; the first member is used, remove one of the two",
+                    "another file in the archive has the same name, and the first file is used; remove one of the two",
                 )
         return samples
 
@@ -143,7 +145,7 @@ class TarReader:
         if problem:
             self._reject(
                 "",
-                f"archive is damaged or cut off ({problem}); all later members are lost, replace the archive",
+                f"archive is damaged or cut off ({problem}), and all later files are lost; replace the archive",
             )
 
     def _reject(self, name: str, reason: str) -> None:
@@ -152,11 +154,11 @@ class TarReader:
 
 def _problem(member: tarfile.TarInfo) -> str:
     if member.issym() or member.islnk():
-        return f"a link (to {member.linkname}) in an archive is not followed; store the file itself"
+        return f"a link (to {member.linkname}) in an archive is not followed; store the linked file itself"
     if not member.isreg():
-        return "not a regular file; remove it from the archive"
+        return "archive member is not a regular file; remove it from the archive"
     if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
         return "name of the member leads out of the archive; use a relative name without .."
     if member.name != member.name.encode("utf-8", "replace").decode("utf-8"):
-        return "member name is not valid UTF-8; rename it"
+        return "name of the member is not valid UTF-8; rename the file in the archive"
     return ""

@@ -69,7 +69,9 @@ def _check_caption(value: Any, place: str) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         raise DataError(f"missing caption; write a caption in {place}")
     if not isinstance(value, str):
-        raise DataError(f"caption is a {type(value).__name__}, not text; write text in {place}")
+        raise DataError(
+            f"caption has the type {type(value).__name__}, but it must be text; write text in {place}"
+        )
     if not value.strip():
         raise DataError(f"empty caption; write a caption in {place}")
     if value != printable(value):

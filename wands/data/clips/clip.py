@@ -25,7 +25,7 @@ TIME_SLACK = 1e-3
 
 
 class TooSmallError(DataError):
-    """Error if a side of the frame would be too short at some limit of the frame area."""
+    """Error if a side of the frame would be too short at some limit of the frame area (--max-pixels)."""
 
 
 @dataclass(frozen=True)
@@ -70,33 +70,37 @@ class ClipSpec:
     def __post_init__(self) -> None:
         multiple = self.size_multiple
         if not (math.isfinite(self.fps) and self.fps > 0):
-            raise ConfigError(f"--fps={self.fps} must be positive; use the variant's frame rate, e.g. 16")
+            raise ConfigError(
+                f"--fps={self.fps} must be positive; use the frame rate of the model, such as 16"
+            )
         if (self.height is None) != (self.width is None):
             raise ConfigError(
-                f"--height={self.height} and --width={self.width} must be set together; give both or neither"
+                f"--height={self.height} and --width={self.width} must be set together; set both or neither"
             )
         for name, size in (("--height", self.height), ("--width", self.width)):
             if size is not None and (size < multiple or size % multiple):
                 near = max(multiple, round(size / multiple) * multiple)
                 raise ConfigError(f"{name}={size} must be a multiple of {multiple}; use {near}")
         if self.center_crop and self.height is None:
-            raise ConfigError("--center-crop needs a size to crop to; give --height and --width")
+            raise ConfigError("--center-crop needs a size to crop to; set --height and --width")
         if self.max_pixels is not None and self.height is not None:
             raise ConfigError(
-                f"--max-pixels={self.max_pixels} and --height={self.height} cannot be combined; drop one"
+                f"--max-pixels={self.max_pixels} and --height={self.height} cannot be combined; remove one of the two"
             )
         if self.max_pixels is not None and self.max_pixels < multiple**2:
-            raise ConfigError(f"--max-pixels={self.max_pixels} must be at least {multiple**2}; raise it")
+            raise ConfigError(
+                f"--max-pixels={self.max_pixels} must be at least {multiple**2}; use a larger value"
+            )
         if self.max_frames is not None and self.max_frames < 1:
             raise ConfigError(f"--max-frames={self.max_frames} must be at least 1; use 81, for example")
         if self.clip_mode == "slide" and self.max_frames is None:
-            raise ConfigError("--clip-mode=slide needs a window length; give --max-frames")
+            raise ConfigError("--clip-mode=slide needs a window length; set --max-frames")
         assert multiple >= 2, "yuv420p and the VAE both need even sizes"
         assert self.frame_stride >= 1
 
     @classmethod
     def of_variant(cls, variant: Variant, **options: Any) -> ClipSpec:
-        """Return the spec that `wands preprocess` and `wands check` use for a variant.
+        """Return the `ClipSpec` that `wands preprocess` and `wands check` use for a model variant.
 
         Args:
             variant: variant of the model. Its VAE and patch size give ``size_multiple`` and ``frame_stride``.
@@ -109,8 +113,8 @@ class ClipSpec:
         max_frames, shortest = options.setdefault("max_frames", 81), variant.vae_stride[0] + 1
         if variant.num_images and max_frames is not None and max_frames < shortest:
             raise ConfigError(
-                f"--max-frames={max_frames} makes stills, but {variant.name} needs a first frame and frames to generate; "
-                f"use {shortest} or more"
+                f"--max-frames={max_frames} gives samples of one frame, but {variant.name} needs a first frame and "
+                f"further frames to generate; use {shortest} or more"
             )
         if options.get("fps") is None:
             options["fps"] = variant.fps
@@ -128,8 +132,8 @@ class ClipSpec:
 
 @dataclass(frozen=True)
 class FrameSize:
-    """Two sizes: a frame is resized to ``scaled``, then cropped centrally to ``target``. Both are (width, height) in
-    displayed pixels.
+    """Frame size before and after cropping: a frame is resized to ``scaled``, then cropped centrally to ``target``.
+    Both are (width, height) in displayed pixels.
     """
 
     scaled: tuple[int, int]
@@ -238,13 +242,13 @@ def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> Non
     """
     if num_frames == 1 and "image" in conditions:
         raise DataError(
-            f"video={path} gives one frame, but an image-to-video model needs a first frame and frames to generate; "
-            "remove stills, or use a longer clip"
+            f"video={path} gives one frame, but an image-to-video model needs a first frame and further frames to "
+            "generate; remove stills, or use a longer clip"
         )
 
 
 def plan_windows(spec: ClipSpec, begin: float, finish: float) -> Iterator[tuple[float, int]]:
-    """Choose the windows of a clip between the times `begin` and `finish` in seconds.
+    """Choose the windows (ranges of frames) of a clip between the times `begin` and `finish` in seconds.
 
     The windows are computed lazily, because a damaged header may contain a length of years.
 

@@ -54,8 +54,8 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
     Args:
         source: options of the scan.
         name: folder of the dataset, or name of the dataset on the Hub.
-        folder: folder to which relative paths in rows are relative. None means that they are paths in the repository on
-            the Hub.
+        folder: folder to which relative paths in rows are relative. None means that relative paths are paths in the
+            dataset's repository on the Hub.
     """
     for index, row in _read_rows(source, name):
         video, caption = source.pick(row)
@@ -68,7 +68,7 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
             if data:
                 clip, path = write_clip(data, written, clips_dir(source))
             elif not isinstance(written, str) or not written:
-                raise DataError("no video in this row; remove the row")
+                raise DataError("no video in this row; write the path of a clip, or remove the row")
             elif folder is None and not os.path.isabs(written):
                 clip, path = _fetch_clip(name, written)
             else:
@@ -106,7 +106,7 @@ def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]
     except Exception as error:  # each cause (no connection, no such split, damaged files) has its own type
         raise DataError(
             f"source={name} could not be loaded as a Hugging Face dataset ({_first_line(error)}); check the name, "
-            f"the split ({source.split}) and the network, or give a folder of clips"
+            f"the split ({source.split}) and the network, or pass a folder of clips"
         ) from error
 
 
@@ -122,7 +122,9 @@ def _load(source: Source, name: str) -> Any:
         return data
     if source.split in data:
         return data[source.split]
-    raise DataError(f"source={name} has no split {source.split}; use one of {', '.join(sorted(data))}")
+    raise DataError(
+        f"source={name} has no split {source.split}; set --split to one of {', '.join(sorted(data))}"
+    )
 
 
 def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
@@ -149,7 +151,7 @@ def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
         return name, Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))
     except Exception as error:  # the file does not exist, no connection, or no access
         raise DataError(
-            f"{name} cannot be fetched from the Hub ({_first_line(error)}); check the row"
+            f"{name} cannot be fetched from the Hub ({_first_line(error)}); check the path in the row, and your access"
         ) from None
 
 
@@ -167,8 +169,8 @@ def clips_dir(source: Source) -> Path:
 
 
 def write_clip(data: bytes, written: str | None, folder: Path) -> tuple[str, Path]:
-    """Write a clip that a dataset row contains as bytes to a file, unless the file exists. A hash of the content names
-    the file.
+    """Write the bytes of a clip from a dataset row to a file, unless the file exists. The name of the file is a hash
+    of the bytes.
 
     Args:
         data: content of the clip's file.

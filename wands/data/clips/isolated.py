@@ -74,7 +74,7 @@ class IsolatedWorker:
         Args:
             function: generator function that can be imported by name. Its arguments and values are pickled.
             arguments: arguments of the function.
-            limit_seconds: longest time for one value. None sets no limit.
+            limit_seconds: longest time in seconds for one value. None sets no limit.
 
         Raises:
             Crash: if the subprocess died or took too long, or `kill` was called.
@@ -98,7 +98,7 @@ class IsolatedWorker:
                 self._pipe.send((function, arguments))
             while True:
                 if not self._pipe.poll(limit_seconds if self._ready else None):
-                    raise Hang(f"it took more than {limit_seconds:g} s")
+                    raise Hang(f"the process took more than {limit_seconds:g} s")
                 try:
                     kind, value = self._pipe.recv()
                 except (EOFError, ConnectionResetError):
@@ -230,15 +230,15 @@ def map_isolated(
         function: function that can be imported by name. Items and results are pickled.
         items: arguments of the calls, one item for each call.
         num_workers: number of subprocesses. Default: one per available core.
-        limit_seconds: longest time for one call. After this time the subprocess is killed.
+        limit_seconds: longest time in seconds for one call. After this time the subprocess is killed.
         preload: modules to import once for all subprocesses.
 
     Yields:
         (index of the item, result of the call). The result is a `Crash` if the subprocess died or was killed.
 
     Raises:
-        RuntimeError: if the function raised an exception other than WandsError and MemoryError. The text is its
-            traceback.
+        RuntimeError: if the function raised an exception other than WandsError and MemoryError. The text is the
+            traceback of the exception.
     """
     remaining = enumerate(items)  # shared by the threads: next() of an enumerate over a list is atomic
     workers = [IsolatedWorker(preload) for _ in range(min(num_workers or num_cores(), len(items)))]

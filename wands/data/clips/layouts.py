@@ -59,7 +59,9 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
         DataError: if the source does not exist, cannot be read, or contains no clip.
     """
     if not source.strip():
-        raise DataError("source= is empty; give a folder, a table or the name of a dataset")
+        raise DataError(
+            "source= is empty; pass a folder, a table, a tar archive or the name of a dataset as SOURCE"
+        )
     request = Source(source, **options)
     for layout in LAYOUTS:
         if (items := layout(request)) is not None:
@@ -75,5 +77,7 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
 
 def _missing_clips(folder: Path) -> str:
     if any(folder.rglob("*.tfrec*")):
-        return "its .tfrec shards contain latents, not clips: python -m data_tools.import_shards reads them"
-    return f"looked for {' '.join((*CLIP_EXTENSIONS, '.tar'))} at any depth"
+        return "its .tfrec shards contain latents, not clips. Import them with python -m data_tools.import_shards"
+    return (
+        f"wands looked for {' '.join((*CLIP_EXTENSIONS, '.tar'))} at any depth. Pass a folder with such files"
+    )

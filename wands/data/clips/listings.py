@@ -102,8 +102,8 @@ def _find_listing(source: Source) -> Path | None:
             files = [folder / _MERGE]
         if len(files) > 1:
             raise DataError(
-                f"source={source.name} contains {' and '.join(file.name for file in files)}; use the path of one of "
-                "these files as the source"
+                f"source={source.name} contains {' and '.join(file.name for file in files)}; pass the path of one of "
+                "these files as SOURCE"
             )
         if files:
             return files[0]
@@ -119,8 +119,8 @@ def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:
         captions = [path for path in map(file.with_name, CAPTION_LINES) if path.is_file()]
         if len(captions) != 1:
             raise DataError(
-                f"source={file.parent} contains {len(captions)} files of captions for {file.name}; keep one "
-                f"of {', '.join(CAPTION_LINES)}"
+                f"source={file.parent} contains {len(captions)} caption files for {file.name}, but exactly one is "
+                f"needed; keep one of {', '.join(CAPTION_LINES)}"
             )
         listing.source = replace(listing.source, video_column=None, caption_column=None)
         yield from _scan_rows(listing, file, read_pairs(file, captions[0]), file.parent)
@@ -167,12 +167,12 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
             for path in left:
                 name = path.relative_to(folder).as_posix()
                 key = safe_name(name) if clip_key(name) in keys else clip_key(name)
-                reason = f"no readable row in {table} names this clip; write a row with its caption, or move the clip elsewhere"
+                reason = f"no readable row in {table} names this clip; add a row with its caption, or move the clip elsewhere"
                 yield reject(key, path, reason)
         else:
             reason = (
-                f"no readable row in {table} names {len(left):,} clips of this folder ({left[0].name}, "
-                f"{left[1].name} ...); write rows with their captions, or move them elsewhere"
+                f"no readable row in {table} names {len(left):,} of the clips in this folder ({left[0].name}, "
+                f"{left[1].name} ...); add rows with their captions, or move the clips elsewhere"
             )
             below = f":{root.relative_to(folder).as_posix()}" if root != folder else ""
             yield reject(f"{file.name}{below}", root, reason)
@@ -246,7 +246,11 @@ def _scan_merged(listing: Listing) -> Iterator[ClipRecord | Rejection]:
             continue
         place, parts = f"{file.name}:{number}", [part.strip() for part in line.split(",")]
         if len(parts) != 2 or not all(parts):
-            yield reject(place, file, "unreadable line; write a folder, a comma and a table of captions")
+            yield reject(
+                place,
+                file,
+                "unreadable line; write the path of a folder, a comma, and the path of a table with captions",
+            )
             continue
         # FastVideo resolves paths from the working directory. In a data set that was moved, they are relative to the list.
         folder, table = (
@@ -286,7 +290,7 @@ def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterat
             try:
                 check_file(name, path)
                 if written is None:
-                    raise DataError(f"no entry in {file.name}; add an entry with captions")
+                    raise DataError(f"no entry for this clip in {file.name}; add an entry with captions")
                 texts = check_captions(captions[written], file.name)
                 yield from records_of_clip(written, path, texts, clip_key(name))
             except DataError as error:

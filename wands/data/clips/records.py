@@ -71,12 +71,12 @@ class ClipRecord:
 
     @property
     def short_key(self) -> str:
-        """Key without the file extension."""
+        """Key of the record, without the file extension."""
         return clip_key(self.name) + self.suffix
 
     @property
     def full_key(self) -> str:
-        """Key with the file extension."""
+        """Key of the record, with the file extension."""
         return safe_name(self.name) + self.suffix
 
 
@@ -96,7 +96,7 @@ class Rejection:
 
 
 def reject(key: str, path: object, reason: object) -> Rejection:
-    """Return a rejection. Characters in its texts that cannot be printed or stored are escaped."""
+    """Return a `Rejection` with these texts. Characters that cannot be printed or stored are escaped."""
     return Rejection(*(printable(str(text)) for text in (key, path, reason)))
 
 
@@ -121,7 +121,7 @@ def records_of_clip(
 def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:
     """Drop duplicate records, set the keys, and sort records and rejections by key.
 
-    If a later record has the same clip and time range with a different caption, it becomes an extra caption of the
+    A later record with the same clip and time range, but with a different caption, becomes an extra caption of the
     clip.
 
     Returns:
@@ -140,7 +140,7 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
             record = replace(item, name=known.name, is_extra_caption=item.caption != known.caption)
         if unique.setdefault((record.path, record.suffix), record) is not record:
             rejections.append(
-                reject(item.short_key, item.path, "duplicate of an earlier row; keep one of them")
+                reject(item.short_key, item.path, "duplicate of an earlier row; remove one of the two rows")
             )
     short_keys = Counter(record.short_key for record in unique.values())
     full_keys = Counter(record.full_key for record in unique.values())
@@ -150,7 +150,9 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
         if short_keys[key] > 1 or key in full_keys:
             key = full_key
         if key == full_key and full_keys[full_key] > 1:
-            rejections.append(reject(key, record.path, "another clip has the same key; rename one of them"))
+            rejections.append(
+                reject(key, record.path, "another clip has the same key; rename one of the two clips")
+            )
         else:
             records.append(replace(record, key=key))
     records.sort(key=lambda record: record.key)
@@ -203,7 +205,7 @@ def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
     try:
         index = next((index for index, path in enumerate(paths) if path.is_file()), None)
     except OSError as error:
-        raise DataError(f"path cannot be looked up ({error.strerror}); correct it") from None
+        raise DataError(f"path cannot be looked up ({error.strerror}); correct the path") from None
     if index is None:
         raise DataError(
             f"no such file (looked for {paths[0]}); correct the path, which is relative to {folder}"
@@ -217,7 +219,7 @@ def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
 def check_name(name: str) -> None:
     """Raise DataError if a file name is not UTF-8, because no report or cache can store such a name."""
     if name != printable(name):
-        raise DataError("file name is not valid UTF-8; rename it")
+        raise DataError("file name is not valid UTF-8; rename the file")
 
 
 def check_file(name: str, path: Path) -> None:
@@ -251,6 +253,6 @@ def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], labe
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise CacheError(
-            f"{path.parent} cannot store {label} ({one_line(error)}: {num_bytes:,} bytes); free some space, or set "
+            f"folder {path.parent} cannot store {label} ({one_line(error)}: {num_bytes:,} bytes); free some space, or set "
             "HF_DATASETS_CACHE to a folder on another disk"
         ) from None

@@ -65,7 +65,7 @@ def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | N
     """Layout: a folder that contains clips with a caption file next to each clip, or tar archives.
 
     A folder with parquet or arrow files does not have this layout if no clip has a caption file. Its clips are then
-    images of a README, or clips that the rows of these files name.
+    images of a README, or clips that the rows of the parquet or arrow files name.
     """
     items = list(_scan_folder(source)) if source.path.is_dir() else []
     records = any(isinstance(item, ClipRecord) for item in items)
@@ -77,8 +77,8 @@ def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | N
 def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
     """Yield records and rejections for the clips of a folder and of the archives in it.
 
-    None is yielded for each clip and each archive, usable or not, so that the caller knows whether the folder contains
-    any.
+    None is yielded for each clip and each archive, usable or not, so that the caller knows whether the folder
+    contains clips or archives.
     """
     folder = source.path
     for root, files in walk(folder):
@@ -103,8 +103,8 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
                 check_file(name, path)
                 if clip := _clip_of_poster(file, siblings):
                     raise DataError(
-                        f"the image has the name of {clip} and may be its preview, so it is not used; rename it if it is "
-                        "a separate clip"
+                        f"the image has the same name as {clip} and may be a preview of this video, so the image is "
+                        "not used; rename the image if it is a separate clip"
                     )
                 if (sidecar := _sidecar_of(siblings)) is None:
                     raise DataError(
@@ -134,7 +134,9 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str] | Rejection]]:
         yield Path(root), sorted(name for name in files if not name.startswith("."))
     for error in errors:
         name, reason = os.path.relpath(error.filename, folder), error.strerror
-        rejection = reject(name, error.filename, f"folder cannot be read ({reason}); fix its permissions")
+        rejection = reject(
+            name, error.filename, f"folder cannot be read ({reason}); fix the permissions of the folder"
+        )
         yield Path(error.filename), rejection
 
 
@@ -142,7 +144,7 @@ def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
     """Return the video for which an image is the poster: a video of the same name. Return None if the image is a
     separate clip.
 
-    A caption file of this name belongs to the video.
+    If a caption file has the same name, the caption belongs to the video.
     """
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
@@ -156,8 +158,8 @@ def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
 def _sidecar_of(siblings: list[str]) -> str | None:
     """Return the caption file among files that have the same name without extension, or None.
 
-    If there are several caption files, the first extension of _SIDECARS wins. Lower-case extensions win over upper-case
-    extensions.
+    If there are several caption files, lower-case extensions are preferred to upper-case extensions, and then the
+    first extension of `_SIDECARS` is used.
     """
     endings = [PurePosixPath(name).suffix for name in siblings]
     for written in (endings, [ending.lower() for ending in endings]):
@@ -201,13 +203,15 @@ def _reject_unread(
                 what = f"{kind} files are not read" if kind else "a file without an extension is not read"
                 caption = f", though {sidecar} has a caption" if captioned else ""
                 key = safe_name(name) if stem in clips else clip_key(name)
-                yield reject(key, root / file, f"{what}{caption}; convert it to {wanted}")
+                yield reject(key, root / file, f"{what}{caption}; convert the file to {wanted}")
                 reported = True
                 if known:
                     yield None
         if captioned and sidecar and has_sidecars and not reported and not _belongs_to_another(stem, clips):
             name = (root / sidecar).relative_to(folder).as_posix()
-            reason = f"no clip of the same name is next to the caption; add {stem}.mp4, or remove the caption"
+            reason = (
+                f"no clip of the same name is next to the caption; add {stem}.mp4, or remove the caption file"
+            )
             yield reject(safe_name(name), root / sidecar, reason)
 
 
@@ -253,11 +257,13 @@ def _captions_in_file(
         if kind in (".json", ".jsonl"):
             value = json.loads(value.strip().split("\n")[0] if kind == ".jsonl" else value)
             if not isinstance(value, dict):
-                raise DataError(f"{name} contains a {type(value).__name__}; write an object with a caption")
+                raise DataError(
+                    f"{name} contains a {type(value).__name__}, not a JSON object; write an object with a caption"
+                )
             row = lower_names(value)
             value = source.pick_caption(row)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
-        raise DataError(f"{name} cannot be read ({error}); save it as UTF-8 text") from error
+        raise DataError(f"{name} cannot be read ({error}); save the file as UTF-8 text") from error
     return check_captions(value, name), row
 
 
@@ -302,7 +308,7 @@ def scan_tar(
                 try:
                     (extension, video), *others = _clips_of_sample(members)
                     for _, other in others:
-                        reason = f"{video.name} has the same key and is used; give this member another name"
+                        reason = f"{video.name} belongs to the same sample and is used instead; rename this file in the archive"
                         yield reject(f"{place}:{other.name}", place, reason)
                     written = video.name.removeprefix("./")
                     row: dict[str, Any] = {}
@@ -343,9 +349,9 @@ def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
     names = ", ".join(sorted(members))
     if "pth" in members:
         raise DataError(
-            f"contains latents ({names}) instead of a clip; import them with python -m data_tools.import_shards"
+            f"sample contains latents ({names}) instead of a clip; import the shards with python -m data_tools.import_shards"
         )
-    raise DataError(f"no clip among the members ({names}); add a clip, or remove the sample")
+    raise DataError(f"sample has no clip (its files are {names}); add a clip, or remove the sample")
 
 
 def _captions_of_sample(
@@ -363,7 +369,7 @@ def _captions_of_sample(
         The captions, and the JSON object that contains them. The object is empty for a text member.
 
     Raises:
-        DataError: if there is no caption, or it cannot be read.
+        DataError: if there is no caption, or the caption cannot be read.
     """
     members = reader.samples[sample]
     inner = clip.rpartition(".")[0]  # WebDataset reads "1.0.mp4" as key 1 and extension 0.mp4
@@ -371,4 +377,4 @@ def _captions_of_sample(
         for extension in (f"{inner}.{ending}".strip("."), ending):
             if member := members.get(extension):
                 return _captions_in_file(f"{sample}.{extension}", partial(reader.read, member), source)
-    raise DataError("missing caption; add a .txt or .json of the same name to the archive")
+    raise DataError("missing caption; add a .txt or .json file of the same name to the archive")

@@ -20,7 +20,8 @@ CAPTION_COLUMNS = ("caption", "prompt", "text", "cap", "captions", "vila_caption
 
 @dataclass(frozen=True)
 class Source:
-    """A source of clips, and the options of its scan. Column names are case-insensitive.
+    """Source of clips as the user named it, with the options for reading the clips. Column names are
+    case-insensitive.
 
     Attributes:
         name: the source as the user wrote it: a path, or the name of a dataset.
@@ -58,7 +59,7 @@ class Source:
             if not names.intersection(wanted):
                 raise DataError(
                     f"source={self.name} has no {kind} column: expected one of {', '.join(wanted)}, found "
-                    f"{', '.join(sorted(names)) or 'none'}; set the name with --{kind}-column"
+                    f"{', '.join(sorted(names)) or 'none'}; set --{kind}-column to the name of the column"
                 )
 
     def pick(self, row: dict[str, Any]) -> tuple[Any, Any]:
@@ -71,8 +72,10 @@ class Source:
 
 
 def _first_filled(row: dict[str, Any], names: Iterable[str]) -> Any:
-    """Return the first non-empty value of the named columns. A table of videos and images leaves one of its two columns
-    empty.
+    """Return the first non-empty value of the named columns. If all values are empty, return the first value, or
+    None.
+
+    For example, a table with a column of videos and a column of images leaves one of the two cells empty.
     """
     values = [row[name] for name in names if name in row]
     return next((value for value in values if value not in (None, "")), next(iter(values), None))

@@ -59,7 +59,7 @@ def _read_seconds(row: dict[str, Any]) -> Range:
     """Return (start, end) in seconds from the optional columns start and end of a row."""
     start, end = (_seconds(name, row.get(name)) for name in ("start", "end"))
     if (start or 0.0) < 0 or (end is not None and end <= (start or 0.0)):
-        raise DataError(f"start={start} end={end} must be 0 <= start < end; correct them")
+        raise DataError(f"start={start} and end={end} must satisfy 0 <= start < end; correct the row")
     return start, end
 
 
@@ -69,7 +69,7 @@ def _seconds(name: str, value: Any) -> float | None:
     with suppress(TypeError, ValueError, OverflowError):
         if math.isfinite(number := float(value)):
             return number
-    raise DataError(f"{name}={value} is not a number of seconds; correct it")
+    raise DataError(f"{name}={value} is not a number of seconds; correct the row")
 
 
 def _read_frames(row: dict[str, Any]) -> tuple[int, int] | None:
@@ -86,7 +86,7 @@ def _read_frames(row: dict[str, Any]) -> tuple[int, int] | None:
         if all(map(float.is_integer, limits)) and 0 <= limits[0] <= limits[1]:
             return int(limits[0]), int(limits[1])
     raise DataError(
-        f"start_frame={first} end_frame={last} must be whole numbers, 0 <= start_frame <= end_frame; correct them"
+        f"start_frame={first} and end_frame={last} must be whole numbers with 0 <= start_frame <= end_frame; correct the row"
     )
 
 
@@ -99,13 +99,13 @@ def read_lines(file: Path) -> list[str]:
     try:
         lines = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n").rstrip("\n").split("\n")
     except (OSError, ValueError) as error:
-        raise DataError(f"source={file} cannot be read ({error}); save it as UTF-8 text") from error
+        raise DataError(f"source={file} cannot be read ({error}); save the file as UTF-8 text") from error
     return [line.strip() for line in lines]
 
 
 def read_pairs(videos: Path, captions: Path) -> list[NumberedRow]:
-    """Read two text files whose lines belong together: line n of `videos` is the path of a clip, line n of `captions`
-    is its caption.
+    """Read two text files: line n of `videos` is the path of a clip, and line n of `captions` is the caption of this
+    clip.
 
     Raises:
         DataError: if a file cannot be read, or the two files have different numbers of lines.
@@ -113,8 +113,8 @@ def read_pairs(videos: Path, captions: Path) -> list[NumberedRow]:
     paths, texts = read_lines(videos), read_lines(captions)
     if len(paths) != len(texts):
         raise DataError(
-            f"source={videos.parent}: {videos.name} has {len(paths):,} lines and {captions.name} "
-            f"{len(texts):,}; line n of one must belong to line n of the other"
+            f"source={videos.parent}: {videos.name} has {len(paths):,} lines and {captions.name} has "
+            f"{len(texts):,}, but line n of both files must describe one clip; correct the files"
         )
     pairs = enumerate(zip(paths, texts, strict=True), start=1)
     return [(number, {"video": video, "caption": text}) for number, (video, text) in pairs if video or text]
@@ -132,11 +132,13 @@ def read_table(table: Path) -> list[NumberedRow]:
     kind = table.suffix.lower()
     readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".json": _json_rows}
     if kind not in readers:
-        raise DataError(f"source={table} is not a table; give a .csv, .jsonl or .json file, or a folder")
+        raise DataError(f"source={table} is not a table; pass a .csv, .jsonl or .json file, or a folder")
     try:
         rows = list(readers[kind](table))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
-        raise DataError(f"source={table} cannot be read ({error}); save it as UTF-8 {kind[1:]}") from error
+        raise DataError(
+            f"source={table} cannot be read ({error}); save the file as UTF-8 {kind[1:]}"
+        ) from error
     return [(number, row if isinstance(row, str) else lower_names(row)) for number, row in rows]
 
 
@@ -164,7 +166,7 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
         elif names is None:
             names = cells
         elif len(cells) > len(names):
-            yield begin + 1, "more cells than the header; put a caption with commas in double quotes"
+            yield begin + 1, "row has more cells than the header; put a caption with commas in double quotes"
         else:
             yield begin + 1, dict(itertools.zip_longest(names, cells))
         begin = end
@@ -176,8 +178,8 @@ def _csv_row(lines: list[str], begin: int) -> tuple[list[str] | str, int]:
     Quotes are read strictly. Otherwise an unclosed double quote would move all later rows into one caption.
 
     Returns:
-        The cells of the row, or a text with the reason if the row is unreadable. And the index of the line at which the
-        next row begins.
+        A pair. The first item is the list of the row's cells, or a text with the reason if the row is unreadable. The
+        second item is the index of the line at which the next row begins.
     """
     reader = csv.reader((lines[index] for index in range(begin, len(lines))), strict=True)
     try:
@@ -190,9 +192,9 @@ def _csv_row(lines: list[str], begin: int) -> tuple[list[str] | str, int]:
         (cells,) = csv.reader(row, strict=True)
     except (csv.Error, ValueError):
         fix = (
-            'close its double quotes, double those inside a cell (""), use commas between cells'
+            'close the double quotes, write "" for a double quote inside a cell, use commas between cells'
             if '"' in row[0]
-            else "fix it"
+            else "correct the row"
         )
         return f"unreadable row ({problem}); {fix}", begin + 1
     return cells, begin + len(row)
@@ -207,7 +209,10 @@ def _jsonl_rows(table: Path) -> Iterator[NumberedRow]:
         except (ValueError, RecursionError) as error:
             yield number, f"unreadable line ({error}); write a JSON object on the line"
             continue
-        yield number, row if isinstance(row, dict) else "not an object; write a JSON object on the line"
+        yield (
+            number,
+            row if isinstance(row, dict) else "line is not a JSON object; write a JSON object on the line",
+        )
 
 
 def _json_rows(table: Path) -> Iterator[NumberedRow]:
@@ -218,9 +223,11 @@ def _json_rows(table: Path) -> Iterator[NumberedRow]:
             for name, value in rows.items()
         ]
     if not isinstance(rows, list):
-        raise ValueError(f"a list of objects is wanted, found {type(rows).__name__}")
+        raise ValueError(f"the file contains a value of type {type(rows).__name__}, not a list of objects")
     for number, row in enumerate(rows, start=1):
         yield (
             number,
-            row if isinstance(row, dict) else "not an object; write an object with video and caption",
+            row
+            if isinstance(row, dict)
+            else "item is not a JSON object; write an object with video and caption",
         )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodedClip:
-    """One window of a clip, ready for the VAE.
+    """One window (range of frames) of a clip, decoded and resized for the VAE.
 
     Attributes:
         frames: uint8 [F, H, W, 3] RGB. F is 1 + k * frame_stride, and H and W are multiples of size_multiple.
@@ -76,17 +76,19 @@ def _choose(
         if following is None and past_current:
             return
         if current.damaged or (following is not None and following.after_loss and past_current):
-            raise reader.error(f"is corrupt at {time:.3f} s", "replace the file, or cut the window before it")
+            raise reader.error(
+                f"is corrupt at {time:.3f} s", "replace the file, or choose a range that ends earlier"
+            )
         if time >= current.time + LONGEST_HOLD:
             raise reader.error(
                 f"shows one image from {current.time:.3f} s to at least {time:.3f} s",
-                f"choose a window with motion (an image may last {LONGEST_HOLD:g} s)",
+                f"choose a range with motion (an image may last {LONGEST_HOLD:g} s)",
             )
         yield current
 
 
 class _Renderer:
-    """Converts decoded images to upright RGB images of the planned size."""
+    """Converter from decoded images to upright RGB images of one planned size."""
 
     def __init__(self, reader: VideoReader, size: FrameSize) -> None:
         self.size = size.target[::-1]  # height and width of the result
@@ -147,7 +149,7 @@ def _read_windows(
             raise reader.error(
                 f"is truncated: the header says {duration:.2f} s, but the video ends at {reader.reached:.2f} s, inside the "
                 f"window [{window_start:.2f}, {window_start + length / spec.fps:.2f}) s",
-                "replace the file, or take fewer frames of it",
+                "replace the file, or lower --max-frames",
             )
         kept = spec.legal_frames(filled)
         if not kept and index == 0:
@@ -183,8 +185,8 @@ def decode_clip(
         spec: frame rate, size and length of the samples.
         start: time in seconds. Earlier frames are not used. None is the start of the file.
         end: time in seconds. Frames at or after this time are not used. None is the end of the file.
-        more_pixels: further limits of the frame area in pixels. Each limit adds a sample of every window, unless its
-            size exists already.
+        more_pixels: further limits of the frame area in pixels. Each limit adds a sample of every window, unless a
+            sample of the same size exists already.
 
     Yields:
         For each size, one clip in the modes ``head`` and ``middle``, and one clip per window in the mode ``slide``. At
@@ -202,7 +204,9 @@ def decode_clip(
     except TooSmallError as error:
         raise TooSmallError(f"video={path} {error}") from None
     except MemoryError as error:
-        raise DataError(f"video={path} is too long for this machine's memory; set --max-frames") from error
+        raise DataError(
+            f"video={path} is too long for this machine's memory; set a smaller --max-frames"
+        ) from error
 
 
 def probe(path: Path) -> VideoInfo:

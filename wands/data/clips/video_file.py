@@ -171,10 +171,10 @@ class VideoReader:
         # Cover art of an audio file is a video stream of one image.
         streams = [s for s in self._container.streams.video if not s.disposition & Disposition.attached_pic]
         if not streams:
-            raise self.error("has no video stream", "remove it or replace it by a video")
+            raise self.error("has no video stream", "remove the file or replace it by a video")
         self._stream = streams[0]
         if self._stream.codec_context is None:
-            raise self.error("is in a codec that FFmpeg does not know", "convert it to H.264")
+            raise self.error("uses a codec that FFmpeg does not know", "convert the video to H.264")
         self._stream.thread_type = "AUTO"
         if self._stream.codec_context.name == "mjpeg":
             # By default the decoder fills missing parts of a truncated image with grey and reports no error.
@@ -262,7 +262,10 @@ class VideoReader:
         return video, max(anything, video)
 
     def frame_times(self) -> tuple[float, ...] | None:
-        """Return the result of `wands.data.clips.video.frame_times`, computed from the packets without decoding."""
+        """Return the start of each frame in seconds and, as last item, the end of the clip. Nothing is decoded.
+
+        Return None if the frame rate is constant, or if the file has no usable timestamps.
+        """
         # Timestamps of these containers belong to packets, not to images: broadcasts store an image as two fields, AVI
         # numbers packets. Their rate is constant.
         if self._container.format.name in _GUESSED_DURATION:

@@ -35,7 +35,7 @@ def test_every_item_has_a_result_or_a_crash(num_workers: int) -> None:
     for index, reason in (
         (1, "the process ended by SIGSEGV"),
         (6, "the process ended by SIGSEGV"),
-        (3, "it took more than 4 s"),
+        (3, "the process took more than 4 s"),
         (4, "the process ended with exit code 3"),
     ):
         assert isinstance(results[index], Crash)
@@ -69,7 +69,7 @@ def iterate(worker: IsolatedWorker, *items: str, limit_seconds: float = 60) -> I
     [
         ("crash", Crash, "the process ended by SIGSEGV"),
         ("leave", Crash, "the process ended with exit code 3"),
-        ("hang", Hang, "it took more than 4 s"),
+        ("hang", Hang, "the process took more than 4 s"),
         ("mistake", DataError, "^a sentence.$"),
         ("raise", RuntimeError, "a mistake of the programmer"),
     ],

@@ -87,12 +87,12 @@ def test_kinds_that_are_not_read_are_told(tmp_path: Path) -> None:
     rows, rejections = load_source(str(tmp_path))
     assert keys(rows) == ["a"]
     assert {r.key: r.reason for r in rejections} == {
-        "a.avif": ".avif files are not read; convert it to .png",
-        "d/bare": ".heic files are not read; convert it to .png",
-        "d/dvd": ".vob files are not read, though dvd.txt has a caption; convert it to .mp4",
-        "d/new": ".codec files are not read, though new.json has a caption; convert it to .mp4 or .png",
+        "a.avif": ".avif files are not read; convert the file to .png",
+        "d/bare": ".heic files are not read; convert the file to .png",
+        "d/dvd": ".vob files are not read, though dvd.txt has a caption; convert the file to .mp4",
+        "d/new": ".codec files are not read, though new.json has a caption; convert the file to .mp4 or .png",
         "d/noending": "a file without an extension is not read, though noending.txt has a caption; "
-        "convert it to .mp4 or .png",
+        "convert the file to .mp4 or .png",
     }
     (tmp_path / "a.mp4").unlink()
     assert load_source(str(tmp_path))[0] == []  # and no word that the folder were empty
@@ -123,7 +123,7 @@ def test_captions_without_a_clip_are_told(tmp_path: Path) -> None:
     rows, rejections = load_source(str(tmp_path))
     assert keys(rows) == ["a"]
     assert {r.key: r.reason for r in rejections} == {
-        name: f"no clip of the same name is next to the caption; add {Path(name).stem}.mp4, or remove the caption"
+        name: f"no clip of the same name is next to the caption; add {Path(name).stem}.mp4, or remove the caption file"
         for name in ("b.txt", "c.json", "test_1.txt")
     }
 
@@ -149,7 +149,8 @@ def test_captions_in_capital_letters(tmp_path: Path) -> None:
         ("c.mp4", "three"),
     ]
     assert [r.reason for r in rejections] == [
-        "the image has the name of UP.MP4 and may be its preview, so it is not used; rename it if it is a separate clip"
+        "the image has the same name as UP.MP4 and may be a preview of this video, so the image is not used; "
+        "rename the image if it is a separate clip"
     ]
 
 
@@ -192,9 +193,9 @@ def test_every_unusable_clip_says_why(tmp_path: Path) -> None:
         "empty": "empty caption; write a caption in empty.txt",
         "latin": "latin.txt cannot be read",
         "bad": "bad.json cannot be read",
-        "list": "list.json contains a list; write an object",
+        "list": "list.json contains a list, not a JSON object; write an object",
         "nokey": "missing caption; write a caption in nokey.json",
-        "number": "caption is a int, not text",
+        "number": "caption has the type int, but it must be text",
         "half": "caption is not valid Unicode",
         "broken": "no such file",
     }.items():
@@ -210,7 +211,7 @@ def test_names_that_are_not_utf8_are_rejected_printably(tmp_path: Path) -> None:
             file.write("x")
     rows, rejections = load_source(str(tmp_path))
     assert rows == []
-    assert "not valid UTF-8; rename it" in rejections[0].reason
+    assert "not valid UTF-8; rename the file" in rejections[0].reason
     assert (rejections[0].key + rejections[0].path).encode("utf-8")
 
 
@@ -236,7 +237,7 @@ def test_keys_are_unique_and_leave_hash_to_the_decoder(tmp_path: Path) -> None:
     rows, rejections = load_source(str(tmp_path))
     assert len(set(keys(rows))) == len(rows) == 5
     assert [rejection.reason for rejection in rejections] == [
-        "another clip has the same key; rename one of them"
+        "another clip has the same key; rename one of the two clips"
     ] * 2
 
 
@@ -303,7 +304,7 @@ def test_named_columns_win(tmp_path: Path) -> None:
         load_source(str(tmp_path / "metadata.json"), video_column="film")
     with pytest.raises(
         DataError,
-        match=r"no caption column: expected one of poem, found .*; set the name with --caption-column",
+        match=r"no caption column: expected one of poem, found .*; set --caption-column to the name",
     ):
         load_source(str(tmp_path / "metadata.json"), caption_column="poem")
 
@@ -342,7 +343,7 @@ def test_rows_of_one_clip_give_it_several_captions(tmp_path: Path) -> None:
         ("c@1.000~8b5b9db0", "three"),
         ("c~3fc4ccfe", "two"),  # as if one row had both
     ]
-    twice = "duplicate of an earlier row; keep one of them"
+    twice = "duplicate of an earlier row; remove one of the two rows"
     assert [(r.key, r.reason) for r in rejections] == [("c", twice)] * 2
     both = {"video": "c.mp4", "caption": ["one", "two"]}
     again = {"video": "c.mp4", "caption": ["three", "one"]}
@@ -381,7 +382,7 @@ def test_every_unusable_row_says_why(tmp_path: Path) -> None:
     assert len(rejections) == len(lines)  # one row is good, and one more line is not UTF-8
     assert [r.key for r in rejections] == sorted(r.key for r in rejections)
     assert [r.reason for r in rejections if r.key == "c"] == [
-        "duplicate of an earlier row; keep one of them"
+        "duplicate of an earlier row; remove one of the two rows"
     ] * 2
     found = {r.key: r.reason for r in rejections if r.key != "c"}
     for line, part in {
@@ -394,11 +395,11 @@ def test_every_unusable_row_says_why(tmp_path: Path) -> None:
         10: "empty caption",
         11: "missing caption",
         12: "start=a is not a number of seconds",
-        13: "start=3.0 end=2.0 must be 0 <= start < end",
-        14: "start=-1.0 end=None must be",
+        13: "start=3.0 and end=2.0 must satisfy 0 <= start < end",
+        14: "start=-1.0 and end=None must satisfy",
         15: "end=nan is not a number",
         16: "unreadable line",
-        17: "not an object",
+        17: "line is not a JSON object",
         18: "missing caption",
         19: "no such file",
         20: "unreadable line",
@@ -421,15 +422,15 @@ def test_clips_beside_a_table_that_it_does_not_list_are_told(tmp_path: Path) -> 
     (tmp_path / "link").symlink_to(tmp_path / "d")
     found, rejections = load_source(str(tmp_path))
     assert len(found) == 4
-    alone = "no readable row in metadata.json names this clip; write a row with its caption, or move the clip elsewhere"
+    alone = "no readable row in metadata.json names this clip; add a row with its caption, or move the clip elsewhere"
     assert {r.key: r.reason for r in rejections} == {
         "b.mov": alone,  # b is the key of the other
         "forgotten": alone,
         "few/1": alone,
         "few/2": alone,
         "metadata.json:5": "missing caption; write a caption in metadata.json:5",
-        "metadata.json:many": "no readable row in metadata.json names 11 clips of this folder (00.mp4, "
-        "01.mp4 ...); write rows with their captions, or move them elsewhere",
+        "metadata.json:many": "no readable row in metadata.json names 11 of the clips in this folder (00.mp4, "
+        "01.mp4 ...); add rows with their captions, or move the clips elsewhere",
     }
     # Who names the table wants what is in it.
     assert [r.key for r in load_source(str(tmp_path / "metadata.json"))[1]] == ["metadata.json:5"]
@@ -474,7 +475,7 @@ def test_an_unclosed_quote_of_a_csv_costs_one_row(tmp_path: Path) -> None:
         ("h", "h"),
         ("i", "i"),
     ]
-    cure = '; close its double quotes, double those inside a cell (""), use commas between cells'
+    cure = '; close the double quotes, write "" for a double quote inside a cell, use commas between cells'
     assert [(r.key, r.reason.removesuffix(cure)) for r in rejections] == [
         ("list.csv:11", "unreadable row (',' expected after '\"')"),
         ("list.csv:13", "unreadable row (unexpected end of data)"),
@@ -505,18 +506,18 @@ def test_rows_of_a_csv_are_numbered_by_the_line_where_they_begin(tmp_path: Path)
         (
             {"a.mp4": "x"},
             "a.mp4",
-            r"a\.mp4 is not a table; give a \.csv, \.jsonl or \.json file, or a folder",
+            r"a\.mp4 is not a table; pass a \.csv, \.jsonl or \.json file, or a folder",
         ),
         ({"metadata.csv": "video,caption\n"}, "", "lists no clip"),
         ({"metadata.csv": ""}, "", "lists no clip"),
         ({"metadata.json": "[]"}, "", "lists no clip"),
-        ({"metadata.json": "{"}, "", r"cannot be read .*; save it as UTF-8 json"),
-        ({"metadata.json": '"a.mp4"'}, "", "a list of objects is wanted, found str"),
-        ({"metadata.csv": "video,caption\na,b".encode("utf-16")}, "", "save it as UTF-8 csv"),
+        ({"metadata.json": "{"}, "", r"cannot be read .*; save the file as UTF-8 json"),
+        ({"metadata.json": '"a.mp4"'}, "", "the file contains a value of type str, not a list of objects"),
+        ({"metadata.csv": "video,caption\na,b".encode("utf-16")}, "", "save the file as UTF-8 csv"),
         (
             {"metadata.csv": "a", "metadata.json": "[]"},
             "",
-            "contains metadata.csv and metadata.json; use the path of one of these files",
+            "contains metadata.csv and metadata.json; pass the path of one of these files",
         ),
     ],
 )
@@ -606,7 +607,7 @@ def test_folder_of_save_to_disk(dataset: Any, tmp_path: Path) -> None:
     check_dataset(tmp_path / "one", tmp_path, "train")
     datasets.DatasetDict(dev=dataset).save_to_disk(tmp_path / "many")
     check_dataset(tmp_path / "many", tmp_path, "dev")
-    with pytest.raises(DataError, match="has no split train; use one of dev"):
+    with pytest.raises(DataError, match="has no split train; set --split to one of dev"):
         load_source(str(tmp_path / "many"))
 
 
@@ -714,7 +715,10 @@ def test_streamed_rows_that_name_files_of_the_repository(
         ("o/n", "videos/c.mp4", "dataset", None),
     ]
     assert [(r.key, r.reason) for r in rejections] == [
-        ("train:2", "videos/c.mp4 cannot be fetched from the Hub (404: videos/c.mp4); check the row"),
+        (
+            "train:2",
+            "videos/c.mp4 cannot be fetched from the Hub (404: videos/c.mp4); check the path in the row",
+        ),
         ("train:3", "path of the clip leads out of the dataset's repository; correct the path"),
     ]
 
@@ -756,5 +760,5 @@ def test_no_network_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     assert message.startswith(
         "source=nobody/nothing-of-this-name could not be loaded as a Hugging Face dataset ("
     )
-    assert message.endswith("the network, or give a folder of clips")
+    assert message.endswith("the network, or pass a folder of clips")
     assert "\n" not in message

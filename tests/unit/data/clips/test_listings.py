@@ -211,7 +211,7 @@ def test_diffusion_pipe_captions_json(tmp_path: Path) -> None:
     assert rows["clip_1"][1] == "A cat sleeps."
     second = next(key for key in rows if key.startswith("clip_1~"))
     assert set(rejected) == {"unlisted", "captions.json:gone.mp4"}
-    assert "no entry in captions.json" in rejected["unlisted"]
+    assert "no entry for this clip in captions.json" in rejected["unlisted"]
 
     # a caption more, or first, leaves the keys of the others as they are
     write(tmp_path / "captions.json", {"clip_1.mp4": ["New.", "A cat.", "An orange cat on a sofa."]})
@@ -238,7 +238,7 @@ def test_diffusion_pipe_accents_composed_otherwise(tmp_path: Path, written: Any,
     ("content", "message"),
     [
         ("{", "cannot be read"),
-        ("3", "a list of objects is wanted"),
+        ("3", "the file contains a value of type int, not a list of objects"),
         ("{}", "lists no clip"),
         ('{"clip.mp4": ["a", 3]}', None),
         ('{"clip.mp4": []}', None),
@@ -252,7 +252,9 @@ def test_diffusion_pipe_malformed(tmp_path: Path, content: str, message: str | N
             load_source(str(tmp_path))
     else:
         problem = (
-            "caption is a int, not text; write text" if "3" in content else "missing caption; write a caption"
+            "caption has the type int, but it must be text; write text"
+            if "3" in content
+            else "missing caption; write a caption"
         )
         assert load(tmp_path) == ({}, {"clip": f"{problem} in captions.json"})
 
@@ -276,7 +278,7 @@ def test_finetrainers_line_aligned(tmp_path: Path, videos: str, captions: str) -
     clip(tmp_path / "videos/00001.mp4", 80)
     write(tmp_path / videos, "videos/00000.mp4\nvideos/00001.mp4\nvideos/00002.mp4\nvideos/00001.mp4\n")
     write(tmp_path / captions, "A cat, black and white\nA dog\nGone\n\n")
-    with pytest.raises(DataError, match=r"has 4 lines and .* 3; line n"):
+    with pytest.raises(DataError, match=r"has 4 lines and .* has 3, but line n"):
         load_source(str(tmp_path))
     write(tmp_path / captions, "A cat, black and white\r\nA dog\r\nGone\r\nA dog\r\n")
     for source in (tmp_path, tmp_path / videos):
@@ -287,7 +289,7 @@ def test_finetrainers_line_aligned(tmp_path: Path, videos: str, captions: str) -
         }
         assert set(rejected) == {f"{videos}:3", "videos/00001"}
     write(tmp_path / "caption.txt", "which of the two counts?\n" * 4)
-    with pytest.raises(DataError, match="contains 2 files of captions"):
+    with pytest.raises(DataError, match="contains 2 caption files"):
         load_source(str(tmp_path))
 
 
@@ -481,9 +483,9 @@ def test_webdataset_tars(
     }
     others = {f"shard-000000{ending}:__key__/000004.{other}" for other in ("depth.mp4", "jpg")}
     assert set(rejected) == {"shard-000000/000002", "shard-000000/000003"} | others
-    assert all("__key__/000004.mp4 has the same key" in rejected[other] for other in others)
+    assert all("__key__/000004.mp4 belongs to the same sample" in rejected[other] for other in others)
     assert "missing caption" in rejected["shard-000000/000002"]
-    assert "no clip among the members (txt)" in rejected["shard-000000/000003"]
+    assert "sample has no clip (its files are txt)" in rejected["shard-000000/000003"]
     by_key = {row.key: row.path for row in load_source(str(source), cache_dir=cache)[0]}
     assert by_key["shard-000000/000000"].read_bytes() == mp4[0]
     assert by_key["shard-000000/000001"].read_bytes() == mp4[1]
