@@ -71,10 +71,10 @@ def test_ulysses_must_divide_the_heads(parallel: dict[str, int], blamed: str):
     [
         (
             ("cp_size=4", "ulysses_degree=2", "ring_degree=3"),
-            r"cp_size=4 must be parallel.ulysses_degree=2 x",
+            r"cp_size=4 must equal parallel.ulysses_degree=2 x",
         ),
         (("cp_size=4", "ring_degree=3"), r"cp_size=4 must be a multiple of parallel.ring_degree=3"),
-        (("ring_degree=0",), "ring_degree=0 is refused"),
+        (("ring_degree=0",), "ring_degree=0 is invalid"),
     ],
 )
 def test_contradicting_degrees_are_refused_with_the_recipe(overrides: tuple[str, ...], message: str):

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StrictModel(BaseModel):
-    """Immutable pydantic model that refuses unknown keys. The docstring of a field becomes its description."""
+    """Immutable pydantic model that refuses unknown keys. The docstring of a field becomes the description of the field."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -21,7 +21,8 @@ class StrictModel(BaseModel):
 
 @dataclass(frozen=True)
 class Spelling:
-    """Spelling of a field on the command line, for fields whose spelling does not follow from their name.
+    """Command-line spelling of an option field: flag, placeholder and alias. A field without a `Spelling` gets its flag
+    from its name.
 
     Attributes:
         name: flag, such as `--set`. If empty, the flag is `--` and the name of the field, in which each `_` is

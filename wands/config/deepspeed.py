@@ -29,11 +29,13 @@ from wands.files import read_json_object
 
 Names = tuple[str, str]
 REDUCE_BUCKET_SIZE = 500_000_000
-"""Number of gradient values in a bucket if the JSON does not set reduce_bucket_size. It is DeepSpeed's default."""
+"""Number of gradient values that are reduced together if the JSON does not set reduce_bucket_size. DeepSpeed has the same
+default.
+"""
 
 
 def load_ds_config(path: str | Path | None) -> dict[str, Any]:
-    """Read a DeepSpeed JSON.
+    """Read a DeepSpeed JSON, and return it as a dict.
 
     Args:
         path: a file, or the name of a file in ds_configs/ such as `zero3`. None means a config that only sets ZeRO-2.
@@ -48,7 +50,7 @@ def load_ds_config(path: str | Path | None) -> dict[str, Any]:
     return read_json_object(
         shipped if shipped.is_file() and not Path(path).exists() else Path(path),
         label=f"--deepspeed {path}",
-        fix=f"give the path of a JSON file, or one of {', '.join(names)}.",
+        fix=f"pass the path of a JSON file, or one of {', '.join(names)}.",
     )
 
 
@@ -75,8 +77,7 @@ def build_ds_config(
 
     Returns:
         A config for `deepspeed.initialize`. It contains the optimizer and gradient clipping, and the scheduler if the
-            JSON has one. A
-        later call for the same recipe and world size accepts this config as `user`.
+            JSON has a scheduler. A later call for the same recipe and world size accepts this config as `user`.
 
     Raises:
         ConfigError: if the JSON contradicts the recipe, or has a wrong type or a key without effect. One error lists all
@@ -93,8 +94,8 @@ def build_ds_config(
     if "scheduler" in config:
         unused = {"schedule", "warmup", "min_lr_ratio", "lr", "scale_lr", "scale_lr_base"}
         problems += [
-            f"{names[0]}: scheduler and {names[1]}: optim.{key} are both set; keep one (with a scheduler, the learning rate "
-            "belongs in the JSON)."
+            f"{names[0]}: scheduler and {names[1]}: optim.{key} are both set; remove optim.{key}, or remove the scheduler (a "
+            "scheduler in the JSON sets all learning rates)."
             for key in sorted(_set_keys(recipe.optim) & unused)
         ]
     if problems:
@@ -125,7 +126,7 @@ def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: 
         "train_batch_size": (totals, "micro batch x accumulation x ranks"),
     }
     problems = [
-        f"{names[0]}: {key}={config[key]} contradicts {names[1]}, which makes it {legal[0]} ({why}); remove the key."
+        f"{names[0]}: {key}={config[key]} contradicts {names[1]}, which needs the value {legal[0]} ({why}); remove the key."
         for key, (legal, why) in legal_values.items()
         if key in config and config[key] not in legal
     ]
@@ -144,11 +145,11 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> lis
     data_type = "bf16" if reduce == "bf16" and compute == "fp32" else None
     problems = failed_rules(
         {
-            f"{names[0]}: {' and '.join(cast)}.enabled would cast the fp32 parts of Wan too; remove the key and use "
-            f"precision.compute of {names[1]}.": cast,
-            f"{names[0]}: torch_autocast={user_autocast} contradicts {names[1]}: precision.compute={compute}; keep "
-            "one.": any(user_autocast.get(key, False) != value for key, value in autocast.items()),
-            f"{names[0]}: communication_data_type would do nothing here; use precision.reduce of the "
+            f"{names[0]}: {' and '.join(cast)}.enabled would also cast the layers of Wan that must stay in fp32; remove the key "
+            f"and use precision.compute of {names[1]}.": cast,
+            f"{names[0]}: torch_autocast={user_autocast} contradicts {names[1]}: precision.compute={compute}; remove "
+            "torch_autocast.": any(user_autocast.get(key, False) != value for key, value in autocast.items()),
+            f"{names[0]}: communication_data_type has no effect in wands; remove the key and use precision.reduce of the "
             "recipe.": config.get("communication_data_type", data_type) != data_type,
         }
     )
@@ -178,7 +179,7 @@ def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) ->
             for key in params.keys() - set(kind.keys)
         ]
         problems += [
-            f"{names[1]}: optim.{key} would do nothing with optim.name={optim.name}; remove the key."
+            f"{names[1]}: optim.{key} has no effect with optim.name={optim.name}; remove the key."
             for key in set_keys.intersection(ADAM_KEYS).difference(kind.keys)
         ]
     for key in kind.keys:
@@ -190,12 +191,12 @@ def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) ->
                 params[key] = value
         elif key in set_keys and json_value != value:
             problems.append(
-                f"{names[0]}: optimizer.params.{key}={json_value} contradicts {names[1]}: optim.{key}={value}; keep one."
+                f"{names[0]}: optimizer.params.{key}={json_value} contradicts {names[1]}: optim.{key}={value}; remove one key."
             )
     clip = config.setdefault("gradient_clipping", optim.grad_clip)
     if "grad_clip" in set_keys and clip != optim.grad_clip:
         problems.append(
-            f"{names[0]}: gradient_clipping={clip} contradicts {names[1]}: optim.grad_clip={optim.grad_clip}; keep one."
+            f"{names[0]}: gradient_clipping={clip} contradicts {names[1]}: optim.grad_clip={optim.grad_clip}; remove one key."
         )
     return problems
 
@@ -227,10 +228,11 @@ def _choose_adam(config: dict[str, Any], device_type: str) -> None:
 
 
 def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
-    """Return the peak learning rate.
+    """Return the peak learning rate: the learning rate in the optimizer section, scaled with the batch size by
+    `optim.scale_lr`.
 
-    It is the learning rate in the optimizer section, scaled with the batch size as `optim.scale_lr` says. If the DeepSpeed
-    config has a scheduler section, `optim.scale_lr` has no effect, because the scheduler defines the learning rates.
+    If the DeepSpeed config has a scheduler section, `optim.scale_lr` has no effect, because the scheduler defines the
+    learning rates.
 
     Args:
         config: result of `build_ds_config`.

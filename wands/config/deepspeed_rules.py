@@ -1,4 +1,4 @@
-"""Checks of the user's DeepSpeed JSON, first alone and then together with the recipe.
+"""Checks of the user's DeepSpeed JSON. Some checks need only the JSON, other checks compare the JSON with the recipe.
 
 Each check returns messages instead of raising an error, so that one report can list every problem.
 """
@@ -32,30 +32,30 @@ _KEYS = {
     "a string": "log_level communication_data_type",
 }
 KNOWN_KEYS = {key: type_name for type_name, keys in _KEYS.items() for key in keys.split()}
-"""Maps each key that a DeepSpeed JSON may contain to the name of its type."""
+"""Maps each key that a DeepSpeed JSON may contain to the name of the type of its value."""
 # Keys that DeepSpeed accepts, but that have no effect or a wrong effect in wands, and keys of removed DeepSpeed features.
 _UNUSED = {
     "use model.checkpointing of the recipe": "activation_checkpointing",
     "use precision.reduce of the recipe": "seq_parallel_communication_data_type",
     "use parallel.ulysses_degree and parallel.ring_degree of the recipe": "sequence_parallel_size",
     "use the recipe's parallel section": "data_parallel_size mesh_param",
-    "wands shards sequences, not tensors": "tensor_parallel",
-    "wands sets the accumulation boundary itself": "managed_gradient_accumulation",
-    "wands averages gradients": "gradient_allreduce_op",
+    "remove the key, because wands splits sequences, not tensors": "tensor_parallel",
+    "remove the key, because wands sets the accumulation boundary": "managed_gradient_accumulation",
+    "remove the key, because wands always averages gradients": "gradient_allreduce_op",
     "use the recipe's checkpoint section": "checkpoint",
-    "wands does not compile the engine": "compile",
-    "wands does not generate while it trains": "hybrid_engine",
-    "wands has no pipeline stages": "pipeline",
-    "wands train does not run DeepSpeed's tuner": "autotuning",
-    "wands plans the data itself": "dataloader_drop_last data_efficiency curriculum_learning",
+    "remove the key, because wands does not compile the engine": "compile",
+    "remove the key, because wands train does not generate": "hybrid_engine",
+    "remove the key, because wands has no pipeline stages": "pipeline",
+    "remove the key, because wands train does not run DeepSpeed's tuner": "autotuning",
+    "remove the key, because wands plans the data": "dataloader_drop_last data_efficiency curriculum_learning",
     "use precision.compute and precision.reduce of the recipe": "amp bfloat16 data_types",
-    "wands trains full weights": "compression_training weight_quantization quantize_training",
-    "Wan has no mixture-of-experts layers": "expert_parallel use_data_before_expert_parallelism",
-    "DeepSpeed dropped this feature": "elasticity eigenvalue graph_harvesting nebula progressive_layer_drop sparse_attention "
-    "sparse_gradients disable_allgather",
+    "remove the key, because wands trains full weights": "compression_training weight_quantization quantize_training",
+    "remove the key, because Wan has no mixture-of-experts layers": "expert_parallel use_data_before_expert_parallelism",
+    "remove the key, because DeepSpeed dropped this feature": "elasticity eigenvalue graph_harvesting nebula "
+    "progressive_layer_drop sparse_attention sparse_gradients disable_allgather",
 }
 UNUSED_KEYS = {key: fix for fix, keys in _UNUSED.items() for key in keys.split()}
-"""Maps each key that is refused, because it has no useful effect in wands, to the reason or the fix."""
+"""Maps each key of DeepSpeed that wands refuses, because the key has no useful effect in wands, to the fix."""
 ADAM_TYPES = ("adam", "adamw")
 _ADAM_PARAMS = (
     *ADAM_KEYS,
@@ -91,7 +91,7 @@ def check_json(config: dict[str, Any], name: str) -> list[str]:
         if value == "auto":
             pass
         elif key in UNUSED_KEYS:
-            problems.append(f"{name}: {key} would do nothing here; {UNUSED_KEYS[key]}.")
+            problems.append(f"{name}: {key} is not supported by wands; {UNUSED_KEYS[key]}.")
         elif type_name is None:
             problems.append(f"{name}: {key} is not a key of a DeepSpeed config; {suggest(key, KNOWN_KEYS)}")
         elif not _has_type(value, type_name):
@@ -102,7 +102,7 @@ def check_json(config: dict[str, Any], name: str) -> list[str]:
     for key, example in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
         section = config.get(key, {"type": example})
         if not isinstance(section.get("type"), str):
-            problems.append(f"{name}: {key}.type is missing; name one, for example {example}.")
+            problems.append(f"{name}: {key}.type must be a name; set {key}.type, for example to {example}.")
         elif not isinstance(params := section.get("params", {}), dict):
             problems.append(f"{name}: {key}.params={json.dumps(params)} must be an object; fix the value.")
         else:
@@ -110,7 +110,7 @@ def check_json(config: dict[str, Any], name: str) -> list[str]:
         del config[key]
     optimizer, scheduler = config.get("optimizer", {}), config.get("scheduler", {})
     problems += [
-        f"{name}: scheduler.params.{key}=auto is not supported here; give a value."
+        f"{name}: scheduler.params.{key}=auto is not supported by wands; replace auto by a value."
         for key, value in scheduler.get("params", {}).items()
         if value == "auto"
     ]
@@ -143,19 +143,19 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
         problems = []
         for item in error.errors(include_url=False):
             key = ".".join(["zero_optimization", *map(str, item["loc"])])
-            rule = "is not a key of a DeepSpeed config" if item["type"] == "extra_forbidden" else item["msg"]
-            problems.append(f"{name}: {key}: {rule}; fix the key.")
+            rule = "unknown key of a DeepSpeed config" if item["type"] == "extra_forbidden" else item["msg"]
+            problems.append(f"{name}: {key}: {rule}; correct or remove the key.")
         return problems
     config["zero_optimization"] = zero
     stage, round_robin = int(zero.get("stage", 0)), zero.get("round_robin_gradients")
     return failed_rules(
         {
-            f"{name}: zero_optimization.offload_param would do nothing at stage {stage}; use stage 3, or remove the "
+            f"{name}: zero_optimization.offload_param has no effect at ZeRO stage {stage}; use stage 3, or remove the "
             "key.": stage < 3 and offload_device(zero, "offload_param") != "none",
-            f"{name}: zero_optimization.offload_optimizer would do nothing at stage {stage}; use stage 1 or higher, or remove "
+            f"{name}: zero_optimization.offload_optimizer has no effect at ZeRO stage {stage}; use stage 1 or higher, or remove "
             "the key.": stage < 1 and offload_device(zero) != "none",
-            f"{name}: zero_optimization.round_robin_gradients=true stores parameters in an order that checkpoints and ema do "
-            "not know, so they would be restored to wrong places; remove the key.": round_robin,
+            f"{name}: zero_optimization.round_robin_gradients=true stores parameters in an order that wands does not expect, so "
+            "a resumed run would load values into wrong parameters; remove the key.": round_robin,
         }
     )
 
@@ -174,9 +174,9 @@ def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
     stage, offload = int(zero.get("stage", 0)), offload_device(zero)
     problems = failed_rules(
         {
-            f"optim.name={name} needs {package}, which is not installed; pip install 'wands[8bit]'.": is_missing,
-            f"optim.name=adafactor keeps the rows and columns of whole matrices, and ZeRO-{stage} cuts matrices into flat "
-            "partitions; use zero_optimization.stage=0 (Adafactor's states are small), or "
+            f"optim.name={name} needs {package}, which is not installed; run pip install 'wands[8bit]'.": is_missing,
+            f"optim.name=adafactor needs whole weight matrices, but ZeRO-{stage} cuts the matrices into flat partitions; use "
+            "zero_optimization.stage=0 (Adafactor's states are small), or "
             "optim.name=adamw8bit.": name == "adafactor" and stage > 0,
             "optim.name=adamw8bit has states that DeepSpeed cannot swap to NVMe; use "
             "zero_optimization.offload_optimizer.device=cpu.": name == "adamw8bit" and offload == "nvme",
@@ -190,18 +190,18 @@ def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
     clip = config["gradient_clipping"]
     return problems + failed_rules(
         {
-            "optim.name=muon updates the matrices of a full finetune, but a LoRA trains their factors; use optim.name=adamw "
-            "or adamw8bit.": recipe.lora,
+            "optim.name=muon works only for full finetunes, but the recipe has a lora section; use optim.name=adamw or "
+            "adamw8bit.": recipe.lora,
             "optim.name=muon multiplies whole matrices in each step, which is too slow on the host; remove "
             "zero_optimization.offload_optimizer, or use optim.name=adamw.": offload != "none",
             f"optim.grad_clip={clip} would clip Muon's update at ZeRO-{stage}, where DeepSpeed computes the norm after "
-            "orthogonalisation; set optim.grad_clip=0 (the size of Muon's update does not depend on the gradient's), or use "
+            "orthogonalisation; set optim.grad_clip=0 (large gradients do not make Muon's update larger), or use "
             "zero_optimization.stage=0.": stage > 0 and clip > 0,
             "optim.name=muon needs zero_optimization.reduce_scatter=false at ZeRO-3; remove the key.": stage
             == 3
             and zero.get("reduce_scatter"),
-            "optim.name=muon uses a learning rate for each shape of matrix, and the JSON's scheduler sets a single one; remove "
-            "the scheduler and use optim.schedule.": "scheduler" in config,
+            "optim.name=muon needs a learning rate for each shape of matrix, but a scheduler in the JSON sets one learning rate "
+            "for all; remove the scheduler and use optim.schedule.": "scheduler" in config,
             f"precision.reduce={reduce} would keep Muon's momentum in {reduce} at ZeRO-3; use precision.reduce=fp32, or "
             "zero_optimization.stage=2.": stage == 3 and config.get("communication_data_type"),
         }
@@ -220,14 +220,14 @@ def check_weight_dtypes(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
             f"lora.quantize={quantize} stores quantised weights, which ZeRO++ would quantise again; remove "
             "zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights, or set "
             "lora.quantize=none.": quantize != "none" and requantizes,
-            f"{narrow} cannot be swapped to NVMe, because DeepSpeed's buffers have a single dtype; use "
+            f"{narrow} weights cannot be swapped to NVMe, because DeepSpeed's buffers have a single dtype; use "
             "zero_optimization.offload_param.device=cpu, or remove "
             "offload_param.": narrow and offload_device(zero, "offload_param") == "nvme",
             f"{key} would round weights that precision.compute=fp32 multiplies in fp32; set precision.compute=bf16, or "
             "precision.weights=fp32.": bf16 and recipe.precision.compute == "fp32",
-            f"{key} has no fp32 masters at ZeRO-0, so small updates would be lost; use zero_optimization.stage=1 or 2, or "
+            f"{key} has no fp32 master weights at ZeRO-0, so small updates would be lost; use zero_optimization.stage=1 or 2, or "
             "precision.weights=fp32.": full and stage == 0,
-            f"{key} would cost memory in a full finetune at ZeRO-3, whose fp32 weights are their own masters; use "
+            f"{key} needs more memory than fp32 in a full finetune at ZeRO-3, where fp32 weights need no separate masters; use "
             "precision.weights=fp32 (precision.reduce=bf16 halves the gathered bytes), or zero_optimization.stage=1 or "
             "2.": full and stage == 3,
             f"{key} would sum the gradients of micro batches in bf16 on the host at ZeRO-2; use zero_optimization.stage=1, "

@@ -31,7 +31,7 @@ def _as_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
 
 
 class ClipOptions(Options):
-    """Options that decide which clips of a source are used, and the size and length of their samples."""
+    """Options that choose the clips of a source, and the size and length of the samples that are made from the clips."""
 
     source: Annotated[str, ARGUMENT]
     """Clips and images with captions, in one of four forms. (1) A folder: each clip has its caption in a .txt or .json
@@ -107,15 +107,15 @@ class CheckOptions(ClipOptions):
     """
 
     model: str | None = None
-    """Diffusers pipeline folder or Hub id of the model to train later. It gives the model variant and the tokenizer,
-    which counts caption tokens exactly. Without --model, the command assumes Wan 2.1 text-to-video and estimates the
-    caption tokens."""
+    """Diffusers pipeline folder or Hub id of the model to train later. The command reads the model variant from this
+    model, and counts caption tokens exactly with the model's tokenizer. Without --model, the command assumes Wan 2.1
+    text-to-video and estimates the caption tokens."""
     max_tokens: Annotated[int, Field(ge=1)] = 32760
     """Capacity of a bin in video tokens, as in the recipe key packing.max_tokens. A bin holds the clips of one forward
-    pass. The command predicts which part of the capacity the clips use."""
+    pass. The command predicts the fraction of the capacity that the clips fill."""
     bins_per_step: Annotated[int, Field(ge=1)] = 1
-    """Number of bins in one optimizer step, as in the recipe key train.bins_per_step. The command uses it to predict the
-    number of steps in an epoch."""
+    """Number of bins in one optimizer step, as in the recipe key train.bins_per_step. A bin holds the clips of one
+    forward pass. The command uses the number to predict the number of steps in an epoch."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of processes that decode clips at the same time [default: one per CPU core]."""
     json_path: Annotated[Path | None, Spelling("--json")] = None
@@ -127,7 +127,7 @@ class CheckOptions(ClipOptions):
 class PreprocessOptions(ClipOptions):
     """Encode clips and captions into a latent cache.
 
-    Training reads the cache instead of the clips. To resume an interrupted run, give the same command again. --workers or
+    Training reads the cache instead of the clips. To resume an interrupted run, run the same command again. --workers or
     a launcher such as torchrun starts several processes, which share the work. All these processes must see SOURCE and
     --out on a shared file system.
 
@@ -138,14 +138,15 @@ class PreprocessOptions(ClipOptions):
     """
 
     out: Path
-    """Folder of the latent cache. A new folder is created; in the folder of an earlier run, the run continues."""
+    """Folder of the latent cache. A new folder is created. If the folder contains the cache of an earlier run, the
+    command continues this cache."""
     model: str
     """Diffusers pipeline folder or Hub id of the model to train later. It provides the VAE, the text encoder and the
     model variant."""
     device: str | None = None
     """Device that runs the VAE and the other encoders, such as cuda:0 [default: cuda if available, else cpu]."""
     text_device: str | None = None
-    """Device that runs the text encoder. Set it to cpu, for example, if the GPU has too little memory for all encoders
+    """Device that runs the text encoder. Use cpu, for example, if the GPU has too little memory for all encoders
     [default: the value of --device]."""
     text_dtype: Literal["bf16", "fp32"] = "bf16"
     """Dtype in which the text encoder runs. fp32 needs twice the memory of bf16."""
@@ -153,15 +154,16 @@ class PreprocessOptions(ClipOptions):
     """Dtype in which the VAE runs. bf16 needs half the memory and changes the latents by about 2 % of their standard
     deviation. With any choice, the latents are stored in bf16, which changes them by 0.2 %."""
     vae_tiling: bool = False
-    """Encode each frame in tiles of 256 x 256 pixels that overlap by 64 pixels. Use it if the VAE runs out of memory. The
-    memory then does not grow with the frame size, but encoding is slower. The latents change by about 2 % of their
-    standard deviation, mostly where tiles meet."""
+    """Encode each frame in tiles of 256 x 256 pixels that overlap by 64 pixels. Use this option if the VAE runs out of
+    memory. With tiles, the memory does not grow with the frame size, but encoding is slower. The latents change by about
+    2 % of their standard deviation, mostly where tiles meet."""
     workers: Annotated[int, Field(ge=1)] = 1
     """Number of processes to start on this machine. The processes are assigned to the GPUs in turn. Each process encodes
-    a fixed share of the clips."""
+    a fixed part of the clips."""
     part: Annotated[str | None, Spelling(metavar="I/N")] = None
-    """Encode only part I of N, such as 3/16, into the folder part-I-of-N inside --out. Use it on a cluster without a
-    common launcher. Run one part on each node, then join the parts with `python -m data_tools.merge CACHE OUT/part-*`."""
+    """Encode only part I of N of the clips, such as 3/16, into the folder part-I-of-N inside --out. Use this option on a
+    cluster without a common launcher. Run one part on each node, then join the parts with
+    `python -m data_tools.merge CACHE OUT/part-*`."""
 
 
 class PackOptions(RecipeOptions):
@@ -239,8 +241,8 @@ class TrainOptions(RecipeOptions):
     deepspeed: Path | None = None
     """DeepSpeed config to use: a JSON file, or a name in ds_configs/ such as zero3 [default: a config with ZeRO-2]."""
     resume: Annotated[str | None, Spelling(metavar="[PATH]", flag_value="auto")] = None
-    """Resume from the newest checkpoint in output_dir. If output_dir has no checkpoint, a new run starts. With PATH,
-    resume from this run folder or from this step folder of a run."""
+    """Resume from the newest checkpoint in the recipe's output_dir. If output_dir has no checkpoint, a new run starts.
+    With PATH, resume from this run folder or from this step folder of a run."""
     dry_run: bool = False
     """Run all checks, print the settings of the run, and exit without training."""
     force: bool = False
@@ -291,8 +293,8 @@ class InferOptions(Options):
     """Seed of the noise. If there is one seed and several prompts, the seed increases by 1 from prompt to prompt. Give
     the option several times to set one value per prompt [default: 0]."""
     negative_prompt: tuple[str, ...] = ()
-    """Text that describes what the video must not show. It needs --guidance above 1. Give the option several times to set
-    one value per prompt [default: empty]."""
+    """Text that describes what the video must not show. This option needs --guidance above 1. Give the option several
+    times to set one value per prompt [default: empty]."""
     image: tuple[str, ...] = ()
     """File with the first frame: an image, or a video whose first frame is used. The frame is scaled and cropped to
     --height x --width. Give the option several times to set one value per prompt."""
@@ -300,24 +302,24 @@ class InferOptions(Options):
     """File with the last frame: an image, or a video whose last frame is used. The frame is scaled and cropped to
     --height x --width. Give the option several times to set one value per prompt."""
     transformer: Path | None = None
-    """Folder of a diffusers transformer that replaces the transformer of --model. It can also be the folder of a pipeline
-    that contains a transformer."""
+    """Folder of a diffusers transformer that replaces the transformer of --model. The folder can also be a pipeline that
+    contains a transformer."""
     transformer_2: Path | None = None
-    """Folder of a diffusers transformer that replaces the low-noise expert of --model. It can also be the folder of a
-    pipeline with two experts."""
+    """Folder of a diffusers transformer that replaces the low-noise expert of --model. The folder can also be a pipeline
+    with two experts."""
     checkpoint: Path | None = None
-    """Run folder or step folder of `wands train`. Its trained weights or LoRA are used with --model."""
+    """Run folder or step folder of `wands train`. The trained weights or the LoRA in this folder are used with --model."""
     ema: bool = False
     """Use the moving average of the weights in --checkpoint instead of the weights themselves. The recipe of the training
     must have an ema section."""
     lora: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
-    """LoRA to add to the model: a folder, file or Hub id in diffusers, PEFT or ComfyUI layout. SCALE multiplies its
-    update and is 1 by default. Give the option several times to add several LoRAs. For a model with two experts, a folder
-    can contain one file for each expert, with high_noise or low_noise in its name. A single file is added to the
-    high-noise expert, unless its keys begin with transformer_2."""
+    """LoRA to add to the model: a folder, file or Hub id in diffusers, PEFT or ComfyUI layout. SCALE multiplies the
+    LoRA's update and is 1 by default. Give the option several times to add several LoRAs. For a model with two experts, a
+    folder can contain one file for each expert, with high_noise or low_noise in the file name. A single file is added to
+    the high-noise expert, unless the tensor names in the file begin with transformer_2."""
     lora_2: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
-    """LoRA to add to the low-noise expert, in a model with two experts. If it is a LoRA for both experts, only its
-    weights for the low-noise expert are used. Give the option several times to add several LoRAs."""
+    """LoRA to add to the low-noise expert, in a model with two experts. If the LoRA contains weights for both experts,
+    only the weights for the low-noise expert are used. Give the option several times to add several LoRAs."""
     offload: Literal["none", "model", "sequential"] = "none"
     """Save GPU memory by keeping weights in host memory. model moves one model (such as the VAE) at a time to the GPU,
     and sequential moves one layer at a time. none keeps all weights on the GPU."""
@@ -350,20 +352,21 @@ class ExportOptions(Options):
     checkpoint: Annotated[Path, ARGUMENT]
     """Step folder of a run to export, or a run folder, whose newest checkpoint is exported."""
     out: Path
-    """Folder to write. It must be new or empty, or contain an earlier export, which is replaced."""
+    """Folder to write. The folder must be new or empty, or contain an earlier export, which is replaced."""
     base: str | None = None
-    """Pipeline folder or Hub id that provides the VAE, the text encoder and other parts that were not trained. It cannot
-    be used for LoRA files [default: the model that the run started from]."""
+    """Pipeline folder or Hub id that provides the VAE, the text encoder and other components that were not trained. This
+    option cannot be used if the export writes LoRA files [default: the model that the run started from]."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which the trained weights are written. Layers that diffusers keeps in fp32 are always written in fp32."""
     max_shard_size: str = "5GB"
-    """Largest size of one weight file, such as 5GB. Larger weights are divided into several files. It has no effect on
-    LoRA files."""
+    """Largest size of one weight file, such as 5GB. Larger weights are divided into several files. This option has no
+    effect on LoRA files."""
     copy_files: Annotated[bool, Spelling("--copy")] = False
     """Copy the files of --base. Without --copy, the export contains hard links to these files, which take no disk space.
-    It cannot be used for LoRA files."""
+    This option cannot be used if the export writes LoRA files."""
     merge: bool = False
-    """Merge the trained LoRA into the base weights and export the whole pipeline. It can be used only for LoRA runs."""
+    """Merge the trained LoRA into the base weights and export the whole pipeline. This option can be used only for LoRA
+    runs."""
     ema: bool = False
     """Export the moving average of the trained weights instead of the weights themselves. The recipe of the training must
     have an ema section."""
@@ -372,8 +375,8 @@ class ExportOptions(Options):
 class PushOptions(Options):
     """Upload an export with a model card to the Hugging Face Hub.
 
-    The command uses the Hub token in HF_TOKEN or the token that `hf auth login` stored. If an upload is interrupted, give
-    the same command again; it uploads the missing files.
+    The command uses the Hub token in HF_TOKEN or the token that `hf auth login` stored. If an upload is interrupted, run
+    the same command again to upload the missing files.
 
     Examples:
         wands push exported/ my-name/my-model
@@ -393,8 +396,8 @@ class PushOptions(Options):
     endpoint: str | None = None
     """URL of the Hub server [default: the value of HF_ENDPOINT, else https://huggingface.co]."""
     training: Path | None = None
-    """Run folder or step folder of the training that produced DIRECTORY. The model card takes from it the facts, such as
-    the training step, that DIRECTORY does not contain."""
+    """Run folder or step folder of the training that produced DIRECTORY. The model card takes facts that DIRECTORY does
+    not contain, such as the training step, from this folder."""
 
 
 class ConvertOptions(Options):
@@ -420,7 +423,7 @@ class ConvertOptions(Options):
     """Dtype in which the transformer or LoRA is written. Layers that diffusers keeps in fp32 are always written in fp32
     [default: the dtype in SOURCE]."""
     forward: bool = True
-    """Run SOURCE and the result in stock diffusers, and check that their outputs are equal."""
+    """Run SOURCE and the converted files in stock diffusers, and check that both give equal outputs."""
 
 
 class SelftestOptions(Options):

@@ -1,4 +1,4 @@
-"""Training recipe: all settings of a run as immutable, typed sections.
+"""Training recipe: all settings of a training run as immutable, typed sections.
 
 The docstring of a key is its description in `wands config` and in the reference page.
 """
@@ -16,21 +16,22 @@ SavedTensor = Literal["attn_output", "attn_input", "query_proj", "key_proj", "va
 
 
 class MergeConfig(StrictModel):
-    """A LoRA to merge into the base weights when they are loaded."""
+    """A LoRA that is merged into the base weights when the model is loaded."""
 
     path: str
-    """LoRA to merge: a safetensors file, or a folder that contains such a file. All layouts that `wands convert` reads
-    are accepted."""
+    """LoRA to merge: a safetensors file, or a folder that contains such a file. The LoRA may have any layout that
+    `wands convert` reads."""
     scale: float = 1.0
-    """Factor by which the LoRA's update is multiplied. 1 merges the LoRA as it was trained; smaller values weaken it."""
+    """Factor by which the LoRA's update is multiplied. 1 merges the LoRA as it was trained; values below 1 weaken the
+    LoRA."""
 
 
 class ModelConfig(StrictModel):
     """Weights to train, activation checkpointing and dropout."""
 
     path: str = ""
-    """Diffusers pipeline folder or Hub id of the model to train. Its transformer is trained, and the config of the
-    transformer gives the model variant. This key is required for training."""
+    """Diffusers pipeline folder or Hub id of the model to train. wands trains the transformer of this model, and reads
+    the model variant from the transformer's config. This key is required for training."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Start training from the pretrained weights or from random weights. `pretrained` loads the weights at `path`.
     `random` reads only the config at `path` and initialises the weights as Wan does. Use `random` to pretrain a model
@@ -41,12 +42,12 @@ class ModelConfig(StrictModel):
     sigma from its own range. With `both`, each step updates first the high-noise and then the low-noise expert, on the
     same clips. Training one expert needs half the memory of training both."""
     merge_loras: list[MergeConfig] = Field(default_factory=list)
-    """Use this list to train on top of existing LoRAs. The checkpoints of a full finetune, and exports with `--merge`,
+    """List the LoRAs here to train on top of them. The checkpoints of a full finetune, and exports with `--merge`,
     contain the merged LoRAs. An empty list merges no LoRA."""
     trainable: list[str] = Field(default_factory=list)
     """Train only the parameters whose names match these patterns, such as `blocks.*.attn1.*`. The key cannot be used
-    together with a `lora` section. An empty list trains all parameters. Set it, for example, to train only the attention
-    layers."""
+    together with a `lora` section. An empty list trains all parameters. Set this key, for example, to train only the
+    attention layers."""
     freeze: list[str] = Field(default_factory=list)
     """Freeze the parameters whose names match these patterns. The key cannot be used together with a `lora` section. A
     parameter that matches both `trainable` and `freeze` is frozen. An empty list freezes no parameter."""
@@ -54,21 +55,21 @@ class ModelConfig(StrictModel):
     """Choose the activations that are kept for the backward pass. Keeping fewer activations saves memory, but takes more
     time.
 
-    - `none` keeps all activations. It is fastest and needs the most memory.
+    - `none` keeps all activations. This mode is the fastest and needs the most memory.
     - `selective` keeps the input of each block and the tensors in `saved_tensors`. The backward pass recomputes the other
       activations.
     - `full` keeps only the input of each block. The backward pass recomputes the whole block, which adds about one
       forward pass per step.
-    - `offload` works like `full`, but moves `offloaded_tensors` to host memory. The copies run at the same time as the
-      computation.
+    - `offload` works like `full`, but moves the tensors in `offloaded_tensors` to host memory. The copies run at the same
+      time as the computation.
 
-    The default suits small models. Use `full` for videos on 80 GB GPUs. `wands plan` compares all four."""
+    The default suits small models. Use `full` for videos on 80 GB GPUs. `wands plan` compares all four modes."""
     saved_tensors: list[SavedTensor] | None = None
     """List of the tensors of each block to keep in GPU memory. The key can be used only with `checkpointing: selective`
     or `offload`.
 
-    - `attn_output`: output of self-attention. The backward pass then does not repeat the attention kernel and its
-      communication.
+    - `attn_output`: output of self-attention. The backward pass then does not repeat the attention kernel and the
+      communication of attention.
     - `attn_input`: query, key and value after the Ulysses all-to-all. The backward pass then does not repeat the
       all-to-all.
     - `query_proj`, `key_proj`, `value_proj`: outputs of these linear layers.
@@ -86,13 +87,17 @@ class ModelConfig(StrictModel):
 
     @property
     def kept_on_device(self) -> tuple[str, ...]:
-        """Return `saved_tensors`, or the default of `checkpointing` if `saved_tensors` is None."""
+        """Names of the tensors to keep in GPU memory: `saved_tensors`, or the default of the checkpointing mode if
+        `saved_tensors` is None.
+        """
         default = ["attn_output"] if self.checkpointing == "selective" else []
         return tuple(default if self.saved_tensors is None else self.saved_tensors)
 
     @property
     def kept_on_host(self) -> tuple[str, ...]:
-        """Return `offloaded_tensors`, or the default of `checkpointing` if `offloaded_tensors` is None."""
+        """Names of the tensors to move to host memory: `offloaded_tensors`, or the default of the checkpointing mode if
+        `offloaded_tensors` is None.
+        """
         default = ["block_input"] if self.checkpointing == "offload" else []
         return tuple(default if self.offloaded_tensors is None else self.offloaded_tensors)
 
@@ -105,11 +110,11 @@ class LoraConfig(StrictModel):
     16 to 128 are usual."""
     alpha: float | None = Field(default=None, gt=0)
     """Strength of the LoRA's update: B @ A is multiplied by alpha / rank. If this key is unset, alpha equals rank, so the
-    factor is 1. If you change the rank and want the same factor as before, change alpha in proportion."""
+    factor is 1. To keep the factor when you change the rank, change alpha in proportion."""
     targets: Literal["attention", "attention+ffn", "all-linear"] | list[str] = "attention"
     """Choose the linear layers that get an adapter. `attention` means all projections of the attention layers.
-    `attention+ffn` also includes the feed-forward layers, and `all-linear` means every linear layer. A list contains
-    patterns of module names."""
+    `attention+ffn` also includes the feed-forward layers, and `all-linear` means every linear layer. You can also give a
+    list of patterns of layer names, such as `blocks.*.attn1.to_q`."""
     init_from: str | None = None
     """Continue training from this LoRA: a safetensors file, or a folder that `wands export` wrote. If this key is unset,
     a new LoRA is trained."""
@@ -119,11 +124,11 @@ class LoraConfig(StrictModel):
     """Quantize the frozen linear layers with bitsandbytes to save GPU memory. Use `int8` or `nf4` if the base model does
     not fit the GPU. `int8` needs 1 byte per weight, and each row of a weight matrix has its own scale. `nf4` needs 0.56
     bytes per weight, as in QLoRA. LoRAs in `model.merge_loras` are merged before the quantization. Exports with `--merge`
-    use the weights before quantization."""
+    add the LoRA to the original, unquantized weights."""
 
     @property
     def scaled_alpha(self) -> float:
-        """Return `alpha`, or `rank` if `alpha` is None."""
+        """Value of `alpha`, or of `rank` if `alpha` is None."""
         return float(self.rank) if self.alpha is None else self.alpha
 
 
@@ -133,14 +138,15 @@ class EmaConfig(StrictModel):
     """
 
     decay: float = Field(default=0.9999, gt=0, lt=1)
-    """Fraction of the old average that each optimizer step keeps. The default averages over about 10,000 steps. Use a
-    lower value for short runs."""
+    """Fraction of the old average that each optimizer step keeps. The default averages over about the last 10,000 steps.
+    Use a lower value for short runs."""
     warmup: bool = True
-    """Use a smaller decay in the first steps, so that the average soon forgets the initial weights. The decay of step n
-    is then at most (1 + n) / (10 + n)."""
+    """Use a decay below `decay` in the first steps, so that the average soon forgets the initial weights. The decay of
+    step n is then at most (1 + n) / (10 + n)."""
     every: int = Field(default=1, gt=0)
     """Number of optimizer steps between two updates of the average. One update uses decay ** every, so that the average
-    covers the same number of optimizer steps for any value of this key. Increase it if the updates take too much time."""
+    covers the same number of optimizer steps for any value of this key. Increase the number if the updates take too much
+    time."""
     device: Literal["cpu", "gpu"] = "cpu"
     """Memory that stores the average: host memory (`cpu`) or GPU memory (`gpu`). All ranks together need 4 bytes per
     trained parameter. Use `gpu` if the host has too little memory."""
@@ -153,52 +159,54 @@ class PrecisionConfig(StrictModel):
     """Dtype of matrix multiplications and attention. Use `fp32` only on CPUs and to compare results."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which the weights are stored. `bf16` stores the linear layers and the patch embedding with 2 bytes per
-    weight instead of 4. Use `bf16` for LoRAs: matrix multiplications convert the frozen weights to bf16 anyway, so the
-    results are identical bit by bit. In a full finetune, `bf16` needs ZeRO-1 or ZeRO-2, which keep fp32 master weights."""
+    weight instead of 4. Use `bf16` for LoRAs: matrix multiplications convert the frozen weights to bf16 anyway, so both
+    values give identical results. In a full finetune, `bf16` needs ZeRO-1 or ZeRO-2, which keep fp32 master weights."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which the GPUs exchange gradients and, with ZeRO-3, also weights. `bf16` halves the communication, but
-    rounds the gradients. Use `bf16` if communication limits the speed."""
+    """Dtype in which the GPUs exchange gradients and, with ZeRO-3, also weights. `bf16` sends half as many bytes as
+    `fp32`, but rounds the gradients. Use `bf16` if communication limits the speed."""
 
 
 class AttentionConfig(StrictModel):
-    """Attention kernel."""
+    """Choice of the attention kernel."""
 
     backend: Literal["auto", "reference", "cpu", "torch", "flash2", "flash3", "flash4"] = "auto"
     """Choose the attention kernel. On a GPU, `auto` tries flash4, flash3, flash2 (flash-attn packages) and torch
-    in this order. It uses the first kernel that is installed, supports the GPU and computes correct results in a test. A
-    kernel that you choose by name must pass the same test. On a CPU, `auto` uses `cpu`."""
+    in this order, and uses the first kernel that is installed, supports the GPU and computes correct results in a test.
+    A kernel that you choose by name must pass the same test. On a CPU, `auto` uses `cpu`."""
 
 
 class ParallelConfig(StrictModel):
-    """Context parallelism: several ranks share one bin. The number of all ranks is dp x ring_degree x ulysses_degree,
-    where dp counts the groups that process different bins. Set `cp_size` or the two degrees. If all are unset, there is
-    no context parallelism.
+    """Context parallelism: several ranks (processes) share one bin (the clips of one forward pass). The number of all
+    ranks is dp x ring_degree x ulysses_degree, where dp is the number of groups that process different bins. Set
+    `cp_size` or the two degrees. If all three keys are unset, there is no context parallelism.
     """
 
     cp_size: int | None = Field(default=None, ge=1)
-    """Number of ranks that share one bin. Increase it if one clip does not fit a GPU. If only `cp_size` is set, wands
-    uses the largest valid Ulysses degree, and the ring degree is cp_size / ulysses_degree. If this key is unset, it is
-    ulysses_degree x ring_degree."""
+    """Number of ranks that share one bin (the clips of one forward pass). Increase the number if one clip does not fit a
+    GPU. If only `cp_size` is set, wands uses the largest valid Ulysses degree, and the ring degree is
+    cp_size / ulysses_degree. If this key is unset, the number is ulysses_degree x ring_degree."""
     ulysses_degree: int | None = Field(default=None, ge=1)
-    """Number of ranks that divide the attention heads among themselves. It must divide the number of heads. Keep it at
-    most as large as the number of GPUs in a node. If this key is unset, wands derives it from `cp_size` and
-    `ring_degree`. Without `cp_size`, it is 1."""
+    """Number of ranks that divide the attention heads among themselves. The number of heads must be a multiple of this
+    degree. For speed, the degree should not exceed the number of GPUs in a node. If this key is unset, wands derives the
+    degree from `cp_size` and `ring_degree`. Without `cp_size`, the default is 1."""
     ring_degree: int | None = Field(default=None, ge=1)
     """Degree of ring attention: number of ranks that divide the tokens of each sample and pass keys and values around a
     ring. Set this key if a context-parallel group spans several nodes, or if the model has too few heads for a larger
-    Ulysses degree. If this key is unset, it is cp_size / ulysses_degree. Without `cp_size`, it is 1."""
+    Ulysses degree. If this key is unset, the degree is cp_size / ulysses_degree. Without `cp_size`, the default is 1."""
     fused_all_to_all: bool = True
     """Send query, key and value together in one Ulysses all-to-all. False sends them in three all-to-alls, as DeepSpeed
-    does. The results are identical."""
+    does. Both values give identical results."""
 
     @property
     def group_size(self) -> int:
-        """Number of ranks that share one bin: `cp_size`, or the product of the degrees if `cp_size` is None."""
+        """Number of ranks that share one bin (the clips of one forward pass): `cp_size`, or the product of the Ulysses
+        degree and the ring degree if `cp_size` is None.
+        """
         return self.cp_size or (self.ulysses_degree or 1) * (self.ring_degree or 1)
 
 
 class MockConfig(StrictModel):
-    """Random latents with given shapes, which replace a cache in benchmarks and tests."""
+    """Random latents with given shapes, which replace a latent cache in benchmarks and tests."""
 
     num_samples: int = Field(gt=0)
     """Number of random samples in one epoch."""
@@ -211,28 +219,30 @@ class MockConfig(StrictModel):
 
 
 class SourceConfig(StrictModel):
-    """One of several latent caches, with its weight or its number of repeats in an epoch."""
+    """One of several latent caches to train on, with the cache's weight in an epoch or the number of repeats of its
+    samples.
+    """
 
     path: str
     """Cache folder, written by `wands preprocess`."""
     weight: float | None = Field(default=None, gt=0)
-    """Set the fraction of an epoch that comes from this cache: weight / sum of all weights. An epoch has as many samples
-    as all caches together. Set a weight for all caches or for none. If this key is unset, the sizes of the caches and
-    `repeat` give the fractions."""
+    """Weight of this cache: weight / sum of the weights of all caches is the fraction of an epoch that comes from this
+    cache. An epoch has as many samples as all caches together. Set a weight for all caches or for none. If this key is
+    unset, the sizes of the caches and `repeat` give the fractions."""
     repeat: float | None = Field(default=None, gt=0, le=1000)
-    """Number of times that an epoch uses each sample of this cache. If this key is unset, it is 1. With 1.5, an epoch
-    uses each sample once and half of the samples a second time. The next epoch repeats the other half."""
+    """Number of times that an epoch uses each sample of this cache. If this key is unset, the number is 1. With 1.5, an
+    epoch uses each sample once and half of the samples a second time. The next epoch repeats the other half."""
 
 
 class DataConfig(StrictModel):
     """Training data. Set exactly one of `cache`, `sources` and `mock`."""
 
     cache: str | None = None
-    """Train on this cache folder, written by `wands preprocess`. It is a short form of `sources: [{path: ...}]`. Leave it
-    unset if you use `sources` or `mock`."""
+    """Train on this cache folder, written by `wands preprocess`. This key is a short form of `sources: [{path: ...}]`.
+    Leave this key unset if you use `sources` or `mock`."""
     sources: list[SourceConfig] | None = Field(default=None, min_length=1)
-    """Use this list to train on several caches. All caches must be made with the same encoders. Leave it unset if you use
-    `cache` or `mock`."""
+    """Use this list to train on several caches. All caches must be made with the same encoders. Leave the list unset if
+    you use `cache` or `mock`."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the clips to hold out of training, for evaluation. 0 holds out no clip, and 0.02, for example, holds
     out one clip in 50. A hash of the clip's name decides, so all samples of a clip are held out together. New clips do
@@ -241,34 +251,34 @@ class DataConfig(StrictModel):
     """Choose the clips to use. `data.holdout` sets how many clips are held out from training. The value `train` uses all
     other clips, the value `holdout` uses only the held-out clips, and the value `all` uses both."""
     mock: MockConfig | None = None
-    """Leave it unset if you use `cache` or `sources`."""
+    """Leave this section unset if you use `cache` or `sources`."""
     verify: bool = False
-    """Verify the checksum of each sample when it is read. Set it if you suspect storage errors. Reading then takes more
-    time."""
+    """Verify the checksum of each sample when the sample is read. Set this key to true if you suspect storage errors.
+    Reading then takes more time."""
     prefetch: int = Field(default=2, ge=0)
     """Number of optimizer steps whose data a background thread reads in advance. 0 reads the data in the training loop.
-    Increase it if the storage is slow."""
+    Increase the number if the storage is slow."""
 
 
 class PackingConfig(StrictModel):
-    """Sequence packing: samples of different lengths share a bin. One forward pass processes a bin without padding."""
+    """Sequence packing: samples of different lengths share a bin. One forward pass processes one bin, without padding."""
 
     enabled: bool = True
-    """Process all samples of a bin in one forward pass. False processes the samples of each bin one after the other: the
-    results of each step are the same, but training is slower."""
+    """Process all samples of a bin (the samples that are packed together) in one forward pass. False processes the
+    samples of each bin one after the other. Both values give the same results, but false is slower."""
     max_tokens: int = Field(default=32760, gt=0)
     """Capacity of a bin in video tokens. A bin holds the clips of one forward pass. The default is the number of tokens
-    of one clip of 832 x 480 pixels and 81 frames. Increase the capacity until the GPU memory is full. It must be at least
-    the number of tokens of the longest sample."""
+    of one clip of 832 x 480 pixels and 81 frames. Increase the capacity until the GPU memory is full. The capacity must
+    be at least the number of tokens of the longest sample."""
     level_bins: int | None = Field(default=None, gt=0)
-    """Number of bins in a balancing group. The bins of a group get about the same amount of work. The number must divide
-    `train.bins_per_step`. If this key is unset, all bins of a step form one group. If a step has several micro steps, set
-    this key to dp_size (number of ranks / cp_size). Only the bins of one micro step are then balanced, and each step
-    contains a wider range of clip lengths."""
+    """Number of bins in a balancing group. A bin holds the clips of one forward pass. All bins of a group get about the
+    same amount of work. `train.bins_per_step` must be a multiple of this number. If this key is unset, all bins of a step
+    form one group. If a step has several micro steps, set this key to dp_size (number of ranks / cp_size). wands then
+    balances only the bins of one micro step, and a step can contain a wider range of clip lengths."""
     buffer_size: int | None = Field(default=None, gt=0)
-    """Number of samples among which wands chooses to fill the bins. If this key is unset, wands chooses among all samples
-    of the epoch. Set this key if the storage is slow: training then reads only a few cache files at a time. With the
-    samples of a few dozen steps, the bins are filled as well as with the whole epoch."""
+    """Number of samples among which wands chooses to fill the bins (packed sequences). If this key is unset, wands
+    chooses among all samples of the epoch. Set this key if the storage is slow: training then reads only a few cache
+    files at a time. With the samples of a few dozen steps, the bins are filled as well as with the whole epoch."""
 
 
 FLOW_PRESETS: dict[str, dict[str, Any]] = {
@@ -298,8 +308,8 @@ class FlowConfig(StrictModel):
     levels more often."""
     mode_scale: float = Field(default=1.29, ge=-1.0, le=1.75192)
     """Strength of the preference for middle noise levels, used by `timestep_sampling: mode`. Negative values prefer low
-    and high levels instead. Outside the limits, the formula is not monotone. It is the scale s in eq. 20 of Esser et al.
-    2024 (arXiv 2403.03206)."""
+    and high levels instead. Outside the limits, the formula is not monotone. The value is the scale s in eq. 20 of Esser
+    et al. 2024 (arXiv 2403.03206)."""
     flow_shift: float = Field(default=3.0, gt=0)
     """Shift s of the drawn noise levels: sigma becomes s * sigma / (1 + (s - 1) * sigma). Values above 1 train more at
     high noise. Larger videos need larger shifts. The shipped recipes use the shift of Wan's official inference."""
@@ -311,8 +321,8 @@ class FlowConfig(StrictModel):
     flow_shift * sigma. `bell` uses a bell curve, which is largest at sigma 0.5, is 0 at sigma 0 and 1, and has a mean of
     1."""
     cfg_dropout: float = Field(default=0.1, ge=0, le=1)
-    """Fraction of the samples that train with the empty caption instead of their own caption. Classifier-free guidance
-    needs such samples. 0 always uses the caption."""
+    """Fraction of the samples that train with the empty caption instead of their own caption. Classifier-free guidance in
+    inference needs a model that was also trained with the empty caption. 0 trains every sample with its own caption."""
     i2v_ratio: float = Field(default=0.5, ge=0, le=1)
     """Fraction of the samples that train image-to-video, with a clean first frame at timestep 0. The other samples train
     text-to-video. The key has an effect only for TI2V (text-image-to-video) models."""
@@ -326,7 +336,7 @@ class FlowConfig(StrictModel):
 
 
 class LossConfig(StrictModel):
-    """Combination of the squared errors of a step into one loss."""
+    """Rule that combines the squared errors of a step into one loss."""
 
     reduction: Literal["sample", "token"] = "sample"
     """Choose whether every clip or every token has the same weight in the loss. `sample` gives every clip the same
@@ -358,11 +368,11 @@ class OptimConfig(StrictModel):
     eps: float = Field(default=1e-8, gt=0)
     """Small number that AdamW adds to the denominator of its update, for numerical stability."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Strength of the decoupled weight decay, which each step multiplies by the learning rate. 0 disables it; 0.1 is
-    usual for pretraining."""
+    """Strength of the decoupled weight decay, which each step multiplies by the learning rate. 0 disables weight decay;
+    0.1 is usual for pretraining."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Choose the course of the learning rate after the warm-up. `constant` keeps it at its peak. `cosine` and `linear`
-    let it fall to lr * min_lr_ratio at the last step."""
+    """Choose how the learning rate changes after the warm-up. `constant` keeps the learning rate at its peak. `cosine`
+    and `linear` lower the learning rate to lr * min_lr_ratio at the last step."""
     warmup: float = Field(default=0.0, ge=0)
     """Length of the linear warm-up of the learning rate. Values below 1 are a fraction of all steps. Values of 1 or more
     are a number of steps. 0 means no warm-up."""
@@ -371,10 +381,10 @@ class OptimConfig(StrictModel):
     learning rate falls to zero."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """Scale the learning rate with the batch size. `linear` multiplies lr by f = train.bins_per_step / scale_lr_base.
-    `sqrt` multiplies it by the square root of f. `none` does not change lr."""
+    `sqrt` multiplies lr by the square root of f. `none` does not change lr."""
     scale_lr_base: int = Field(default=1, gt=0)
-    """Batch size for which lr was chosen, in bins per step. If `train.bins_per_step` has this value, `scale_lr` does not
-    change lr."""
+    """Batch size for which lr was chosen, in bins (packed sequences) per step. If `train.bins_per_step` has this value,
+    `scale_lr` does not change lr."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest allowed norm of the gradient of all parameters together. A larger gradient is scaled down to this norm. 0
     disables clipping."""
@@ -387,28 +397,29 @@ class TrainConfig(StrictModel):
     """Seed of the sample order, the noise, the dropout and random initial weights. Two runs with equal seeds give equal
     results on any number of GPUs, except for rounding."""
     max_steps: int | None = Field(default=None, gt=0)
-    """Number of optimizer steps of the whole training. If it is set, `epochs` has no effect. If this key is unset,
+    """Number of optimizer steps of the whole training. If this key is set, `epochs` has no effect. If this key is unset,
     training lasts `epochs` epochs."""
     epochs: int = Field(default=1, gt=0)
-    """Number of times that training passes over the data. It has an effect only if `max_steps` is unset."""
+    """Number of times that training passes over the data. This key has an effect only if `max_steps` is unset."""
     bins_per_step: int = Field(default=1, gt=0)
-    """Number of bins that all ranks together process in one optimizer step: the batch size. It must be a multiple of
-    dp_size (number of ranks / cp_size). The number of gradient accumulation steps is bins_per_step / dp_size."""
+    """Batch size: number of bins that all ranks together process in one optimizer step. A bin holds the clips of one
+    forward pass. The number must be a multiple of dp_size (number of ranks / cp_size). The number of gradient
+    accumulation steps is bins_per_step / dp_size."""
     log_every: int = Field(default=1, gt=0)
     """Print one line on the terminal every this many steps. TensorBoard and metrics.jsonl always contain every step."""
     log_samples: bool = False
-    """Write the loss and sigma of every clip to the files samples-rank*.jsonl. Use it to find the clip that causes a loss
-    spike."""
+    """Write the loss and sigma (noise level) of every clip to the files samples-rank*.jsonl. Use this key to find the
+    clip that causes a loss spike."""
 
 
 class CheckpointConfig(StrictModel):
     """Interval between checkpoints, and number of checkpoints to keep."""
 
     every: int = Field(default=500, ge=0)
-    """Number of steps between two checkpoints. 0 saves a checkpoint only at the end of training."""
+    """Number of optimizer steps between two checkpoints. 0 saves a checkpoint only at the end of training."""
     keep: int = Field(default=2, gt=0)
-    """Number of checkpoints to keep on disk. When a new checkpoint is saved, older checkpoints beyond this number are
-    deleted."""
+    """Number of checkpoints to keep on disk. When a new checkpoint is saved, wands deletes the oldest checkpoints beyond
+    this number."""
 
 
 class Recipe(StrictModel):
@@ -418,9 +429,11 @@ class Recipe(StrictModel):
     """Run folder, in which checkpoints, logs and the resolved recipe are written. Use a separate folder for each run."""
     model: ModelConfig = ModelConfig()
     lora: LoraConfig | None = None
-    """If this section is unset, all weights are trained. With a section that contains `rank`, a LoRA is trained."""
+    """If this section is unset, the weights of the model are trained (full finetune). If this section contains `rank`, a
+    LoRA is trained."""
     ema: EmaConfig | None = None
-    """If this section is unset, no average is kept. `ema: {}` keeps an average with the default settings."""
+    """If this section is unset, wands keeps no average of the weights. `ema: {}` keeps an average with the default
+    settings."""
     data: DataConfig = DataConfig()
     packing: PackingConfig = PackingConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -443,9 +456,9 @@ class Recipe(StrictModel):
 
 
 def inner_section(annotation: Any) -> type[BaseModel] | None:
-    """Return the section model inside the type of a key, or None if the type contains no section.
+    """Return the pydantic model of the recipe section that a type annotation contains, or None if there is no section.
 
-    The section can also be inside an optional value or a list.
+    The section can be the annotation itself, or a member of an optional type or of a list type.
     """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation

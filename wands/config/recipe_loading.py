@@ -117,11 +117,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _apply_override(values: dict[str, Any], item: str) -> str | None:
     name, equals, text = item.partition("=")
     if not equals or not name.strip():
-        return f"--set {item} is not section.key=value; write for example --set train.max_steps=100."
+        return f"--set {item} must be section.key=value; write for example --set train.max_steps=100."
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        return f"--set {item}: the value is not valid YAML; quote it."
+        return f"--set {item}: the value is not valid YAML; put the value in quotes."
     if isinstance(value, str):
         if text.strip()[:1] not in ("'", '"'):  # in YAML, " #" in a path would start a comment
             value = text.strip()
@@ -152,7 +152,7 @@ def _validation_problems(error: ValidationError) -> Iterator[str]:
     for path, messages in reasons.items():
         name, key = ".".join(path), ".".join(part for part in path if not part.isdigit())
         reason = ", or ".join(messages)
-        yield f"{name}{values[path]} is refused: {reason}; `wands config {key}` describes the key."
+        yield f"{name}{values[path]} is invalid: {reason}; `wands config {key}` describes the key."
 
 
 def _section_at(path: Sequence[str]) -> type[BaseModel]:
@@ -168,7 +168,7 @@ def _cross_checks(recipe: Recipe) -> list[str]:
     level_bins, bins_per_step = recipe.packing.level_bins, recipe.train.bins_per_step
     problems = failed_rules(
         {
-            f"model.{name} is for full finetunes, but a lora section freezes all weights; remove it or use "
+            f"model.{name} is for full finetunes, but the recipe has a lora section; remove model.{name}, and use "
             "lora.targets.": recipe.lora and getattr(recipe.model, name)
             for name in ("trainable", "freeze")
         }
@@ -176,8 +176,8 @@ def _cross_checks(recipe: Recipe) -> list[str]:
     problems += _check_checkpointing(recipe) + _check_data(recipe.data) + _check_parallel(recipe.parallel)
     if level_bins and bins_per_step % level_bins:
         problems.append(
-            f"packing.level_bins={level_bins} does not divide train.bins_per_step={bins_per_step}; set it to dp_size, or "
-            "remove it."
+            f"packing.level_bins={level_bins} does not divide train.bins_per_step={bins_per_step}; set it to dp_size (number of "
+            "ranks / cp_size), or remove the key."
         )
     return problems
 
@@ -189,8 +189,8 @@ def _check_parallel(parallel: ParallelConfig) -> list[str]:
     if not parallel.cp_size or not (parallel.cp_size != product if both else parallel.cp_size % product):
         return []
     factors = " x ".join(f"parallel.{name}={value}" for name, value in degrees.items())
-    rule = "be" if both else "be a multiple of"
-    return [f"parallel.cp_size={parallel.cp_size} must {rule} {factors}; remove one of them."]
+    rule = "equal" if both else "be a multiple of"
+    return [f"parallel.cp_size={parallel.cp_size} must {rule} {factors}; remove one of these keys."]
 
 
 def _check_checkpointing(recipe: Recipe) -> list[str]:
@@ -204,21 +204,21 @@ def _check_checkpointing(recipe: Recipe) -> list[str]:
         other_modes = "full" if mode == "selective" else "selective or full"
         problems += failed_rules(
             {
-                f"{setting} has no effect with model.checkpointing={mode}; remove it, or set model.checkpointing to "
+                f"{setting} has no effect with model.checkpointing={mode}; remove the key, or set model.checkpointing to "
                 f"{' or '.join(modes)}.": mode not in modes,
-                f"{setting} leaves nothing to do for model.checkpointing={mode}; add a tensor, or set model.checkpointing "
+                f"{setting} is empty, but model.checkpointing={mode} needs a tensor; add a tensor, or set model.checkpointing "
                 f"to {other_modes}.": not names and mode == modes[0],
-                f"{setting} contains a name twice; remove one.": len(set(names)) < len(names),
+                f"{setting} contains a name twice; remove the second.": len(set(names)) < len(names),
             }
         )
     both = sorted(set(model.saved_tensors or ()) & set(model.offloaded_tensors or ()))
     kept = {*model.kept_on_device, *model.kept_on_host}
     return problems + failed_rules(
         {
-            f"model.saved_tensors and model.offloaded_tensors both contain {', '.join(both)}, but a tensor is kept in one "
-            "place; remove it from one list.": both,
-            "parallel.fused_all_to_all=false cannot keep attn_input; remove attn_input from model.saved_tensors and "
-            "model.offloaded_tensors, or set "
+            f"model.saved_tensors and model.offloaded_tensors both contain {', '.join(both)}, but a tensor can be in only one "
+            "list; remove the name from one list.": both,
+            "parallel.fused_all_to_all=false does not allow attn_input in model.saved_tensors or model.offloaded_tensors; "
+            "remove attn_input, or set "
             "parallel.fused_all_to_all=true.": "attn_input" in kept and not recipe.parallel.fused_all_to_all,
         }
     )
@@ -237,8 +237,8 @@ def _check_data(data: DataConfig) -> list[str]:
             and (data.cache or data.mock),
             "data.split=holdout needs held-out clips, but data.holdout=0; set for example "
             "data.holdout=0.02.": data.split == "holdout" and not data.holdout,
-            f"{missing} has no weight, but {sum(weighted)} of {len(weighted)} sources have one; give every source a weight, "
-            "or none.": missing and any(weighted),
+            f"{missing} has no weight, but {sum(weighted)} of {len(weighted)} sources have a weight; set weight for all "
+            "sources, or for none.": missing and any(weighted),
             **{
                 f"data.sources.{number} has weight={source.weight} and repeat={source.repeat}, which exclude each other; "
                 "remove one of them.": source.weight and source.repeat

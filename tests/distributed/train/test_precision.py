@@ -290,8 +290,8 @@ def test_the_losses_stay_in_their_band(steps: int, tiny_pipeline: Path, tmp_path
             "would round weights that precision.compute=fp32 multiplies",
         ),
         (("precision.compute=fp32", "lora.rank=4"), {"stage": 2}, "would round weights"),
-        ((), {"stage": 0}, "has no fp32 masters at ZeRO-0"),
-        ((), {"stage": 3}, "would cost memory in a full finetune at ZeRO-3"),
+        ((), {"stage": 0}, "has no fp32 master weights at ZeRO-0"),
+        ((), {"stage": 3}, "needs more memory than fp32 in a full finetune at ZeRO-3"),
         ((), {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "in bf16 on the host at ZeRO-2"),
         (("optim.name=muon", "optim.grad_clip=0"), {"stage": 2}, "cannot be used with optim.name=muon"),
     ],
@@ -320,7 +320,7 @@ def test_two_dtypes_do_not_go_to_nvme(overrides: tuple[str, ...], tiny_pipeline:
     settings = ("lora.rank=4", "precision.compute=bf16", *overrides)
     nvme = zero(3, offload_param={"device": "nvme", "nvme_path": str(tmp_path)})
     make_run(tiny_pipeline, tmp_path, settings[:2], nvme, world_size=1)
-    with pytest.raises(ConfigError, match="cannot be swapped to NVMe"):
+    with pytest.raises(ConfigError, match="weights cannot be swapped to NVMe"):
         make_run(tiny_pipeline, tmp_path, settings, nvme, world_size=1)
 
 

@@ -97,14 +97,14 @@ def test_presets_fill_only_what_is_not_set():
 def test_contradictions_inside_the_recipe():
     both = problems("data.cache=x", "data.mock={num_samples: 2, shapes: [[1, 2, 2]]}")
     assert "data.cache=x and data.mock are both set" in both
-    assert "data.mock.text_lens.1=600 is refused: input should be less than or equal to 512; " in problems(
+    assert "data.mock.text_lens.1=600 is invalid: input should be less than or equal to 512; " in problems(
         "data.mock={num_samples: 2, shapes: [[1, 2, 2]], text_lens: [5, 600]}"
     )
 
 
 def test_a_key_of_several_types_is_one_problem():
     assert problems("lora={rank: 4, targets: 3}") == (
-        "lora.targets=3 is refused: input should be 'attention', 'attention+ffn' or 'all-linear', or input should be a "
+        "lora.targets=3 is invalid: input should be 'attention', 'attention+ffn' or 'all-linear', or input should be a "
         "valid list; `wands config lora.targets` describes the key."
     )
 
@@ -116,7 +116,8 @@ def test_recipe_is_immutable():
 
 def test_levelled_bins_must_divide_a_step():
     with pytest.raises(
-        ConfigError, match=r"packing.level_bins=3 does not divide train.bins_per_step=8; set it to dp_size"
+        ConfigError,
+        match=r"packing.level_bins=3 does not divide train.bins_per_step=8; set it to dp_size \(number of ranks",
     ):
         load_recipe(None, ["packing.level_bins=3", "train.bins_per_step=8"])
     assert load_recipe(None, ["packing.level_bins=4", "train.bins_per_step=8"]).packing.level_bins == 4
@@ -127,17 +128,18 @@ def test_levelled_bins_must_divide_a_step():
     [
         (
             ["checkpointing=full", "saved_tensors=[attn_output]"],
-            "model.saved_tensors=[attn_output] has no effect with model.checkpointing=full; remove it, or set "
+            "model.saved_tensors=[attn_output] has no effect with model.checkpointing=full; remove the key, or set "
             "model.checkpointing to selective or offload.",
         ),
         (
             ["checkpointing=selective", "offloaded_tensors=[block_input]"],
-            "model.offloaded_tensors=[block_input] has no effect with model.checkpointing=selective; remove it, or "
+            "model.offloaded_tensors=[block_input] has no effect with model.checkpointing=selective; remove the key, or "
             "set model.checkpointing to offload.",
         ),
         (
             ["checkpointing=selective", "saved_tensors=[]"],
-            "leaves nothing to do for model.checkpointing=selective; add a tensor, or set model.checkpointing to full.",
+            "model.saved_tensors=[] is empty, but model.checkpointing=selective needs a tensor; add a tensor, or set "
+            "model.checkpointing to full.",
         ),
         (
             ["checkpointing=offload", "offloaded_tensors=[]"],
@@ -149,12 +151,12 @@ def test_levelled_bins_must_divide_a_step():
                 "saved_tensors=[key_proj]",
                 "offloaded_tensors=[block_input, key_proj]",
             ],
-            "model.saved_tensors and model.offloaded_tensors both contain key_proj, but a tensor is kept in one place; "
-            "remove it from one list.",
+            "model.saved_tensors and model.offloaded_tensors both contain key_proj, but a tensor can be in only one "
+            "list; remove the name from one list.",
         ),
         (
             ["checkpointing=selective", "saved_tensors=[key_proj, key_proj]"],
-            "model.saved_tensors=[key_proj, key_proj] contains a name twice; remove one.",
+            "model.saved_tensors=[key_proj, key_proj] contains a name twice; remove the second.",
         ),
         (["checkpointing=selective", "saved_tensors=[block_input]"], "input should be 'attn_output', "),
         (["checkpointing=offload", "offloaded_tensors=[hidden]"], "input should be 'block_input', "),
@@ -169,7 +171,7 @@ def test_names_of_checkpointing_that_do_nothing(overrides: list[str], said: str)
 def test_an_exchange_of_deepspeeds_own_cannot_be_kept():
     overrides = ["model.checkpointing=selective", "model.saved_tensors=[attn_output, attn_input]"]
     load_recipe(None, overrides)
-    assert "parallel.fused_all_to_all=false cannot keep attn_input" in problems(
+    assert "parallel.fused_all_to_all=false does not allow attn_input" in problems(
         *overrides, "parallel.fused_all_to_all=false"
     )
 

@@ -204,19 +204,20 @@ def test_a_side_without_clips_is_refused(caches, holdout: float, said: str, spli
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["data.sources=[{path: a, weight: 1}, {path: b}]"], "data.sources.1 has no weight, but 1 of 2 sources have one; give"),
+        (["data.sources=[{path: a, weight: 1}, {path: b}]"],
+         "data.sources.1 has no weight, but 1 of 2 sources have a weight; set"),
         (["data.sources=[{path: a, weight: 1, repeat: 2}]"], "data.sources.0 has weight=1.0 and repeat=2.0, which exclude"),
-        (["data.sources=[{path: a, weight: 0}]"], "data.sources.0.weight=0 is refused: input should be greater than 0"),
-        (["data.sources=[{path: a, repeat: -1}]"], "data.sources.0.repeat=-1 is refused: input should be greater than 0"),
-        (["data.sources=[{path: a, weight: .inf}]"], "data.sources.0.weight=inf is refused"),
-        (["data.sources=[{weight: 1}]"], "data.sources.0.path is refused: field required; `wands config data.sources.path`"),
-        (["data.sources=[]"], "data.sources=[] is refused"),
+        (["data.sources=[{path: a, weight: 0}]"], "data.sources.0.weight=0 is invalid: input should be greater than 0"),
+        (["data.sources=[{path: a, repeat: -1}]"], "data.sources.0.repeat=-1 is invalid: input should be greater than 0"),
+        (["data.sources=[{path: a, weight: .inf}]"], "data.sources.0.weight=inf is invalid"),
+        (["data.sources=[{weight: 1}]"], "data.sources.0.path is invalid: field required; `wands config data.sources.path`"),
+        (["data.sources=[]"], "data.sources=[] is invalid"),
         (["data.sources=[{path: a, weights: 1}]"], "did you mean data.sources.0.weight?"),
         (["data.mock={num_samples: 1, shapes: [[1,2,2]], text_len: [1]}"], "did you mean data.mock.text_lens?"),
         (["data.sources=[{path: a}]", "data.cache=b"], "data.sources and data.cache=b are both set; keep one"),
         (["data.split=holdout"], "data.split=holdout needs held-out clips, but data.holdout=0; set"),
-        (["data.holdout=1"], "data.holdout=1 is refused"),
-        (["packing.buffer_size=0"], "packing.buffer_size=0 is refused"),
+        (["data.holdout=1"], "data.holdout=1 is invalid"),
+        (["packing.buffer_size=0"], "packing.buffer_size=0 is invalid"),
     ],
 )  # fmt: skip
 def test_recipes_that_cannot_be_are_refused(overrides: list[str], said: str):
