@@ -1,7 +1,7 @@
-"""Wan variants as data: one row per variant, and arithmetic on the shape of a DiT.
+"""Table of the Wan variants, and computations on the shape of a DiT (diffusion transformer).
 
 A variant is recognised from the config of a model, never from the name of a folder.
-Sources: the official Wan 2.1 and 2.2 configs and diffusers' conversion of them.
+Sources: the official Wan 2.1 and 2.2 configs, and the converted configs of diffusers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _CONFIG_KEYS = {name: name for name in _EQUAL_KEYS} | {
     "num_heads": "num_attention_heads",
     "head_dim": "attention_head_dim",
 }
-"""Maps a field of DiTShape to a key of diffusers' config."""
+"""Maps a field of DiTShape to the key of this field in diffusers' config."""
 
 
 @dataclass(frozen=True)
 class DiTShape:
-    """Shape of a Wan DiT.
+    """Shape of a Wan DiT (diffusion transformer): numbers of heads, layers and channels.
 
     Attributes:
         num_heads: number of attention heads of a block.
@@ -91,7 +91,7 @@ class DiTShape:
 
     @property
     def dim(self) -> int:
-        """Width of the residual stream."""
+        """Width of the residual stream: number of heads x channels of a head."""
         return self.num_heads * self.head_dim
 
     @property
@@ -139,9 +139,9 @@ class DiTShape:
         return text_kv + embed + image + time
 
     def attention_flops_per_squared_token(self) -> int:
-        """Return the FLOPs of self-attention in one forward pass for each (query, key) pair of tokens of a sample.
+        """Return the FLOPs of self-attention in one forward pass for one (query, key) pair of tokens, summed over all layers.
 
-        The FLOPs compute the scores and the weighted sum of values.
+        These FLOPs compute the scores and the weighted sum of values.
         """
         return self.num_layers * 4 * self.dim
 
@@ -168,7 +168,7 @@ class Expert:
     Attributes:
         name: "high" or "low" for the high-noise or low-noise expert; "" for a model with one DiT.
         subfolder: "transformer" or "transformer_2", the name of the DiT and of its subfolder in a diffusers pipeline.
-        sigma_range: (smallest, largest) noise level. The largest is excluded unless it is 1.
+        sigma_range: (smallest, largest) noise level. The largest noise level is excluded unless it is 1.
     """
 
     name: str
@@ -184,7 +184,7 @@ class Variant:
     channels and the latents of a video that consists of this frame and grey frames. "last_image" is the last frame, in
     the same channels as "image". "clip" are CLIP's hidden states of the first frame, and of the last frame with
     "last_image", for the cross-attention. "first_frame" is the clean first latent frame, whose tokens have timestep 0.
-    It is optional for each sample.
+    A sample may have no "first_frame".
 
     Attributes:
         name: name of the variant in wands and in recipes.
@@ -212,14 +212,17 @@ class Variant:
 
     @property
     def experts(self) -> tuple[Expert, ...]:
-        """DiTs of the model. With two DiTs, sampling uses the first for timesteps >= 1000 * boundary_ratio, else the second."""
+        """DiTs of the model: one DiT, or the high-noise expert and then the low-noise expert.
+
+        With two experts, sampling uses the high-noise expert for timesteps >= 1000 * boundary_ratio.
+        """
         boundary = self.boundary_ratio
         if boundary is None:
             return (Expert("", "transformer", (0.0, 1.0)),)
         return Expert("high", "transformer", (boundary, 1.0)), Expert("low", "transformer_2", (0.0, boundary))
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Return the (frames, rows, columns) of the latents of a video.
+        """Return the size (frames, rows, columns) of the latents of a video.
 
         Args:
             num_frames: number of frames of the video, 4k + 1 for an integer k.
@@ -230,7 +233,7 @@ class Variant:
         return (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2]
 
     def num_tokens(self, num_frames: int, height: int, width: int) -> int:
-        """Return the number of tokens of a video.
+        """Return the number of tokens of a video in the DiT.
 
         Args:
             num_frames: number of frames of the video, 4k + 1 for an integer k.
@@ -276,14 +279,14 @@ VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
 def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> Variant:
     """Return the variant of a model, recognised from its configs.
 
-    An unpublished shape, such as the shape of the demo model, belongs to the family of variants with the same inputs.
-    Its name ends in "-tiny".
+    A model with an unpublished shape, such as the demo model, belongs to the family of variants with the same inputs. The
+    name of its variant ends in "-tiny".
 
     Args:
         config: config of the diffusers ``WanTransformer3DModel``. For a model with two experts, the config of either
             expert.
-        index: `model_index.json` of the pipeline; None for a DiT without a pipeline. It distinguishes Wan 2.2 T2V from
-            Wan 2.1 T2V, whose DiTs have the same shape. It can also set a different `boundary_ratio`.
+        index: `model_index.json` of the pipeline; None for a DiT without a pipeline. The index distinguishes Wan 2.2
+            T2V from Wan 2.1 T2V, whose DiTs have the same shape. The index can also set a different `boundary_ratio`.
 
     Raises:
         ValueError: if the config matches no supported family of variants.
@@ -310,8 +313,8 @@ def _family(shape: DiTShape, index: Mapping[str, Any]) -> str:
             return "wan2.2-i2v"
         return "wan2.1-flf2v" if shape.image_positions else "wan2.1-i2v"
     raise ValueError(
-        f"its config has in_channels={shape.in_channels}, out_channels={latents} and image_dim={shape.image_dim}, which no "
-        "Wan 2.1 or 2.2 text-to-video or image-to-video model has"
+        f"the transformer's config has in_channels={shape.in_channels}, out_channels={latents} and image_dim="
+        f"{shape.image_dim}, which no Wan 2.1 or 2.2 text-to-video or image-to-video model has"
     )
 
 

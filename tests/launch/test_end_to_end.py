@@ -134,7 +134,7 @@ def test_clips_to_samples(job: dict[str, Path], worlds: WorldPool):
 
     # another world size is refused in one sentence, before anything is loaded
     alone = call_here("train", *zero3, *settings(job, "run", "train.max_steps=8"), "--resume", exit_code=2)
-    assert "world_size=1 must equal the 2 that wrote the checkpoint" in alone.stderr
+    assert "world_size=1 must equal the checkpoint's world_size=2" in alone.stderr
     assert "Traceback" not in alone.stderr
 
     call_here("export", root / "run", "--out", root / "exported")

@@ -203,7 +203,7 @@ def test_resume_from_nowhere(tiny_pipeline: Path, tmp_path: Path):
         f"output_dir={tmp_path / 'run'}",
     )
     assert (
-        "--resume tiny does not exist; give a run or step folder. If tiny is the recipe, write it before --resume."
+        "--resume tiny does not exist; pass a run folder or a step folder. If tiny is the recipe, write tiny before --resume."
         in refused("train", "--resume", "tiny", *common)
     )
 

@@ -19,15 +19,14 @@ from wands.train.run import TrainingRun
 
 
 def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[RankSlice]:
-    """Read and pack the samples that one rank trains on in one step, and return a rank slice for each micro step. The
-    ranks do not communicate.
+    """Read and pack the samples that one rank trains on in one step, and return one rank slice per micro step.
 
     With packing, a micro step trains on one bin (the samples that are packed into one sequence). Without packing, a
     micro step trains on one sample of these bins. Ranks with fewer samples then add micro steps whose loss has weight
-    zero, because ZeRO-3 needs the same number of forward passes on every rank.
+    zero, because ZeRO-3 needs the same number of forward passes on every rank. The ranks do not communicate.
 
     Args:
-        run: the checked run.
+        run: the checked training run.
         plan: plan of the step, with all bins.
         grid: parallel dimensions of the rank.
     """
@@ -48,7 +47,7 @@ def read_slice(run: TrainingRun, bin: Bin, plan: StepPlan, grid: ParallelDims) -
     Only the latent frames that contain tokens of the rank are read.
 
     Args:
-        run: the checked run.
+        run: the checked training run.
         bin: indices of the samples; () for a bin without samples.
         plan: plan of the step.
         grid: parallel dimensions of the rank.
@@ -86,7 +85,7 @@ def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequen
 def prefetched(
     run: TrainingRun, grid: ParallelDims, start_step: int
 ) -> Generator[tuple[StepPlan, list[RankSlice]], None, None]:
-    """Yield (plan, rank slices of this rank) for each step from `start_step` on.
+    """Yield (packing plan, rank slices of this rank) for each step from `start_step` on.
 
     A thread reads `data.prefetch` steps ahead, so that the device does not wait for the disk.
     """

@@ -38,9 +38,9 @@ def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int
     """Build the training state for a checkpoint.
 
     Args:
-        run: the checked run.
+        run: the checked training run.
         step: number of optimizer steps that the run has made.
-        epoch: epoch of the next step.
+        epoch: epoch of the last step that the run has made.
         history: (step, loss) pairs of the run so far.
     """
     base, recipe = run.recipe.model.path, run.recipe.model_dump(mode="json")
@@ -76,9 +76,9 @@ def save_checkpoint(
     """Write a checkpoint, and delete the oldest checkpoints beyond `checkpoint.keep`. Every rank must call this function.
 
     Args:
-        run: the checked run.
+        run: the checked training run.
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
-        state: training state for `wands_state.json`. This function fills in its `files`.
+        state: training state for `wands_state.json`. This function adds the sizes of the files to the state.
         averages: maps the subfolder of each trained DiT to the moving average of its weights; empty without `ema`.
 
     Returns:
@@ -115,14 +115,14 @@ def save_checkpoint(
         if isinstance(error, RuntimeError) and not any(text in str(error) for text in _WRITE_ERRORS):
             raise
         raise CheckpointError(
-            f"checkpoint {target} could not be written ({error}); free disk space and resume."
+            f"checkpoint {target} could not be written ({error}); free disk space and continue the run with --resume."
         ) from error
     dist.barrier()
     return target
 
 
 def checkpoint_bytes(weights: Sequence[Weight], recipe: Recipe, zero_stage: int) -> tuple[int, int]:
-    """Return the size of one DiT in a checkpoint, summed over all ranks.
+    """Return the number of bytes that one DiT needs in a checkpoint, summed over all ranks.
 
     Args:
         weights: parameters of the DiT. A LoRA run saves only the trained parameters.
@@ -147,12 +147,12 @@ def _check_space(run: TrainingRun, folder: Path, more: int) -> None:
     Without this check, a rank whose write fails would leave the other ranks waiting.
 
     Args:
-        run: the checked run.
+        run: the checked training run.
         folder: folder of the checkpoints.
         more: bytes that this rank writes in addition to DeepSpeed's files.
 
     Raises:
-        CheckpointError: on all ranks, if the free space of one rank or its limit of the file size is too small.
+        CheckpointError: on all ranks, if any rank has too little free space or a file size limit that is too small.
     """
     world_size, stage = run.world_size, run.zero_stage
     weights, states = checkpoint_bytes(run.weights, run.recipe, stage)
@@ -166,7 +166,7 @@ def _check_space(run: TrainingRun, folder: Path, more: int) -> None:
         largest = weights + states
     problem = None
     if needed > free:
-        problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free; free space or set another output_dir."
+        problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free; free disk space or change output_dir."
     elif limit != resource.RLIM_INFINITY and largest > limit:
         problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit}; raise the limit."
     problems: list[str | None] = [None] * world_size
@@ -222,7 +222,8 @@ def _load_engine(engine: Any, checkpoint: Path, part: str) -> None:
         path, reason = None, str(error)
     if path is None:
         raise CheckpointError(
-            f"checkpoint={checkpoint}: DeepSpeed cannot use its partitions ({reason}); use the DeepSpeed JSON of the run.",
+            f"checkpoint={checkpoint}: DeepSpeed cannot use the partitions of this checkpoint ({reason}); use the DeepSpeed JSON "
+            "of the run that wrote the checkpoint.",
             agreed=True,
         )
     for i, (group, current) in enumerate(zip(engine.optimizer.param_groups, settings, strict=True)):

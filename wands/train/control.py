@@ -47,7 +47,7 @@ class ControlRequests:
         self._terminated = True
 
     def poll(self, rank: int) -> ControlRequest:
-        """Return the requests that this rank received. Only rank 0 reads the files, and removes them."""
+        """Return the requests that this rank received. Only rank 0 reads the request files, and then removes them."""
         names = {"save_quit"} if self._terminated else set()
         for name in ("save", "save_quit", "check") if rank == 0 else ():
             if (self._dir / name).exists():

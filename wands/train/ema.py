@@ -1,7 +1,7 @@
-"""Exponential moving average of the trained weights, divided among the ranks like the optimizer's fp32 masters.
+"""Exponential moving average of the trained weights, divided among the ranks like the optimizer's fp32 master weights.
 
-A fragment is the range of a flattened parameter that one rank averages, fp32 [N]. Without ZeRO partitions, the ranks
-still divide each parameter among themselves.
+A fragment is the range of a flattened parameter that one rank averages, fp32 [N]. At ZeRO stage 0, the ranks also divide
+each parameter among themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _BLOCK = 2**28  # elements: 1 GiB
 
 
 def decay_after(section: EmaConfig, num_steps: int) -> float:
-    """Return the decay of the average at the optimizer step `num_steps` after its start. With warm-up, the decay starts lower.
+    """Return the decay of the average in the optimizer step that comes `num_steps` steps after the start of the average.
+
+    With warm-up, the decay of the first steps is below `section.decay`.
 
     Source: the warm-up follows TensorFlow's ExponentialMovingAverage(num_updates) and diffusers' EMAModel.
     """
@@ -134,8 +136,8 @@ class WeightAverage:
             header = read_average_header(files, path)
             if header["fragments"] != self._places:
                 raise CheckpointError(
-                    f"checkpoint={folder.parent}: the average in {path.name} is partitioned differently from this run's "
-                    "weights; use the DeepSpeed JSON of the run."
+                    f"checkpoint={folder.parent}: the moving average in {path.name} is partitioned differently from this run's "
+                    "weights; use the DeepSpeed JSON of the run that wrote the checkpoint."
                 )
             for average, fragment in zip(self._averages, self._fragments, strict=True):
                 average.copy_(files.read(fragment.name))
@@ -169,7 +171,7 @@ def build_averages(
     saved = checkpoint is not None and any(has_average(checkpoint.state, part) for part in engines)
     if section is None:
         if saved:
-            log("ema is not in the recipe: the checkpoint's average is ignored")
+            log("the recipe has no ema section: the moving average in the checkpoint is ignored")
         return {}
     step = checkpoint.state.step if checkpoint else 0
     averages = {part: WeightAverage(engine, section, step) for part, engine in engines.items()}
@@ -177,7 +179,7 @@ def build_averages(
         for part, average in averages.items():
             average.load(checkpoint.folder / part)
     elif checkpoint:
-        log(f"the checkpoint has no average: ema starts from the weights at step {step}")
+        log(f"the checkpoint has no moving average: ema starts from the weights at step {step}")
     return averages
 
 
@@ -234,7 +236,7 @@ def _allocate(numels: Sequence[int], device: torch.device, pinned: bool) -> list
         if not pinned:
             raise
         raise ConfigError(
-            f"ema.device=cpu cannot pin {4 * sum(numels) / 2**30:.1f} GiB of host memory on this rank "
+            f"ema.device=cpu cannot allocate {4 * sum(numels) / 2**30:.1f} GiB of pinned host memory on this rank "
             f"({str(error).splitlines()[0]}); set ema.device=gpu, or use more ranks, which share the average."
         ) from error
     return [vector for tensor, block in zip(tensors, blocks, strict=True) for vector in tensor.split(block)]

@@ -31,7 +31,7 @@ from wands.variants import Expert
 
 
 def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """Return a function from the number of optimizer steps made to the factor of the peak learning rate.
+    """Return a function that maps the number of optimizer steps made to a factor of the peak learning rate.
 
     Args:
         optim: `optim` section of the recipe. It contains the schedule, the lowest factor, and the warm-up as a number
@@ -74,9 +74,9 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
         CPUAdamBuilder().load(verbose=False)
     except Exception as error:  # compilers, linkers and version checks raise errors of many classes
         raise ConfigError(
-            f"zero_optimization.offload_optimizer needs DeepSpeedCPUAdam, which does not build here "
-            f"({one_line(error, 300)}); install ninja, g++ and the CUDA toolkit of this torch, or set "
-            "optimizer.params.torch_adam to true (slower)."
+            f"zero_optimization.offload_optimizer needs DeepSpeedCPUAdam, which does not compile on this machine "
+            f"({one_line(error, 300)}); install ninja, g++ and the CUDA toolkit of this torch version, or set "
+            "optimizer.params.torch_adam to true in the DeepSpeed JSON (slower)."
         ) from error
 
 
@@ -98,8 +98,9 @@ def build_model(
     Under ZeRO-3, each tensor is partitioned as soon as it is read.
 
     Args:
-        run: the checked run.
-        groups: process groups of the ranks that share a bin. The attention communicates in these groups.
+        run: the checked training run.
+        groups: process groups of the ranks that share a bin (the clips of one forward pass). The attention communicates
+            in these groups.
         device: device of this rank.
         expert: DiT to load; None loads the first trained DiT.
         store: host memory for the activations with `model.checkpointing=offload`; None allocates host memory for this
@@ -143,7 +144,7 @@ def build_engine(
 ) -> Any:
     """Wrap a model in a DeepSpeed engine with an optimizer and a learning rate schedule.
 
-    The schedule is the recipe's, unless the DeepSpeed JSON has a scheduler.
+    The schedule comes from the recipe, unless the DeepSpeed JSON has a scheduler.
 
     Args:
         model: result of `build_model`.
@@ -193,7 +194,7 @@ def build_engine(
 
 
 def _share_masters(optimizer: Any) -> None:
-    """Let ZeRO-3's fp32 weights and their fp32 masters share memory, because both always have the same values.
+    """Let ZeRO-3's fp32 weights share memory with the fp32 masters, the optimizer's copies, which have the same values.
 
     This saves one fp32 copy of each rank's partition. DeepSpeed has code for this purpose, but the code never runs: it
     compares a device with the name of a device (stage3.py of 0.19.8).

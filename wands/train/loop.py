@@ -37,7 +37,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path |
     """Train to the end of the run, or until the step in which a request to stop arrives.
 
     Args:
-        run: the checked run.
+        run: the checked training run.
         rank: rank of this process. The process group must exist.
         device: device of this process.
         log: function that prints a line for the user on rank 0.
@@ -91,7 +91,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path |
                     log(describe_step(row, total_steps))
             if request.check or plan.step == start_step:
                 num_equal = sum(check_step(engine, plan, device) for engine in engines.values())
-                log(f"step {step}: {num_equal} parameters and the plan are equal on all ranks")
+                log(f"step {step}: {num_equal} parameters and the packing plan are equal on all ranks")
                 started = time.perf_counter()
             is_due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
             if is_due or request.save or step == total_steps:
@@ -101,7 +101,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path |
                 started = time.perf_counter()
             if request.quit:
                 if step < total_steps:  # otherwise the run is complete
-                    log(f"stopped after step {step} as requested; continue with --resume")
+                    log(f"stopped after step {step} as requested; use --resume to continue the run")
                 break
     if writer is not None:
         writer.close()
@@ -155,11 +155,11 @@ def _check_finite(expert: Expert, loss: float, result: StepResult, step: int) ->
     names = [f"{item.sample_id} (sigma {item.sigma:.4f})" for item in samples]
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, names)
-    clips = ", ".join(dict.fromkeys(chain(*gathered))) or "no single clip"
+    clips = ", ".join(dict.fromkeys(chain(*gathered))) or "none"
     of_expert = f" of the {expert.name}-noise expert" if expert.name else ""
     raise DataError(
-        f"step {step}: the loss{of_expert} is {loss} and the gradient norm is {result.grad_norm}, because of {clips}; check "
-        "these clips or lower optim.lr, and --resume from the last checkpoint.",
+        f"step {step}: the loss{of_expert} is {loss} and the gradient norm is {result.grad_norm} (clips without a finite loss: "
+        f"{clips}); check these clips or lower optim.lr, then continue from the last checkpoint with --resume.",
         agreed=True,
     )
 
@@ -167,7 +167,7 @@ def _check_finite(expert: Expert, loss: float, result: StepResult, step: int) ->
 def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> TextIO | None:
     """Open the file for the loss of each sample (`train.log_samples`), or return None if this rank does not write such a file.
 
-    The first rank of each context-parallel group writes one file, because the ranks of a group have the same samples.
+    Only the first rank of each context-parallel group writes a file, because the ranks of a group have the same samples.
     """
     if not run.recipe.train.log_samples or grid.cp_rank != 0:
         return None

@@ -28,8 +28,8 @@ def step_metrics(
     """Return the metrics of one optimizer step over all ranks: a row of metrics.jsonl.
 
     Args:
-        run: the checked run.
-        plan: plan of the step.
+        run: the checked training run.
+        plan: packing plan of the step.
         device: device of this rank.
         losses: for each trained DiT, the mean weighted squared error over the samples or tokens of the step.
         grad_norms: for each trained DiT, the norm of the whole gradient before clipping.
@@ -95,9 +95,9 @@ class MetricsWriter:
 
     Args:
         output_dir: the run folder.
-        start_step: number of optimizer steps made. Rows of later steps are removed from the file, because the resumed
-            run writes them again.
-        past: (step, loss) pairs of the checkpoint. They are used if the run resumes in a folder without metrics.
+        start_step: number of optimizer steps that the run has made. Rows of later steps are removed from the file,
+            because the resumed run writes these rows again.
+        past: (step, loss) pairs of the checkpoint, used if the run resumes in a folder without metrics.
     """
 
     def __init__(self, output_dir: Path, start_step: int, past: Sequence[tuple[int, float]] = ()) -> None:
@@ -112,7 +112,7 @@ class MetricsWriter:
             self.history = [(row["step"], row["loss"]) for row in kept]
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Add the metrics of one step to metrics.jsonl and to TensorBoard, and the loss to the attribute `history`."""
+        """Add the metrics of one step to metrics.jsonl and to TensorBoard, and (step, loss) to the attribute `history`."""
         self.history.append((row["step"], row["loss"]))
         self._rows.write(json.dumps(row) + "\n")
         self._rows.flush()
@@ -141,7 +141,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], TextIO]:
     """Open a `.jsonl` file to append rows. First remove the rows of steps after `start_step`, because a resumed run
-    writes them again.
+    writes these rows again.
 
     Returns:
         (remaining rows, open file).

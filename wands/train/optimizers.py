@@ -50,16 +50,16 @@ def _bitsandbytes() -> Any:
         import bitsandbytes
     except Exception as error:  # a build for another torch or CUDA raises errors of many classes
         raise ConfigError(
-            f"optim.name=adamw8bit: bitsandbytes cannot be loaded here ({one_line(error, 300)}); "
-            "pip install --upgrade 'wands[8bit]'."
+            f"optim.name=adamw8bit: bitsandbytes cannot be loaded on this machine ({one_line(error, 300)}); "
+            "run pip install --upgrade 'wands[8bit]'."
         ) from error
     return bitsandbytes
 
 
 def muon_ratio(rows: int, columns: int) -> float:
-    """Return the factor by which AdamW's learning rate is multiplied to get Muon's learning rate for a matrix.
+    """Return Muon's learning rate for a matrix, divided by AdamW's learning rate.
 
-    With this factor, the updates of both optimizers have the same root mean square. The root mean square of an
+    With this ratio, the updates of both optimizers have the same root mean square. The root mean square of an
     orthogonal matrix is 1 / sqrt(max(rows, columns)). The root mean square of AdamW's update is about 0.2. DeepSpeed
     already multiplies Muon's update by sqrt(max(1, rows / columns)).
 
@@ -80,8 +80,8 @@ def _build_muon(named: Sequence[tuple[str, Any]], params: Mapping[str, Any], fus
         (shapes.setdefault(shape, []) if parameter.use_muon else others).append(parameter)
     if not shapes:
         raise ConfigError(
-            "optim.name=muon needs a trained matrix in a block, and model.trainable and model.freeze leave none; use "
-            "optim.name=adamw.",
+            "optim.name=muon needs a trained weight matrix in a transformer block, but model.trainable and model.freeze leave "
+            "none; use optim.name=adamw.",
             agreed=True,
         )
     groups: list[dict[str, Any]] = []

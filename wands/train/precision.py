@@ -20,8 +20,7 @@ def weight_dtype_policy(recipe: Recipe) -> WeightDtypePolicy:
 def split_by_dtype(
     groups: Iterable[Mapping[str, Any]], zero: Mapping[str, Any], reduce: str
 ) -> list[dict[str, Any]]:
-    """Split parameter groups so that each group has one dtype. DeepSpeed needs this because it flattens a group into
-    one tensor.
+    """Split parameter groups so that each group has one dtype, because DeepSpeed flattens each group into one tensor.
 
     The first group decides how DeepSpeed sums gradients. At ZeRO-2 the gradient buckets get the dtype of the first
     group, so fp32 groups come first. At ZeRO-1 bf16 groups come first. Otherwise DeepSpeed would sum the gradients of
@@ -52,7 +51,7 @@ def split_by_dtype(
     if stage == 2 and reduce == "fp32" and largest > bucket:
         raise ConfigError(
             f"zero_optimization.reduce_bucket_size={bucket} is less than the {largest} values of the largest matrix, so ZeRO-2 "
-            f"would round its reduced gradient to bf16 (precision.weights); set it to {largest} or more, or remove the key.",
+            f"would round the gradient of this matrix to bf16; set the key to {largest} or more, or remove the key.",
             agreed=True,
         )
     if stage == 2 and not wide:

@@ -82,7 +82,7 @@ def load_run(
         if checkpoint.state.step >= run.sampler.total_steps:
             raise ConfigError(
                 f"--resume {checkpoint.folder}: the checkpoint's step {checkpoint.state.step} is already the end of this run "
-                f"(train.max_steps or train.epochs gives {run.sampler.total_steps} steps); raise train.max_steps to train on."
+                f"(train.max_steps or train.epochs gives {run.sampler.total_steps} steps); raise train.max_steps to continue."
             )
     return run
 
@@ -111,7 +111,7 @@ def prepare_run(
         ranks_per_node: number of ranks on each node; None for a single node.
         checkpoint: checkpoint that the run resumes from. With a checkpoint, `lora.init_from` is not read.
         problems: problems that were found before this call, with the names of the recipe sections and files that
-            failed. Checks that need one of these are skipped.
+            failed. Checks that need a failed section or file are skipped.
 
     Raises:
         WandsError: with all problems, including the problems that were found before this call.
@@ -168,14 +168,14 @@ def _check_bins(recipe: Recipe, dp_size: int, world_size: int) -> None:
     if recipe.train.bins_per_step % dp_size:
         raise ConfigError(
             f"train.bins_per_step={recipe.train.bins_per_step} must be a multiple of dp_size={dp_size} ({world_size} "
-            f"processes); use {dp_size} or a multiple of it."
+            f"processes / cp_size); use {dp_size} or a multiple of {dp_size}."
         )
 
 
 def _check_i2v_ratio(recipe: Recipe, variant: Variant) -> None:
     if "first_frame" not in variant.conditions and recipe.flow.i2v_ratio != FlowConfig().i2v_ratio:
         raise ConfigError(
-            f"flow.i2v_ratio={recipe.flow.i2v_ratio} applies to TI2V models only, and model.path is {variant.name}; remove the "
+            f"flow.i2v_ratio={recipe.flow.i2v_ratio} applies to TI2V models only, but the model is {variant.name}; remove the "
             "key."
         )
 

@@ -1,4 +1,4 @@
-"""Check that all ranks of a training run agree: on the inputs before the first step, and on plan and weights after a step."""
+"""Check that all ranks of a training run agree: on the inputs before the first step, on plan and weights after a step."""
 
 from __future__ import annotations
 
@@ -25,27 +25,30 @@ FIXES: Fixes = {
     "recipe": (ConfigError, "start every node with the same recipe file and the same --set"),
     "DeepSpeed config": (ConfigError, "start every node with the same --deepspeed file"),
     "software": (ConfigError, "install the same versions on every node"),
-    "model config": (ConfigError, "give every node the same model folder (model.path)"),
+    "model config": (ConfigError, "use the same model folder (model.path) on every node"),
     "context parallelism": (
         ConfigError,
-        "start as many processes on every node, or set parallel.ulysses_degree",
+        "start the same number of processes on every node, or set parallel.ulysses_degree",
     ),
-    "data": (DataError, "give every node the same cache (data.cache): one shared folder, or complete copies"),
+    "data": (
+        DataError,
+        "use the same cache (data.cache) on every node: one shared folder, or complete copies",
+    ),
     "plan": (ConfigError, "start every node from the same checkpoint, with the same data and recipe"),
 }
 
 
 def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
-    """Return the inputs of a run that must be equal on all ranks before a rank builds its engine, as texts by name.
+    """Return the inputs of a run that must be equal on all ranks, as a dict from the name of an input to a JSON text.
 
-    `check_agreement` compares these texts. Short inputs are JSON objects, so that an error can name the key that
-    differs. Inputs that grow with the data are hashed. Paths are compared as text, so a local copy must have the same
-    path on every node.
+    `check_agreement` compares these texts before the ranks build their engines. Short inputs are written in full, so that
+    an error can name the key that differs. Inputs that grow with the data are hashed. Paths are compared as text, so a
+    local copy must have the same path on every node.
 
     Args:
-        run: the checked run.
-        step: number of optimizer steps made. This function uses the sampler, so it must run before the thread that
-            reads ahead starts.
+        run: the checked training run.
+        step: number of optimizer steps that the run has made. This function uses the sampler, so it must run before the
+            thread that reads ahead starts.
     """
     epoch = run.sampler.epoch_of(step)
     parts: dict[str, Any] = {
@@ -65,7 +68,7 @@ def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
 
 
 def bins_digest(steps: Sequence[Step]) -> str:
-    """Return a digest of a plan. The digest changes if a sample moves to a different bin, position or step.
+    """Return a digest of a packing plan. The digest changes if a sample moves to a different bin, position or step.
 
     Args:
         steps: steps of the plan. Each step is a sequence of bins, and each bin is a sequence of sample indices. For one
@@ -109,7 +112,7 @@ def _digest(*arrays: np.ndarray) -> str:
 
 
 def weights_checksums(module: torch.nn.Module, device: torch.device) -> tuple[list[str], Tensor]:
-    """Return a checksum of each parameter with the values that this rank uses. Every rank must call this function.
+    """Return a checksum of each parameter, from the values that this rank uses. Every rank must call this function.
 
     Under ZeRO-3, a partitioned parameter is gathered for its checksum and then released, one parameter at a time.
     DeepSpeed keeps small parameters whole on each rank. These small parameters are not gathered, because gathering
@@ -164,12 +167,13 @@ def check_weights_agree(engine: Any, device: torch.device) -> int:
 
 
 def check_step(engine: Any, plan: StepPlan, device: torch.device) -> int:
-    """Compare the plan of the last step, and the weights after this step, between all ranks. Every rank must call this
-    function.
+    """Compare the packing plan of the last step, and the weights after this step, between all ranks. Every rank must call
+    this function.
 
     Args:
         engine: DeepSpeed engine of a DiT.
-        plan: plan of the last step. It is an argument because the thread that reads ahead is using the sampler.
+        plan: packing plan of the last step. The plan is an argument because the thread that reads ahead is using the
+            sampler.
         device: device of this rank.
 
     Returns:

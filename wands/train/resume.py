@@ -15,12 +15,12 @@ from wands.train.checkpoint import load_checkpoint
 # Maps a reason to the recipe keys that a resumed run may not change for this reason. The first keys decide which samples
 # form step n.
 _FIXED_KEYS = {
-    "or the position in the data is lost": (
+    "because the key decides which samples a step contains": (
         *("train.seed", "train.bins_per_step"),
         *("packing.max_tokens", "packing.level_bins", "packing.buffer_size"),
     ),
-    "because the checkpoint contains its states": ("optim.name",),
-    "or the checkpoint's weights would be wrong for this model": (
+    "because the checkpoint contains the states of this optimizer": ("optim.name",),
+    "because the checkpoint's weights depend on this key": (
         *("lora.rank", "lora.alpha", "lora.targets", "lora.quantize"),
         *("model.trainable", "model.freeze", "precision.weights"),
     ),
@@ -51,7 +51,7 @@ def find_resume(output_dir: str, resume: str | None) -> Checkpoint | None:
     has_checkpoints = bool(list_steps(folder))
     if resume is None and has_checkpoints:
         raise ConfigError(
-            f"output_dir={output_dir} contains checkpoints of an earlier run; add --resume to continue it, or choose another "
+            f"output_dir={output_dir} contains checkpoints of an earlier run; add --resume to continue that run, or set another "
             "output_dir."
         )
     if resume is None or (resume == "auto" and not has_checkpoints):
@@ -59,18 +59,19 @@ def find_resume(output_dir: str, resume: str | None) -> Checkpoint | None:
     where = Path(output_dir if resume == "auto" else resume)
     if not where.exists():
         raise ConfigError(
-            f"--resume {resume} does not exist; give a run or step folder. If {resume} is the recipe, write it before --resume."
+            f"--resume {resume} does not exist; pass a run folder or a step folder. If {resume} is the recipe, write {resume} "
+            "before --resume."
         )
     checkpoint = find_checkpoint(where)
     name = checkpoint.folder.name
     if ".abandoned" in name:
         raise ConfigError(
-            f"--resume {resume} was renamed when the run resumed from an older step; rename the folder to "
-            f"{name.partition('.')[0]} to resume from it, after moving the step of this name and all later steps away."
+            f"--resume {resume} was abandoned when the run resumed from an older step; to resume from {resume}, move the folder "
+            f"{name.partition('.')[0]} and all later steps away, then rename {name} to {name.partition('.')[0]}."
         )
     if has_checkpoints and checkpoint.folder.parent.resolve() != folder.resolve():
         raise ConfigError(
-            f"output_dir={output_dir} contains checkpoints of another run than --resume {checkpoint.folder}; choose another "
+            f"output_dir={output_dir} contains checkpoints of a different run than --resume {checkpoint.folder}; set another "
             "output_dir."
         )
     return checkpoint
@@ -96,27 +97,28 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
     experts, saved_experts = (state.recipe["model"].get("experts") for state in (current, saved))
     problems = failed_rules(
         {
-            f"world_size={current.world_size} must equal the {saved.world_size} that wrote the checkpoint; start "
-            f"{saved.world_size} processes, or {new_run}.": current.world_size != saved.world_size,
-            f"zero_optimization.stage={current.zero_stage} must equal the {saved.zero_stage} that wrote the checkpoint; use "
-            f"the same DeepSpeed JSON, or {new_run}.": current.zero_stage != saved.zero_stage,
-            f"model.experts={experts} must equal the checkpoint's {saved_experts}; set it back, or "
+            f"world_size={current.world_size} must equal the checkpoint's world_size={saved.world_size} (number of processes); "
+            f"start {saved.world_size} processes, or {new_run}.": current.world_size != saved.world_size,
+            f"zero_optimization.stage={current.zero_stage} must equal the checkpoint's ZeRO stage {saved.zero_stage}; use the "
+            f"DeepSpeed JSON of that run, or {new_run}.": current.zero_stage != saved.zero_stage,
+            f"model.experts={experts} must equal the checkpoint's value {saved_experts}; restore that value, or "
             f"{new_run}.": current.parts != saved.parts,
-            f"model.path is another model than the checkpoint's ({', '.join(changed)} differ); set it back to "
+            f"model.path names a model with a different {', '.join(changed)} than the checkpoint's model; set model.path to "
             f"{saved.base}.": changed,
-            f"the data has changed (fingerprint {current.data_fingerprint}, checkpoint {saved.data_fingerprint}); use the "
-            f"same cache, or {new_run}.": current.data_fingerprint != saved.data_fingerprint,
+            f"the training data differs from the checkpoint's training data (fingerprints {current.data_fingerprint} and "
+            f"{saved.data_fingerprint}); use the same cache, or {new_run}.": current.data_fingerprint
+            != saved.data_fingerprint,
         }
     )
     fixed_keys = [(name, reason) for reason, names in _FIXED_KEYS.items() for name in names]
     if saved.recipe.get("lora"):
-        fixed_keys += [(name, "because a LoRA checkpoint does not contain its base") for name in _BASE_KEYS]
+        fixed_keys += [(name, "because a LoRA checkpoint contains no base weights") for name in _BASE_KEYS]
     for name, reason in fixed_keys:
         value, saved_value = _recipe_value(current.recipe, name), _recipe_value(saved.recipe, name)
         if value != saved_value:
             problems.append(
-                f"{name}={value} must equal the checkpoint's {saved_value}, {reason}; set it back, or {new_run} (a LoRA "
-                "continues with lora.init_from)."
+                f"{name}={value} must equal the checkpoint's value {saved_value}, {reason}; restore that value, or {new_run} "
+                "(for a LoRA, set lora.init_from)."
             )
     if problems:
         raise CheckpointError([f"{label}: {problem}" for problem in problems])

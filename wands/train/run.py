@@ -27,7 +27,7 @@ from wands.variants import TEXT_LEN, DiTShape, Expert, Variant
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A checked training run.
+    """Training run whose recipe, model and data have passed all checks, and whose steps are planned.
 
     Attributes:
         recipe: recipe with all defaults filled in.
@@ -95,9 +95,9 @@ class TrainingRun:
     def data_fingerprint(self) -> str:
         """Return a digest of the properties that determine in which order training reads the samples.
 
-        The properties are the keys of the samples, their lengths, their positions in the cache, and the repeats of each source.
-
-        If a resumed run has the same digest, it continues at the right position in the data.
+        The properties are the keys and lengths of the samples, the repeats of each source, and, with
+        `packing.buffer_size`, the positions of the samples in the cache. A resumed run with the digest of its checkpoint
+        continues at the right position in the data.
         """
         rows = zip(self.data.keys, self.seq_lens.tolist(), strict=True)
         text = "".join([f"{key}\0{length}\n" for key, length in rows])
@@ -125,11 +125,11 @@ class TrainingRun:
         return len(self.experts) * (3 * forward - round(frozen * linear))
 
     def denominator(self, plan: StepPlan) -> float:
-        """Return the divisor of a step's summed loss for the gradient: the mean number of samples or tokens per step.
+        """Return the number by which a step's summed loss is divided for the gradient: mean samples or tokens per step.
 
-        Only trained tokens count. First frames that are given as a condition are not trained, and their number in a
-        step is random. This method uses their expected number, so that every step of an epoch has the same divisor. See
-        also `StepPlan.denominators`.
+        `loss.reduction` selects samples or trained tokens. First frames that are given as a condition are not trained,
+        and their number in a step is random. This method uses their expected number, so that every step of an epoch has
+        the same divisor. See also `StepPlan.denominators`.
         """
         value = plan.denominators[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token" and self._gives_first_frames:
@@ -139,9 +139,7 @@ class TrainingRun:
         return value
 
     def count(self, plan: StepPlan) -> float:
-        """Return the divisor of a step's summed loss for the logged mean: the number of samples or of trained tokens in
-        this step.
-        """
+        """Return the number by which a step's summed loss is divided for the log: samples or trained tokens in the step."""
         value = plan.counts[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token" and self._gives_first_frames:
             for bin in plan.bins:

@@ -66,7 +66,7 @@ def train_step(
         engine: DeepSpeed engine of a DiT.
         slices: for each micro step, the part of the packed batch that this rank trains on. All ranks have the same
             number of micro steps.
-        run: the checked run.
+        run: the checked training run.
         groups: process groups of this rank.
         device: device of the engine.
         denominator: mean number of samples or trained tokens per step over all ranks, by which the loss is divided.
@@ -117,8 +117,8 @@ def _sample_losses(
     """Return the loss of each sample of a step. Samples with weight 0, which only fill empty bins, are left out.
 
     Args:
-        micro_losses: for each micro step, a tuple of the rank slice, the noise levels, and the summed squared errors of
-            its samples.
+        micro_losses: for each micro step, a tuple of the rank slice, and the noise levels and summed squared errors of
+            the samples in the slice.
         groups: process groups of this rank.
     """
     sums = torch.cat([errors for _, _, errors in micro_losses])
@@ -141,7 +141,7 @@ def _sample_losses(
 def _unpartitioned_grad_norm(module: torch.nn.Module) -> torch.Tensor:
     """Return the norm of the gradient at ZeRO stage 0.
 
-    At this stage every rank has the whole gradient, and DeepSpeed does not report its norm.
+    At this stage every rank has the whole gradient, and DeepSpeed does not report the norm.
     """
     return torch.linalg.vector_norm(
         torch.stack(

@@ -1,4 +1,4 @@
-"""Describe a run before it starts, as the start block: a text about parallelism, batch size, data, kernels and memory."""
+"""Describe a run before training starts, in a text about parallelism, batch size, data, kernels and memory."""
 
 from __future__ import annotations
 

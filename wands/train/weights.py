@@ -29,13 +29,13 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
     path = recipe.model.path
     if not path:
         raise ConfigError(
-            "model.path is not set; give a diffusers pipeline folder or a Hub id, for example --set model.path=DIR."
+            "model.path is not set; set it to a diffusers pipeline folder or a Hub id, such as --set model.path=DIR."
         )
     index, config = load_index(path), load_config(path)
     try:
         variant = variant_of(config, index)
     except ValueError as error:
-        raise ConfigError(f"model.path={path}: {error}; give a pipeline of Wan 2.1 or 2.2.") from None
+        raise ConfigError(f"model.path={path}: {error}; use a pipeline of Wan 2.1 or 2.2.") from None
     experts = choose_experts(variant, recipe.model.experts)
     for expert in experts:
         expert_config = load_config(path, expert.subfolder)
@@ -43,7 +43,7 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
         if differing:
             raise ConfigError(
                 f"model.path={path}: the two experts differ in {', '.join(differing)}, but must have the same architecture; "
-                "give another pipeline."
+                "use another pipeline."
             )
     return config, variant, experts
 
@@ -60,7 +60,7 @@ def choose_experts(variant: Variant, name: str | None) -> tuple[Expert, ...]:
     """
     if len(variant.experts) == 1 and name is not None:
         raise ConfigError(
-            f"model.experts={name} applies to models with two experts, and {variant.name} has one; remove the key."
+            f"model.experts={name} applies to models with two experts, but {variant.name} has one DiT; remove the key."
         )
     return tuple(expert for expert in variant.experts if name in (None, "both", expert.name))
 
@@ -68,8 +68,7 @@ def choose_experts(variant: Variant, name: str | None) -> tuple[Expert, ...]:
 def list_weights(
     recipe: Recipe, config: dict[str, Any], experts: Sequence[Expert], is_new: bool = True
 ) -> tuple[Weight, ...]:
-    """Return the parameters of a trained DiT in the form in which a run stores them. For a LoRA run, include the LoRA's
-    parameters.
+    """Return names, shapes and stored dtypes of a trained DiT's parameters. For a LoRA run, include the LoRA's parameters.
 
     Args:
         recipe: recipe, which contains the LoRA, the frozen parameters and the storage dtypes.

@@ -99,11 +99,11 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
     recipe = state.recipe
     check_resumable(state, state, "x")
     for change, said in (
-        ({"world_size": 4}, "world_size=4 must equal the 2 that wrote the checkpoint"),
-        ({"zero_stage": 3}, "zero_optimization.stage=3 must equal the 2"),
+        ({"world_size": 4}, "world_size=4 must equal the checkpoint's world_size=2 .number of processes"),
+        ({"zero_stage": 3}, "zero_optimization.stage=3 must equal the checkpoint's ZeRO stage 2"),
         (
             {"recipe": {**recipe, "train": {**recipe["train"], "seed": 9}}},
-            "train.seed=9 must equal the checkpoint's 0",
+            "train.seed=9 must equal the checkpoint's value 0",
         ),
         *(
             (
@@ -112,9 +112,9 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
             )
             for key in ("max_tokens", "level_bins", "buffer_size")
         ),
-        ({"data_fingerprint": "other"}, "the data has changed"),
+        ({"data_fingerprint": "other"}, "the training data differs from the checkpoint's training data"),
         ({"parts": ["transformer_2"]}, "model.experts="),
-        ({"transformer_config": {**state.transformer_config, "num_layers": 7}}, "num_layers differ"),
+        ({"transformer_config": {**state.transformer_config, "num_layers": 7}}, "different num_layers"),
     ):
         with pytest.raises(CheckpointError, match=said):
             check_resumable(state, replace(state, **change), "x")
@@ -358,7 +358,7 @@ def test_shards_cut_otherwise_are_refused(tiny_pipeline: Path, tmp_path: Path, w
     cut = {"zero_optimization": {"stage": 3, "sub_group_size": 20_000}}
     worlds[1].run(run_training, tiny_pipeline, tmp_path, ("train.max_steps=1",), cut)
     with pytest.raises(
-        AssertionError, match=r"DeepSpeed cannot use its partitions .* use the DeepSpeed JSON of the run"
+        AssertionError, match=r"DeepSpeed cannot use the partitions .* use the DeepSpeed JSON of the run"
     ):
         worlds[1].run(
             run_training,

@@ -135,7 +135,7 @@ PARTS: list[tuple[list[dict[str, str]], str | None]] = [
     ),
     (
         [{"data": "b"}, {"data": "a"}, {"data": "b"}, {"data": "b"}],
-        "DataError: the data of rank 1 differs from the data of ranks 0, 2-3; give every node the same cache (data.cache): one "
+        "DataError: the data of rank 1 differs from the data of ranks 0, 2-3; use the same cache (data.cache) on every node: one "
         "shared folder, or complete copies.",
     ),
     (  # a tie: the group with rank 0 is the measure
@@ -163,7 +163,7 @@ PARTS: list[tuple[list[dict[str, str]], str | None]] = [
         "ConfigError: 2 problems:\n"
         "  - the recipe of rank 1 differs from the recipe of ranks 0, 2-3, and so do the plan, the fit; start every node with "
         "the same recipe file and the same --set.\n"
-        "  - the data of rank 2 differs from the data of ranks 0-1, 3; give every node the same cache (data.cache): one shared "
+        "  - the data of rank 2 differs from the data of ranks 0-1, 3; use the same cache (data.cache) on every node: one shared "
         "folder, or complete copies.",
     ),
 ]
@@ -269,7 +269,7 @@ def test_a_job_that_is_not_the_same_everywhere(
     assert "(num_layers=7, not" in found["model"]
     assert differs("context parallelism", "ulysses_degree=2, not 1") in found["degrees"]
     assert found["data"].startswith(f"DataError: the data of rank {odd} (contents=")
-    assert f"differs from the data of {others}; give every node the same cache" in found["data"]
+    assert f"differs from the data of {others}; use the same cache" in found["data"]
     assert found["plan"].startswith(f"ConfigError: the plan of rank {odd} (bins=")
     assert "(start_step=1, not 0)" in found["start"]
     assert "(wands=0.0.9, not " in found["software"]
@@ -635,5 +635,6 @@ def test_a_check_on_demand(drift: bool, tiny_pipeline: Path, tmp_path: Path, run
     else:
         assert said == (None, None)
         assert any(
-            re.fullmatch(r"step 2: \d+ parameters and the plan are equal on all ranks", s) for s in lines[0]
+            re.fullmatch(r"step 2: \d+ parameters and the packing plan are equal on all ranks", s)
+            for s in lines[0]
         )

@@ -293,7 +293,7 @@ def test_host_memory_that_runs_out_has_a_cure(monkeypatch: pytest.MonkeyPatch):
         raise RuntimeError("CUDA error: out of memory\nmore")
 
     monkeypatch.setattr(torch, "empty", pin)
-    said = r"ema\.device=cpu cannot pin 2\.0 GiB .*\(CUDA error: out of memory\); set ema\.device=gpu"
+    said = r"ema\.device=cpu cannot allocate 2\.0 GiB of pinned .*\(CUDA error: out of memory\); set ema\.device=gpu"
     with pytest.raises(ConfigError, match=said):
         ema._allocate([2**28, 2**28], torch.device("cpu"), pinned=True)
     with pytest.raises(RuntimeError, match="more"):
@@ -312,7 +312,7 @@ def test_turned_off_and_on_again(finished: Finished, tiny_pipeline: Path, tmp_pa
         [series], said = worlds[2].run(watched_run, tiny_pipeline, run, settings, zero(2), True)[0]
         return series, said
 
-    assert "ema is not in the recipe: the checkpoint's average is ignored" in go_on(5)[1]
+    assert "the recipe has no ema section: the moving average in the checkpoint is ignored" in go_on(5)[1]
     with pytest.raises(
         CheckpointError, match=r"step_00000005 contains no moving average .* leave --ema out, or train with"
     ):
@@ -321,7 +321,7 @@ def test_turned_off_and_on_again(finished: Finished, tiny_pipeline: Path, tmp_pa
         export(run, tmp_path / "out", ema=True)
     assert not (tmp_path / "out").exists()
     series, said = go_on(6, *PLAIN)
-    assert "the checkpoint has no average: ema starts from the weights at step 5" in said
+    assert "the checkpoint has no moving average: ema starts from the weights at step 5" in said
     assert same(load_exported_state(run, ema=True), averaged(series, 0.7))
     before = load_exported_state(run, ema=True)
     series, _ = go_on(7, "ema.decay=0.2", "ema.warmup=false")  # today's decay is in force

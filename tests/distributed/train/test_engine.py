@@ -197,7 +197,7 @@ def test_an_adam_that_does_not_build_is_refused_early(monkeypatch: pytest.Monkey
         raise RuntimeError("no\n  nvcc")
 
     monkeypatch.setattr(CPUAdamBuilder, "load", load)
-    with pytest.raises(ConfigError, match=r"does not build here \(no nvcc\); install ninja"):
+    with pytest.raises(ConfigError, match=r"does not compile on this machine \(no nvcc\); install ninja"):
         check_offload(build(OFFLOAD))
     check_offload(build({}))
     check_offload(build(OFFLOAD, device_type="cpu"))

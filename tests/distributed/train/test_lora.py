@@ -167,7 +167,10 @@ def test_a_resume_that_would_train_something_else_is_refused(tiny_pipeline: Path
     resume(model={"path": f"/moved/{tiny_pipeline.name}"})
     resume(lora={"init_from": "anything"})
     for sections, words in (
-        ({"lora": {"targets": "attention"}}, "lora.targets=attention must equal the checkpoint's all-linear"),
+        (
+            {"lora": {"targets": "attention"}},
+            "lora.targets=attention must equal the checkpoint's value all-linear",
+        ),
         ({"lora": {"alpha": 8.0}}, "lora.alpha=8.0"),
         ({"lora": {"rank": 8}}, "lora.rank=8"),
         ({"lora": None}, "lora.rank=None"),

@@ -361,10 +361,12 @@ def test_a_resume_on_other_weights_is_refused(tiny_pipeline: Path, tmp_path: Pat
     for theirs in (recipe, older):
         resume(theirs)
         with pytest.raises(
-            CheckpointError, match=r"precision\.weights=bf16 must equal the checkpoint's fp32"
+            CheckpointError, match=r"precision\.weights=bf16 must equal the checkpoint's value fp32"
         ):
             resume(theirs, precision={"weights": "bf16"})
-        with pytest.raises(CheckpointError, match=r"lora\.quantize=int8 must equal the checkpoint's none"):
+        with pytest.raises(
+            CheckpointError, match=r"lora\.quantize=int8 must equal the checkpoint's value none"
+        ):
             resume(theirs, lora={"quantize": "int8"})
 
 
