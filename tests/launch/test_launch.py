@@ -349,7 +349,7 @@ def test_two_nodes_share_a_bin_stop_resume_and_equal_one_process(
     for text in (
         "4 ranks =",
         "1/500  loss",
-        "as requested; continue with --resume",
+        "as requested; use --resume to continue the run",
     ):  # one rank speaks for both nodes
         assert first.count(text) == 1
         assert text not in second

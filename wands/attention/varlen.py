@@ -41,7 +41,7 @@ def varlen_attention(
 
 @dataclass(frozen=True)
 class PaddedSegments:
-    """Segments whose keys are padded to a common length with copies of one padding key. The copies are not stored.
+    """Attention segments whose keys are padded to a common length with copies of one padding key, which are not stored.
 
     Attributes:
         segments: rows of q and of k in each segment, without padding.
@@ -88,9 +88,9 @@ def padded_attention(
 ) -> Tensor:
     """Run attention inside segments whose keys are padded with copies of the key `pad_k`.
 
-    The padding costs almost nothing. n equal keys have the weight n * exp(score) in the softmax. All padding keys are
-    therefore one block of one key with log-sum-exp score + log(n). The result for this block is merged with the result
-    for the other keys.
+    The padding costs almost nothing. In the softmax, n equal keys have the weight n * exp(score). The function therefore
+    computes attention to a single padding key with the log-sum-exp score + log(n), and merges the result with the
+    attention to the other keys.
 
     Args:
         q: [Tq, H, D], for Tq rows, H heads and head dim D.

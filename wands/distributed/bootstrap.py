@@ -25,9 +25,9 @@ def accelerator_type() -> str:
 
 
 def ranks_per_node() -> int:
-    """Return the number of processes per node. The number is the same on every rank.
+    """Return the number of processes per node. Every rank returns the same number.
 
-    If nodes have different numbers of processes, this is the mean, rounded down.
+    If nodes have different numbers of processes, the number is the mean, rounded down.
     """
     # The context-parallel degrees depend on this number. If each rank counted the processes of its node, ranks on nodes of
     # different sizes would choose different degrees and hang.
@@ -42,7 +42,7 @@ def init_process_group() -> tuple[int, int, torch.device]:
     """Join the process group that the launcher describes. Without a launcher, create a group of one process.
 
     Returns:
-        (rank, world size, device). The device is this rank's device, and it is already set as the current device.
+        (rank, world size, device). The device is this rank's device, and is already set as the current device.
     """
     import deepspeed
 

@@ -37,15 +37,15 @@ def check_agreement(
 
     Args:
         parts: maps a name to a text: a digest or a JSON object. For JSON objects, the error message names the first key
-            that differs. A text must come before the texts that depend on it, so that the error names the cause first.
-            Ranks may have different names.
+            that differs. A text must come before the texts that depend on this text, so that the error names the cause
+            first. The names may differ between ranks.
         device: device of this rank, from which the process group's backend can send.
         fixes: maps a name to (class of the error, text of the fix).
 
     Raises:
-        ConfigError: if a text differs between ranks. `fixes` can name a different class. All ranks raise the same
-            message. The message contains the name of the text, the ranks that differ from the largest group of equal
-            ranks, and the fix.
+        ConfigError: if a text differs between ranks. `fixes` can name another error class. All ranks raise the same
+            message. The message contains the name of the text, the ranks whose text differs from the text of most ranks,
+            and the fix.
     """
     text = json.dumps(sorted(parts.items()))
     digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
@@ -85,9 +85,9 @@ def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None
 
 
 def _first_key(odd: str | None, usual: str | None) -> str:
-    """Return the first key at which two JSON objects differ, with both values, in brackets.
+    """Return the first key at which two JSON objects differ, with both values, such as " (train.seed=3, not 0)".
 
-    Return an empty text for digests, and "(missing)" if `odd` is None.
+    Return an empty text if the two texts are digests, and " (missing)" if `odd` is None.
     """
     if odd is None or usual is None:
         return " (missing)" if odd is None else ""
@@ -142,9 +142,10 @@ def check_tensors_agree(names: Sequence[str], checksums: Tensor) -> None:
 def tensor_checksum(tensor: Tensor) -> Tensor:
     """Hash the bits of a tensor to an int64 scalar on the tensor's device.
 
-    A one-to-one function maps the bits and the index of each element to a 64-bit integer, and these integers are added
-    modulo 2^64. A change of one element therefore always changes the sum. Any other change, such as a permutation, is
-    missed with probability 2^-64. The sum does not depend on the order of addition. NaNs are compared by their bits.
+    A one-to-one function maps the bits and the index of each element to a 64-bit integer, and the sum of these integers
+    modulo 2^64 is the hash. A change of one element therefore always changes the hash. Any other change, such as a
+    permutation, is missed with probability 2^-64. The hash does not depend on the order of addition. NaNs are hashed by
+    their bits.
 
     Args:
         tensor: tensor of any shape, with elements of 1, 2, 4 or 8 bytes.

@@ -1,6 +1,6 @@
 """Parallel dimensions and their process groups: world size = data parallel x ring x Ulysses.
 
-Ulysses is the innermost dimension, so that its all-to-all stays inside a node.
+Ulysses is the innermost dimension, so that the all-to-all of Ulysses stays inside a node.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check_world(parallel: ParallelConfig, world_size: int) -> None:
     if world_size % size:
         raise ConfigError(
             f"{_given_keys(parallel)}: {size} ranks share each bin, but world_size={world_size} is not a multiple of "
-            f"{size}. Start a multiple of {size} processes, or change the degrees."
+            f"{size}. Start a multiple of {size} processes, or change the keys of the parallel section."
         )
 
 
@@ -94,8 +94,8 @@ def choose_degrees(
     """Choose the Ulysses degree and the ring degree for the recipe's `parallel` section.
 
     If only `cp_size` is set, the Ulysses degree is as large as possible, because an all-to-all always sends less than a
-    ring of the same degree. It must divide the number of heads, the group size and the number of ranks per node. The
-    ring degree is the group size divided by the Ulysses degree.
+    ring of the same degree. The Ulysses degree must divide the number of heads, `cp_size` and the number of ranks per
+    node. The ring degree is `cp_size` divided by the Ulysses degree.
 
     Args:
         parallel: `parallel` section of a recipe that `load_recipe` has checked.
@@ -133,8 +133,8 @@ class ProcessGroups:
         dims: parallel dimensions of this rank.
         ulysses: ranks that share attention heads, for the all-to-all.
         ring: ranks that exchange keys and values, for send and receive.
-        ring_grad: a second communicator over the ranks of `ring`, for the gradients of keys and values. With one
-            communicator for both, transfers of keys and values and transfers of gradients would wait for each other.
+        ring_grad: a second communicator over the ranks of `ring`, for the gradients of keys and values. With a single
+            communicator, transfers of keys and values would wait for transfers of gradients.
         cp: all ranks of the context-parallel group, which share the samples of one packed sequence.
     """
 

@@ -27,7 +27,8 @@ from wands.attention.packed import ChunkLens, segment_ids_of
 class CommBytes:
     """Number of bytes that a rank sends for one attention layer.
 
-    The fields separate the Ulysses all-to-alls from the ring transfers, and the forward pass from the backward pass.
+    There is one field each for the Ulysses all-to-alls and the ring transfers, in the forward pass and in the backward
+    pass.
     """
 
     ulysses_forward: int
@@ -82,9 +83,9 @@ class ContextPlan:
         return self.ring_degree * self.row_len - sum(self.seq_lens)
 
     def cost_balance(self) -> float:
-        """Return the ratio of the ring's attention time to the time with an even split of the (query, key) pairs.
+        """Return the attention time of the ring divided by the time with an even split of the (query, key) pairs.
 
-        The best ratio is 1. In each round of the ring, all ranks wait for the rank with the most pairs.
+        The best result is 1. In each round of the ring, all ranks wait for the rank with the most pairs.
         """
         lens, degree = self.chunk_lens, self.ring_degree
         lockstep = sum(
@@ -185,8 +186,8 @@ def split_over_ring(seq_lens: tuple[int, ...], ring_degree: int) -> ChunkLens:
     """Split every sample into one chunk per ring row, so that the ring rows have nearly equal numbers of tokens.
 
     A ring row is the part of the packed samples that one Ulysses group (the ranks that share attention heads) holds.
-    The chunks of a sample differ by at most one token. A sample with fewer tokens than ring rows is not split: with
-    empty chunks, the ring would still send the keys.
+    The chunks of a sample differ by at most one token. A sample with fewer tokens than ring rows is not split, but goes
+    to one ring row.
 
     Args:
         seq_lens: number of tokens of each sample.

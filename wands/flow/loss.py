@@ -1,8 +1,8 @@
-"""Flow-matching loss as a sum, with weights that count every sample once or every token once.
+"""Flow-matching loss as a weighted sum. The weights give every sample or every token the same weight.
 
 The loss of a training step is a sum over all ranks and micro steps, divided by one denominator from the training plan.
-With `loss.reduction=sample`, the denominator is the mean number of samples per step of the epoch. With `token`, it is
-the mean number of tokens. No rank divides by the number of samples or tokens on that rank.
+With `loss.reduction=sample`, the denominator is the epoch's mean number of samples per step. With `token`, the denominator
+is the mean number of tokens per step. No rank divides by the number of samples or tokens on that rank.
 
 Letters: L local tokens of a rank, P channels of a token, S samples.
 """
@@ -49,8 +49,8 @@ def loss_weights(
 
     Args:
         trained_lens: number of tokens of each sample that are in the loss, summed over the ranks that share the sample.
-        batch_weights: fp32 [S] for S samples, 0 for the sample of a padding bin, else 1. A padding bin has one dummy sample
-            and completes a training step.
+        batch_weights: fp32 [S] for S samples, 0 for the sample of a padding bin, else 1. A padding bin has one dummy
+            sample, and fills up a step that has too few bins.
         sigma_weights: fp32 [S], weight of each sample's noise level, from `sigma_weight`.
         reduction: "sample": the weights of a sample's tokens sum to 1. "token": the weight of every token is 1. Both
             are then multiplied by `batch_weights` and `sigma_weights`.

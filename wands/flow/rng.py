@@ -1,7 +1,7 @@
-"""Random number generators of training. Each generator is keyed by the purpose of its numbers.
+"""Random number generators of training. Each generator is keyed by (seed, sample, repeat_index, epoch, purpose).
 
-No generator keeps a state from one draw to the next. The same (seed, sample, repeat_index, epoch, purpose) therefore
-always gives the same bits. They do not depend on the rank, the packing of the samples, their order, or restarts.
+A new generator is made for each use, so equal keys always give equal random numbers. The random numbers do not depend on
+the rank, the packing of the samples, the order of the samples, or restarts.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class SampleKey:
 
 
 def philox(*parts: int | str) -> np.random.Generator:
-    """Return a new Philox generator keyed by the 128-bit blake2b digest of `parts`.
+    """Return a new Philox random number generator, keyed by the 128-bit blake2b digest of `parts`.
 
     The digest is computed from JSON, which distinguishes ("a", "bc") from ("ab", "c"), and 1 from "1". Python's
-    ``hash`` is not used because its values change from process to process.
+    ``hash`` is not used, because the values of ``hash`` change from process to process.
     """
     digest = hashlib.blake2b(json.dumps(parts).encode("ascii"), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 def rng(seed: int, key: SampleKey, purpose: str) -> np.random.Generator:
-    """Return a new generator for one use of a sample.
+    """Return a new random number generator for one use of a sample in training.
 
     Args:
         seed: `train.seed`.

@@ -37,9 +37,9 @@ def sample_sigma(
 ) -> float:
     """Draw a noise level from the recipe's distribution, truncated to the range from `low` to `high`.
 
-    The range applies to sigma after the shift. The inverse CDF is truncated. No draw is therefore rejected, and every
-    call takes two numbers from the generator. With `mix_uniform`, sigma sometimes comes from a uniform distribution.
-    The probability of this is the share of the uniform distribution in the probability mass of the range.
+    The range applies to sigma after the shift. The function truncates the inverse CDF instead of rejecting draws, so every
+    call takes two numbers from the generator. With `mix_uniform`, sigma sometimes comes from a uniform distribution, with
+    a probability equal to the fraction of the range's probability mass that is uniform.
 
     Args:
         generator: source of two uniform numbers.
@@ -137,7 +137,7 @@ def _logit(value: float) -> float:
 def _mode(uniform: float, scale: float) -> float:
     """Map `uniform` in [0, 1] to sigma, for the distribution "mode".
 
-    Sigma falls from 1 to 0. If scale > 0, sigma falls most slowly in the middle.
+    Sigma falls from 1 to 0 as `uniform` grows. If scale > 0, sigma falls most slowly in the middle.
     """
     return 1.0 - uniform - scale * (math.cos(math.pi * uniform / 2) ** 2 - 1.0 + uniform)
 
@@ -157,8 +157,8 @@ def _mode_inverse(value: float, scale: float) -> float:
 def _to_fp32_inside(sigma: float, low: float, high: float) -> float:
     """Round sigma to fp32 so that sigma and the fp32 timestep of sigma stay inside the range from `low` to `high`.
 
-    The timestep selects one of two experts. Without this step, rounding could move a sample to the range of the other
-    expert.
+    In a model with two experts, `low` and `high` are the range of one expert. Ordinary rounding could move a sample into
+    the range of the other expert.
     """
     value, up, down = np.float32(min(max(sigma, low), high)), np.float32(2.0), np.float32(-1.0)
     while min(float(value) - low, _timestep(value) - NUM_TRAIN_TIMESTEPS * low) < 0.0:

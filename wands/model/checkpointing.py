@@ -163,7 +163,7 @@ class SelectiveCheckpoint:
         return tree_map_only((_SavedTensor, OffloadedTensor), lambda tensor: tensor.take(), result.value)
 
     def _kept_name(self, op: OpOverload) -> str | None:
-        """Return the tensor name of an operator's result, or None if the result is not kept and must be computed again."""
+        """Return the name of an operator's result if the result is kept, or None if the result must be computed again."""
         return self._current_projection if op in _MATMULS else self._name_of.get(op)
 
     def _keep(self, name: str, tensor: Tensor) -> _SavedTensor | OffloadedTensor:

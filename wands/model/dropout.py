@@ -23,10 +23,10 @@ _SIDES = {"tokens": 1, "text": 2, "image": 3, "time": 4}
 
 
 class RowKeys:
-    """Hash keys of the rows in one forward pass. All dropout layers of a model share them.
+    """Hash keys of the rows in one forward pass, from which all dropout layers of a model compute their masks.
 
-    Dropout masks are computed from these keys. There are keys for four kinds of rows, which `side` names: "tokens"
-    (video tokens), "text" (text tokens), "image" (CLIP tokens) and "time" (timesteps).
+    There are keys for four kinds of rows, which `side` names: "tokens" (video tokens), "text" (text tokens), "image"
+    (CLIP tokens) and "time" (timesteps).
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class RowKeys:
 
 
 class KeyedDropout(nn.Module):
-    """Dropout layer as `torch.nn.Dropout`, but with masks that are hashes of row keys instead of random numbers.
+    """Dropout layer like `torch.nn.Dropout`, but with masks that are hashes of row keys instead of random numbers.
 
     Args:
         p: dropout probability.

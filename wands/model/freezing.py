@@ -17,7 +17,7 @@ def freeze_parameters(model: nn.Module, trainable: Sequence[str], frozen: Sequen
         model: model, which may be on the meta device.
         trainable: shell patterns of trainable parameters, such as `blocks.*.attn1.*`. An empty list means all
             parameters.
-        frozen: shell patterns of frozen parameters. They override `trainable`.
+        frozen: shell patterns of frozen parameters. A parameter that matches both lists is frozen.
 
     Returns:
         Number of trainable parameter tensors.
@@ -43,7 +43,7 @@ def freeze_parameters(model: nn.Module, trainable: Sequence[str], frozen: Sequen
     count = sum(is_trained(name) for name in names)
     if not count:
         raise ConfigError(
-            f"model.freeze={list(frozen)} freezes all parameters of model.trainable={list(trainable)}. "
+            f"model.freeze={list(frozen)} freezes all parameters of model.trainable={list(trainable)}, so nothing is trained. "
             "Remove a pattern from model.freeze."
         )
     return count

@@ -115,7 +115,7 @@ def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair]
     targets = find_targets(model, lora.targets)
     if not targets:
         raise ConfigError(
-            f"lora.targets={lora.targets} selects no layer. Remove the key, or list patterns of layers."
+            f"lora.targets={lora.targets} selects no layer. Remove the key, or list patterns of layer names."
         )
     _check_start(targets, lora, start or {})
     return sum(lora.rank * (linear.in_features + linear.out_features) for linear in targets.values())
@@ -150,7 +150,7 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]
     if pairs is None:
         raise ConfigError(
             f"{key}={file} contains a LoRA for {', '.join(loras)}, not for {expert.subfolder}. Set {key} to a LoRA for "
-            f"{expert.subfolder}, or set model.experts."
+            f"{expert.subfolder}, or set model.experts to the experts of this LoRA."
         )
     return pairs
 
@@ -163,7 +163,7 @@ def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:
 class MergedLoras:
     """Callable that merges LoRAs into base weights, in float64.
 
-    A merged weight is W + the sum of scale * alpha / rank * lora_B @ lora_A over all LoRAs.
+    A merged weight is the base weight plus the sum of scale * alpha / rank * lora_B @ lora_A over all LoRAs.
 
     Args:
         loras: (scale, pairs) of each LoRA. The pairs are the LoRA matrices by layer name.
@@ -197,8 +197,8 @@ class MergedLoras:
                 if linear is None or shape != (linear.out_features, linear.in_features):
                     actual = "has no such layer" if linear is None else f"has shape {[*linear.weight.shape]}"
                     raise ConfigError(
-                        f"model.merge_loras: {module} is for a weight of shape {[*shape]}, but the model {actual}. Use a LoRA "
-                        "for this model."
+                        f"model.merge_loras: the LoRA of layer {module} is for a weight of shape {[*shape]}, but the model "
+                        f"{actual}. Use a LoRA for this model."
                     )
 
     def __call__(self, name: str, weight: Tensor) -> Tensor:
@@ -219,8 +219,8 @@ def _check_start(targets: Mapping[str, nn.Linear], lora: LoraConfig, start: Mapp
     others = sorted(set(start) - set(targets))
     if others:
         raise ConfigError(
-            f"lora.init_from={lora.init_from} contains {len(others)} modules that lora.targets={lora.targets} excludes (first "
-            f"{others[0]}). Set lora.targets to the targets that the LoRA was trained with."
+            f"lora.init_from={lora.init_from} contains {len(others)} layers that lora.targets={lora.targets} excludes (the first "
+            f"is {others[0]}). Set lora.targets to the targets that the LoRA was trained with."
         )
     for name, pair in start.items():
         linear = targets[name]

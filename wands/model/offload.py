@@ -104,7 +104,7 @@ class ActivationOffloader:
         self._groups: deque[_Group] = deque()
 
     def open_group(self) -> None:
-        """Start a new group of tensors: the tensors that one block offloads.
+        """Start a new group. A group is the set of tensors that one block of the model offloads.
 
         The tensors of a group are copied back to the device together, before the tensors of earlier groups.
         """
@@ -144,8 +144,8 @@ class ActivationOffloader:
             except RuntimeError as error:  # CUDA reports "out of memory" for the host too
                 raise ConfigError(
                     f"model.checkpointing=offload cannot pin more than {self.reserved_bytes / 2**30:.1f} GiB of host memory on "
-                    f"this rank ({str(error).splitlines()[0]}). Offload fewer tensors, lower packing.max_tokens, or set "
-                    "model.checkpointing=full."
+                    f"this rank ({str(error).splitlines()[0]}). Remove tensors from model.offloaded_tensors, lower "
+                    "packing.max_tokens, or set model.checkpointing=full."
                 ) from error
         self.reserved_bytes += self.page_bytes
         return page
@@ -157,7 +157,7 @@ class ActivationOffloader:
 
 
 class _Group:
-    """Tensors that one block offloads. Every tensor handle holds a reference to its group."""
+    """Tensors that one block of the model offloads. The handle of each tensor contains a reference to the group."""
 
     def __init__(self, previous: weakref.ref[_Group] | None) -> None:
         self._previous = previous
@@ -206,7 +206,7 @@ class OffloadedTensor:
         return tensor
 
     def prefetch(self) -> None:
-        """Start the copy back to the device, unless the tensor is on the device or `take` was already called."""
+        """Start the copy from the host to the device, unless the tensor is on the device or `take` was already called."""
         if self._on_device is None and not self._taken:
             self._fetch()
 

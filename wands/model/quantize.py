@@ -30,8 +30,8 @@ def load_library() -> Any:
         import bitsandbytes.functional as library
     except (ImportError, OSError, RuntimeError) as error:  # the import loads its kernels
         raise ConfigError(
-            f"lora.quantize needs bitsandbytes, which does not load ({one_line(error)}). Run pip install 'wands[8bit]', or set "
-            "lora.quantize=none."
+            f"lora.quantize needs the package bitsandbytes, which does not load ({one_line(error)}). Run "
+            "pip install 'wands[8bit]', or set lora.quantize=none."
         ) from None
     return library
 
@@ -118,11 +118,11 @@ CODECS: dict[str, Codec] = {"int8": Int8, "nf4": NormalFloat4}
 
 
 class QuantizedLinear(nn.Linear):
-    """Frozen linear layer that stores its weight as codes and scales.
+    """Frozen linear layer that stores a quantized weight as codes (small integers) and scales.
 
     The result is equal, bit for bit, to the result of a linear layer with the decoded weight. The forward pass and the
-    backward pass each decode the weight. Between the two passes, only the codes and scales are stored, and ZeRO-3
-    releases them too.
+    backward pass each decode the weight. Between the two passes, only the codes and scales are stored. ZeRO-3 also
+    releases the gathered codes and scales.
     """
 
     codec: Codec

@@ -65,7 +65,7 @@ class PackedWanTransformer(WanTransformer3DModel):
             block.__class__ = PackedWanBlock
 
     def set_attention(self, self_attention: SelfAttention, backend: Backend) -> None:
-        """Set the self-attention, and the attention kernel of the cross-attention.
+        """Set the self-attention of all blocks, and the attention kernel of the cross-attention of all blocks.
 
         Args:
             self_attention: self-attention of packed tokens, such as the result of
@@ -108,7 +108,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         self.enable_gradient_checkpointing(self.selective_checkpoint)
 
     def set_dropout(self, p: float, lora_p: float = 0.0) -> None:
-        """Set dropout for training. In training, `forward` then needs `meta.dropout_keys`.
+        """Set dropout for training. After this call, `forward` needs `meta.dropout_keys` in training.
 
         Args:
             p: dropout probability of diffusers' dropout layers: attention outputs and hidden states of the
@@ -131,8 +131,8 @@ class PackedWanTransformer(WanTransformer3DModel):
             tokens: [L, P] for L tokens of P channels. The first channels are the noisy channels of the token's patch in
                 the order (latent channel, frame, row, column). The conditioning channels follow.
             meta: positions, samples and lengths of the tokens.
-            timesteps: fp32 [M], 1000 * sigma for each entry of `meta.timestep_lens`. If `meta.timestep_lens` is empty,
-                one timestep for each sample.
+            timesteps: fp32 [M] for M timesteps, 1000 * sigma. There is one timestep for each entry of
+                `meta.timestep_lens`, or one for each sample if `meta.timestep_lens` is empty.
             text_embeds: [sum of meta.text_lens, text_dim], without padding.
             image_embeds: [S, I, image_dim], CLIP hidden states: S samples, I CLIP tokens. Required for models with CLIP
                 only.
@@ -372,7 +372,8 @@ class PatchLinear(nn.Conv3d):
 def _stock_float(x: Tensor) -> Tensor:
     """Cast float64 to float32. Return tensors of other dtypes unchanged.
 
-    The calls are at the places where the stock model casts to float32, so that float64 models give equal results.
+    The packed model calls this function where the stock model casts to float32, so that float64 models give equal
+    results.
     """
     return x.float() if x.dtype == torch.float64 else x
 

@@ -1,7 +1,7 @@
 """Predict activation memory: the tensors that a block keeps for its backward pass, and their bytes during the backward pass.
 
-D is the width of the residual stream. F is the hidden width of the feed-forward layer. A row is a tensor with D or F
-values for each token.
+Letters: D width of the residual stream, F hidden width of the feed-forward layer. A row is a tensor with D or F values for
+each token.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Activations:
                 yield left, held + max(block + working, head if last else 0.0) + ends
 
     def on_host(self) -> dict[str, float]:
-        """Return {"activations": bytes that all blocks keep in host memory}, or {} if no activation is kept there."""
+        """Return {"activations": bytes that all blocks keep in host memory}, or {} if no activation is kept in host memory."""
         sizes = sum(self._named(name) for name in self.recipe.model.kept_on_host)
         return {"activations": sizes * self.shape.num_layers} if sizes else {}
 
@@ -82,8 +82,9 @@ class Activations:
         """Return the bytes that the forward pass of one block keeps, including autocast's copies of the weights.
 
         In fp32, a block always keeps the inputs of its three norms and of the norms of queries and keys. In the compute
-        dtype, it always keeps the inputs of the projections and the tensors that both attentions save. Trained layers
-        also keep their input, and under ZeRO-3 every linear layer does. See `PackedWanBlock.forward`.
+        dtype, a block always keeps the inputs of the projections and the tensors that self-attention and cross-attention
+        save. Trained layers also keep their inputs. Under ZeRO-3, every linear layer keeps its input. See
+        `PackedWanBlock.forward`.
         """
         shape, lora, narrow = self.shape, self.recipe.lora, self.narrow
         attention_only = lora is not None and lora.targets == "attention"

@@ -1,8 +1,8 @@
-"""Describe machines as data: GPU memory and peak, links between GPUs and nodes, and the shares of the peak that kernels reach.
+"""Describe machines as data: memory, peak FLOP/s, bandwidths, and the fractions of the peak that kernels reach.
 
-Peaks and memory sizes are from the vendors' data sheets. The bandwidth of a link is what collectives reach for one GPU
-and one direction. The shares of the peak are typical of large matmuls and attention kernels. Replace these assumptions
-by measurements of your machine.
+Peaks and memory sizes are from the vendors' data sheets. The bandwidth of a link is the bandwidth that collectives reach
+for one GPU and one direction. The fractions of the peak are typical of large matmuls and attention kernels. Replace these
+assumptions by measurements of your machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Machine:
     """One GPU, its node and its links to other GPUs.
 
     Attributes:
-        name: name of the GPU for reports.
+        name: name of the GPU, printed in reports.
         memory: memory of one GPU in bytes.
         peak: highest dense bf16 FLOP/s of one GPU.
         node_bandwidth: bandwidth from one GPU to the other GPUs of its node, in bytes/s.
@@ -49,8 +49,8 @@ class Machine:
         ranks_per_node: number of GPUs in a node.
         host_memory: host memory of a node in bytes.
         host_bandwidth: bandwidth between one GPU and the host in bytes/s, while all GPUs of the node copy.
-        linear_efficiency: share of the peak that linear layers reach.
-        attention_efficiency: share of the peak that attention reaches.
+        linear_efficiency: fraction of the peak that linear layers reach.
+        attention_efficiency: fraction of the peak that attention reaches.
     """
 
     name: str = "H100 80 GB"
@@ -65,7 +65,7 @@ class Machine:
     attention_efficiency: float = 0.4
 
     def ring_bandwidth(self, cp: int) -> float:
-        """Return the bandwidth of a ring of `cp` ranks in bytes/s. It is the bandwidth of the ring's slowest link."""
+        """Return the bandwidth of the slowest link in a ring of `cp` ranks, in bytes/s."""
         return self.node_bandwidth if cp <= self.ranks_per_node else self.network_bandwidth
 
     def world_bandwidth(self, gpus: int) -> float:
@@ -105,12 +105,12 @@ MACHINES = {
 
 
 def machine_named(name: str, **own: float | None) -> Machine:
-    """Return a machine of `MACHINES`, changed by the numbers that the user gives.
+    """Return a machine of `MACHINES`, in which the user's numbers replace the machine's numbers.
 
     Args:
         name: name of the machine.
         own: the user's numbers: gpu_memory and host_memory in GB, node_bandwidth and network_bandwidth in GB/s, and
-            gpus_per_node. None keeps the machine's number.
+            gpus_per_node. None keeps the number of the machine.
 
     Raises:
         ConfigError: if `MACHINES` has no machine with this name.
@@ -118,8 +118,8 @@ def machine_named(name: str, **own: float | None) -> Machine:
     machine = MACHINES.get(name.lower())
     if machine is None:
         raise ConfigError(
-            f"--hardware {name} is not a known machine; use one of {', '.join(MACHINES)}, and --gpu-memory for another "
-            "size."
+            f"--hardware {name} is not a known machine; use one of {', '.join(MACHINES)}. If only the memory of your GPU "
+            "is different, also set --gpu-memory."
         )
     given = {key: value for key, value in own.items() if value is not None}
     scaled = ("host_memory", "node_bandwidth", "network_bandwidth")

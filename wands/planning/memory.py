@@ -32,7 +32,7 @@ class Memory:
 
     Attributes:
         device: maps a component, such as "weights" or "activations", to its bytes on the device at the peak of a step.
-        host: maps a component to the bytes of it that are offloaded to host memory.
+        host: maps a component to the bytes that this component uses in host memory.
     """
 
     device: dict[str, float]

@@ -1,8 +1,9 @@
-"""Search for settings with which a run fits a machine, and sort them by predicted speed.
+"""Search for settings with which a run fits a machine, and sort the settings by predicted speed.
 
-The settings are the DeepSpeed config, the context-parallel degrees, the activation checkpointing and the bin size. A
-combination of settings is checked with the functions that the run itself uses: `build_ds_config`, `choose_degrees` and
-`estimate_memory`. A combination is therefore valid here exactly if it is valid in a run. `predict` gives its speed.
+The settings are the DeepSpeed config, the context-parallel degrees, the activation checkpointing and the bin size. A bin
+holds the clips of one forward pass. A combination of settings is checked with the functions that a run uses:
+`build_ds_config`, `choose_degrees` and `estimate_memory`. The search therefore accepts exactly the combinations that a
+run accepts. `predict` gives the speed of a combination.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ CHECKPOINTING = ("none", "selective", "offload", "full")
 SHIPPED = ("zero2", "zero3", "zero3_offload")
 """Names of the files in ds_configs/ that the search tries. Configs that divide less memory among the ranks come first."""
 HOST_SHARE = 0.9
-"""Share of a node's host memory that its ranks may use for offloaded tensors."""
+"""Fraction of a node's host memory that the ranks of the node may use for offloaded tensors."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Training run for which the search looks for settings, and the machine that it must fit.
+    """Training run for which the search looks for settings, and the machine that the run must fit.
 
     Attributes:
-        workload: sizes of the run. For each combination, the search replaces recipe keys, DeepSpeed config, degrees and
-            bin size.
+        workload: sizes of the run. For each combination of settings, the search replaces recipe keys, DeepSpeed config,
+            degrees and bin size.
         seq_lens: number of tokens of each clip in the data, int64 [N].
         machine: GPUs and links.
         ds_configs: maps a name to a DeepSpeed JSON that the search tries.
@@ -71,9 +72,10 @@ class Task:
         return int(self.by_length[-1])
 
     def full_bin(self, max_tokens: int) -> list[int]:
-        """Return the numbers of tokens of clips that fill a bin of at most `max_tokens` tokens like the data.
+        """Return the clip lengths, in tokens, of a typical full bin with at most `max_tokens` tokens.
 
-        The bin contains the longest clip, and other clips from the whole range of lengths.
+        A bin holds the clips of one forward pass. The returned bin contains the longest clip, and other clips from the
+        whole range of lengths in the data.
         """
         spread = np.linspace(len(self.by_length) - 1, 0, 64).astype(np.int64)
         lens: list[int] = []
@@ -85,9 +87,9 @@ class Task:
         return lens
 
     def most_samples(self, max_tokens: int) -> int:
-        """Return how many clips of the shorter half of the data fit on average into a bin of `max_tokens` tokens.
+        """Return how many clips of average length, from the shorter half of the data, fit into a bin of `max_tokens` tokens.
 
-        A bin of a balanced plan rarely contains more clips.
+        A bin (the clips of one forward pass) rarely contains more clips than this number.
         """
         shorter = self.by_length[: max(len(self.by_length) // 2, 1)]
         return max(min(int(max_tokens // max(shorter.mean(), 1)), len(self.by_length)), 1)
@@ -114,12 +116,12 @@ class Candidate:
 
     @property
     def host(self) -> float:
-        """Bytes of host memory that all ranks of a node use together."""
+        """Bytes of host memory that all ranks of a node need together."""
         return sum(self.memory.host.values()) * self.task.ranks_per_node
 
     @property
     def fits(self) -> bool:
-        """Whether the device memory and the host memory of the machine are large enough."""
+        """Whether the device memory and the host memory of the machine are large enough for this combination."""
         if self.workload.device_type == "cpu":  # device and host share the memory
             return self.memory.needed + sum(self.memory.host.values()) <= self.task.usable
         fits_host = self.host <= HOST_SHARE * self.task.machine.host_memory
@@ -132,7 +134,7 @@ class Candidate:
         return predict(self.workload, self.task.machine, lens)
 
     def changes(self) -> list[str]:
-        """Return the recipe keys whose values this combination changes, as ``key=value`` strings with the new values."""
+        """Return the recipe keys that this combination changes, as ``key=value`` strings with the new values."""
         before, after = self.task.workload.recipe, self.workload.recipe
         keys = {
             "model.checkpointing": (before.model.checkpointing, after.model.checkpointing),
@@ -155,9 +157,9 @@ class Candidate:
 
 
 def machine_here(device_type: str, ranks_per_node: int) -> Machine:
-    """Describe the machine of this process with its real memory. Its links and peak are default values.
+    """Return a `Machine` with the real memory of the machine that runs this process. Bandwidths and peak are defaults.
 
-    The result is for predictions of memory, which do not depend on links and peak.
+    The result is for predictions of memory, which do not depend on bandwidths and peak.
 
     Args:
         device_type: "cuda" or "cpu".
@@ -176,14 +178,14 @@ def machine_here(device_type: str, ranks_per_node: int) -> Machine:
 
 
 def check_memory(task: Task, ds_name: str) -> str | None:
-    """Check whether a run fits a machine. If it does not fit, find the smallest change of the settings with which it fits.
+    """Check whether a run fits a machine. If the run does not fit, find the smallest change of settings that makes it fit.
 
     Args:
         task: the run with its own DeepSpeed config and bins, and the machine. `ds_configs` contains JSONs to suggest.
         ds_name: name of the run's JSON in `ds_configs`.
 
     Returns:
-        None if the run fits. Otherwise a text with the memory that the run needs, and the change.
+        None if the run fits. Otherwise a text with the memory that the run needs, and the change of settings.
     """
     run = Candidate(task, ds_name, task.workload)
     if run.fits:
@@ -191,18 +193,19 @@ def check_memory(task: Task, ds_name: str) -> str | None:
     host = ""
     if run.host:
         available = to_gib(task.machine.host_memory)
-        host = f" and {to_gib(run.host)} of the {available} that are free on the host"
+        host = f" and {to_gib(run.host)} of host memory per node ({available} available)"
     return (
-        f"this run needs about {to_gib(run.memory.needed)} of the {to_gib(task.usable)} that {task.machine.name} has for tensors "
-        f"of a rank{host}; {find_cure(task, ds_name)}"
+        f"this run needs about {to_gib(run.memory.needed)} of device memory per rank ({task.machine.name}: "
+        f"{to_gib(task.usable)} available){host}; {find_cure(task, ds_name)}"
     )
 
 
 def search(task: Task) -> list[Candidate]:
     """Return all combinations of settings that fit, sorted by predicted speed with the fastest first.
 
-    Among equally fast combinations, the simplest settings come first. The bin size of a combination is the recipe's
-    size if that fits. Otherwise it is the largest size that fits, and at least the length of the longest clip.
+    Among equally fast combinations, the simplest settings come first. The bin size of a combination is the bin size of
+    the recipe if that size fits. Otherwise the bin size is the largest that fits, and at least the length of the longest
+    clip.
 
     Raises:
         ConfigError: if no combination is valid. The message is the reason why the first combination is invalid.
@@ -234,7 +237,7 @@ def _sort_key(candidate: Candidate) -> int:
 def build_candidates(
     task: Task, names: Iterable[str], max_tokens: Iterable[int], cp_sizes: Iterable[int], modes: Iterable[str]
 ) -> Iterator[Candidate]:
-    """Yield all valid combinations of the given settings. A yielded combination may need more memory than the machine has.
+    """Yield all valid combinations of the given settings, including combinations that need too much memory.
 
     Args:
         task: the run and the machine.
@@ -314,7 +317,8 @@ def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidat
 def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
     """Return the numbers of ranks per bin (cp_size) that the search tries.
 
-    If the recipe sets this number, return only that. Otherwise return the powers of two that divide the number of GPUs.
+    If the recipe sets this number, return only the recipe's number. Otherwise return the powers of two that divide the
+    number of GPUs.
     """
     if parallel != ParallelConfig(fused_all_to_all=parallel.fused_all_to_all):
         return [parallel.group_size]
@@ -322,7 +326,7 @@ def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
 
 
 def find_cure(task: Task, ds_name: str) -> str:
-    """Find the smallest change of the settings with which a run fits its machine, and return it as text for an error message.
+    """Return, as text for an error message, the smallest change of settings with which a run fits its machine.
 
     Args:
         task: the run and the machine. `ds_configs` contains the run's JSON under `ds_name`, and other JSONs to try.

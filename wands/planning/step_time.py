@@ -1,16 +1,16 @@
 """Predict the time of an optimizer step from FLOPs, bytes and bandwidths; nothing is measured.
 
-The prediction uses the functions of the training run. `DiTShape` gives the FLOPs. `ContextPlan` gives the layout, the
-balance and the communicated bytes of a bin. `choose_degrees` gives the degrees. `LEVEL` of the packer gives the wait
-for the slowest rank.
+The prediction uses functions that a training run also uses. `DiTShape` gives the FLOPs. `ContextPlan` gives the layout,
+the balance and the communicated bytes of a bin (the clips of one forward pass). `choose_degrees` gives the degrees.
+`LEVEL` of the packer gives the wait for the slowest rank.
 
-- Compute: kernels reach the machine's shares of its peak. The backward pass of a linear layer costs 2 forward passes,
+- Compute: kernels reach fixed fractions of the machine's peak. The backward pass of a linear layer costs 2 forward passes,
   or 1 if its weight is frozen. The backward pass of attention costs 2.5 forward passes. Recomputation adds a forward
   pass. It does not repeat attention if the output of attention is kept.
 - Ulysses: all-to-alls inside a node do not overlap with anything. Recomputation repeats the all-to-alls whose results
   are not kept.
-- Ring: the transfer in a ring step overlaps with the kernel of this step. The last transfer returns gradients and does
-  not overlap.
+- Ring: the transfer in a ring step overlaps with the kernel of the same step. The last transfer returns gradients and
+  does not overlap with a kernel.
 - ZeRO: in each micro step, stage 3 gathers the weights twice and reduces the gradients once. Stage 2 reduces the
   gradients in each micro step, and stages 0 and 1 reduce them once per step. Stages 1 and 2 gather the weights once per
   step. The traffic of a micro step overlaps with the compute that does not already overlap with the ring.
@@ -109,21 +109,17 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Share of the machine's peak that the model's FLOP/s reach (model FLOP/s utilisation). Recomputation is not counted."""
+        """Model FLOP/s utilisation: FLOP/s of the model without recomputation, divided by the machine's peak."""
         return self.flops * self.micro_steps / self.seconds / self.machine.peak
 
 
 def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Prediction:
-    """Predict the time of a step in which all context-parallel groups train on equal bins.
+    """Predict the time of an optimizer step in which all context-parallel groups train on bins with the same clip lengths.
 
     Args:
         workload: sizes of the run.
         machine: GPUs and links.
         lens: number of tokens of each clip in a bin.
-
-    Raises:
-        ConfigError: if the ranks of a group cannot share a bin of this model, for example because of its number of
-            heads.
     """
     shape, cp, checkpointing = workload.shape, workload.cp_size, workload.recipe.model.checkpointing
     layers, in_node = shape.num_layers, min(workload.world_size, machine.ranks_per_node)
@@ -201,7 +197,7 @@ def _zero_traffic(
 def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float) -> list[Traffic]:
     """Return [transfers in the forward pass, transfers in the backward pass] of the ring for one layer.
 
-    The transfers are those of `wands/attention/ring.py`.
+    The transfers are the transfers that `wands/attention/ring.py` makes.
 
     Args:
         plan: layout of a bin over the ranks.

@@ -1,4 +1,4 @@
-"""Collect the sizes of a run that determine its memory and step time: stored parameters, ranks and bins."""
+"""Sizes of a run that determine the memory and the step time of the run: stored parameters, ranks and bins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wands.variants import TEXT_LEN, DiTShape
 
 @dataclass(frozen=True)
 class Weight:
-    """Parameter of a DiT as a run stores it.
+    """Name, shape and storage size of one parameter of a DiT, and whether the run trains the parameter.
 
     Attributes:
         name: name of the parameter in the model.

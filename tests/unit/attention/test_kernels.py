@@ -211,7 +211,7 @@ MISTAKES = {
     "lse without the scale": "lse is off by",
     "lse in bf16": "lse is off by",
     "lse of another dtype": "lse is torch.bfloat16",
-    "lse [T, H]": "lse is torch.float32 .438, 2., must be torch.float32 .2, 438.",
+    "lse [T, H]": "lse is torch.float32 .438, 2., but must be torch.float32 .2, 438.",
     "lse +inf in empty rows": "lse must be -inf in rows without a key or query",
     "garbage in empty rows": "out must be 0 in rows without a key or query",
     "nan": "out is off by nan",

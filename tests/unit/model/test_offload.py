@@ -151,7 +151,7 @@ def test_host_memory_that_runs_out_is_not_taken_for_the_devices(monkeypatch: pyt
     monkeypatch.setattr(torch, "empty", pin)
     with pytest.raises(
         ConfigError,
-        match=r"cannot pin more than 1\.0 GiB of host memory .* out of memory\)\. Offload fewer tensors",
+        match=r"cannot pin more than 1\.0 GiB of host memory .* out of memory\)\. Remove tensors from model\.offloaded_tensors",
     ):
         store._take_pages(2**30 + 1)
 

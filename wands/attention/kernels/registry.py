@@ -33,9 +33,9 @@ def get_backend(name: str) -> Backend:
 def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int = 128) -> Backend:
     """Return the attention kernel for a value of `attention.backend`, and log the kernel's name once.
 
-    On a GPU, `auto` tries flash4, flash3, flash2 and torch, in this order. It returns the first kernel that is
-    installed, supports the GPU, and passes the check of its results. It logs a warning for each kernel that fails the
-    check. If no kernel is left, it returns the reference kernel. On a CPU, `auto` returns the cpu kernel.
+    On a GPU, `auto` tries flash4, flash3, flash2 and torch, in this order, and returns the first kernel that is
+    installed, supports the GPU, and passes the check of its results. `auto` logs a warning for each kernel that fails
+    the check. If no kernel is left, `auto` returns the reference kernel. On a CPU, `auto` returns the cpu kernel.
 
     Args:
         name: auto, reference, cpu, torch, flash2, flash3 or flash4.
@@ -77,8 +77,8 @@ def _fastest_backend(device: torch.device, dtype: torch.dtype, head_dim: int) ->
         )
     _log_once(
         logging.WARNING,
-        f"attention.backend=auto: no flash kernel runs on {device.type} in {dtype}. The reference kernel stores whole score "
-        "matrices, whose memory grows with the square of a clip's tokens.",
+        f"attention.backend=auto: no flash kernel runs on {device.type} in {dtype}. The reference kernel is used, whose "
+        "memory grows with the square of a clip's tokens.",
     )
     return "reference"
 
@@ -124,8 +124,8 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -
 
 @cache
 def _log_once(level: int, message: str) -> None:
-    """Log a message once per process.
+    """Log a message once per process. Later calls with the same message do nothing.
 
-    Without this, a message of `choose_backend` would be logged twice: for the model and for the run summary.
+    `choose_backend` is called for the model and for the run summary, and would otherwise log each message twice.
     """
     logger.log(level, message)

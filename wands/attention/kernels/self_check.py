@@ -1,4 +1,4 @@
-"""Check that a kernel satisfies its interface (contract.py) before the kernel is used.
+"""Check that the results of an attention kernel are right, as contract.py defines, before the kernel is used.
 
 The check uses the device, dtype and head dim of the training run.
 
@@ -42,7 +42,7 @@ class KernelError(Exception):
 def check_backend(
     backend: Backend, device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
 ) -> float:
-    """Compare a kernel with the reference kernel in float64. Use the kernel as ring attention does.
+    """Compare a kernel with the reference kernel in float64, with the calls that ring attention makes.
 
     The inputs are random packed rows. The kernel first attends to all keys at once. It then attends to two blocks of
     keys, and the two results are merged. The backward pass of each block gets the merged `out` and `lse`. Two more
@@ -129,19 +129,22 @@ class _Comparer:
         dtype = torch.promote_types(self.dtype, torch.float32) if is_lse else self.dtype
         if result.shape != exact.shape or result.dtype != dtype:
             raise KernelError(
-                f"{name} is {result.dtype} {list(result.shape)}, must be {dtype} {list(exact.shape)}"
+                f"the kernel's {name} is {result.dtype} {list(result.shape)}, but must be {dtype} {list(exact.shape)}"
             )
         result, exact = result.double().cpu(), exact.double()
         idle = (exact == 0) | exact.isneginf()  # rows of q without keys, or of k without queries
         if not torch.equal(result[idle], exact[idle]):
-            raise KernelError(f"{name} must be {'-inf' if is_lse else '0'} in rows without a key or query")
+            value = "-inf" if is_lse else "0"
+            raise KernelError(f"the kernel's {name} must be {value} in rows without a key or query")
         result, exact = result[~idle], exact[~idle]
         if not exact.numel():
             return
         error = (result - exact).abs().max().item() / (1.0 if is_lse else exact.abs().max().item())
         allowed = (LSE_TOLERANCE if is_lse else TOLERANCE)[self.dtype]
         if not error <= allowed:  # also true for nan
-            raise KernelError(f"{name} is off by {error:.2g}, the largest allowed error is {allowed:g}")
+            raise KernelError(
+                f"the kernel's {name} is off by {error:.2g}, but the largest allowed error is {allowed:g}"
+            )
         self.worst = max(self.worst, error)
 
 
