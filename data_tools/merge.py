@@ -51,7 +51,7 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
     """Copy the samples of several caches into one cache without any change, and verify the checksum of each sample.
 
     Args:
-        out: folder of the merged cache. It is new, or an earlier run with the same caches wrote it.
+        out: folder of the merged cache. The folder is new, or an earlier run with the same caches wrote it.
         paths: folders of the caches. If several caches contain the same key, the latents and the text must be equal. The
             metadata of the first of these caches is kept.
 

@@ -34,7 +34,7 @@ class EncodedSample:
         caption: caption of the clip; None if the format has no captions.
         text_embeds: [L, D], stored text embeddings; None if the format has captions.
         content: hash of the sample's stored bytes.
-        encoding: settings with which the latents were encoded. They must be equal for all samples of a cache.
+        encoding: settings with which the latents were encoded. All samples of a cache must have equal settings.
         source: path of the video; empty if the shard does not contain it.
         problem: reason why the sample cannot be read, and the fix; empty for a readable sample.
     """

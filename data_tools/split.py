@@ -32,7 +32,7 @@ def split(
     fraction: float | None = None,
     keys: Collection[str] | None = None,
 ) -> tuple[int, int]:
-    """Copy each sample of a cache into one of two new caches. Give either `fraction` or `keys`.
+    """Copy each sample of a cache into one of two new caches. Exactly one of `fraction` and `keys` must be set.
 
     Args:
         path: folder of the cache, which is not changed.
@@ -80,7 +80,7 @@ def split(
 
 
 def name_hash(name: str) -> float:
-    """Return a number in [0, 1) that depends only on a clip's name. It is the same on every machine."""
+    """Return a number in [0, 1) that depends only on a clip's name. The number is the same on every machine."""
     content = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return (int.from_bytes(content, "big") >> 11) / (1 << 53)
 

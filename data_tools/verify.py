@@ -2,8 +2,8 @@
 
 python -m data_tools.verify CACHE [--workers N]
 
-The exit code is 0 if there is no problem. It is 1 if there are problems. The program then prints one line per problem,
-which names the sample or the file, and the fix.
+The exit code is 0 if there is no problem. It is 1 if there are problems. In this case, the program prints one line
+per problem, which names the sample or the file, and the fix.
 """
 
 from __future__ import annotations

@@ -30,8 +30,9 @@ def pack(options: PackOptions) -> str:
     - cost: [a, b] in FLOPs. The forward pass of a bin costs a * sum(L) + b * sum(L^2) for sample lengths L.
     - data_fingerprint: the value that checkpoints also contain.
 
-    Each further line describes one optimizer step with the keys step, num_samples, num_tokens, fill, efficiency and bins.
-    Each bin has the keys, indices and tokens of its samples. Its cost is relative to the mean cost of the epoch's bins.
+    Each further line describes one optimizer step with the keys step, num_samples, num_tokens, fill, efficiency and
+    bins. Each bin has the keys, indices and tokens of its samples. The cost of a bin is relative to the mean cost of
+    the epoch's bins.
 
     Args:
         options: options of the command; they name the recipe, the epoch and the file.

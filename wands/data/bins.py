@@ -150,7 +150,8 @@ def even_out(
 
 
 def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
-    """Pack the lengths in three ways, and return the packing with the fewest bins.
+    """Pack samples of the given lengths into bins (packed batches) in three ways, and return the packing with the
+    fewest bins.
 
     The three packings are best-fit decreasing (`best_fit`), and exact filling (`fill_exactly`) with two rules for the
     next length. The first rule takes the longest length with which the bin can still become full. This packing wastes
@@ -180,8 +181,8 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
 
 
 def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
-    """Pack the longest clips first. Each clip goes into the fullest bin that has room for the clip, or into a new
-    bin.
+    """Pack the longest clips first. Each clip goes into the fullest bin (packed batch) that has room for the clip, or
+    into a new bin.
 
     A bin is returned as a list of indices into `lengths`. `counts` contains the number of clips of each length.
     """
@@ -210,8 +211,8 @@ def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Conten
 def fill_exactly(
     lengths: np.ndarray, counts: np.ndarray, max_tokens: int, choose: Callable[[np.ndarray, np.ndarray], int]
 ) -> Contents:
-    """Start each bin with the longest remaining length. Then add lengths whose sum is as close as possible to the free
-    room.
+    """Fill one bin (packed batch) after the other. Each bin starts with the longest remaining length. Then lengths
+    are added whose sum is as close as possible to the free room.
 
     Args:
         lengths: int64 [D], distinct lengths, ascending.
@@ -272,7 +273,8 @@ class _Sums:
 def level(
     bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, key: tuple[int | str, ...]
 ) -> Contents:
-    """Balance the costs of bins: pairs of bins exchange samples, so that the costs of the two bins become more similar.
+    """Balance the costs of bins (packed batches): pairs of bins exchange samples, so that the costs of the two bins
+    become more similar.
 
     The rounds alternate between three kinds of pairs:
 

@@ -124,11 +124,11 @@ def open_data(
     """Open the data of a recipe, check that the data fits the model, and remove the samples that the split does not
     select.
 
-    A single cache is returned unchanged if it has no repeats and no split. The same holds for mock data.
+    A single cache or mock data without repeats and without a split is returned unchanged.
 
-    With `repeat` r, an epoch uses every sample of the source r times. If r is a fraction, each epoch selects other
-    samples (`wands.data.repeats.RepeatSchedule`). With `weight`, an epoch uses as many samples as all sources
-    together contain, counting repeated uses. The weights divide these uses between the sources.
+    With `repeat` r, an epoch uses every sample of the source r times. If r is a fraction, the selected samples differ
+    from epoch to epoch (`wands.data.repeats.RepeatSchedule`). With `weight`, an epoch uses as many samples as all
+    sources together contain, counting repeated uses. The weights divide these uses between the sources.
 
     Args:
         section: `data` of the recipe.

@@ -34,7 +34,7 @@ def clip_name(key: str) -> str:
 
 
 def hold_out(keys: Iterable[str], fraction: float) -> np.ndarray:
-    """Mark the samples that belong to held-out clips.
+    """Choose the clips that are held out of training, and mark their samples.
 
     All samples of a clip are held out, or none. The decision depends only on the clip's name. So new clips do not
     change the decision for other clips, and a larger fraction holds out all clips that a smaller fraction holds out.

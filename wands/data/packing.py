@@ -50,8 +50,8 @@ class EpochPlan:
     def fill(self) -> float:
         """Share of the bins' token capacity that samples use, from 0 to 1.
 
-        The last step is not counted unless it is the only step, because it spreads the remaining samples over all its
-        bins.
+        The last step spreads the remaining samples over all its bins. So the last step is left out, unless the epoch
+        has only one step.
         """
         bins = [bin for step in self.steps[: max(1, self.num_steps - 1)] for bin in step if bin]
         return sum(int(self.seq_lens[i]) for bin in bins for i in bin) / (len(bins) * self.max_tokens)
@@ -91,7 +91,8 @@ def plan_epoch(
     level_bins: int | None = None,
     windows: Sequence[np.ndarray] | None = None,
 ) -> EpochPlan:
-    """Pack every sample into a bin, balance the costs of the bins, and group bins of similar cost into steps.
+    """Pack every sample into a bin (one forward pass), balance the costs of the bins, and group bins of similar cost
+    into steps.
 
     Bins with equally many tokens can take very different times, because the cost of attention grows with the square of
     each sample's length. `pack_bins` balances the costs of the bins as far as possible. `group_into_steps` puts bins of
@@ -112,7 +113,7 @@ def plan_epoch(
         max_tokens: capacity of a bin in tokens.
         bins_per_step: number of bins of one optimizer step, over all ranks and micro steps.
         seed: `train.seed`.
-        epoch: number of the epoch. Every epoch has other bins in another order.
+        epoch: number of the epoch. Every epoch has different bins in a different order.
         cost: cost of a bin, as a function or as coefficients, see `Cost`.
         keys: sample ids for error messages.
         level_bins: number of bins that must have similar costs, because their ranks wait for each other in every micro
@@ -215,7 +216,8 @@ def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: 
 
 
 def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], float]) -> list[list[Bin]]:
-    """Assign the bins of a step to data-parallel ranks, so that the ranks of a micro step get bins of similar cost.
+    """Assign the bins (packed batches) of an optimizer step to data-parallel ranks. In each micro step, the ranks get
+    bins of similar cost.
 
     In even micro steps rank 0 gets the most expensive bin, in odd micro steps the last rank does. So the ranks' totals
     over a step are similar, too. This balances ZeRO 1 and 2, where ranks wait for each other only at the end of the
@@ -238,8 +240,8 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
 def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], float]) -> float:
     """Return the cost of the slowest rank divided by the mean cost of the ranks; 1 is optimal.
 
-    Both costs are summed over the micro steps of all steps. 1 / result is the share of time in which ranks do not
-    wait.
+    Both costs are summed over the micro steps of all steps. 1 divided by the result is the share of time in which
+    ranks do not wait.
 
     Args:
         steps: steps with equally many bins.
@@ -256,7 +258,7 @@ def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], flo
 
 
 def bin_costs(seq_lens: np.ndarray, cost: Cost) -> Callable[[Bin], float]:
-    """Return a function that computes the cost of a bin from the indices of its samples."""
+    """Return a function that computes the cost of a bin (packed batch) from the indices of its samples."""
     costs = _sample_costs(seq_lens, cost)
     return lambda bin: sum(costs[i] for i in bin)
 
@@ -309,7 +311,7 @@ def _separate_rest(
 
 
 def _spread(bins: Sequence[Bin], bins_per_step: int, bin_cost: Callable[[Bin], float]) -> list[Bin]:
-    """Split bins until there are `bins_per_step` bins, or until every bin has only one sample.
+    """Split bins (packed batches) until there are `bins_per_step` bins, or until every bin has only one sample.
 
     Each time, the most expensive bin with several samples is split into two bins of similar cost.
     """

@@ -1,4 +1,4 @@
-"""Text embeddings on disk. They are stored after the captions are encoded, and read while the clips are encoded."""
+"""Text embeddings on disk: stored after the captions are encoded, and read while the clips are encoded."""
 
 from __future__ import annotations
 

@@ -73,7 +73,9 @@ class CheckedClip:
 
     @property
     def verdict(self) -> Literal["rejected", "warned", "fine"]:
-        """Verdict on the clip: "rejected" if it has a reason, else "warned" if it has warnings, else "fine"."""
+        """Verdict on the clip: "rejected" if the clip has a rejection reason, else "warned" if it has warnings, else
+        "fine".
+        """
         return "rejected" if self.reason else "warned" if self.warnings else "fine"
 
 

@@ -58,7 +58,8 @@ def preprocess(options: PreprocessOptions, *, max_samples: int = 512) -> Preproc
     caption or the name of a clip is new, only the caption is encoded. A run on an existing cache needs the same settings as
     the earlier run. After the run, the index of the cache contains exactly the samples of the source.
 
-    If a time range of a file has several captions, it is decoded and encoded once. Its samples share the latents in a shard.
+    If a time range of a file has several captions, it is decoded and encoded once. The samples of these captions
+    share the latents in a shard.
 
     If a clip crashes its decoder or exceeds the time limit, it is rejected and listed in `quarantine.jsonl`. Later runs skip
     the clip until its file changes or its line in `quarantine.jsonl` is deleted.
@@ -117,7 +118,8 @@ class PreprocessRun:
     The leading process assigns captions and clips to workers, collects the results, and writes the index of the cache.
 
     Attributes:
-        quarantine: maps the digest of a clip that crashed a process or exceeded a time limit to the reason of its rejection.
+        quarantine: maps the digest of a clip that crashed a process or exceeded a time limit to the reason why the
+            clip is rejected.
     """
 
     def __init__(self, writer: CacheWriter, pool: WorkerPool, settings: EncodeSettings) -> None:

@@ -31,7 +31,7 @@ Several captions of the same window (range of frames) give several samples. The 
 
 @dataclass(frozen=True)
 class Row:
-    """One caption of a clip.
+    """One caption of a clip, with the digest and the cached samples of this caption.
 
     Attributes:
         key: key of the row. The key of a sample is this key and a suffix for window and size, see `wands.data.clips.clip`.
@@ -259,8 +259,8 @@ def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
     """Return two digests of a row (clip with one caption). The first is of file content, time range and caption. The
     second is of file content and time range.
 
-    The digests use the content instead of the modification time, so that a copied data set is not encoded again. They do not
-    include the settings of the samples, because all samples of a cache have the same settings.
+    The digests use the content instead of the modification time, so that a copied data set is not encoded again. The
+    digests do not include the settings of the samples, because all samples of a cache have the same settings.
     """
     pieces = _read_pieces(row.path)
     size = row.path.stat().st_size

@@ -60,7 +60,9 @@ def from_bits(bits: np.ndarray) -> Tensor:
 
 
 def checksum(*arrays: np.ndarray) -> int:
-    """Return one CRC-32 over the bits of a sample's arrays. The arrays are in the order of `ARRAYS`."""
+    """Return one CRC-32 checksum over the bits of all arrays of a sample. The arrays must be in the order of
+    `ARRAYS`.
+    """
     crc32 = 0
     for array in arrays:
         crc32 = zlib.crc32(array.data, crc32)

@@ -61,7 +61,7 @@ class CacheIndex:
 
     @classmethod
     def build(cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray) -> CacheIndex:
-        """Return the index of the given entries of finished shards, sorted by key.
+        """Build the index from entries (facts about one sample each) of finished shards. The index is sorted by key.
 
         Args:
             path: cache folder that contains the shards.

@@ -65,7 +65,8 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
 
     Args:
         path: file of the shard.
-        fingerprint: digest of the fingerprint in the manifest. The shard must contain the same digest.
+        fingerprint: digest of the fingerprint (encoders and settings) in the manifest. The shard must contain the
+            same digest.
 
     Raises:
         OSError: if the file is unreadable, or the shard belongs to a cache with another fingerprint.
@@ -79,8 +80,8 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
 
 
 def stored_names(group: h5py.Group) -> list[str]:
-    """Return the names in `ARRAYS` of the arrays that a stored sample has. Latents and text embeddings are always
-    included.
+    """Return the names of the arrays that a stored sample has, in the order of `ARRAYS`. The names of latents and
+    text embeddings are always included.
     """
     return [name for name in ARRAYS if name in group or name in ARRAYS[:2]]
 
@@ -106,7 +107,7 @@ def shard_id(entries: Sequence[IndexEntry]) -> str:
 
 
 def read_shard_id(path: Path) -> str:
-    """Return the digest of its samples (`shard_id`) that a finished shard stores.
+    """Read the digest of all samples that a finished shard stores, see `shard_id`.
 
     Raises:
         CacheError: if the shard is damaged.
@@ -116,7 +117,7 @@ def read_shard_id(path: Path) -> str:
 
 
 def entries_of(file: h5py.File, shard: str) -> Iterator[IndexEntry]:
-    """Yield the entries of all samples in an open shard.
+    """Yield an index entry (shape, checksum and other facts) for each sample in an open shard.
 
     Args:
         file: the open shard.
@@ -142,11 +143,11 @@ def entries_of(file: h5py.File, shard: str) -> Iterator[IndexEntry]:
 
 
 def read_entries(path: Path, fingerprint: str) -> Iterator[IndexEntry]:
-    """Yield the entries of all samples in a finished shard.
+    """Yield an index entry (shape, checksum and other facts) for each sample in a finished shard.
 
     Args:
         path: file of the shard.
-        fingerprint: digest of the fingerprint in the manifest.
+        fingerprint: digest of the fingerprint (encoders and settings) in the manifest.
 
     Raises:
         CacheError: if the shard is damaged or belongs to another cache.
@@ -160,7 +161,7 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
 
     Args:
         path: file of the shard.
-        fingerprint: digest of the fingerprint in the manifest.
+        fingerprint: digest of the fingerprint (encoders and settings) in the manifest.
         row: number of the sample in the shard.
 
     Returns:

@@ -53,7 +53,7 @@ class LogRecord:
         return self.offset + 2 * sum(math.prod(shape) for shape in self.shapes)
 
     def read(self) -> list[np.ndarray]:
-        """Read the arrays of the record. They are uint16 and writable.
+        """Read the record from the disk, and return its arrays. The arrays are uint16 and writable.
 
         Raises:
             CacheError: if the checksum is wrong, for example after a power failure.

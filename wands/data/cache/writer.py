@@ -63,7 +63,7 @@ class ShardWriter:
 
     Attributes:
         path: cache folder.
-        digest: digest of the fingerprint in the manifest. Each shard stores the digest.
+        digest: digest of the fingerprint (encoders and settings) in the manifest. Each shard stores the digest.
         entries: maps keys to the entries of samples in finished shards. These are the shards that this writer has
             finished or read.
     """
@@ -75,7 +75,7 @@ class ShardWriter:
 
         Args:
             path: cache folder, which already contains a manifest.
-            fingerprint: digest of the fingerprint in the manifest.
+            fingerprint: digest of the fingerprint (encoders and settings) in the manifest.
             max_samples: largest number of samples of a shard.
             max_bytes: size in bytes at which a shard is finished. The last sample may exceed this size.
             first: number of the first shard. Numbers of existing shards are skipped.
@@ -93,7 +93,7 @@ class ShardWriter:
         self._rows: dict[str, int] = {}
 
     def has(self, key: str, content: str) -> bool:
-        """Return whether a finished shard contains a sample with this key that was made from this content.
+        """Return whether a finished shard contains a sample with this key and this content.
 
         Args:
             key: sample id.
@@ -327,7 +327,7 @@ class CacheWriter(ShardWriter):
             raise
 
     def refresh(self) -> None:
-        """Read the entries of shards that other writers have finished since the last call.
+        """Read the index entries of the samples in shards that other writers have finished since the last call.
 
         Raises:
             CacheError: if a shard is damaged.

@@ -1,8 +1,8 @@
 """Read the clips of tar archives (WebDataset, diffusion-pipe), and store these clips in files with safe names.
 
 The members of an archive that have the same folder and the same file name up to the first dot form one sample. Links,
-devices and names that lead out of the archive are refused. Data sets do not need them, and attackers have used them to
-overwrite files.
+devices and names that lead out of the archive are refused. Data sets do not need such members, and attackers have
+used such members to overwrite files.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class TarReader:
     def unpack(self, member: tarfile.TarInfo, folder: Path) -> Path:
         """Copy a regular member to a file in `folder`, unless the file exists, and return the path of the file.
 
-        The file's name is a hash of the archive's path, size and modification time, and of the member's position in the
-        archive. It does not depend on the content, so a later run need not read the archive again.
+        The file's name is a hash of the archive's path, size and modification time, and of the member's position in
+        the archive. The name does not depend on the content, so a later run need not read the archive again.
 
         Raises:
             DataError: if the archive ends inside the member.

@@ -35,7 +35,7 @@ def estimate_tokens(caption: str) -> int:
     are common, so use the estimate only to warn near the limit of 512 tokens.
 
     Args:
-        caption: text as written. The function cleans it first.
+        caption: text as written. The function cleans the text first.
     """
     text = clean_caption(caption)
     wide = len(_WIDE.findall(text))

@@ -141,7 +141,7 @@ class FrameSize:
 
 
 def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
-    """Choose the size of the frames of a clip.
+    """Choose the size to which the frames of a clip are scaled and cropped.
 
     Args:
         spec: rules for the size.
@@ -176,7 +176,8 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
 def plan_sizes(
     spec: ClipSpec, more_pixels: Sequence[int], width: Fraction, height: Fraction
 ) -> tuple[dict[str, FrameSize], TooSmallError | None]:
-    """Choose the size of the frames of a clip for each limit of the frame area. Equal sizes are returned once.
+    """Choose the size of the frames of a clip for each limit of the frame area (value of --max-pixels). Equal sizes
+    are returned once.
 
     Args:
         spec: rules for the size, with the first limit.
@@ -207,7 +208,7 @@ def plan_sizes(
 
 
 def further_specs(spec: ClipSpec, more_pixels: Sequence[int]) -> list[ClipSpec]:
-    """Return `spec`, and a copy of `spec` for each further limit of the frame area.
+    """Return `spec`, and a copy of `spec` for each further limit of the frame area (value of --max-pixels).
 
     Args:
         spec: spec with the first limit.
@@ -220,7 +221,7 @@ def further_specs(spec: ClipSpec, more_pixels: Sequence[int]) -> list[ClipSpec]:
 
 
 def split_suffix(suffix: str) -> tuple[str, str]:
-    """Split the suffix of a sample's key into (window, size).
+    """Split the suffix of a sample's key into (window, size). A window is a range of frames.
 
     The window is "" or, for example, "#0003". The size is "" or, for example, "#640x352".
     """

@@ -29,7 +29,7 @@ from wands.errors import DataError, one_line
 
 
 def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a dataset on the Hub, named owner/name.
+    """Layout: a dataset on the Hub, named owner/name. Return its clips, or None if the source has another form.
 
     If a local folder "owner" exists, the source is taken for a mistyped path and not for a dataset.
     """
@@ -39,9 +39,9 @@ def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def saved_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: read a local folder that contains, at any depth, parquet or arrow files of a Hugging Face dataset.
+    """Layout: a local folder that contains, at any depth, parquet or arrow files of a Hugging Face dataset.
 
-    Return None if the source does not have this layout.
+    Return the clips of the dataset, or None if the source does not have this layout.
     """
     if any(source.path.rglob("*.parquet")) or any(source.path.rglob("*.arrow")):
         return scan_dataset(source, str(source.path), source.path)
@@ -49,7 +49,7 @@ def saved_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips of a dataset.
+    """Yield a clip record for each usable clip of a Hugging Face dataset, and a rejection for each unusable row.
 
     Args:
         source: options of the scan.

@@ -1,8 +1,8 @@
 """Run functions in subprocesses, so that a crash or a hang loses one call and not the run.
 
-`IsolatedWorker` streams the values of a generator function from one subprocess. `map_isolated` calls a function on many
-items in several subprocesses. The packages concurrent.futures and pebble return one result per call. With them, all
-windows of a long video would be in memory at once.
+`IsolatedWorker` streams the values of a generator function from one subprocess. `map_isolated` calls a function on
+many items in several subprocesses. The packages concurrent.futures and pebble return one result per call. With these
+packages, all windows of a long video would be in memory at once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ Result = TypeVar("Result")
 
 
 class Crash(Exception):
-    """Error if a subprocess died or took too long. The text is the reason, such as "the process ended by SIGSEGV"."""
+    """Error for a subprocess that died or took too long. The message is the reason, such as "the process ended by
+    SIGSEGV".
+    """
 
 
 class Hang(Crash):
-    """Error if a subprocess was killed because a value took longer than the time limit."""
+    """Error for a subprocess that was killed because it took longer than the time limit."""
 
 
 def num_cores() -> int:

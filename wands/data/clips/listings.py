@@ -71,13 +71,15 @@ class Listing:
 
 
 def listed_file(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a file that lists clips, such as a table. The source is the path of this file."""
+    """Layout: a file that lists clips, such as a table. Return the listed clips, or None if the source is not a file."""
     return _scan_listing(Listing(source.path, source)) if source.path.is_file() else None
 
 
 def listed_folder(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a folder that contains a file that lists its clips. Clips in the folder that the file does not list are
-    rejected.
+    """Layout: a folder with a file that lists the folder's clips. Return the listed clips, or None if there is no
+    such file.
+
+    Clips in the folder that the file does not list are rejected.
     """
     file = _find_listing(source)
     return None if file is None else _scan_whole_folder(Listing(file, source))
@@ -87,7 +89,7 @@ def _find_listing(source: Source) -> Path | None:
     """Return the file that lists the clips of a folder. The file is in the folder, or in the sub-folder of the split.
 
     Raises:
-        DataError: if a folder contains several such files.
+        DataError: if a folder contains several files that list clips.
     """
     if not source.path.is_dir():
         return None
@@ -111,7 +113,7 @@ def _find_listing(source: Source) -> Path | None:
 
 
 def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips that a listing names. The name of the listing's file decides the format."""
+    """Yield the clips that a listing (a file such as a table) names. The name of the file decides the format."""
     file = listing.file
     if file.name == _MERGE:
         yield from _scan_merged(listing)
@@ -135,10 +137,11 @@ def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:
 
 
 def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips that a listing names, and rejections of clips in the folder that the listing does not name.
+    """Yield the clips that a listing (a file such as a table) names, and rejections of clips in the folder that the
+    listing does not name.
 
     Unlisted images are rejected only if the listing names an image. If the listing names less than half of many clips
-    in a folder, it is probably a selection. Then one rejection is yielded for the whole folder.
+    in a folder, the listing is probably a selection. Then one rejection is yielded for the whole folder.
     """
     items = list(_scan_listing(listing))
     yield from items

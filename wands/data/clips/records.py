@@ -35,10 +35,10 @@ class ClipRecord:
     """One clip with one caption. A clip with several captions has several records.
 
     Attributes:
-        key: unique, stable name. It is empty until `settle_keys`. The key is the path relative to the source, without
-            the extension. The extension is kept if two clips have the same path otherwise. If the row selects a time
-            range, "@start-end" follows. For the second and later captions of a clip, "~" and eight hex digits of the
-            caption's hash follow. A key never contains "#".
+        key: unique, stable name, empty until `settle_keys` sets it. The key is the path relative to the source,
+            without the extension. The extension is kept if two clips have the same path otherwise. If the row selects
+            a time range, "@start-end" follows. For the second and later captions of a clip, "~" and eight hex digits
+            of the caption's hash follow. A key never contains "#".
         path: absolute path of the file.
         caption: text as written, without leading and trailing white space, never empty.
         start: start of the time range in seconds. None is the start of the file.
@@ -119,7 +119,7 @@ def records_of_clip(
 
 
 def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:
-    """Drop duplicate records, set the keys, and sort records and rejections by key.
+    """Drop duplicate clip records, set the keys of the records, and sort records and rejections by key.
 
     A later record with the same clip and time range, but with a different caption, becomes an extra caption of the
     clip.

@@ -55,7 +55,7 @@ _MAX_CAPTION_BYTES = 1 << 20
 
 
 def tar_archive(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: one tar archive of clips. The source is the path of this archive."""
+    """Layout: one tar archive of clips. Return its clips, or None if the source is not a tar archive."""
     if source.path.is_file() and is_tar(source.path):
         return scan_tar(source.path, source.path.parent, source)
     return None
@@ -63,6 +63,8 @@ def tar_archive(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     """Layout: a folder that contains clips with a caption file next to each clip, or tar archives.
+
+    Return the clips of the folder, or None if the folder contains neither clips nor archives.
 
     A folder with parquet or arrow files does not have this layout if no clip has a caption file. Its clips are then
     images of a README, or clips that the rows of the parquet or arrow files name.
@@ -290,7 +292,7 @@ def scan_tar(
     captions: dict[str, Any] | None = None,
     used: set[str] | None = None,
 ) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips of a tar archive.
+    """Yield a clip record for each usable clip of a tar archive, and a rejection for each unusable sample.
 
     Args:
         archive: file of the archive.

@@ -24,10 +24,10 @@ unreadable row it is a string with the reason."""
 
 
 def read_range(row: dict[str, Any], path: Path) -> Range:
-    """Return the time range of a row in seconds.
+    """Return the time range (start, end) that a row of a table selects in its clip, in seconds.
 
-    A range in frames is converted with the clip's frame rate. If the frame rate varies, it is converted with the times
-    of the frames.
+    A range in frames is converted with the clip's frame rate. If the frame rate varies, it is converted with the
+    times of the frames.
 
     Args:
         row: row with lower-case column names.

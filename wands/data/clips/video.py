@@ -174,7 +174,7 @@ def decode_clip(
     end: float | None = None,
     more_pixels: Sequence[int] = (),
 ) -> Iterator[DecodedClip]:
-    """Decode the windows of a clip that ``spec`` selects, lazily and in time order.
+    """Decode the windows (ranges of frames) of a clip that ``spec`` selects, lazily and in time order.
 
     The frame for time t is the last frame with a timestamp <= t. Rotation, mirroring and pixel aspect ratio are
     applied. Damage and truncation outside the windows are ignored. In slide mode, windows that were yielded before an
