@@ -1,1 +1,1 @@
-"""Small programs for a latent cache: `python -m data_tools.inspect CACHE`."""
+"""Small programs for latent caches and data sets, such as `python -m data_tools.inspect CACHE`."""

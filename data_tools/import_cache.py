@@ -215,8 +215,8 @@ def _import_musubi(source: Path, out: Path, model: str) -> int:
     variant = read_variant(model)
     if variant.num_images:
         raise ConfigError(
-            f"--model={model} is {variant.name}, which needs conditioning frames, but they cannot be imported from musubi-tuner; "
-            "run wands preprocess on the videos."
+            f"--model={model} is {variant.name}, which needs conditioning frames, but conditioning frames cannot be "
+            "imported from musubi-tuner; run wands preprocess on the videos."
         )
     vae = AutoencoderKLWan.load_config(find_part(model, "vae", CONFIG_FILES))
     std = torch.tensor(vae["latents_std"])
@@ -305,7 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "source", type=Path, help="folder that data_tools.export wrote, or cache folder of musubi-tuner"
     )
-    parser.add_argument("out", type=Path, help="cache folder to create or continue")
+    parser.add_argument(
+        "out", type=Path, help="cache folder: a new folder, or the folder of an interrupted import"
+    )
     parser.add_argument("--model", help="pipeline folder or Hub id of the model that musubi-tuner used")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -222,7 +222,7 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     if any(size % step for size, step in zip(latents.shape[1:], patch, strict=True)):
         raise DataError(
             f"latents of shape {tuple(latents.shape)} are not multiples of patch_size={patch} in frames, rows and "
-            "columns; encode the clip again at such a size"
+            "columns; encode the clip again at another size"
         )
     if not latents.is_floating_point() or not latents.isfinite().all():
         raise DataError("latents contain numbers that are not finite; encode the clip again")
@@ -273,11 +273,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model", required=True, help="pipeline folder or Hub id of the model that encoded the shards"
     )
-    parser.add_argument("--out", type=Path, required=True, help="cache folder to create or continue")
     parser.add_argument(
-        "--fps", type=float, help="frame rate of the clips (default: the frame rate of the model variant)"
+        "--out",
+        type=Path,
+        required=True,
+        help="cache folder: a new folder, or the folder of an interrupted import",
     )
-    parser.add_argument("--device", default="cpu", help="device of the text encoder (default cpu)")
+    parser.add_argument(
+        "--fps",
+        type=float,
+        help="frames per second of the clips (default: the frame rate of the model variant)",
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="device that runs the text encoder, such as cuda:0 (default cpu)"
+    )
     options = parser.parse_args(arguments)
     report = import_shards(options.shards, options.out, options.model, fps=options.fps, device=options.device)
     reused = f", {report.num_reused:,} of them from an earlier run" if report.num_reused else ""

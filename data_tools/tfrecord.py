@@ -114,7 +114,9 @@ def read_records(path: Path) -> Iterator[bytes | DataError]:
                 intact = masked_crc32c(data) == checksum
                 yield data if intact else DataError("checksum of the record is wrong; replace the file")
     except OSError as error:
-        raise DataError(f"source={path} cannot be read ({error.strerror}); fix its permissions") from None
+        raise DataError(
+            f"source={path} cannot be read ({error.strerror}); fix the permissions of the file"
+        ) from None
 
 
 # ---- messages

@@ -152,7 +152,7 @@ def _check_manifest(path: Path, shards: list[str], report: VerifyResult) -> str 
     unknown = manifest.keys() - MANIFEST_KEYS
     if unknown or (stored is not None and stored != digest(manifest)):
         what = (
-            f"the file has an unknown {', '.join(sorted(unknown))}"
+            f"the file has the unknown key(s) {', '.join(sorted(unknown))}"
             if unknown
             else "the file was changed (wrong digest)"
         )
@@ -269,7 +269,7 @@ def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
     """
     attrs = {name: group.attrs[name] for name in ("key", "dtype", "crc32", "meta")}
     if attrs["dtype"] not in ("bfloat16", b"bfloat16"):
-        raise ValueError(f"has dtype {attrs['dtype']}, but a cache stores bfloat16")
+        raise ValueError(f"the sample has dtype {attrs['dtype']}, but a cache stores bfloat16")
     computed = num_bytes = 0
     for name in stored_names(group):
         stored = group[name]
@@ -305,11 +305,15 @@ def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> It
         stored: result of `_read_sample`.
     """
     if stored["key"] != index.keys[i]:
-        yield Problem(f"{INDEX_NAME} ({index.keys[i]})", f"{name} contains the key {stored['key']}", REBUILD)
+        yield Problem(
+            f"{INDEX_NAME} ({index.keys[i]})",
+            f"the index names another key than {name}, which contains {stored['key']}",
+            REBUILD,
+        )
     for column in ("latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets"):
         ours = getattr(index, column)[i].tolist()
         if ours != stored[column]:
-            what = f"{column} is {ours}, but the shard has {stored[column]}"
+            what = f"{column} is {ours} in the index, but {stored[column]} in the shard"
             yield Problem(f"{INDEX_NAME} ({index.keys[i]})", what, REBUILD)
 
 
@@ -321,7 +325,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m data_tools.verify", description=__doc__.splitlines()[0])
     parser.add_argument("cache", type=Path, help="cache folder written by wands preprocess")
     parser.add_argument(
-        "--workers", type=int, help="number of threads (default: number of CPU cores, at most 4)"
+        "--workers",
+        type=int,
+        help="number of threads that read shards (default: number of CPU cores, at most 4)",
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -38,7 +38,7 @@ def no_access_reason(path: object, error: str) -> str:
         path: the file of the clip.
         error: text of the system's error, for example "Permission denied".
     """
-    return f"video={path} cannot be read ({error}); fix its permissions"
+    return f"video={path} cannot be read ({error}); fix the permissions of the file"
 
 
 def read_source(options: ClipOptions) -> tuple[list[ClipRecord], list[Rejection]]:

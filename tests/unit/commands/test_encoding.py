@@ -102,7 +102,10 @@ def test_an_error_of_one_worker_leaves_its_share_to_the_others(
     monkeypatch.setattr(WorkerPool, "run", run)
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS, workers=2)
     assert report is not None
-    assert "worker 1 ended early (model=broken cannot be loaded); its remaining work was" in report.render()
+    assert (
+        "worker 1 ended early (model=broken cannot be loaded); its remaining captions or clips were"
+        in report.render()
+    )
     monkeypatch.undo()
     preprocess(str(source), tmp_path / "whole", tiny_pipeline, **WINDOWS)
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")

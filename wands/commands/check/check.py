@@ -283,7 +283,7 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
         warnings.append(_describe_turn(source))
     if source.sar != 1:
         shown = "x".join(f"{float(side):.0f}" for side in source.display_size)
-        warnings.append(f"pixel aspect: {source.sar.numerator}:{source.sar.denominator}, taken as {shown}")
+        warnings.append(f"pixel aspect: {source.sar.numerator}:{source.sar.denominator}, used as {shown}")
     if longest == 1 and not is_image:
         warnings.append("becomes a still: one frame")
     return warnings

@@ -73,7 +73,7 @@ class PreprocessReport:
             lines.append(
                 f"{self.num_relabelled:,} samples keep their latents: only the caption or name is new"
             )
-        lines += [f"{loss}; its remaining work was done in another round" for loss in self.losses]
+        lines += [f"{loss}; its remaining captions or clips were encoded later" for loss in self.losses]
         if self.num_left_out:
             lines.append(
                 f"{self.num_left_out:,} samples of earlier runs are not in the source or have a size that is not "

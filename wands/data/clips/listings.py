@@ -104,8 +104,8 @@ def _find_listing(source: Source) -> Path | None:
             files = [folder / _MERGE]
         if len(files) > 1:
             raise DataError(
-                f"source={source.name} contains {' and '.join(file.name for file in files)}; pass the path of one of "
-                "these files as SOURCE"
+                f"source={source.name} contains {' and '.join(file.name for file in files)}, which list clips; "
+                "pass the path of one of these files as SOURCE"
             )
         if files:
             return files[0]

@@ -64,7 +64,7 @@ def test_oddities_are_told(checked: tuple[dict[str, str], CheckReport]) -> None:
         "variable fps": "variable frame rate",
         "leap in time": "variable frame rate",
         "slow": "5 fps, frames are repeated to reach 16",
-        "wide pixels": "pixel aspect: 4:3, taken as 128x64",
+        "wide pixels": "pixel aspect: 4:3, used as 128x64",
         "one frame": "becomes a still",
         "whole": "duplicate: the same images as UPPER",
         "endless caption": "cut after 512",

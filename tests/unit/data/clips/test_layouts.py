@@ -517,7 +517,7 @@ def test_rows_of_a_csv_are_numbered_by_the_line_where_they_begin(tmp_path: Path)
         (
             {"metadata.csv": "a", "metadata.json": "[]"},
             "",
-            "contains metadata.csv and metadata.json; pass the path of one of these files",
+            "contains metadata.csv and metadata.json, which list clips; pass the path of one of these files",
         ),
     ],
 )
