@@ -60,7 +60,14 @@ class _CommandGroup(click.Group):
     cls=_CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
 @click.version_option(__version__, prog_name="wands")
-@click.option("--local_rank", "--local-rank", type=int, default=None, hidden=True, help="Set by launchers.")
+@click.option(
+    "--local_rank",
+    "--local-rank",
+    type=int,
+    default=None,
+    hidden=True,
+    help="Local rank of this process, set by launchers.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Print debug messages.")
 def main(local_rank: int | None, verbose: bool) -> None:
     """Train the Wan 2.1 / 2.2 video diffusion transformers, from raw clips to a model on the Hugging Face Hub."""
@@ -187,8 +194,8 @@ def _process_group_formed() -> bool:
 def _exit_rank(code: int = 0) -> None:
     """Exit this process with an exit code; return to the caller if the code is 0 and this is the only process.
 
-    A process of a distributed run exits without the shutdown of the Python interpreter. During the shutdown, the threads of
-    gloo's collectives can abort the process although the run has finished.
+    A process of a distributed run exits without the shutdown of the Python interpreter. During this shutdown, threads of the
+    communication library gloo can abort the process although its work is done.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1" and _process_group_formed():
         logging.shutdown()

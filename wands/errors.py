@@ -37,26 +37,26 @@ class WandsError(Exception):
 
 
 class ConfigError(WandsError):
-    """Invalid recipe, option or DeepSpeed JSON."""
+    """Error in a recipe, a command-line option or a DeepSpeed JSON."""
 
 
 class DataError(WandsError):
-    """Clip, caption or source of clips that cannot be used."""
+    """Error of a clip, a caption or a source of clips that cannot be used."""
 
 
 class CacheError(WandsError):
-    """Latent cache that is missing, damaged, or made for a different model."""
+    """Error of a latent cache that is missing, damaged, or made for a different model."""
 
 
 class CheckpointError(WandsError):
-    """Checkpoint that is missing, incomplete, or saved by an incompatible run."""
+    """Error of a checkpoint that is missing, incomplete, or saved by an incompatible run."""
 
 
 class Problems:
-    """Errors of several checks, collected so that one error can report them all.
+    """Collector for the errors of several checks, so that one exception can report all errors.
 
-    Each check has a name. A check can need the result of other checks. If one of these other checks failed, the check
-    is skipped.
+    Each check has a name. A check can need the results of earlier checks. If an earlier check that it needs has failed, the
+    check is skipped.
     """
 
     def __init__(self) -> None:
@@ -69,10 +69,10 @@ class Problems:
 
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
-        """Catch the WandsError that the block raises, and collect it for `raise_all`.
+        """Return a context manager that catches a WandsError of its `with` block, and collects the error for `raise_all`.
 
         Args:
-            name: name of the check, which counts as failed if the block raises.
+            name: name of the check. The check counts as failed if the block raises a WandsError.
         """
         try:
             yield
@@ -94,9 +94,9 @@ class Problems:
         return None
 
     def raise_all(self) -> None:
-        """Raise one error that contains all collected problems, or return if there are none.
+        """Raise one error that contains the messages of all collected errors. Return if no error was collected.
 
-        The error has the class of the first collected error.
+        The raised error has the class of the first collected error.
         """
         if len(self._errors) == 1:
             raise self._errors[0]
@@ -105,10 +105,10 @@ class Problems:
 
 
 def failed_rules(rules: Mapping[str, object]) -> list[str]:
-    """Return the messages of all rules that fail.
+    """Return the error messages of all broken rules.
 
     Args:
-        rules: maps the message of a rule to a true value if the rule fails.
+        rules: maps the error message of each rule to a value that is true if the rule is broken.
     """
     return [message for message, fails in rules.items() if fails]
 
@@ -128,10 +128,10 @@ def one_line(error: BaseException, limit: int = 200) -> str:
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a fix for a misspelled name.
+    """Return a text that suggests a valid name in place of a misspelled name.
 
-    The fix is a question with the most similar known name, such as "did you mean cp_size?". If no known name is
-    similar, the fix lists all known names.
+    The text is a question with the most similar valid name, such as "did you mean cp_size?". If no valid name is
+    similar, the text lists all valid names.
 
     Args:
         name: name that the user typed.

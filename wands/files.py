@@ -20,12 +20,12 @@ from wands.errors import ConfigError, WandsError, one_line
 def read_json(
     path: Path, *, label: str = "", fix: str = "fix the file.", error: type[WandsError] = ConfigError
 ) -> Any:
-    """Read a JSON file.
+    """Read a JSON file and return its value.
 
     Args:
         path: the file.
         label: name of the file in error messages, such as "--deepspeed zero3.json". Empty means the path.
-        fix: end of the error message, which says how to fix the error.
+        fix: end of the error message, which tells the user how to fix the error.
         error: class of the error.
 
     Raises:
@@ -57,7 +57,8 @@ def read_json_object(
 def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, Any]]:
     """Return all differences between two nested JSON values.
 
-    Each difference is (dotted key, value in `ours`, value in `theirs`). A missing key counts as None.
+    Each difference is (dotted key, value in `ours`, value in `theirs`). A missing key counts as None. All dotted keys
+    start with `name`.
     """
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return [
@@ -69,7 +70,10 @@ def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, 
 
 
 def first_difference(ours: Any, theirs: Any) -> tuple[str, Any, Any] | None:
-    """Return the first difference that `differences` finds between two JSON values, or None if they are equal."""
+    """Return the first difference between two nested JSON values, or None if the values are equal.
+
+    The difference is (dotted key, value in `ours`, value in `theirs`).
+    """
     return next(iter(differences(ours, theirs)), None)
 
 
@@ -84,8 +88,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
         path: the file to create or replace.
 
     Raises:
-        WandsError: if the file cannot be written, because of missing space, a missing permission, or a file with the
-            name of the folder.
+        WandsError: if the file cannot be written. Examples: the disk is full, a permission is missing, or the folder of
+            `path` is a file.
     """
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
@@ -114,7 +118,7 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
         replaceable: name of a file. A folder that contains this file may be replaced.
 
     Raises:
-        ConfigError: if `out` may not be replaced, or the name of a temporary folder is in use.
+        ConfigError: if `out` may not be replaced, or the folder `out` with the suffix ".tmp" or ".old" already exists.
         WandsError: if `out` cannot be written.
     """
     partial, old = (out.with_name(f"{out.name}.{suffix}") for suffix in ("tmp", "old"))
@@ -127,7 +131,9 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
             "writes to it or it contains your files."
         ) from None
     except OSError as error:
-        raise WandsError(f"--out {out} cannot be made ({one_line(error)}); choose another folder.") from error
+        raise WandsError(
+            f"--out {out} cannot be created ({one_line(error)}); choose another folder."
+        ) from error
     try:
         yield partial
         if not out.exists() or not any(out.iterdir()):
@@ -156,13 +162,13 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
 def _check_replaceable(out: Path, old: Path, replaceable: str | None) -> None:
     if os.path.ismount(out):
         raise ConfigError(
-            f"--out {out} is a mount point and cannot be replaced; give a folder inside the mount point, such as "
+            f"--out {out} is a mount point and cannot be replaced; choose a folder inside the mount point, such as "
             f"{out / 'output'}."
         )
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; choose a new or an empty folder.")
     if out.exists() and any(out.iterdir()) and not (replaceable and (out / replaceable).is_file()):
-        allowed = f" and no {replaceable} of an earlier export" if replaceable else ""
+        allowed = f", but no {replaceable} of an earlier export" if replaceable else ""
         raise ConfigError(f"--out {out} contains files{allowed}; choose a new or an empty folder.")
     if old.exists():
         raise ConfigError(

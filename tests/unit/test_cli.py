@@ -394,7 +394,7 @@ def test_an_output_dir_with_checkpoints_is_not_overwritten(tiny_pipeline: Path, 
 
 def test_export_and_infer_mistakes(tmp_path: Path, tiny_pipeline: Path):
     assert "contains no complete checkpoint" in refused("export", tmp_path, "--out", tmp_path / "out")
-    assert "--model=/no/model is neither a folder nor a Hub id; give" in refused(
+    assert "--model=/no/model is neither a folder nor a Hub id; set --model to" in refused(
         "infer", "--model", "/no/model", "--prompt", "x", "--out", tmp_path / "o"
     )
     text = refused(

@@ -1,1 +1,1 @@
-"""One file per subcommand: everything that `wands X` does apart from parsing its options."""
+"""Subcommands of `wands`. Each subcommand has a file or folder here, with everything except the parsing of its options."""

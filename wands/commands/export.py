@@ -39,9 +39,9 @@ def export(options: ExportOptions) -> Path:
     """Write a training checkpoint as a diffusers pipeline folder. For a LoRA run, write LoRA files instead, unless
     `options.merge` is set.
 
-    If the folder contains an earlier export, the new export replaces it only when the new export is complete. The new
-    folder keeps the subfolder ``samples`` of the earlier export. It also keeps ``README.md`` if the user wrote this
-    file.
+    If `--out` contains an earlier export, the new export replaces it as soon as the new export is complete. The new
+    folder keeps the subfolder ``samples`` of the earlier export. The new folder also keeps ``README.md`` if the user
+    wrote this file.
 
     Args:
         options: options of the command.
@@ -63,7 +63,8 @@ def export(options: ExportOptions) -> Path:
     as_pipeline = options.merge or not is_lora
     if not as_pipeline and (options.base is not None or options.copy_files):
         raise ConfigError(
-            "--base and --copy are for whole pipelines, and this run trained a LoRA; leave them out or add --merge."
+            f"--base and --copy are for whole pipelines, and {options.checkpoint} is a checkpoint of a LoRA run; leave --base "
+            "and --copy out, or add --merge."
         )
     if options.merge and not is_lora:
         raise ConfigError(
@@ -90,7 +91,8 @@ def export(options: ExportOptions) -> Path:
                 write_lora(load_lora_of(step_dir, part, options.ema), folder, dtype)
             if state.recipe["model"].get("merge_loras"):
                 log.warning(
-                    "the LoRA was trained on a base with other LoRAs merged in; load those LoRAs too, or export with --merge"
+                    "the LoRA was trained on a base model with other LoRAs merged in (model.merge_loras); load these LoRAs "
+                    "too, or export with --merge"
                 )
         record = _record(step_dir, state, base, options)
         write_text(partial / RECORD_FILE, json.dumps(record, indent=2))
@@ -103,28 +105,28 @@ def _bytes_of(size: str) -> int:
     num_bytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if num_bytes < 1:
         raise ConfigError(
-            f"--max-shard-size {size} must be a number above 0 and a unit of KB, MB, GB or TB; give one such as 5GB."
+            f"--max-shard-size {size} must be a number above 0 and a unit of KB, MB, GB or TB; write for example 5GB."
         )
     return num_bytes
 
 
 def _check_own_base(state: TrainState) -> None:
-    """Check that the base model of a run is known.
+    """Check that the base model of a run can be found.
 
     Older checkpoints store `model.path` as the user typed it, so a relative path may be a folder or a Hub id.
 
     Raises:
-        ConfigError: if an older checkpoint names a base model that is not a folder here.
+        ConfigError: if an older checkpoint names a base model that is not a folder on this machine.
     """
     if state.base_on_hub is None and state.base.startswith(".") and not Path(state.base).is_dir():
         raise ConfigError(
-            f"--base is not given, and the run's model.path={Path(state.base)} is no folder from here and perhaps no Hub id "
-            "(older checkpoints do not say); give --base with that folder, or with the id if it is one."
+            f"--base is missing: the run's model.path={Path(state.base)} is not a folder here, and this older checkpoint does "
+            "not record whether it is a Hub id; set --base to the folder or Hub id of the base model."
         )
 
 
 def _record(step_dir: Path, state: TrainState, base: str, options: ExportOptions) -> dict[str, Any]:
-    """Return the facts about a run that its model card needs, for the export record."""
+    """Return the contents of the export record `wands_export.json`: facts about the run that its model card needs."""
     return {
         "wands_version": __version__,
         "base": str(Path(base).resolve()) if Path(base).is_dir() else base,

@@ -1,7 +1,7 @@
 """`wands infer`: sample videos from prompts. Write an mp4 for each video, a contact sheet, and a record of all options.
 
-Sampling uses diffusers' own `WanPipeline` or `WanImageToVideoPipeline`, so every user of an exported folder gets the
-same video.
+Sampling uses diffusers' own `WanPipeline` or `WanImageToVideoPipeline`. A user who samples an exported folder with
+diffusers therefore gets the same video.
 
 Under a launcher, all processes sample each video together. Every rank runs the whole pipeline on the same latents, but
 the ranks divide the work of the transformer among them. Only the first rank decodes the latents and writes files.
@@ -54,7 +54,7 @@ SHEET_FRAMES = 4
 
 @dataclass(frozen=True)
 class InferResult:
-    """One sampled video and its files.
+    """Result of one sample request: the files of the video, and the facts about the sampling.
 
     Attributes:
         request: the sample request.
@@ -140,7 +140,7 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
 
 @dataclass(frozen=True)
 class _Plan:
-    """Everything that sampling needs before weights are loaded: the checked sources and requests, the device and the dtype.
+    """Checked inputs of `infer`, found before any weight is loaded: sources, requests, images, device and dtype.
 
     Attributes:
         source: sources of the pipeline.
@@ -205,11 +205,13 @@ def find_source(options: InferOptions) -> PipelineSource:
     if options.checkpoint is not None:
         for part, dit in _find_trained(options.checkpoint, str(options.model), options.ema).items():
             if part in dits:
-                raise ConfigError(f"{dits[part].label} and {dit.label} exclude each other; keep one.")
+                raise ConfigError(
+                    f"{dits[part].label} and {dit.label} both replace the {part}; leave one of the two options out."
+                )
             dits[part] = dit
     elif options.ema:
         raise ConfigError(
-            "--ema needs --checkpoint; a folder that wands export --ema wrote already contains the moving average."
+            "--ema needs --checkpoint; add --checkpoint, or leave --ema out if wands export --ema wrote the weights."
         )
     return find_pipeline(options.model, dits, find_loras(options.lora, options.lora_2))
 
@@ -245,7 +247,8 @@ def _option_problems(options: InferOptions, device: str, dims: ParallelDims) -> 
     present = {"cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))}
     if dims.world_size > 1 and options.device is not None:
         problems.append(
-            f"--device={options.device} is one device for several processes; leave it out, so that each process uses its own."
+            f"--device={options.device} is one device for several processes; leave --device out, so that each process uses "
+            "its own device."
         )
     elif device not in present | ({"cuda"} if len(present) > 1 else set()):
         problems.append(f"--device={device} is not on this machine; use one of {', '.join(sorted(present))}.")
@@ -254,7 +257,9 @@ def _option_problems(options: InferOptions, device: str, dims: ParallelDims) -> 
             f"--offload={options.offload} needs an accelerator, and sampling runs on the CPU; use --offload=none."
         )
     if options.fps is not None and options.fps <= 0:
-        problems.append(f"--fps={options.fps} must be above 0; leave it out for the model's frame rate.")
+        problems.append(
+            f"--fps={options.fps} must be above 0; leave --fps out to use the model's frame rate."
+        )
     return problems + (_out_problems(options.out_dir) if dims.rank == 0 else [])
 
 
@@ -262,7 +267,7 @@ def _out_problems(out_dir: Path) -> list[str]:
     """Return error texts if `out_dir` is not writable, otherwise []. The check leaves no file and no folder."""
     try:
         if out_dir.exists() and not out_dir.is_dir():
-            return [f"--out={out_dir} is a file; give a folder."]
+            return [f"--out={out_dir} is a file; choose a folder."]
         nearest = next(folder for folder in (out_dir, *out_dir.absolute().parents) if os.path.lexists(folder))
         with tempfile.TemporaryFile(dir=nearest):
             return []
@@ -348,7 +353,7 @@ def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origi
 
 
 def _next_number(out_dir: Path) -> int:
-    """Return the lowest number for file names that is greater than the numbers of all earlier runs in the folder."""
+    """Return the number for the next file name in a folder: one more than the largest number in its file names, or 0."""
     names = [path.name for path in out_dir.iterdir()] if out_dir.is_dir() else []
     used = [int(match[1]) for name in names if (match := re.match(r"(?:contact_sheet_)?(\d{3,})[_.]", name))]
     return max(used, default=-1) + 1

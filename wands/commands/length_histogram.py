@@ -11,7 +11,7 @@ NUM_BARS = 10
 
 
 def count_lengths(tokens: Sequence[int] | np.ndarray) -> list[tuple[str, int]]:
-    """Count the samples of each length, or of each of at most ten ranges if there are more than ten different lengths.
+    """Count the samples of each length. If there are more than ten different lengths, count the samples in ten ranges or fewer.
 
     Args:
         tokens: number of video tokens of every sample; at least one sample.

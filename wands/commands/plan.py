@@ -87,7 +87,7 @@ def _machine_of(options: PlanOptions) -> Machine:
     per_node = machine.ranks_per_node
     if options.gpus > per_node and options.gpus % per_node:
         raise ConfigError(
-            f"--gpus {options.gpus} must be a multiple of {per_node}, the GPUs of a node; use "
+            f"--gpus {options.gpus} must be a multiple of {per_node}, the number of GPUs per node; use "
             f"{options.gpus // per_node * per_node}."
         )
     return machine
@@ -98,8 +98,8 @@ def what_fits(
 ) -> str:
     """Return Markdown tables of the settings with which published models can be trained on common machines.
 
-    Each cell contains the best settings for one model and one machine. The tables assume clips of 480p with 81 frames. Each
-    bin (packed sequence) contains one clip.
+    Each cell contains the best settings for one model and one machine. The tables assume clips of 480p with 81 frames, and
+    one clip in each bin (packed sequence).
 
     Args:
         memories: names of machines in `MACHINES`. Each name is a column.
@@ -120,7 +120,7 @@ def what_fits(
 
 
 def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
-    """Return the best training settings that fit a machine in a few words, or "–" if no settings fit.
+    """Return a short text with the best training settings for a machine, or "–" if no settings fit its memory.
 
     The base model of a LoRA is quantised to nf4 only if no settings fit with an unquantised base model.
 
@@ -170,8 +170,8 @@ def _find_model(recipe: Recipe, options: PlanOptions) -> tuple[Variant, tuple[Ex
     if name is None:
         if not recipe.model.path:
             raise ConfigError(
-                "model.path is not set; give a pipeline folder, or --variant with the name of a published model, for example "
-                "wan2.1-t2v-14b."
+                "model.path is not set; add --set model.path=DIR with a pipeline folder, or --variant with the name of a "
+                "published model, for example wan2.1-t2v-14b."
             )
         config, variant, experts = read_model(recipe)
         return variant, experts, config
@@ -203,7 +203,9 @@ def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarr
         ) from None
     tokens = variant.num_tokens(legal_frames(options.frames), height, width)
     if tokens < 1:
-        raise ConfigError(f"--size {size} is smaller than a token of {variant.name}; give a larger size.")
+        raise ConfigError(
+            f"--size {size} is smaller than one video token of {variant.name}; choose a larger size."
+        )
     return np.full(options.clips, tokens, np.int64)
 
 
@@ -262,17 +264,19 @@ def _describe_smallest(task: Task) -> str:
     cp_sizes = (1, task.ranks_per_node)
     settings = list(build_candidates(task, task.ds_configs, [longest], cp_sizes, ("offload", "full")))
     if not settings:
-        return f"--gpus {gpus}: no DeepSpeed config is valid for this recipe; wands train --dry-run prints the reasons."
+        return f"--gpus {gpus}: no DeepSpeed config is valid for this recipe; run wands train --dry-run to see the reasons."
     least = min(settings, key=lambda setting: setting.memory.needed)
     host = (
-        f" and {to_gib(least.host)} of each node's {to_gib(task.machine.host_memory)}" if least.host else ""
+        f" and {to_gib(least.host)} of host memory per node (available: {to_gib(task.machine.host_memory)})"
+        if least.host
+        else ""
     )
     lora = "" if task.workload.recipe.lora else " a LoRA (--set lora.rank=32),"
     load = least.workload
     how = f"{least.ds_name}, cp {load.cp_size}, checkpointing {load.recipe.model.checkpointing}"
     return (
-        f"nothing fits {gpus} x {task.machine.name}: the smallest setting needs {to_gib(least.memory.needed)} of the "
-        f"{to_gib(task.usable)} of a GPU{host} ({how}, clips of up to {longest:,} tokens); use more or larger GPUs,"
+        f"no settings fit {gpus} x {task.machine.name}: the smallest settings ({how}, clips of up to {longest:,} "
+        f"tokens) need {to_gib(least.memory.needed)} per GPU (available: {to_gib(task.usable)}){host}; use more or larger GPUs,"
         f"{lora} lora.quantize, or shorter or smaller clips."
     )
 

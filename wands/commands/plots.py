@@ -39,8 +39,8 @@ def save_loss_plot(
     title: str = "Training loss",
     window: int | None = None,
 ) -> None:
-    """Plot the loss over the optimizer steps, and write a PNG. A thin line shows the raw values and a thick line their
-    running mean.
+    """Plot loss curves over the optimizer steps, and write the plot as a PNG. A thin line shows the raw losses, and a thick
+    line shows the running mean of the losses.
 
     Args:
         path: PNG to create or replace.

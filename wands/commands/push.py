@@ -1,8 +1,8 @@
 """The command `wands push`: upload the folder of a pipeline or a LoRA to the Hugging Face Hub, with a model card.
 
-The command uploads a temporary folder that contains links to the files. A component that is a link to a folder becomes a
-real folder there, because the Hub client does not enter linked folders. Training state is left out. JSON and text files
-that contain paths of this machine are copied without these paths.
+The command uploads a temporary folder that contains links to the files. If a component is a link to a folder, the temporary
+folder contains a real folder instead, because the Hub client does not enter linked folders. Training state is left out. JSON
+and text files that contain paths of this machine are copied without these paths.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def _check_contents(directory: Path) -> FolderContents:
         loras = tuple(_find_loras(directory))
         if not loras:
             raise WandsError(
-                f"DIRECTORY {directory} is not a diffusers pipeline (no model_index.json) and has no LoRA; give a folder that "
-                "`wands export` wrote."
+                f"DIRECTORY {directory} is not a diffusers pipeline (no model_index.json) and has no LoRA; set DIRECTORY to a "
+                "folder that `wands export` wrote."
             )
         return FolderContents(loras=loras)
     index = _read_object(index_path)
@@ -109,7 +109,7 @@ def _check_contents(directory: Path) -> FolderContents:
     ]
     if missing:
         raise WandsError(
-            f"DIRECTORY {directory} lacks the parts {', '.join(missing)}; run `wands export` again."
+            f"DIRECTORY {directory} lacks the folders {', '.join(missing)} that model_index.json lists; run `wands export` again."
         )
     return FolderContents(str(index.get("_class_name", "DiffusionPipeline")))
 
@@ -118,7 +118,7 @@ def _find_loras(directory: Path) -> Iterator[LoraFile]:
     """Yield the LoRA files in the folder itself and in its subfolders for the high-noise and the low-noise expert.
 
     Files without diffusers' key names are ignored. The keys of a file name the DiT to which the LoRA belongs. If the keys
-    name only ``transformer``, the subfolder decides.
+    name only ``transformer``, the subfolder decides to which expert the LoRA belongs.
     """
     for folder, expert in (("", EXPERTS[0]), *((name, expert) for expert, name in EXPERT_NAMES.items())):
         for path in sorted((directory / folder).glob("*.safetensors")):
@@ -172,7 +172,9 @@ def _license_of(base: str, hub: Hub) -> str:
         if base and (Path(base) / "README.md").is_file():
             license_id = (metadata_load(Path(base) / "README.md") or {}).get("license")
         elif is_hub_id(base):
-            info = hub.call("asking for the base", partial(hub.api.model_info, base, timeout=10), ())
+            info = hub.call(
+                "reading the base model's page", partial(hub.api.model_info, base, timeout=10), ()
+            )
             license_id = info.card_data.get("license") if info.card_data else None
     except (OSError, ValueError, yaml.YAMLError, WandsError) as error:
         log.debug("the licence of %s is not known (%s)", base, error)
@@ -194,7 +196,7 @@ def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: 
     try:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else model_card.MARKER
     except OSError as error:
-        raise WandsError(f"{path} cannot be read ({one_line(error)}); fix or remove it.") from error
+        raise WandsError(f"{path} cannot be read ({one_line(error)}); fix or remove this file.") from error
     if model_card.MARKER not in text:
         log.info("%s was not written by wands and is kept", path)
         return
@@ -221,7 +223,7 @@ def _stage(directory: Path, staging: Path) -> None:
         kept, here = set(names) - skip(folder, names), Path(folder)
         for link in (here / name for name in kept if (here / name).is_symlink()):
             if link.is_dir() and here.resolve().is_relative_to(link.resolve()):
-                raise WandsError(f"{link} links to a folder that contains it; remove the link.")
+                raise WandsError(f"{link} is a link to a folder that contains the link; remove the link.")
         return set(names) - kept
 
     def stage(source: str, target: str) -> None:

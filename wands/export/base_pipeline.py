@@ -26,29 +26,30 @@ def check_base(base_dir: Path, transformer_config: Mapping[str, Any], parts: Seq
     """
     if not (base_dir / "model_index.json").is_file():
         raise ConfigError(
-            f"--base {base_dir} has no model_index.json. Give the folder or Hub id of a diffusers pipeline, which wands convert "
-            "can make from an official repository."
+            f"--base {base_dir} has no model_index.json. Set --base to the folder or Hub id of a diffusers pipeline. wands "
+            "convert makes such a pipeline from an official repository."
         )
     for part in parts:
         path = base_dir / part / "config.json"
         config = read_json_object(
-            path, label=f"--base {base_dir}: {path}", fix="give a whole diffusers pipeline."
+            path, label=f"--base {base_dir}: {path}", fix="set --base to a complete diffusers pipeline."
         )
         if differing := differing_keys(config, transformer_config, "checkpoint"):
             raise ConfigError(
-                f"--base {base_dir} is another model: {', '.join(differing)}. Give the pipeline that the run started from."
+                f"--base {base_dir} is not the base model of the run: {', '.join(differing)}. Set --base to the pipeline that "
+                "the run started from."
             )
 
 
 def differing_keys(config: Mapping[str, Any], expected: Mapping[str, Any], owner: str) -> list[str]:
-    """Compare two diffusers configs, and return a text with both values for each key whose values differ.
+    """Compare two diffusers configs. Return one text for each key with different values; the text contains both values.
 
     Keys that start with "_" and keys that are missing in `config` are not compared.
 
     Args:
         config: config of a pipeline.
         expected: config with the expected values.
-        owner: name of the source of `expected`. The returned texts contain this name.
+        owner: name for the returned texts that says where the expected values are from, such as "checkpoint".
     """
     return [
         f"{key}={config[key]} ({owner} {value})"
@@ -80,10 +81,10 @@ def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = True
 
 
 def carry_over(earlier: Path, out: Path) -> None:
-    """Copy what users added to an earlier export into the folder of a new export.
+    """Copy the files that the user added to an earlier export into the folder of a new export.
 
-    Copy the folder `samples`. If `wands push` did not write the earlier README.md, also copy README.md and the loss
-    plot.
+    The folder `samples` is copied. If the user wrote the README.md of the earlier export, README.md and the loss plot are
+    copied too.
 
     Args:
         earlier: folder of the earlier export, which may not exist.

@@ -26,8 +26,8 @@ def write_lora(pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype =
         dtype: dtype of the written tensors.
 
     Raises:
-        CheckpointError: if the LoRA contains values that are not finite, or a file that was read back differs from the
-            LoRA.
+        CheckpointError: if the LoRA contains values that are not finite, or a written file differs from the LoRA when it is
+            read back.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rank = max(len(pair.lora_A) for pair in pairs.values())
@@ -42,7 +42,7 @@ def write_lora(pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype =
         for tensor in tensors:
             if not torch.isfinite(tensor.read()).all():
                 raise CheckpointError(
-                    f"export: {tensor.name} is not finite. The run has diverged. Export an older step."
+                    f"export: {tensor.name} has values that are not finite, because the run has diverged. Export an older step."
                 )
         write_safetensors(folder / name, tensors, metadata if layout == "diffusers" else {})
         check_written(tensors, [folder / name], "export")

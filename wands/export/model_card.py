@@ -37,11 +37,12 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class LoraFile:
-    """One LoRA file of a folder that is pushed to the Hub.
+    """One LoRA file in a folder that is pushed to the Hub.
 
     Attributes:
         name: path of the file in the repository. The file has diffusers' keys.
-        targets: one tuple (first word of the keys, DiT into which these keys are loaded) for each DiT of the file.
+        targets: one tuple (first word of the keys, name of the DiT into which these keys are loaded) for each DiT that has
+            keys in the file.
     """
 
     name: str
@@ -119,7 +120,7 @@ def build_card(
     Args:
         directory: folder that is pushed. The card shows the samples in its subfolder ``samples``.
         repo_id: repository as ``owner/name``, for the title and the loading example.
-        record: export record that `wands export` wrote. If a key is missing, the card leaves out its row.
+        record: export record that `wands export` wrote. If a key is missing, the card leaves out the row about this key.
         contents: contents of the folder.
         license_id: the Hub's identifier of the licence.
 
@@ -186,10 +187,10 @@ def build_card(
 
 
 def _variant_of(record: Mapping[str, Any]) -> Variant | None:
-    """Return the variant that an export record names.
+    """Return the model variant that an export record names.
 
-    If the record names a DiT shape that was not published, return the first variant of the same family, or None if
-    there is none.
+    If the name is not a published variant, return the first published variant of the same family. Return None if no
+    published variant has this family.
     """
     name = str(record.get("variant", ""))
     family = (row for row in VARIANTS.values() if row.name.rpartition("-")[0] == name.rpartition("-")[0])

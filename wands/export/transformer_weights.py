@@ -57,16 +57,16 @@ def _verify(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> 
         model = WanTransformer3DModel.from_pretrained(folder, dtype=dtype)
     except SafetensorError as error:
         raise CheckpointError(
-            f"export: {folder} cannot be read back ({one_line(error)}). Write to another disk."
+            f"export: the written folder {folder} cannot be read back ({one_line(error)}). Set --out to a folder on another disk."
         ) from None
     for name, parameter in model.named_parameters():
         if not torch.equal(parameter.detach(), weights[name].to(parameter.dtype)):
             raise CheckpointError(
-                f"export: {name} read back from {folder} differs from the checkpoint. Write to another disk."
+                f"export: {name} read back from {folder} differs from the checkpoint. Set --out to a folder on another disk."
             )
     if not torch.isfinite(stock_forward(model, dtype)).all():
         raise CheckpointError(
-            "export: the output of the exported model is not finite. The run has diverged. Export an older step."
+            "export: the output of the exported model is not finite, because the run has diverged. Export an older step."
         )
 
 

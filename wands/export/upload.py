@@ -1,5 +1,5 @@
-"""Send requests to the Hugging Face Hub. Failed requests are repeated, errors are explained, and no message contains
-the token.
+"""Send requests to the Hugging Face Hub. If the server or the network fails, a request is sent again. Error messages explain
+the cause and never contain the token.
 """
 
 from __future__ import annotations
@@ -124,15 +124,15 @@ def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
         validate_repo_id(repo_id)
     except HFValidationError:
         raise WandsError(
-            f"REPO_ID {repo_id} is not a valid name of a repository; use owner/name. Allowed are at most 96 letters, digits, "
-            "'-', '_' and '.'. Not allowed are '--', '..', and '-' or '.' at the start or end."
+            f"REPO_ID {repo_id} is not a valid name of a repository; use owner/name with at most 96 letters, digits, '-', '_' "
+            "and '.'. The name cannot contain '--' or '..', and cannot start or end with '-' or '.'."
         ) from None
     endpoint = endpoint or constants.ENDPOINT
     if not re.match(r"https?://\w", endpoint):
         raise WandsError(f"--endpoint {endpoint} is not a web address; write https://host.")
     if constants.HF_HUB_OFFLINE:
         raise WandsError(
-            "HF_HUB_OFFLINE forbids every request to the Hub; unset it (and TRANSFORMERS_OFFLINE) to push."
+            "HF_HUB_OFFLINE forbids every request to the Hub; unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE to push."
         )
     try:
         secret = (token or get_token() or "").strip()
@@ -143,7 +143,9 @@ def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
     if not secret:
         raise WandsError(f"No Hub token was found for REPO_ID {repo_id}; {_LOGIN}.")
     if not re.fullmatch(r"[!-~]+", secret):  # the HTTP client's error would show the token
-        raise WandsError(f"The Hub token contains characters that no token has; {_LOGIN}.")
+        raise WandsError(
+            f"The Hub token contains spaces or other characters that are never in a token; {_LOGIN}."
+        )
     api = HfApi(endpoint=endpoint, token=secret, library_name="wands", library_version=__version__)
     return Hub(api, secret, repo_id)
 
@@ -153,8 +155,8 @@ def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
 
     Args:
         hub: result of `connect`.
-        public: whether a new repository is public. An existing repository keeps its visibility. If that differs from
-            `public`, a warning is logged.
+        public: whether a new repository is public. An existing repository keeps its visibility. If this visibility differs
+            from `public`, a warning is logged.
         revision: branch to commit to; None is ``main``.
 
     Returns:
@@ -182,7 +184,10 @@ def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
         log.info("created the %s repository %s", visibility, repo_id)
     elif info.private == public:
         current = "private" if info.private else "public"
-        log.warning("%s is %s already, not %s; wands does not change that", repo_id, current, visibility)
+        log.warning(
+            "the existing repository %s is %s, not %s; wands does not change its visibility",
+            *(repo_id, current, visibility),
+        )
     if revision and revision != "main" and not revision.startswith("refs/"):
         branch = partial(api.create_branch, repo_id, branch=revision, exist_ok=True)
         hub.call(f"creating the branch {revision}", branch, FIRST_CONTACT_WAITS)

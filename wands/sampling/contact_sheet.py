@@ -1,5 +1,5 @@
-"""Draw contact sheets. A contact sheet is a PNG with a few frames of each video, and optionally shows each clip next to
-its sample.
+"""Draw contact sheets. A contact sheet is a PNG with a few frames of each sampled video, and optionally the training clip
+next to its sample.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def pick_frames(frames: np.ndarray, count: int) -> np.ndarray:
 
 
 def save_contact_sheet(path: Path, rows: Sequence[SheetRow], frames_per_row: int = 4) -> None:
-    """Draw all rows below each other and write them as a PNG.
+    """Draw a contact sheet with the rows below each other, and write the sheet as a PNG.
 
-    If any row has a second video, the left column gets the heading "clip" and the right column the heading "sample".
+    If a row has a right video, the left column gets the heading "clip" and the right column gets the heading "sample".
 
     Args:
         path: PNG to create or replace.

@@ -19,7 +19,7 @@ from wands.sampling.requests import SampleRequest, flag_of
 
 @dataclass(frozen=True)
 class ConditionImages:
-    """First and last image of a sample, in RGB and in the size of the video. An image that the user did not give is None."""
+    """First and last image of a video to sample, in RGB and in the size of the video. None if the user did not give an image."""
 
     image: Image.Image | None = None
     last_image: Image.Image | None = None
@@ -50,9 +50,9 @@ def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages
 
 
 def read_image(path: Path, height: int, width: int, *, last: bool = False) -> Image.Image:
-    """Read an image, or one frame of a video.
+    """Read an image or one frame of a video, and return it in RGB with the requested size.
 
-    The decoder of training clips scales the image to cover the requested size, and crops the image to its centre.
+    The image is scaled to cover the requested size and cropped at its centre, by the same code that decodes training clips.
 
     Args:
         path: a video, or an image in any format that FFmpeg or Pillow reads.

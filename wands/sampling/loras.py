@@ -1,7 +1,7 @@
 """Add LoRAs to the DiTs for sampling: find the files, read them in any layout that diffusers or wands supports, and load them.
 
-Here diffusers itself reads its own layout and the layouts of ComfyUI and musubi-tuner. The reason is that diffusers can
-also load LoRA updates of biases, which wands cannot merge into the weights.
+For sampling, diffusers itself reads LoRA files in the layouts of diffusers, ComfyUI and musubi-tuner. The reason is that
+diffusers can also load LoRA updates of biases, which wands cannot merge into the weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Lora:
     """One LoRA file to add to the DiTs.
 
     Attributes:
-        path: file, folder or Hub id as the user typed it. For a folder with one file for each expert, this is the file.
+        path: file, folder or Hub id as the user typed it. If the user typed a folder, this is the LoRA file in the folder
+            for some LoRAs: those with one file for each expert.
         file: the safetensors file on this machine.
         subfolder: "transformer" or "transformer_2": the DiT to which keys without the name of a DiT belong.
         scale: factor that multiplies the LoRA's update of the weights.
@@ -87,16 +88,15 @@ def _parse(text: str, flag: str) -> tuple[str, float]:
         scale = math.nan
     if not math.isfinite(scale):
         raise ConfigError(
-            f"{flag}={text} must end in a number after the '='. Write PATH or PATH=SCALE, such as PATH=0.8."
+            f"{flag}={text} must end in a number after the '='. Write PATH or PATH=SCALE, for example PATH=0.8."
         )
     return path, scale
 
 
 def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
-    """Find the LoRA at `path`: one LoRA, or one LoRA for each expert.
+    """Find the LoRA files at `path`: one file, or one file for each expert (DiT for high or low noise).
 
-    If files or subfolders have an expert's name ("high_noise" or "low_noise") in their names, each expert gets its
-    file.
+    A file belongs to an expert if the name of the file or its subfolder contains "high_noise" or "low_noise".
     """
     on_hub = is_hub_id(path)
     root = _fetch(path, flag) if on_hub else Path(path)
@@ -106,7 +106,7 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
     if flag == "--lora-2":
         if subfolder not in experts:
             raise ConfigError(
-                f"{flag}={path} contains no LoRA of the low-noise expert. Give such a LoRA, or use --lora."
+                f"{flag}={path} contains no LoRA of the low-noise expert. Set --lora-2 to a LoRA of this expert, or use --lora."
             )
         experts = [subfolder]
     files = {expert: find_lora_file(root, flag, expert) for expert in experts}
@@ -116,13 +116,13 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
 def _fetch(path: str, flag: str) -> Path:
     """Download the LoRA weights of a Hub repository and return their local folder.
 
-    diffusers would load only the first file in the repository. If the repository has a file for each of two experts,
-    that would always be the high-noise expert, without a message.
+    diffusers is not used for the download, because diffusers would load only the first file of the repository. In a
+    repository with one file for each expert, diffusers would ignore the file of the low-noise expert without a warning.
     """
     root = fetch_model(path, key=flag, allow=("*.safetensors", f"*{PEFT_CONFIG}"))  # * matches folders too
     folders = sorted({file.parent for file in root.rglob("*.safetensors")})
     if not folders:
-        raise ConfigError(f"{flag}={path} contains no .safetensors file. Give the repository of a LoRA.")
+        raise ConfigError(f"{flag}={path} contains no .safetensors file. Set {flag} to a LoRA repository.")
     return folders[0] if len(folders) == 1 and folders[0].name not in EXPERT_NAMES.values() else root
 
 
@@ -143,7 +143,8 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
             module = getattr(pipeline, subfolder, None)
             if module is None:
                 raise ConfigError(
-                    f"{lora.label} is a LoRA of {subfolder}, which the pipeline does not have. Give a LoRA of this model."
+                    f"{lora.label} is a LoRA of {subfolder}, which the pipeline of --model does not have. Use a LoRA of this "
+                    "model."
                 )
             _check_fit(lora, subfolder, module, state)
             try:
@@ -158,7 +159,7 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 
 
 def _read(pipeline: Any, lora: Lora) -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Read a LoRA file and return its tensors and settings for each DiT that it contains.
+    """Read a LoRA file, and return the tensors and settings for each DiT that the file contains.
 
     Returns:
         A dict that maps "transformer" or "transformer_2" to (tensors by key, settings for PEFT's `LoraConfig`). The
@@ -205,15 +206,15 @@ def _check_fit(lora: Lora, subfolder: str, module: Any, state: Mapping[str, Any]
     missing = sorted(targets - {name for name, _ in module.named_modules()})
     if len(missing) == len(targets):
         raise ConfigError(
-            f"{lora.label} fits no module of the {subfolder} ({len(targets)} modules, first {missing[0]}). Give a LoRA of a Wan "
-            "model."
+            f"{lora.label} fits no module of the {subfolder}: all {len(targets)} modules of the LoRA are missing there, such as "
+            f"{missing[0]}. Use a LoRA of this model."
         )
     if missing:
         log.warning(
-            "%s: %d of %d modules are not in the %s and are skipped, first %s",
+            "%s: %d of the LoRA's %d modules are not in the %s and are skipped, for example %s",
             *(lora.label, len(missing), len(targets), subfolder, missing[0]),
         )
 
 
 def _unusable(lora: Lora, problem: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{lora.label} {problem} ({one_line(error)}). Give a LoRA of this model.")
+    return ConfigError(f"{lora.label} {problem} ({one_line(error)}). Use a LoRA of this model.")

@@ -29,7 +29,7 @@ CLASSES = ("WanPipeline", "WanImageToVideoPipeline")
 
 @dataclass(frozen=True)
 class DiTSource:
-    """Source of a DiT: a diffusers folder, or a checkpoint of `wands train`.
+    """Place from which a DiT (diffusion transformer) is loaded: a diffusers folder, or a checkpoint of `wands train`.
 
     Attributes:
         folder: for a diffusers folder, its path or Hub id. For a checkpoint, the step folder.
@@ -49,7 +49,7 @@ class DiTSource:
 
 @dataclass(frozen=True)
 class PipelineSource:
-    """Sources from which a pipeline is loaded.
+    """Checked description of a diffusers pipeline to load: its folder, class, DiTs, LoRAs and model variant.
 
     Attributes:
         model: folder or Hub id of the diffusers pipeline.
@@ -79,7 +79,7 @@ def find_pipeline(
         loras: result of `find_loras`.
 
     Raises:
-        ConfigError: if the model does not exist or is not a Wan pipeline, or if its parts do not fit each other.
+        ConfigError: if the model does not exist or is not a Wan pipeline, or if its components do not fit each other.
     """
     name, replaced = str(model), dits or {}
     label = f"--model={name}"
@@ -87,24 +87,25 @@ def find_pipeline(
     index = _read_config(root / "model_index.json", label)
     if index.get("_class_name") not in CLASSES:
         raise ConfigError(
-            f"{label} is a {index.get('_class_name')}, not a {' or '.join(CLASSES)}. Give a pipeline of Wan 2.1 or 2.2."
+            f"{label} is a {index.get('_class_name')}, not a {' or '.join(CLASSES)}. Set --model to a pipeline of Wan 2.1 or 2.2."
         )
     boundary = index.get("boundary_ratio")
     parts = EXPERTS[:1] if boundary is None else EXPERTS
     present = [part for part in EXPERTS if (index.get(part) or [None])[0]]
     if present != list(parts):
         raise ConfigError(
-            f"{label} has the experts {', '.join(present) or 'none'} and boundary_ratio={boundary}, which do not fit. A pipeline "
-            "with a boundary_ratio needs transformer and transformer_2, other pipelines only transformer."
+            f"{label} has a wrong model_index.json: boundary_ratio={boundary} and DiTs {', '.join(present) or 'none'}. With a "
+            "boundary_ratio, list transformer and transformer_2. Without a boundary_ratio, list only transformer."
         )
     for part, dit in replaced.items():
         if part not in parts:
             raise ConfigError(
-                f"{dit.label} is a {part}, but {label} has only one expert. Use --transformer, or the --model of the training."
+                f"{dit.label} is a {part}, but {label} has only one expert. Use --transformer, or set --model to the pipeline "
+                "that was trained."
             )
     for lora in loras:
         if lora.subfolder not in parts:
-            fix = "Use --lora" if lora.flag == "--lora-2" else "Give a LoRA of this model"
+            fix = "Use --lora" if lora.flag == "--lora-2" else "Use a LoRA of this model"
             raise ConfigError(
                 f"{lora.label} is for the low-noise expert, but {label} has only one expert. {fix}."
             )
@@ -118,10 +119,10 @@ def find_pipeline(
     try:
         variant = variant_of(config, index)
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"{origin}: {error}. Give a transformer of Wan 2.1 or 2.2.") from None
+        raise ConfigError(f"{origin}: {error}. Use a transformer of Wan 2.1 or 2.2.") from None
     if keys := [key for key in config if key[0] != "_" and key in other and other[key] != config[key]]:
         raise ConfigError(
-            f"{label}: the configs of the two experts differ in {', '.join(keys)}. Give two experts of one model."
+            f"{label}: the configs of the two experts differ in {', '.join(keys)}. Use two experts of the same model."
         )
     fitting = ["WanImageToVideoPipeline" if variant.num_images else "WanPipeline"]
     if index["_class_name"] not in (CLASSES if "first_frame" in variant.conditions else fitting):
@@ -134,12 +135,12 @@ def find_pipeline(
 
 
 def _read_config(path: Path, label: str) -> dict[str, Any]:
-    fix = "give a folder in diffusers layout, such as wands export writes, or a Hub id."
+    fix = "use a folder in diffusers layout, such as wands export writes, or a Hub id."
     return read_json_object(path, label=f"{label}: {path}", fix=fix)
 
 
 def check_encoders(label: str, root: Path, variant: Variant, origin: str) -> None:
-    """Check that the VAE and the encoders of a pipeline fit its DiT.
+    """Check that the VAE and the encoders of a pipeline have the sizes that its DiT needs.
 
     Args:
         label: flag and value that name the pipeline, for error messages.
@@ -216,14 +217,14 @@ def load_dit(source: DiTSource, dtype: torch.dtype) -> WanTransformer3DModel:
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{source.label}: its transformer cannot be loaded ({one_line(error)}). Restore the files."
+            f"{source.label}: the transformer cannot be loaded ({one_line(error)}). Export or download its files again."
         ) from error
     # diffusers fills missing tensors with random values and only logs a warning.
     wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
     if wrong:
         raise ConfigError(
-            f"{source.label}: the weights of its transformer do not fit its config ({len(wrong)} tensors missing "
-            f"or unexpected, first {wrong[0]}). Export the transformer again."
+            f"{source.label}: the weights of the transformer do not fit its config.json ({len(wrong)} tensors are missing, "
+            f"unexpected or of a wrong shape, such as {wrong[0]}). Export or download the transformer again."
         )
     return transformer
 
@@ -242,7 +243,8 @@ def _load_trained(
         transformer.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{label}: its tensors do not fit its config ({one_line(error)}). Use another step."
+            f"{label}: the tensors of the checkpoint do not fit its config ({one_line(error)}). Use the checkpoint of another "
+            "step."
         ) from None
     return transformer.eval()
 
@@ -264,18 +266,20 @@ def _load_around(
     try:
         pipeline = getattr(diffusers, source.class_name).from_pretrained(source.model, **dits, dtype=dtypes)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{label} cannot be loaded ({one_line(error)}). Restore the files.") from error
+        raise ConfigError(
+            f"{label} cannot be loaded ({one_line(error)}). Export or download the pipeline again."
+        ) from error
     encoder = pipeline.text_encoder
     if not torch.equal(encoder.encoder.embed_tokens.weight, encoder.shared.weight):
         # With transformers releases of late 2025 the embedding is random, and sharp videos ignore the prompt.
         raise ConfigError(
-            f"{label}: this release of transformers loads UMT5 wrongly (embed_tokens is not the shared embedding). Upgrade "
+            f"{label}: the installed package transformers loads UMT5 wrongly (embed_tokens is not the shared embedding). Upgrade "
             "transformers."
         )
     scheduler = pipeline.scheduler.config
     if not (scheduler.get("use_flow_sigmas") or "shift" in scheduler):
         raise ConfigError(
-            f"{label}: its scheduler {type(pipeline.scheduler).__name__} does not support flow matching. Use another scheduler, "
-            "such as UniPCMultistepScheduler with use_flow_sigmas."
+            f"{label}: the scheduler {type(pipeline.scheduler).__name__} of the pipeline does not support flow matching. Use "
+            "another scheduler, such as UniPCMultistepScheduler with use_flow_sigmas."
         )
     return pipeline

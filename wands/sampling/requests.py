@@ -22,8 +22,8 @@ FilePath = Annotated[str | None, BeforeValidator(lambda path: None if path is No
 
 
 class SampleRequest(BaseModel):
-    """Options of one video to sample. In a prompt file, a field that is set overrides the command line option with the
-    same name.
+    """Prompt and options of one video to sample. If a line of a prompt file sets a field, the field overrides the command line
+    option with the same name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -58,7 +58,7 @@ def size_problem(variant: Variant, key: str, value: int) -> str | None:
         value: number of pixels or frames, at least 1.
 
     Returns:
-        None if the size is valid. Otherwise a text with the rule that the size breaks and the nearest valid sizes.
+        None if the size is valid. Otherwise a text with the broken rule and the nearest valid sizes.
     """
     axis = ("num_frames", "height", "width").index(key)
     stride, patch = variant.vae_stride[axis], variant.dit.patch_size[axis]
@@ -68,7 +68,7 @@ def size_problem(variant: Variant, key: str, value: int) -> str | None:
         return None
     sizes = " or ".join(str(size) for size in (below, below + step) if size > 0)
     if axis == 0:
-        return f"must be {stride}k+1 (one frame, then groups of {stride}). Use {sizes}."
+        return f"must be {stride}k+1 (one frame, then groups of {stride} frames). Use {sizes}."
     return f"must be a multiple of {step} (VAE stride {stride} x patch {patch}). Use {sizes}."
 
 
@@ -104,7 +104,7 @@ def read_prompts(path: Path) -> list[SampleRequest]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = one_line(error) if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{label} cannot be read ({reason}). Give a .txt or .jsonl file.") from None
+        raise ConfigError(f"{label} cannot be read ({reason}). Use a .txt or .jsonl file.") from None
     requests, problems = [], []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -128,15 +128,15 @@ def _parse_row(line: str, folder: Path) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error.msg}, column {error.colno}). Fix the line.") from None
+        raise ValueError(f"the line is not JSON ({error.msg}, column {error.colno}). Fix the line.") from None
     if not isinstance(row, dict):
         raise ValueError(
-            f'must be an object such as {{"prompt": "a cat"}}, not {type(row).__name__}. Fix the line.'
+            f'the line must be a JSON object such as {{"prompt": "a cat"}}, not {type(row).__name__}. Fix the line.'
         )
     names = [name for name in CAPTION_NAMES if name in row]
     if len(names) != 1:
         raise ValueError(
-            f"has {' and '.join(names) or 'no prompt'}. Write exactly one of prompt and caption."
+            f"the line has {' and '.join(names) or 'no prompt'}. Write exactly one of the keys prompt and caption."
         )
     values = {"prompt": row.pop(names[0])}
     for key, value in row.items():
@@ -161,7 +161,7 @@ def build_requests(
         (requests, error texts of all prompts). A prompt with an invalid field has error texts and no request.
     """
     if not prompts:
-        return [], ["--prompt is missing. Give --prompt TEXT at least once, or --prompts-file."]
+        return [], ["--prompt is missing. Add --prompt TEXT at least once, or --prompts-file FILE."]
     columns, problems = {}, []
     for key, given in options.items():
         values = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
@@ -169,7 +169,8 @@ def build_requests(
             columns[key] = values
         elif len(values) > 1:
             problems.append(
-                f"{flag_of(key)} is given {len(values)} times for {len(prompts)} prompts. Give it once or {len(prompts)} times."
+                f"{flag_of(key)} is given {len(values)} times for {len(prompts)} prompts. Give {flag_of(key)} once or "
+                f"{len(prompts)} times."
             )
         elif key == "seed":
             columns[key] = [(values or [0])[0] + i for i in range(len(prompts))]
@@ -206,16 +207,16 @@ def find_problems(request: SampleRequest, variant: Variant) -> Iterator[tuple[st
     can_start, must_end = {"image", "first_frame"} & set(conditions), "last_image" in conditions
     image, last_image = f"--image={request.image}", f"--last-image={request.last_image}"
     if request.image is None and "image" in conditions:
-        yield "--image", f"is missing, and {name} starts from an image. Give --image PATH."
+        yield "--image", f"is missing, and {name} starts from an image. Add --image PATH."
     if request.image is not None and not can_start:
-        yield image, f"is for models that start from an image, not for {name}. Leave it out."
+        yield image, f"is for models that start from an image, not for {name}. Leave --image out."
     if request.last_image is None and must_end:
-        yield "--last-image", f"is missing, and {name} ends at an image. Give --last-image PATH."
+        yield "--last-image", f"is missing, and {name} ends at an image. Add --last-image PATH."
     if request.last_image is not None and not must_end:
-        fix = "Leave it out, or use FLF2V" if can_start else "Leave it out"
+        fix = "Leave --last-image out" + (", or use an FLF2V model" if can_start else "")
         yield last_image, f"is for models that end at an image, not for {name}. {fix}."
     if must_end and request.num_frames == 1:
-        yield "--frames=1", "has no room for two images. Use 5 or more."
+        yield "--frames=1", "has no room for a first and a last image. Use 5 or more frames."
     # In diffusers, guidance_scale alone decides whether there is any guidance.
     no_effect = f"has no effect with --guidance={request.guidance_scale:g}, which turns guidance off. Raise --guidance above 1"
     if request.guidance_scale <= 1 and (text := request.negative_prompt):
@@ -225,7 +226,7 @@ def find_problems(request: SampleRequest, variant: Variant) -> Iterator[tuple[st
         return
     second = f"--guidance-2={request.guidance_scale_2:g}"
     if len(variant.experts) == 1:
-        yield second, f"is for models of two experts, and {name} has one expert. Leave it out."
+        yield second, f"is for models of two experts, and {name} has one expert. Leave --guidance-2 out."
     elif request.guidance_scale <= 1 < request.guidance_scale_2:
         yield second, f"{no_effect}."
 

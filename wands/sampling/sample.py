@@ -27,15 +27,15 @@ def takes_images(pipeline: AnyPipeline) -> bool:
 def pipeline_for(
     pipeline: AnyPipeline, request: SampleRequest, images: ConditionImages = NO_IMAGES
 ) -> AnyPipeline:
-    """Return a pipeline for one request, with the same models and a new scheduler.
+    """Return a pipeline for one request. The models are those of `pipeline`, and the scheduler is new.
 
     A scheduler keeps state of the previous sample, so every request needs a new scheduler. For the TI2V model,
     diffusers has two pipeline classes: one for requests with an image, and one for requests without an image.
 
     Args:
         pipeline: pipeline of the model, of either class.
-        request: request. Its `flow_shift` is set in the new scheduler.
-        images: images of the request, which decide the class.
+        request: sample request. Its `flow_shift` is set in the new scheduler.
+        images: images of the request, which decide the class of the result.
     """
     # Imported only if used, because the class for images requires torchvision.
     name = "WanPipeline" if images.image is None else "WanImageToVideoPipeline"
@@ -85,8 +85,8 @@ def sample_latents(
     ).frames[0]
     if not torch.isfinite(latents).all():
         raise WandsError(
-            f"--prompt={request.prompt!r}: the sample has values that are not finite. Use --dtype=fp32. If that does not help, "
-            "use other weights.",
+            f"--prompt={request.prompt!r}: the sample has values that are not finite. Use --dtype=fp32. If the error remains, "
+            "use the weights of another checkpoint.",
             agreed=True,
         )
     return latents.float().cpu()

@@ -4,9 +4,9 @@ Between the first block and the head, all modules except self-attention process 
 of diffusers stay unchanged. Hooks select this rank's tokens and rotary angles before the blocks. A new attention
 processor computes self-attention over the tokens of all ranks. A hook after the head joins the tokens of all ranks.
 
-The video differs from the video of one process only by rounding, as after a change of the attention kernel. This is
-also true in bf16. `PackedWanTransformer` is not used, because it keeps the residual stream in fp32. In bf16, its video
-would differ more from the video of one process.
+The video differs from the video of one process only by rounding, also in bf16. `PackedWanTransformer`, the model that wands
+trains, is not used here, because it keeps the residual stream in fp32. In bf16, its video would differ more from the video of
+one process.
 
 Letters: B samples with the same number of tokens, N tokens of a sample, L tokens of this rank including padding. H
 attention heads, D channels of a head, P output channels of a token.
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 def plan_ranks(
     variant: Variant, ulysses_degree: int | None = None, ring_degree: int | None = None
 ) -> tuple[ParallelDims, list[str]]:
-    """Choose the Ulysses degree and the ring degree of one context-parallel group that contains all ranks of the launcher.
+    """Choose the Ulysses degree and the ring degree for sampling, where all ranks of a launcher share each video.
 
     Without a launcher, there is one rank.
 
@@ -69,7 +69,7 @@ def plan_ranks(
     if world_size % product or (len(given) == 2 and product != world_size):
         text = ", ".join(f"{flag}={value}" for flag, value in given.items())
         return dims, [
-            f"{text}: the product must be world_size={world_size}, because all processes share each video. Start "
+            f"{text}: the product of the degrees must be world_size={world_size}, because all processes share each video. Start "
             f"{product} processes with a launcher, or leave the options out."
         ]
     parallel = ParallelConfig(cp_size=world_size, ulysses_degree=ulysses_degree, ring_degree=ring_degree)
@@ -168,8 +168,8 @@ def shard_transformer(
 ) -> None:
     """Change a diffusers transformer in place, so that the ranks of a group divide the tokens of each call.
 
-    The arguments and the results of a call have the same form as before. All ranks of the group must call the model
-    with the same latents, timesteps and text. Every rank gets the same velocity of all tokens, bit for bit.
+    The arguments and the results of a call keep their form. All ranks of the group must call the model with the same
+    latents, timesteps and text. Every rank gets the same velocity of all tokens, bit for bit.
 
     Args:
         transformer: diffusers model of any variant, with all weights on every rank. Timesteps may differ between
@@ -221,7 +221,7 @@ class ShardedAttentionProcessor:
 
 
 class _Cut:
-    """Hooks of one model that select this rank's tokens before the blocks and join the tokens of all ranks after the head."""
+    """Hooks of one DiT that select this rank's tokens before the first block, and join all ranks' tokens after the last layer."""
 
     def __init__(self, patch_size: tuple[int, int, int], dims: ParallelDims, group: dist.ProcessGroup | None):
         self.patch_size, self.dims, self.group = patch_size, dims, group
@@ -258,7 +258,7 @@ class _Cut:
         return hidden[:, self._mine], *others
 
     def join(self, _: Any, _args: Any, output: Tensor) -> Tensor:
-        """Join the head's outputs [B, L, P] of all ranks to the outputs [B, N, P] of all tokens, without padding."""
+        """Join the last layer's outputs [B, L, P] of all ranks to the outputs [B, N, P] of all tokens, without padding."""
         pieces = [output]
         if self.group is not None:
             pieces = [torch.empty_like(output) for _ in range(self.group.size())]
@@ -272,10 +272,10 @@ def _token_index(
 ) -> tuple[PackedMeta, Tensor, Tensor]:
     """Choose the tokens of this rank, and find where the joined tokens of all ranks belong in the sample.
 
-    The padding of a rank is copies of token 0, to which no token attends.
+    If a rank needs padding, the padding consists of copies of token 0. No token attends to these copies.
 
     Args:
-        grid: number of tokens in each (frame direction, row direction, column direction).
+        grid: number of tokens of the sample along (frames, rows, columns).
         dims: parallel dimensions of this rank.
         device: device of the results.
 

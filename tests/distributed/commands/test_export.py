@@ -108,7 +108,7 @@ def test_an_older_step_and_a_second_export(run: Path, tmp_path: Path):
     (tmp_path / "full" / "precious.txt").write_text("keep me")
     with pytest.raises(
         ConfigError,
-        match=r"contains files and no wands_export\.json of an earlier export; choose a new or an empty folder",
+        match=r"contains files, but no wands_export\.json of an earlier export; choose a new or an empty folder",
     ):
         export(step, tmp_path / "full")
     assert (tmp_path / "full" / "precious.txt").read_text() == "keep me"
@@ -127,7 +127,7 @@ def test_a_folder_of_the_users_is_not_deleted(run: Path, tmp_path: Path):
 
 def test_a_place_that_cannot_be_made(run: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(WandsError, match=r"--out .*out cannot be made \(Not a directory\)"):
+    with pytest.raises(WandsError, match=r"--out .*out cannot be created \(Not a directory\)"):
         export(run, tmp_path / "file" / "out")
 
 
@@ -139,7 +139,7 @@ def test_a_mount_point_is_refused_at_the_start(run: Path, tmp_path: Path, monkey
     monkeypatch.setattr(module, "load_full_weights", lambda *_: pytest.fail("read before it was refused"))
     with pytest.raises(
         ConfigError,
-        match=r"is a mount point.*give a folder inside the mount point, such as .*volume/output\.",
+        match=r"is a mount point.*choose a folder inside the mount point, such as .*volume/output\.",
     ):
         export(run, tmp_path / "volume")
     assert os.listdir(tmp_path) == ["volume"]
@@ -150,7 +150,7 @@ def test_another_base_is_refused(run: Path, tiny_pipeline: Path, tmp_path: Path)
     shutil.copytree(tiny_pipeline, base)
     path = base / "transformer" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_layers": 9}))
-    with pytest.raises(ConfigError, match=r"is another model: num_layers=9"):
+    with pytest.raises(ConfigError, match=r"is not the base model of the run: num_layers=9"):
         export(run, tmp_path / "out", base=str(base))
 
 
@@ -240,7 +240,7 @@ def test_an_older_checkpoints_folder_is_not_asked_of_the_hub(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(
-        ConfigError, match=r"--base is not given, and the run's model\.path=\S*models/wan is no"
+        ConfigError, match=r"--base is missing: the run's model\.path=\S*models/wan is not a folder here"
     ):
         export(older, tmp_path / "out")
     assert (asked, sorted(os.listdir(tmp_path))) == ([], ["here", "older"])

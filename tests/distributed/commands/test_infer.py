@@ -443,12 +443,13 @@ def as_one_of(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("world_size", "asked", "message"),
     [
-        (1, {"ring_degree": 2}, "--ring-degree=2: the product must be world_size=1, because"),
-        (4, {"ring_degree": 3}, "--ring-degree=3: the product must be world_size=4, because"),
-        (8, {"ring_degree": 2, "ulysses_degree": 2}, "--ulysses-degree=2, --ring-degree=2: the product must be world_size=8"),
+        (1, {"ring_degree": 2}, "--ring-degree=2: the product of the degrees must be world_size=1, because"),
+        (4, {"ring_degree": 3}, "--ring-degree=3: the product of the degrees must be world_size=4, because"),
+        (8, {"ring_degree": 2, "ulysses_degree": 2},
+         "--ulysses-degree=2, --ring-degree=2: the product of the degrees must be world_size=8"),
         (8, {"ulysses_degree": 8}, "--ulysses-degree=8 must divide num_heads=4 of wan2.1-t2v-"),
         (6, {"ring_degree": 2}, "world_size=6, --ring-degree=2 leads to --ulysses-degree=3, which must divide num_heads=4"),
-        (2, {"device": "cpu"}, "--device=cpu is one device for several processes; leave it out, so"),
+        (2, {"device": "cpu"}, "--device=cpu is one device for several processes; leave --device out, so"),
     ],
 )  # fmt: skip
 def test_ranks_that_cannot_share_a_video(
@@ -513,7 +514,7 @@ MISTAKES: dict[str, tuple[list[dict], str]] = {
     "an option": ([{"seed": -1}, {}], "--seed=-1 is invalid"),
     "weights": (
         [{"model": Path("damaged")}] * 2,
-        "[rank 1] --model=damaged: its transformer cannot be loaded",
+        "[rank 1] --model=damaged: the transformer cannot be loaded",
     ),
 }
 
@@ -653,7 +654,9 @@ def test_torchrun_samples_one_video_and_tells_once(tiny_pipeline: Path, tmp_path
 def test_torchrun_tells_once_what_all_ranks_find(tiny_pipeline: Path, tmp_path: Path) -> None:
     refused = launch("--model", tiny_pipeline, "--out", tmp_path / "out", "--ring-degree", 3)
     assert refused.returncode != 0
-    assert refused.stderr.count("wands: --ring-degree=3: the product must be world_size=2") == 1
+    assert (
+        refused.stderr.count("wands: --ring-degree=3: the product of the degrees must be world_size=2") == 1
+    )
     assert refused.stderr.count("--ring-degree") == 1
 
 
@@ -695,12 +698,12 @@ def test_all_mistakes_in_one_report_before_weights_are_read(
         )
     text = str(caught.value)
     for line in (
-        "--steps is given 2 times for 3 prompts. Give it once or 3 times.",
+        "--steps is given 2 times for 3 prompts. Give --steps once or 3 times.",
         "--guidance=-1.0 is invalid: input should be greater than or equal to 0.",
         "--seed=-2 of prompt 2 is invalid: input should be greater than or equal to 0.",
-        "/file is a file; give a folder.",
+        "/file is a file; choose a folder.",
         "--offload=model needs an accelerator, and sampling runs on the CPU; use --offload=none.",
-        "--fps=-3 must be above 0; leave it out for the model's frame rate.",
+        "--fps=-3 must be above 0; leave --fps out to use the model's frame rate.",
     ):
         assert line in text
     assert text.startswith("6 problems:\n")
@@ -718,7 +721,7 @@ def test_all_mistakes_in_one_report_before_weights_are_read(
         "  - --height=100 must be a multiple of 16 (VAE stride 8 x patch 2). Use 96 or 112.",
         "  - --width=40 of prompt 2 must be a multiple of 16 (VAE stride 8 x patch 2). Use 32 or 48.",
         "  - --width=10 of prompt 3 must be a multiple of 16 (VAE stride 8 x patch 2). Use 16.",
-        "  - --frames=12 of prompt 3 must be 4k+1 (one frame, then groups of 4). Use 9 or 13.",
+        "  - --frames=12 of prompt 3 must be 4k+1 (one frame, then groups of 4 frames). Use 9 or 13.",
     ]
     with pytest.raises(ConfigError, match=r"^--device=gpu is not on this machine; use one of cpu"):
         infer(tiny_pipeline, ["a"], out_dir=tmp_path, device="gpu", **SMALL)
@@ -763,7 +766,10 @@ def test_size_rule_follows_the_model() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("no/such/folder", "--model=no/such/folder is neither a folder nor a Hub id; give a folder or"),
+        (
+            "no/such/folder",
+            "--model=no/such/folder is neither a folder nor a Hub id; set --model to an existing folder or",
+        ),
         (
             "nobody/nothing",
             "--model=nobody/nothing is not a folder and cannot be downloaded from the Hub (",
@@ -780,7 +786,7 @@ def test_missing_model(model: str, message: str, tmp_path: Path, monkeypatch: py
 
 def test_folder_that_is_no_pipeline(tiny_pipeline: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"model_index\.json cannot be read \(no such file\); give a folder in diffusers"
+        ConfigError, match=r"model_index\.json cannot be read \(no such file\); use a folder in diffusers"
     ):
         infer(tiny_pipeline / "vae", ["a"], out_dir=tmp_path)
 
@@ -806,12 +812,16 @@ def test_folder_that_is_no_pipeline(tiny_pipeline: Path, tmp_path: Path) -> None
         (
             "model_index.json",
             {"boundary_ratio": 0.9},
-            "has the experts transformer and boundary_ratio=0.9, which do not fit.",
+            "has a wrong model_index.json: boundary_ratio=0.9 and DiTs transformer.",
         ),
         ("transformer/config.json", {"text_dim": 64}, "d_model=32 must equal text_dim=64 of the transformer"),
         ("vae/config.json", {"z_dim": 48}, "z_dim=48 must equal out_channels=16 of the transformer"),
-        ("transformer/config.json", {"num_layers": 3}, "weights of its transformer do not fit its config"),
-        ("transformer/config.json", {"ffn_dim": 64}, "its transformer cannot be loaded"),
+        (
+            "transformer/config.json",
+            {"num_layers": 3},
+            "weights of the transformer do not fit its config.json",
+        ),
+        ("transformer/config.json", {"ffn_dim": 64}, "the transformer cannot be loaded"),
         ("scheduler/scheduler_config.json", {"use_flow_sigmas": False}, "does not support flow matching"),
     ],
 )
@@ -827,7 +837,7 @@ def test_pipeline_whose_parts_do_not_fit(
 
 def test_transformer_and_checkpoint_mistakes(tiny_pipeline: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"^--transformer=.*config\.json cannot be read \(no such file\); give"
+        ConfigError, match=r"^--transformer=.*config\.json cannot be read \(no such file\); use"
     ):
         source_of(tiny_pipeline, transformer=tmp_path)
     with pytest.raises(CheckpointError, match="contains no complete checkpoint"):
@@ -840,10 +850,12 @@ def test_transformer_and_checkpoint_mistakes(tiny_pipeline: Path, tmp_path: Path
         source_of(tiny_pipeline, ema=True)
     model = WanTransformer3DModel.from_pretrained(str(tiny_pipeline), subfolder="transformer")
     step = make_checkpoint(tmp_path / "run", model, 3, num_layers=3)
-    with pytest.raises(CheckpointError, match=r"tensors do not fit its config \(.*Missing key.*blocks\.2\."):
+    with pytest.raises(
+        CheckpointError, match=r"tensors of the checkpoint do not fit its config \(.*Missing key.*blocks\.2\."
+    ):
         load_pipeline(source_of(tiny_pipeline, checkpoint=step))
     with pytest.raises(
-        ConfigError, match=r"--transformer=.* and --checkpoint=.* exclude each other; keep one"
+        ConfigError, match=r"--transformer=.* and --checkpoint=.* both replace the transformer; leave one"
     ):
         source_of(tiny_pipeline, transformer=tiny_pipeline, checkpoint=step)
 
@@ -931,12 +943,12 @@ def test_prompt_file_problems_come_together_with_their_lines(tmp_path: Path) -> 
     for line, (number, words) in zip(
         report[1:],
         [
-            (2, "is not JSON"),
+            (2, "the line is not JSON"),
             (3, "heigth=3 is not an option of a prompt; did you mean height?"),
-            (5, "must be an object"),
-            (6, "has no prompt. Write exactly one of"),
+            (5, "the line must be a JSON object"),
+            (6, "the line has no prompt. Write exactly one of"),
             (7, "prompt=3 is invalid: input should be a valid string."),
-            (8, "has prompt and text. Write exactly one of"),
+            (8, "the line has prompt and text. Write exactly one of"),
             (9, "num_frames='many' is invalid"),
         ],
         strict=True,

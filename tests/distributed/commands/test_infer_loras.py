@@ -204,12 +204,12 @@ def test_a_hub_id_in_record_and_mistakes(trained: Trained, tiny_pipeline: Path, 
     assert records(tmp_path / "out")[0]["loras"] == [
         {"path": "you/both", "part": part, "scale": 0.5} for part in PARTS
     ]
-    with pytest.raises(ConfigError, match=r"^--lora=you/pickles contains no \.safetensors file\. Give"):
+    with pytest.raises(ConfigError, match=r"^--lora=you/pickles contains no \.safetensors file\. Set"):
         find_loras(["you/pickles"])
     with pytest.raises(ConfigError, match=r"^--lora-2=you/high contains no LoRA of the low-noise expert\. "):
         find_loras([], ["you/high"])
     with pytest.raises(
-        ConfigError, match=r"^--lora=you/low is for the low-noise expert, but .* Give a LoRA of this model\.$"
+        ConfigError, match=r"^--lora=you/low is for the low-noise expert, but .* Use a LoRA of this model\.$"
     ):
         find_pipeline(tiny_pipeline, loras=find_loras(["you/low"]))
 
@@ -281,14 +281,16 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
 
     folder = trained.folder
     for name, words in {
-        "empty": "--lora=/empty contains no .safetensors file and no pytorch_lora_weights.safetensors. Give the LoRA file.",
-        "pickle.pt": "--lora=/pickle.pt must be a .safetensors file. Convert the file.",
+        "empty": "--lora=/empty contains no .safetensors file and no pytorch_lora_weights.safetensors. Set --lora to the LoRA "
+        "file",
+        "pickle.pt": "--lora=/pickle.pt must be a .safetensors file. Convert the file to safetensors.",
         "cut.safetensors": "--lora=/cut.safetensors cannot be read as a LoRA (",
-        "other.safetensors": "--lora=/other.safetensors fits no module of the transformer (1 modules, first nowhere).",
+        "other.safetensors": "--lora=/other.safetensors fits no module of the transformer: all 1 modules of the LoRA are "
+        "missing there, such as nowhere.",
         "no_lora.safetensors": "--lora=/no_lora.safetensors contains 1 keys that are not LoRA keys",
         "wide.safetensors": "--lora=/wide.safetensors does not fit the transformer (",
     }.items():
         assert said(folder, lora=[tmp_path / name]).startswith(words)
     assert said(tiny_pipeline, lora=[files["both"]]).startswith(
-        "--lora=both is a LoRA of transformer_2, which the pipeline does not have"
+        "--lora=both is a LoRA of transformer_2, which the pipeline of --model does not have"
     )

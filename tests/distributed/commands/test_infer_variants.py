@@ -274,7 +274,7 @@ def test_either_expert_is_replaced(tiny_variant: Callable[[str], Path], tmp_path
         found = weights(checkpoint=tmp_path / "run")
         assert torch.equal(found["transformer"], high + ("transformer" in parts))
         assert torch.equal(found["transformer_2"], low + 1)
-    with pytest.raises(ConfigError, match=r"--transformer-2=.* exclude each other; keep one"):
+    with pytest.raises(ConfigError, match=r"--transformer-2=.* both replace the transformer_2; leave one"):
         source_of(folder, transformer_2=folder, checkpoint=trained)
     with pytest.raises(
         ConfigError, match=r"^--checkpoint=.* is a transformer_2, but --model=.* has only one expert"
@@ -439,10 +439,10 @@ IMAGE, LAST, BOTH = (
     [
         ("wan2.1-t2v-1.3b", IMAGE, "--image=first.png is for models that start from an image, not for wan2.1-t2v"),
         ("wan2.1-t2v-1.3b", {"image": ("my dog.png", None)}, "--image=my dog.png of prompt 1 is for models"),
-        ("wan2.1-i2v-14b", {}, "--image is missing, and wan2.1-i2v-tiny starts from an image. Give"),
+        ("wan2.1-i2v-14b", {}, "--image is missing, and wan2.1-i2v-tiny starts from an image. Add"),
         ("wan2.1-i2v-14b", BOTH, "--last-image=last.png is for models that end at an image, not for wan2.1"),
         ("wan2.1-flf2v-14b", IMAGE, "--last-image is missing, and wan2.1-flf2v-tiny ends at an"),
-        ("wan2.1-flf2v-14b", BOTH | {"num_frames": 1}, "--frames=1 has no room for two images. Use"),
+        ("wan2.1-flf2v-14b", BOTH | {"num_frames": 1}, "--frames=1 has no room for a first and a last image. Use"),
         ("wan2.2-ti2v-5b", {"height": 48}, "--height=48 must be a multiple of 32 (VAE stride 16 x patch 2). Use 32 or 64."),
         ("wan2.2-ti2v-5b", IMAGE, "--image=first.png cannot be used: video=first.png is not a regular file; check the path"),
         ("wan2.2-ti2v-5b", {"guidance_scale_2": 3.0}, "--guidance-2=3 is for models of two experts, and wan2.2"),
@@ -450,7 +450,7 @@ IMAGE, LAST, BOTH = (
         ("wan2.1-t2v-1.3b", {"guidance_scale": (1.0, 5.0), "negative_prompt": "no"}, "--negative-prompt='no' of prompt 1"),
         ("wan2.2-t2v-a14b", {"guidance_scale": 0.0, "negative_prompt": "no"}, "--negative-prompt='no' has no effect"),
         ("wan2.2-t2v-a14b", {"image": ("first.png", None)}, "--image=first.png of prompt 1 is for models"),
-        ("wan2.2-t2v-a14b", {"lora": ["no/such/lora"]}, "--lora=no/such/lora does not exist. Give the file"),
+        ("wan2.2-t2v-a14b", {"lora": ["no/such/lora"]}, "--lora=no/such/lora does not exist. Set --lora to the file"),
         ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "--lora-2=a/b=much must end in a number after the '='. Write"),
         ("wan2.2-ti2v-5b", {"lora_2": ["low.safetensors"]}, "--lora-2=low.safetensors is for the low-noise expert, but"),
     ],
@@ -503,7 +503,8 @@ def test_parts_that_do_not_belong_together(tiny_variant: Callable[[str], Path], 
     cases = (
         ("wan2.1-i2v-14b", "model_index.json", {"_class_name": "WanPipeline"}, "needs a WanImageToVideoPipeline"),
         ("wan2.1-i2v-14b", "image_encoder/config.json", {"hidden_size": 48}, "hidden_size=48 must equal image_dim=32"),
-        ("wan2.2-t2v-a14b", "model_index.json", {"boundary_ratio": None}, "transformer, transformer_2 and boundary_ratio=None"),
+        ("wan2.2-t2v-a14b", "model_index.json", {"boundary_ratio": None},
+         "boundary_ratio=None and DiTs transformer, transformer_2."),
         ("wan2.2-t2v-a14b", "transformer_2/config.json", {"ffn_dim": 97}, "the configs of the two experts differ in ffn_dim"),
     )  # fmt: skip
     for variant, name, entries, message in cases:

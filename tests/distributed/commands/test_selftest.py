@@ -465,14 +465,14 @@ def test_mistakes_of_the_user(
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert "selftest downloads nothing; download it first: hf download no/such" in refusal("no/such")
-    assert "give the folder" in refusal(tmp_path / "gone")
+    assert "set --model to the folder" in refusal(tmp_path / "gone")
     assert "is not a Wan pipeline in diffusers layout" in refusal(tmp_path)
-    assert "--only=vae.pixel is not a check; choose from vae.pixels, vae.latents" in refusal(
+    assert "--only=vae.pixel is not a check; use one of vae.pixels, vae.latents" in refusal(
         only=("vae.pixel",)
     )
     assert "no.mp4 is not a regular file" in refusal(clip=tmp_path / "no.mp4")
     save_video(tmp_path / "short.mp4", np.zeros((2, 64, 96, 3), dtype=np.uint8), 16)
-    assert "has 1 frames at 16 fps, 5 are needed" in refusal(clip=tmp_path / "short.mp4")
+    assert "has 1 frames at 16 fps, but at least 5 frames are needed" in refusal(clip=tmp_path / "short.mp4")
     if not torch.cuda.is_available():
         assert "--device=cuda" in refusal(device="cuda")
     incomplete = tmp_path / "incomplete"

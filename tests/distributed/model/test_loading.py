@@ -135,7 +135,7 @@ def test_mismatches_are_all_named(pipeline: Path):
     text = str(error.value)
     assert "1 missing: blocks.0.attn1.to_q.weight" in text
     assert "1 unexpected: blocks.9.extra" in text
-    assert "1 of another shape: proj_out.bias [5] instead of [16]" in text
+    assert "1 of a wrong shape: proj_out.bias [5] instead of [16]" in text
     assert "norm_added_q" not in text
 
 

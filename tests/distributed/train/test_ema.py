@@ -314,7 +314,8 @@ def test_turned_off_and_on_again(finished: Finished, tiny_pipeline: Path, tmp_pa
 
     assert "the recipe has no ema section: the moving average in the checkpoint is ignored" in go_on(5)[1]
     with pytest.raises(
-        CheckpointError, match=r"step_00000005 contains no moving average .* leave --ema out, or train with"
+        CheckpointError,
+        match=r"step_00000005 contains no moving average .* leave --ema out, or train a new run with",
     ):
         load_exported_state(run, ema=True)
     with pytest.raises(CheckpointError, match="contains no moving average"):
@@ -348,7 +349,7 @@ def test_an_average_that_is_not_whole_is_refused(finished: Finished, tmp_path: P
     folder = shutil.copytree(find_checkpoint(finished("zero3")[0])[0], tmp_path / "step") / "transformer"
     whole = load_average(folder)
     (folder / average_file(1)).rename(folder / "gone")
-    with pytest.raises(CheckpointError, match=r"the average of .* is incomplete"):
+    with pytest.raises(CheckpointError, match=r"the moving average of .* is incomplete"):
         load_average(folder)
     assert len(whole) > 1
 
@@ -383,7 +384,8 @@ def test_it_is_exported_and_sampled(finished: Finished, tiny_pipeline: Path, tmp
     options = options_of(tiny_pipeline, checkpoint=run, ema=True)
     assert infer._describe_weights(source, options, "fp32")["ema"] is True
     with pytest.raises(
-        ConfigError, match=r"--ema needs --checkpoint; a folder that wands export --ema wrote"
+        ConfigError,
+        match=r"--ema needs --checkpoint; add --checkpoint, or leave --ema out if wands export --ema wrote",
     ):
         source_of(tiny_pipeline, ema=True)
 

@@ -81,7 +81,7 @@ def test_a_machines_own_numbers_count():
     assert all(int(row[1].split(" x ")[1]) <= 2 for row in rows)
     with_host, without = (run(hardware="l40s", gpus=1, host_memory=memory) for memory in (1000.0, 1001.0))
     assert rows_of(with_host) == rows_of(without)
-    with pytest.raises(ConfigError, match="nothing fits 1 x L40S 48 GB"):
+    with pytest.raises(ConfigError, match="no settings fit 1 x L40S 48 GB"):
         run(hardware="l40s", gpus=1, host_memory=100.0)
     assert "on 8 x H100 96 GB" in run(gpu_memory=96.0)
 
@@ -133,11 +133,11 @@ def test_a_loras_frozen_base_has_no_states():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"hardware": "rtx4090", "gpus": 1}, "nothing fits 1 x RTX 4090 24 GB: the smallest setting needs"),
+        ({"hardware": "rtx4090", "gpus": 1}, "no settings fit 1 x RTX 4090 24 GB: the smallest settings ("),
         ({"hardware": "abacus"}, "--hardware abacus is not a known machine; use one of h100"),
         ({"gpus": 12}, "--gpus 12 must be a multiple of 8"),
         ({"size": "big"}, "--size big is neither 480p, 720p nor HEIGHTxWIDTH"),
-        ({"size": "8x8"}, "--size 8x8 is smaller than a token"),
+        ({"size": "8x8"}, "--size 8x8 is smaller than one video token"),
         ({"overrides": ("model.experts=high",)}, "model.experts=high applies to models with two experts"),
         ({"variant": "wan9"}, "--variant wan9 is not a published model; use one of wan2.1-t2v-1.3b"),
         ({"deepspeed": "zero9"}, "--deepspeed zero9 cannot be read"),
@@ -149,7 +149,10 @@ def test_what_cannot_be_planned(options, words):
 
 
 def test_without_a_model():
-    with pytest.raises(ConfigError, match=r"model\.path is not set; give a pipeline folder, or --variant"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.path is not set; add --set model\.path=DIR with a pipeline folder, or --variant",
+    ):
         run(None)
     report = run(None, variant="wan2.2-ti2v-5b")
     assert report.startswith("wan2.2-ti2v-5b, full finetune, on 8 x H100")
@@ -166,7 +169,7 @@ def test_the_command():
         main, ["plan", "wan2.1-t2v-14b-finetune", "--gpus", "1", "--hardware", "rtx3090"]
     )
     assert refused.exit_code == 2
-    assert "nothing fits" in refused.output
+    assert "no settings fit" in refused.output
 
 
 @pytest.mark.slow
@@ -217,7 +220,7 @@ def test_train_refuses_what_does_not_fit_and_names_a_cure_that_does(train):
     needed = float(re.search(r"memory +about ([\d.]+) MiB per rank", enough)[1]) * 2**20
     with pytest.raises(ConfigError, match="that a small host has for tensors of a rank") as refused:
         train(0.9 * needed)
-    cure = re.search(r"; set (.*?)\. --force starts anyway", str(refused.value))[1]
+    cure = re.search(r"; set (.*?)\. Run wands plan .* or add --force to start anyway", str(refused.value))[1]
     with pytest.raises(Started):
         train(0.9 * needed, *cure.split(" and "))
 

@@ -1,3 +1,3 @@
-"""`wands convert`: conversion of whole repositories, single models and LoRAs, and the comparison of the result with the
-source.
+"""`wands convert`: convert repositories, single models and LoRAs between the file layouts of diffusers, official Wan and
+ComfyUI, and compare each result with its source.
 """

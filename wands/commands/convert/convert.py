@@ -1,7 +1,7 @@
-"""`wands convert`: write a model in the layout of another program, and compare the result with the source.
+"""`wands convert`: write a model in the file layout of another program, and compare the result with the source.
 
-The comparison has two parts. All tensors must be equal bit for bit, and the DiT's output in a forward pass must be
-equal.
+All tensors of the result and the source must be equal bit for bit. The DiTs of the result and the source must also
+give equal outputs in a forward pass.
 """
 
 from __future__ import annotations
@@ -52,9 +52,15 @@ _NOT_CONVERTED = {
     (
         "image_encoder",
         "official",
-    ): "the official file also contains CLIP's text encoder; --base copies an official file",
-    ("text_encoder", "comfyui"): "ComfyUI's file also contains the tokenizer; use the published umt5_xxl",
-    ("image_encoder", "comfyui"): "use the published clip_vision_h",
+    ): "the official file also contains CLIP's text encoder; --base DIR copies the file of an official repository",
+    (
+        "text_encoder",
+        "comfyui",
+    ): "ComfyUI's file also contains the tokenizer; use the published file umt5_xxl",
+    (
+        "image_encoder",
+        "comfyui",
+    ): "wands does not write this file for ComfyUI; use the published file clip_vision_h",
 }
 
 
@@ -67,7 +73,7 @@ def convert(
     dtype: str | None = None,
     forward: bool = True,
 ) -> ConvertResult:
-    """Write a model or a LoRA in the layout `to`.
+    """Write a model or a LoRA in the file layout of diffusers, official Wan or ComfyUI.
 
     Tensors are converted one at a time. The result is read back and compared with the source bit for bit. Then
     diffusers runs a forward pass with the source's DiT and with the result's DiT, and the two outputs must be equal.
@@ -76,8 +82,8 @@ def convert(
         source: folder, Hub id or file of a diffusers pipeline, a DiT, an official repository, a ComfyUI file or a LoRA.
         out: folder to create. If it exists, it must be empty.
         to: "diffusers", "official" or "comfyui".
-        base: folder or Hub id of a model in the layout `to`. Its parts that `source` lacks are copied. None copies
-            nothing.
+        base: folder or Hub id of a model in the layout `to`. Components that `source` lacks, such as the tokenizer, are
+            copied from this model. None copies nothing.
         dtype: "fp32" or "bf16": dtype of the written DiT and LoRAs. Layers that diffusers keeps in fp32 stay fp32. None
             keeps all dtypes.
         forward: whether to run the forward passes and compare their outputs.
@@ -93,9 +99,9 @@ def convert(
         root = Path(source) if Path(source).is_file() else fetch_model(source, key="SRC", allow=_SOURCE_FILES)
         loras = find_loras(root)
         if base and (to == "comfyui" or loras):
-            complete = "a LoRA has" if loras else "ComfyUI's layout has"
+            layout = "a LoRA" if loras else "ComfyUI's layout"
             raise ConfigError(
-                f"--base {base} cannot be used, because {complete} no parts that --base could provide. Leave --base out."
+                f"--base {base} cannot be used, because {layout} needs no files of a base model. Leave --base out."
             )
         for expert, path in loras.items():
             convert_lora(path, unfinished, result, to, _DTYPES[dtype], expert)
@@ -113,7 +119,8 @@ class ModelConversion:
         root: folder or file of the source.
         out: existing folder for the result.
         to: "diffusers", "official" or "comfyui".
-        rest: folder of a model. Its parts that the source lacks are copied. None copies nothing.
+        rest: folder of a model in the layout `to`. Components that the source lacks are copied from this model. None
+            copies nothing.
         dtype: dtype of the DiT; None keeps the dtype of the source.
         forward: whether to compare the DiT's output in a forward pass before and after the conversion.
         result: receives a summary of each component, and notes for the user.
@@ -132,7 +139,7 @@ class ModelConversion:
     dit_config: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Convert every component of the source, then add the files that the layout needs besides the components."""
+        """Convert every component of the source. Then add the other files of the new layout, such as the tokenizer."""
         self.components = {component.name: component for component in find_components(self.root)}
         self.two_experts = EXPERTS[1] in self.components
         for component in self.components.values():
@@ -146,13 +153,13 @@ class ModelConversion:
             self._complete_official()
 
     def _reason_to_skip(self, component: SourceComponent) -> str | None:
-        """Return the reason why the new layout cannot contain a component, as a text. Return None if it can."""
+        """Return the reason why a component cannot be written in the new layout. Return None if it can be written."""
         config = component.config or {"_class_name": official.OFFICIAL_CLASS}
         is_official = config.get("_class_name") == official.OFFICIAL_CLASS
         if self.to == "official" and is_official:
             return None
         if component.name == "vae" and self.to != "diffusers" and not (is_official or _is_wans_own(config)):
-            return "only diffusers' layout can store its latents_mean and latents_std"
+            return "its latents_mean and latents_std differ from Wan's, and only diffusers' layout can store them"
         return _NOT_CONVERTED.get((component.name, self.to))
 
     def _convert(self, component: SourceComponent) -> None:
@@ -232,9 +239,9 @@ class ModelConversion:
     def _complete_pipeline(self) -> None:
         """Add the remaining parts of a diffusers pipeline, such as tokenizer and scheduler.
 
-        The parts are copied from `rest`, or from the source if the source is a diffusers pipeline. Otherwise they are
-        written new if the source has all components and a tokenizer. If something is missing, a note is added to the
-        result.
+        The remaining parts are copied from `rest`, or from the source if the source is a diffusers pipeline. Otherwise,
+        new files are written if the source has all components and a tokenizer. If a component or the tokenizer is
+        missing, a note is added to the result.
         """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:
@@ -258,7 +265,10 @@ class ModelConversion:
         write_pipeline(self.out, self.root / _TOKENIZER, self.variant)
 
     def _complete_official(self) -> None:
-        """Copy the tokenizer of the source, and the official files of `root` and `rest` that were not converted."""
+        """Copy the tokenizer of the source, and all other files of an official repository that were not converted.
+
+        The other files come from the source `root` and from the base model `rest`.
+        """
         if (self.root / "tokenizer").is_dir():
             copy_path(self.root / "tokenizer", self.out / _TOKENIZER)
         for root in (self.root, self.rest):
@@ -286,9 +296,12 @@ def _write_pickle(path: Path, tensors: Sequence[LazyTensor]) -> None:
 
 
 def _is_wans_own(config: Mapping[str, Any]) -> bool:
-    """Return whether a VAE has the latent mean and standard deviation of the published VAE.
+    """Return whether a VAE has the latent mean and standard deviation of the published Wan VAE.
 
     The official code contains these values as constants, so an official file cannot store different values.
+
+    Args:
+        config: diffusers config of the VAE.
     """
     stock = build_stock("vae", config).config
     published = official.LATENTS_22 if stock["z_dim"] == 48 else build_stock("vae", {}).config

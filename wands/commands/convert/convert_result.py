@@ -10,7 +10,7 @@ from wands.model.files.name_maps import shorten
 
 @dataclass(frozen=True)
 class ComponentSummary:
-    """Numbers about one converted component or LoRA file.
+    """Summary of one converted component or LoRA file.
 
     Attributes:
         name: name of the component or file.
@@ -19,7 +19,8 @@ class ComponentSummary:
         renamed: number of written tensors whose name differs from the name in the source.
         num_bytes: size of the written tensors in bytes.
         unused: names of the source's tensors that the new layout does not have.
-        forward: text about the comparison of the outputs of two forward passes; "" if they were not compared.
+        forward: text about the comparison of the DiT's outputs before and after the conversion; "" if no outputs were
+            compared.
     """
 
     name: str
@@ -36,7 +37,9 @@ class ComponentSummary:
             f"{self.num_bytes / 1e6:.1f} MB; read back equal, bit for bit"
         )
         if self.unused:
-            text += f"; {len(self.unused)} have no place in the new layout ({shorten(self.unused, 3)})"
+            text += (
+                f"; {len(self.unused)} tensors have no place in the new layout ({shorten(self.unused, 3)})"
+            )
         return f"{text}; {self.forward}" if self.forward else text
 
 
@@ -47,7 +50,7 @@ class ConvertResult:
     Attributes:
         out: folder that was written.
         summaries: one summary for each component or LoRA file.
-        notes: texts for the user, such as which parts the folder lacks and how to get them.
+        notes: sentences for the user, for example about a missing component and how to get it.
     """
 
     out: Path

@@ -1,4 +1,4 @@
-"""Convert LoRA files to the layout of another program."""
+"""Convert LoRA files to the file layout of another program: diffusers, official Wan or ComfyUI."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def find_loras(root: Path) -> dict[str | None, Path]:
 
     Raises:
         CheckpointError: if a file cannot be read.
-        ConfigError: if it is unclear which file of a folder is the LoRA of an expert. Also if a folder with LoRAs of
+        ConfigError: if a folder has several files that could be the LoRA of an expert. Also if a folder with LoRAs of
             experts contains a further safetensors file.
     """
     usual = [root] if root.is_file() else [root / name for name in (LORA_FILE, PEFT_FILE)]
@@ -49,7 +49,8 @@ def find_loras(root: Path) -> dict[str | None, Path]:
     others = sorted(set(root.glob("*.safetensors")) - set(files.values())) if None not in files else []
     if files and others:
         raise ConfigError(
-            f"SRC {root} contains LoRAs of two experts and the file {others[0].name} next to them. Give one file."
+            f"SRC {root} contains LoRAs of experts and the further file {others[0].name}, so it is unclear what to convert. Set "
+            "SRC to one file."
         )
     return files
 
@@ -57,9 +58,9 @@ def find_loras(root: Path) -> dict[str | None, Path]:
 def convert_lora(
     source: Path, out: Path, result: ConvertResult, to: str, dtype: torch.dtype | None, expert: str | None
 ) -> None:
-    """Write a LoRA in the layout `to`.
+    """Convert a LoRA file to the file layout of diffusers, official Wan or ComfyUI.
 
-    If one file contains the LoRAs of two experts, write two files, because no program loads both LoRAs from one file.
+    If the file contains the LoRAs of two experts, write two files, because no program loads both LoRAs from one file.
 
     Args:
         source: LoRA file in any layout that `wands.model.files.lora_files.parse_lora` supports.
@@ -70,8 +71,8 @@ def convert_lora(
         expert: "transformer" or "transformer_2" if the path of the file names the expert, otherwise None.
 
     Raises:
-        CheckpointError: if the file is not a LoRA of Wan, contains the LoRA of an expert that differs from `expert`, or
-            differs from the written file.
+        CheckpointError: if `source` is not a LoRA of Wan or contains no LoRA of `expert`. Also if a written file differs
+            from `source`.
     """
     with TensorFiles([source], f"SRC {source}") as files:
         loras, old_names = read_lora_file(files), files.tensors.keys()
@@ -79,8 +80,8 @@ def convert_lora(
         pairs = pairs_of(loras, expert)
         if pairs is None:
             raise CheckpointError(
-                f"SRC {source} is in the place of the LoRA of {expert} and contains a LoRA of {', '.join(loras)}. Give this file "
-                "without its folder."
+                f"SRC {source} has the name or folder of a LoRA for {expert}, but contains a LoRA for {', '.join(loras)}. Set "
+                "SRC to this file instead of its folder."
             )
         loras = {expert: pairs}
     several = expert is not None or len(loras) > 1
@@ -91,11 +92,12 @@ def convert_lora(
         check_written(tensors, [path], "convert")
         if num_folded := sum(pair.scale != 1.0 for pair in pairs.values()):
             result.notes.append(
-                f"alpha / rank of {num_folded} modules of {path.name} is multiplied into lora_B, so that alpha is the rank."
+                f"{path.name}: the scale alpha / rank of {num_folded} modules was multiplied into lora_B, so alpha now equals "
+                "rank."
             )
         if several and name == EXPERTS[1] and to == "diffusers":
             result.notes.append(
-                f"load {path.name} with load_lora_weights(..., load_into_transformer_2=True)."
+                f"load {path.name} in diffusers with load_lora_weights(..., load_into_transformer_2=True)."
             )
         num_read = sum(len(loras) == 1 or key.startswith(f"{name}.") for key in old_names)
         num_renamed = sum(tensor.name not in old_names for tensor in tensors)

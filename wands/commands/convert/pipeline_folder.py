@@ -1,4 +1,4 @@
-"""Write the files of a diffusers pipeline that are needed besides a converted DiT: configs, tokenizer, scheduler and index."""
+"""Write the files that a converted DiT needs to become a diffusers pipeline: configs, tokenizer, scheduler and index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from wands.variants import Variant
 
 
 def build_stock(component: str, config: Mapping[str, Any]) -> Any:
-    """Build a component's model with the class of diffusers or transformers, on the meta device and without values.
+    """Build the model of a pipeline component on the meta device, so that its parameters have shapes but no values.
+
+    The class of the model is from diffusers or transformers.
 
     Args:
         component: name of the component in a diffusers pipeline, such as "transformer" or "vae".
@@ -50,38 +52,39 @@ def write_stock_config(component: str, config: Mapping[str, Any], folder: Path) 
 
 
 def check_rest(rest: Path, config: Mapping[str, Any], two_experts: bool) -> None:
-    """Check that a pipeline, from which the remaining parts will be copied, belongs to the same model as a DiT.
+    """Check that the pipeline of --base is the same model as a converted DiT.
 
     Args:
-        rest: folder of the pipeline.
-        config: diffusers config of the DiT.
-        two_experts: whether the model of the DiT has two experts.
+        rest: folder of the pipeline, from which the remaining components will be copied.
+        config: diffusers config of the converted DiT.
+        two_experts: whether the converted model has two experts (DiTs for high and low noise).
 
     Raises:
-        ConfigError: if `rest` is not a diffusers pipeline, its DiT's config differs from `config`, or its number of
-            experts differs.
+        ConfigError: if `rest` is not a diffusers pipeline, or its DiT has a config that differs from `config`. Also if the
+            pipeline and the converted model have different numbers of experts.
     """
     index, theirs = (
         read_json_object(
             rest / name,
             label=f"--base {rest} is not a diffusers pipeline: {name}",
-            fix="give a pipeline of the same model.",
+            fix="set --base to a pipeline of the same model as SRC.",
         )
         for name in ("model_index.json", "transformer/config.json")
     )
     differing = differing_keys(theirs, config, "SRC")
     rest_has_two = bool((index.get("transformer_2") or [None])[0])
     if rest_has_two != two_experts:
-        differing.append("it has two experts" if rest_has_two else "it has one expert")
+        differing.append("2 experts (SRC 1)" if rest_has_two else "1 expert (SRC 2)")
     if differing:
         raise ConfigError(
-            f"--base {rest} is another model: {', '.join(differing)}. Give a pipeline of the same model."
+            f"--base {rest} is not the same model as SRC: {', '.join(differing)}. Set --base to a pipeline of the same model "
+            "as SRC."
         )
 
 
 def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
-    """Write tokenizer, scheduler and index of a pipeline, with the same contents as in diffusers' conversions of the
-    published models.
+    """Write the tokenizer, scheduler and index of a pipeline, with the same contents as in the diffusers pipelines of the
+    published Wan models.
 
     Args:
         out: folder of the converted components.

@@ -1,4 +1,4 @@
-"""Run diffusers' DiT with the tensors before and after a conversion, and compare the outputs."""
+"""Run diffusers' DiT with the tensors before a conversion and with the tensors after it, and compare the two outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wands.model.files.tensor_files import LazyTensor, TensorFiles, as_bytes
 
 
 def stock_names(names: Iterable[str]) -> dict[str, str]:
-    """Return a dict that maps each tensor name of a DiT file to the diffusers name.
+    """Return a dict that maps each tensor name of a DiT file to the name of this tensor in diffusers.
 
     The translation uses diffusers' conversion function instead of the name map of wands. A comparison can then find
     errors in the name map of wands.
@@ -40,12 +40,12 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
     """Run diffusers' DiT with the source's tensors and with the result's tensors, and compare the two outputs bit for bit.
 
     Args:
-        mapping: mapping from the DiT's source to the new layout. The source must be open.
-        tensors: tensors that were written. The source's tensors are cast to the same dtypes.
+        mapping: tensors of the source, by their names in the new layout. The source must be open.
+        tensors: tensors that were written. The source's tensors are cast to the dtypes of these tensors.
         files: files that were written.
 
     Returns:
-        A text about the outputs for the summary.
+        A text about the result of the comparison, for the summary of the conversion.
 
     Raises:
         CheckpointError: if the two outputs differ.
@@ -53,7 +53,7 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
     new_names = stock_names(mapping.sources)
     dtypes = {new_names[tensor.name]: tensor.dtype for tensor in tensors}
     if dtypes["patch_embedding.weight"].itemsize < 2:
-        return "no forward pass, because PyTorch does not compute in its dtype"
+        return "no forward pass was run, because PyTorch cannot compute in the dtype of this DiT"
     old_names = stock_names(source.name for source in mapping.sources.values())
     before = {old_names[source.name]: source for source in mapping.sources.values()}
     with TensorFiles(files, "convert") as result:
@@ -61,11 +61,12 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
         first, second = (_forward(mapping.config, dtypes, stored) for stored in (before, after))
     if not torch.equal(as_bytes(first), as_bytes(second)):
         raise CheckpointError(
-            "convert: the output of the result differs from the output of the source. Report this error with the model's name."
+            "convert: in a forward pass, the output of the converted DiT differs from the output of SRC. Report this error with "
+            "the name of the model."
         )
     if not torch.isfinite(first).all():
-        return "a forward pass gives the same output, which is not finite: the model has diverged"
-    return "a forward pass of diffusers gives the same output"
+        return "the DiT's output in a forward pass is unchanged, but not finite: the model has diverged"
+    return "the DiT's output in a forward pass of diffusers is unchanged"
 
 
 def _forward(

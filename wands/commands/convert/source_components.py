@@ -1,4 +1,4 @@
-"""Find the models of a source in any layout, and map their tensors to a different layout."""
+"""Find the models in the source of a conversion, and map their tensors to the file layout of another program."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ComponentKind:
 
     Attributes:
         stem: name of the weight files in a diffusers folder, without suffix.
-        signs: (tensor name that only official files of this kind have, tensor name that only its diffusers files have).
-            wands recognises a file by these names.
+        signs: (tensor name that only official files of this kind have, tensor name that only diffusers files of this kind
+            have). wands recognises a file by these names.
         names: function that returns the name map. Its arguments are the names of all tensors, and the name of the files
             for error messages.
         config: function that returns the diffusers config. Its arguments are the shapes by official name, the official
@@ -82,7 +82,7 @@ KINDS: dict[str, ComponentKind] = {
 
 
 class SourceComponent(NamedTuple):
-    """One model of the source, for example its VAE.
+    """One model in the source of a conversion, for example the VAE.
 
     Attributes:
         name: name of the component in a diffusers pipeline, a key of `KINDS`.
@@ -101,7 +101,7 @@ class SourceComponent(NamedTuple):
 
 
 class ComponentMapping(NamedTuple):
-    """Tensors of a component, mapped to a different layout.
+    """Tensors of one component (DiT, VAE or encoder), mapped from the source to the new file layout.
 
     Attributes:
         config: config of the model in the format of diffusers or transformers.
@@ -115,10 +115,10 @@ class ComponentMapping(NamedTuple):
 
 
 def find_components(source: Path) -> list[SourceComponent]:
-    """Return every model of a source.
+    """Return every model that the source of a conversion contains.
 
     Args:
-        source: diffusers pipeline, official repository, folder of one DiT, or single file.
+        source: path of a diffusers pipeline, an official repository, a folder of one DiT, or a single file.
 
     Raises:
         ConfigError: if the source contains no Wan model.
@@ -139,7 +139,7 @@ def find_components(source: Path) -> list[SourceComponent]:
             components += [SourceComponent(name, (file,), None) for file in files[:1]]
     if not components:
         raise ConfigError(
-            f"SRC {source} contains no Wan model (no model_index.json, config.json or high_noise_model). Give a diffusers "
+            f"SRC {source} contains no Wan model (no model_index.json, config.json or high_noise_model). Set SRC to a diffusers "
             "pipeline, an official repository, or one file of weights."
         )
     empty = [component.name for component in components if not component.files]
@@ -149,7 +149,7 @@ def find_components(source: Path) -> list[SourceComponent]:
 
 
 def _find_dits(source: Path) -> list[SourceComponent]:
-    """Return the DiT of a folder with one diffusers DiT, or the DiTs of an official repository."""
+    """Return the DiT of a folder with one diffusers DiT, or the DiTs of an official repository. Return [] for other folders."""
     components = []
     for expert in EXPERTS:
         folder = official.find_expert(source, expert)
@@ -159,7 +159,8 @@ def _find_dits(source: Path) -> list[SourceComponent]:
         class_name = config.get("_class_name", official.OFFICIAL_CLASS)
         if class_name not in (official.OFFICIAL_CLASS, official.DIFFUSERS_CLASS):
             raise ConfigError(
-                f"SRC {source} contains a {class_name}. Give a Wan 2.1 or 2.2 model in diffusers or official layout."
+                f"SRC {source} contains a {class_name}, which is not a Wan DiT. Set SRC to a Wan 2.1 or 2.2 model in "
+                "diffusers or official layout."
             )
         components.append(SourceComponent(expert, tuple(find_weights(folder, official.DIT_STEM)), config))
     return components
@@ -173,7 +174,8 @@ def _component_of_file(path: Path) -> SourceComponent:
         if names.intersection(kind.signs):
             return SourceComponent(name, (path,), config)
     raise ConfigError(
-        f"SRC {path} contains no model of Wan ({shorten(names, 3)}). Give a DiT, VAE, UMT5, CLIP or LoRA of Wan 2.1 or 2.2."
+        f"SRC {path} contains no model of Wan, but the tensors {shorten(names, 3)}. Set SRC to a DiT, VAE, UMT5, CLIP or LoRA of "
+        "Wan 2.1 or 2.2."
     )
 
 
@@ -183,10 +185,10 @@ def _read_config(folder: Path) -> _Config:
 
 
 def map_component(component: SourceComponent, files: TensorFiles, to: str) -> ComponentMapping:
-    """Find the source's tensor for every tensor of the layout `to`, and check that the tensors fit the model.
+    """Find the source's tensor for every tensor that the new layout needs, and check that all tensors fit the model.
 
     Args:
-        component: component to map.
+        component: component of the source.
         files: open tensor files of this component.
         to: "diffusers", "official" or "comfyui".
 
@@ -228,7 +230,9 @@ def map_component(component: SourceComponent, files: TensorFiles, to: str) -> Co
 
 
 def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Split and reshape tensors so that a `NameMap` has a name for each of them. Only CLIP has such tensors.
+    """Split and reshape the tensors of an official CLIP file, so that `NameMap` has a name for each tensor.
+
+    The tensors of all other models are returned unchanged.
 
     Args:
         stored: maps a tensor name without ComfyUI's prefix to the tensor.

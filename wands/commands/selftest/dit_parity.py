@@ -1,8 +1,8 @@
 """Checks of a DiT that compare two computations on the same samples.
 
-One kind of check compares training's computation on a bin (packed sequence of samples) with stock diffusers, which runs the
-samples one by one. The other kind compares a bin that all ranks share with the whole bin on one process. The stock model is
-deleted before the packed model is loaded.
+One kind of check compares the computation of a training step on a bin (packed sequence of samples) with stock diffusers,
+which runs the samples one by one. The other kind of check compares a bin that all ranks share with the whole bin on one
+process. The stock model is deleted before the packed model is loaded.
 
 The letter P in shapes is the number of channels of a token.
 """
@@ -79,8 +79,8 @@ class Comparison(NamedTuple):
     Attributes:
         tested: answer of the tested computation, in fp32 or bf16 arithmetic.
         expected: answer of the reference computation in fp32 arithmetic.
-        rounded: answer of the reference computation in the arithmetic of `tested`. It is `expected` itself for fp32, and shows
-            the error that rounding to bf16 alone causes.
+        rounded: answer of the reference computation in the arithmetic of `tested`. For fp32, this is `expected` itself. For
+            bf16, its difference from `expected` shows the error that rounding alone causes.
         origin: name of the reference computation, for the report.
     """
 
@@ -120,7 +120,7 @@ def _judge(found: Comparison, names: Collection[str], bound: float) -> Outcome:
         max(relative_error(answer[name], found.expected[name]) for name in names)
         for answer in (found.tested, found.rounded)
     )
-    why = "fp32 in another order"
+    why = "fp32 sums in a different order"
     if found.rounded is not found.expected:
         bound, why = BF16_FACTOR * rounded, f"{BF16_FACTOR:g} x the error of a correct answer in bf16"
     passed, number, text = judge_error(tested, bound, why)
@@ -128,9 +128,9 @@ def _judge(found: Comparison, names: Collection[str], bound: float) -> Outcome:
 
 
 class PackedSamples:
-    """Samples of different lengths with random latents, text and images, packed into one bin by training's code.
+    """Samples of different lengths with random latents, text and images, packed into one bin (packed sequence).
 
-    All ranks draw the same samples.
+    The code that packs the samples is also used in training. All ranks draw the same samples.
     """
 
     def __init__(self, setup: Setup, i2v_ratio: float = 0.0) -> None:
@@ -240,7 +240,7 @@ def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:
 
 
 def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
-    """Run the same samples through training's computation and through stock diffusers.
+    """Run the same samples through the computation of a training step and through stock diffusers.
 
     The stock model is deleted before the packed model is loaded, so that only one model is in memory at a time.
 
@@ -270,9 +270,10 @@ def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
 
 
 def compare_to_one_process(setup: Setup) -> Comparison:
-    """Run a bin (packed sequence) shared by all ranks, and the whole bin on each rank alone, for a comparison.
+    """Run the same bin (packed sequence) twice: shared by all ranks, and as a whole on each rank alone.
 
-    The answer of the shared bin is the tested answer. The answer of the whole bin is the expected answer.
+    Returns:
+        The comparison of the two answers. The tested answer is from the shared bin. The expected answer is from the whole bin.
 
     Raises:
         ConfigError: if the device differs from DeepSpeed's device, or the model cannot be split across the ranks.
@@ -335,7 +336,7 @@ def _choose_trained(model: torch.nn.Module) -> None:
 
 
 def check_names(setup: Setup) -> Outcome:
-    """Check the conversion of the DiT's parameter names from diffusers' names to official Wan's names and back.
+    """Convert the DiT's parameter names from diffusers' names to official Wan's names and back, and compare the names.
 
     The check passes if every parameter name is unchanged after both conversions.
     """
@@ -346,4 +347,6 @@ def check_names(setup: Setup) -> Outcome:
     except CheckpointError as error:
         return Outcome(False, str(error), "one to one")
     same = sum(official[stored] == name for name, stored in back.items())
-    return Outcome(same == len(names), f"{same} of {len(names)} names come back", "all")
+    return Outcome(
+        same == len(names), f"{same} of {len(names)} names are unchanged after conversion and back", "all"
+    )

@@ -25,7 +25,7 @@ from wands.model.files.official import LATENTS_22
 MEAN_BAND, STD_BAND = 0.5, (0.3, 1.6)
 """Largest absolute mean, and range of the standard deviation, of the normalised latents of an ordinary clip.
 
-Before normalisation, the latents of Wan 2.1 have a standard deviation of about 2.2.
+Without normalisation, the latents of Wan 2.1 would have a standard deviation of about 2.2.
 """
 PSNR_FLOOR = 15.0
 CAPTIONS = (
@@ -115,13 +115,13 @@ def check_statistics(part: VaePart) -> Outcome:
     if part.setup.is_published:
         distance = _distance_from_published(part.encoder.vae)
         passed = distance <= 1e-3
-        number += f", config {distance:.2g} from the published one"
+        number += f", config {distance:.2g} from the published config"
         bounds.append("config <= 0.001")
     if part.setup.options.clip:
         low, high = STD_BAND
         passed = passed is not False and abs(mean) <= MEAN_BAND and low <= std <= high
         bounds.append(f"mean within {MEAN_BAND}, std {low} to {high}")
-    return Outcome(passed, number, ", ".join(bounds) or "no bound for a synthetic clip; give --clip")
+    return Outcome(passed, number, ", ".join(bounds) or "no bound for a synthetic clip; add --clip")
 
 
 def _distance_from_published(vae: AutoencoderKLWan) -> float:
@@ -161,7 +161,7 @@ def check_first_frame(part: VaePart) -> Outcome:
 
 
 def _load_stock(setup: Setup, dtype: torch.dtype, label: str, *parts: str) -> WanImageToVideoPipeline:
-    """Load a stock pipeline of diffusers with only the named parts.
+    """Load a stock pipeline of diffusers with only some of its parts, such as the tokenizer and the text encoder.
 
     The image-to-video pipeline is loaded for every model, because it encodes text in the same way as the text-to-video
     pipeline.
@@ -198,7 +198,7 @@ class TextPart:
     """Tokenizer and text encoder UMT5, loaded by diffusers' stock pipeline.
 
     Attributes:
-        pipeline: stock pipeline with only these two parts.
+        pipeline: stock pipeline that contains only the tokenizer and UMT5.
         tokenizer: tokenizer of the pipeline.
         model: UMT5 of the pipeline.
     """
@@ -220,7 +220,7 @@ class TextPart:
         """Return the text embedding that `wands preprocess` computes, fp32 [tokens, text_dim].
 
         Raises:
-            Skipped: if the token embedding of UMT5 has random values, so that the check text.tied fails.
+            Skipped: if the token embedding of UMT5 was loaded with random values. The check "text.tied" then fails.
         """
         try:
             return TextEncoder(self.tokenizer, self.model).encode(caption).float()
@@ -259,7 +259,7 @@ def check_tied(part: TextPart) -> Outcome:
     used, trained = part.model.encoder.embed_tokens.weight, part.model.shared.weight
     error = float((used - trained).abs().max())
     same = used.data_ptr() == trained.data_ptr()
-    number = f"encoder.embed_tokens is {'' if same else 'not '}shared, {error:.2g} from it"
+    number = f"encoder.embed_tokens is {'' if same else 'not '}shared.weight, largest difference {error:.2g}"
     return Outcome(same and error == 0, number, "the same tensor")
 
 
@@ -272,15 +272,15 @@ def check_pads(part: TextPart) -> Outcome:
     stock = [part.encode_stock(caption) for caption in CAPTIONS]
     pads = max(float(rows[length:].abs().max()) for rows, length in zip(stock, lens, strict=True))
     ends = min(float(rows[length - 1].abs().max()) for rows, length in zip(stock, lens, strict=True))
-    number = f"captions of {', '.join(map(str, lens))} tokens, the largest pad is {pads:g}"
+    number = f"captions of {', '.join(map(str, lens))} tokens, the largest value after a caption is {pads:g}"
     whole = all(len(rows) == OFFICIAL_TEXT_LEN for rows in stock)
     return Outcome(pads == 0 < ends and whole, number, "0 up to row 512")
 
 
 def check_length(part: TextPart) -> Outcome:
-    """Check that captions are cut at 512 tokens. The default of diffusers' `encode_prompt` would cut them at 226 tokens.
+    """Check that `wands preprocess` cuts long captions at 512 tokens, and compare their embeddings with diffusers' pipeline.
 
-    Also compare the embeddings of these long captions with diffusers' stock pipeline.
+    The default of diffusers' `encode_prompt` would cut captions at 226 tokens.
     """
     tokens_per_phrase = (len(part.tokenizer(WORDS * 10).input_ids) - len(part.tokenizer(WORDS).input_ids)) / 9
     captions = (WORDS * round(350 / tokens_per_phrase), WORDS * round(700 / tokens_per_phrase))

@@ -1,6 +1,6 @@
 """Checks of a model with two experts (DiTs, each for a range of timesteps).
 
-The checks compare the DiT that diffusers' stock pipeline uses for a timestep with the DiT that training uses for it.
+The checks compare two DiTs for the same timestep: the DiT that diffusers' stock pipeline uses, and the DiT that wands trains.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def check_boundary(setup: Setup) -> Outcome:
 
 
 def check_draws(setup: Setup) -> Outcome:
-    """Check that training draws for each expert (DiT) only noise levels at which the stock pipeline uses this expert."""
+    """Check the noise levels that training draws for each expert (DiT for a range of timesteps).
+
+    At all drawn noise levels, diffusers' stock pipeline must use the same expert.
+    """
     ratio, num_timesteps = _read_boundary(setup)
     wrong = count = 0
     for shift in SHIFTS:
@@ -57,7 +60,9 @@ def check_draws(setup: Setup) -> Outcome:
             wrong += int((is_high != (expert.subfolder == EXPERTS[0])).sum())
             count += len(sigmas)
     shifts = ", ".join(f"{shift:g}" for shift in SHIFTS)
-    return Outcome(wrong == 0, f"{wrong} of {count} draws on the wrong side, shifts {shifts}", "0")
+    return Outcome(
+        wrong == 0, f"{wrong} of {count} noise levels on the wrong side of the boundary, shifts {shifts}", "0"
+    )
 
 
 def _read_boundary(setup: Setup) -> tuple[float, int]:

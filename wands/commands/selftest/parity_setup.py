@@ -1,4 +1,4 @@
-"""Setup of `wands selftest` (model, clip and settings), and the types for the results of its checks."""
+"""Setup of `wands selftest` (model, clip and settings), and the classes for the results of the checks."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def load_setup(options: SelftestOptions) -> Setup:
     folder = find_folder(options.model)
     if (name := load_index(folder, key="--model").get("_class_name")) not in CLASSES:
         raise ConfigError(
-            f"--model={options.model} is not a Wan pipeline in diffusers layout (model_index.json names {name}); give the "
-            "folder of a Wan pipeline, or make a pipeline with wands convert."
+            f"--model={options.model} is not a Wan pipeline in diffusers layout (model_index.json names the class {name}); set "
+            "--model to the folder of a Wan pipeline, or make a pipeline with wands convert."
         )
     variant = read_variant(folder)
     has_gpu = torch.cuda.is_available()
@@ -146,7 +146,7 @@ def find_folder(model: str) -> Path:
     """
     if Path(model).is_dir():
         return Path(model)
-    fix = "give the folder of a Wan pipeline"
+    fix = "set --model to the folder of a Wan pipeline"
     if is_hub_id(model):
         try:
             return Path(snapshot_download(model, local_files_only=True))
@@ -162,7 +162,7 @@ def _read_frames(clip: Path, variant: Variant) -> np.ndarray:
     frames: np.ndarray = next(iter(decode_clip(clip, spec))).frames
     if len(frames) < 5:
         raise DataError(
-            f"--clip={clip} has {len(frames)} frames at {variant.fps} fps, 5 are needed; give a longer clip."
+            f"--clip={clip} has {len(frames)} frames at {variant.fps} fps, but at least 5 frames are needed; use a longer clip."
         )
     return frames
 
@@ -176,7 +176,7 @@ def _make_frames() -> np.ndarray:
 
 
 def judge(
-    measured: Tensor, expected: Tensor, bound: float = 1e-5, why: str = "fp32 in another order"
+    measured: Tensor, expected: Tensor, bound: float = 1e-5, why: str = "fp32 sums in a different order"
 ) -> Outcome:
     """Compare two tensors by their relative error, and return the outcome.
 

@@ -1,4 +1,4 @@
-"""The command `wands selftest`: run wands' comparisons with stock diffusers on the user's weights and machine."""
+"""The command `wands selftest`: compare wands with stock diffusers, with the user's weights and on the user's machine."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def selftest(options: SelftestOptions) -> Iterator[Result]:
     """
     for choice in options.only:
         if not any(_is_chosen(name, (choice,)) for name in NAMES):
-            raise ConfigError(f"--only={choice} is not a check; choose from {', '.join(NAMES)}.")
+            raise ConfigError(f"--only={choice} is not a check; use one of {', '.join(NAMES)}.")
     setup = load_setup(options)
     log.info("selftest of %s: %s on %s in %s", options.model, setup.variant.name, setup.device, setup.dtype)
     # By default cuDNN's convolutions in PyTorch round to TF32, which causes errors of 1e-3.
@@ -106,8 +106,8 @@ def selftest(options: SelftestOptions) -> Iterator[Result]:
 def _run(setup: Setup, checks: Sequence[Check]) -> Iterator[Result]:
     """Run checks and yield their results.
 
-    Consecutive checks that need the same part of the model share this part. The part is loaded before the first of these checks
-    and deleted after the last.
+    Consecutive checks that need the same part of the model, such as the VAE, share this part. The part is loaded before the
+    first of these checks and deleted after the last.
     """
     for load, checks_of_part in groupby(checks, key=lambda check: check.load):
         part, problem = None, ""
@@ -118,7 +118,7 @@ def _run(setup: Setup, checks: Sequence[Check]) -> Iterator[Result]:
                 if reason := _inapplicable(check, setup) or problem:
                     raise Skipped(reason)
                 if part is None:
-                    problem = "its part of the model does not run, see above"
+                    problem = "the part of the model that this check needs could not be loaded, see the failed check above"
                     part = load(setup) if load else setup
                     problem = ""
                 passed, number, bound = check.run(part)
@@ -143,18 +143,15 @@ def _is_chosen(name: str, only: tuple[str, ...]) -> bool:
 
 
 def _inapplicable(check: Check, setup: Setup) -> str:
-    """Return the reason why a check does not apply to this model or this number of processes.
-
-    Return an empty text if the check applies.
-    """
+    """Return the reason why a check does not apply to this model or this number of processes, or "" if the check applies."""
     is_alone, needs_ranks = os.environ.get("WORLD_SIZE", "1") == "1", check.name.startswith("cp.")
     name, command = setup.variant.name, f"wands selftest --model {setup.options.model}"
     if check.condition and not setup.has(check.condition):
-        return f"{name} takes no {check.condition}"
+        return f"{name} does not take the condition {check.condition}"
     if check.name.startswith("experts") and setup.variant.boundary_ratio is None:
-        return f"{name} has one DiT"
+        return f"{name} has only one DiT"
     if needs_ranks and is_alone:
-        return f"one process; torchrun --nproc-per-node 2 -m {command} --only cp"
+        return f"needs several processes; run torchrun --nproc-per-node 2 -m {command} --only cp"
     if not (needs_ranks or is_alone):
-        return f"several processes; {command}"
+        return f"needs a single process; run {command}"
     return ""

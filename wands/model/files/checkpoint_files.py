@@ -126,7 +126,7 @@ def load_state(checkpoint: Path) -> TrainState:
         state = TrainState(**values)
     except OSError:
         raise CheckpointError(
-            f"checkpoint={checkpoint} has no {STATE_FILE}; give a folder that wands train saved."
+            f"checkpoint={checkpoint} has no {STATE_FILE}; use a step_* folder that wands train saved."
         ) from None
     except (ValueError, TypeError) as error:
         raise CheckpointError(
@@ -146,9 +146,12 @@ def load_state(checkpoint: Path) -> TrainState:
 def find_checkpoint(where: Path) -> Checkpoint:
     """Return a complete checkpoint of a step folder, a checkpoints folder or a run folder.
 
-    For a step folder, return its checkpoint. For the other folders, return the checkpoint that the file `latest` names.
-    If `latest` is missing, is empty or names a damaged checkpoint, log a warning and return the newest complete
-    checkpoint.
+    For a step folder, return its checkpoint. For a checkpoints folder or run folder, return the checkpoint that the file
+    `latest` names. If `latest` is missing, is empty or names a damaged checkpoint, log a warning and return the newest
+    complete checkpoint.
+
+    Args:
+        where: step folder, checkpoints folder or run folder.
 
     Raises:
         CheckpointError: if the folder contains no complete checkpoint.
@@ -171,7 +174,7 @@ def find_checkpoint(where: Path) -> Checkpoint:
         except CheckpointError as error:
             log.warning("%s", error)
     raise CheckpointError(
-        f"checkpoint={where} contains no complete checkpoint; give the output_dir of a run, or a step_* folder in it."
+        f"checkpoint={where} contains no complete checkpoint; use the output_dir of a run, or one of its step_* folders."
     )
 
 
@@ -310,9 +313,9 @@ def load_full_weights(
 
 
 def average_file(rank: int) -> str:
-    """Return the name of the file in which a rank stores its fragments of the moving average.
+    """Return the name of the file in which a rank stores its fragments (slices) of the moving average of the weights.
 
-    Each DiT folder of a checkpoint contains one such file per rank.
+    Each DiT folder of a checkpoint contains one file with fragments per rank.
     """
     return f"ema_rank_{rank:05d}.safetensors"
 
@@ -332,7 +335,7 @@ def check_average(checkpoint: Path, state: TrainState) -> None:
     if missing:
         raise CheckpointError(
             f"checkpoint={checkpoint} contains no moving average ({missing[0]}/{average_file(0)}), because its recipe has no ema "
-            "section; leave --ema out, or train with --set ema.decay=0.9999."
+            "section; leave --ema out, or train a new run with --set ema.decay=0.9999."
         )
 
 
@@ -354,12 +357,12 @@ def read_average_header(files: TensorFiles, path: Path) -> dict[str, Any]:
         return dict(json.loads(files.metadata[AVERAGE_METADATA]))
     except (KeyError, ValueError):
         raise CheckpointError(
-            f"{path} is not a file of wands train (no {AVERAGE_METADATA} metadata); use an older step."
+            f"{path} was not written by wands train (no {AVERAGE_METADATA} metadata); use an older step."
         ) from None
 
 
 def load_average(folder: Path) -> dict[str, Tensor]:
-    """Join the fragments of the moving average that the ranks wrote. Only one file is open at a time.
+    """Join the fragments of the weights' moving average that the ranks wrote. Only one file is open at a time.
 
     Args:
         folder: DiT folder of a checkpoint that contains a moving average.
@@ -386,6 +389,6 @@ def load_average(folder: Path) -> dict[str, Tensor]:
             covered = max(covered, end) if start <= covered else covered
         if covered != whole[name].numel():
             raise CheckpointError(
-                f"checkpoint={folder.parent}: the average of {name} is incomplete; use an older step."
+                f"checkpoint={folder.parent}: the moving average of {name} is incomplete; use an older step."
             )
     return whole

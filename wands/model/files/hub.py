@@ -40,7 +40,7 @@ def fetch_model(
         return Path(name)
     if not is_hub_id(name):
         raise ConfigError(
-            f"{key}={name} is neither a folder nor a Hub id; give a folder or a Hub id (owner/name)."
+            f"{key}={name} is neither a folder nor a Hub id; set {key} to an existing folder or a Hub id (owner/name)."
         )
     try:
         return Path(snapshot_download(name, allow_patterns=allow, ignore_patterns=ignore))

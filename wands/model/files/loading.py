@@ -102,7 +102,7 @@ def load_transformer(
     storage: WeightDtypePolicy = WeightDtypePolicy(),  # noqa: B008, frozen
     key: str = "model.path",
 ) -> PackedWanTransformer:
-    """Build a DiT and give values to its parameters.
+    """Build a DiT (diffusion transformer), and load its weights or initialise them at random.
 
     Args:
         path: folder or Hub id of a diffusers pipeline or an official Wan repository.
@@ -144,9 +144,9 @@ def load_transformer(
 
 
 def load_weights(path: str | Path, subfolder: str = "transformer", **options: Any) -> dict[str, Tensor]:
-    """Return the weights that `load_transformer` would store in a model.
+    """Load the weights of a DiT (diffusion transformer) as a dict of tensors.
 
-    `options` are keyword arguments of `load_transformer`, which also explains the errors.
+    `options` are keyword arguments of `load_transformer`. The function raises the errors of `load_transformer`.
 
     Returns:
         A dict that maps diffusers parameter names to tensors, in fp32 unless the option `storage` chooses a different
@@ -167,7 +167,7 @@ def build_empty(config: dict[str, Any]) -> PackedWanTransformer:
 
 
 def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
-    """Check that `load_transformer` will find every weight with the right shape. Read only the headers of the files.
+    """Check that the files of a DiT contain every weight with the right shape. Read only the headers of the files.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
@@ -192,8 +192,8 @@ def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key:
         if official is not None:
             return official
     raise ConfigError(
-        f"{key}={path} has no {Path(subfolder) / 'config.json'}. Give a Wan pipeline in diffusers layout, or an official "
-        "Wan repository."
+        f"{key}={path} has no {Path(subfolder) / 'config.json'}. Set {key} to a Wan pipeline in diffusers layout, or to an "
+        "official Wan repository."
     )
 
 
@@ -204,7 +204,9 @@ def _read_config(where: str, folder: Path) -> dict[str, Any]:
         with TensorFiles(find_weights(folder, DIT_STEM), where) as files:
             return dit_config(files.shapes, config, where=where)
     if class_name != DIFFUSERS_CLASS:
-        raise ConfigError(f"{where} contains a {class_name}, not a {DIFFUSERS_CLASS}. Give a Wan pipeline.")
+        raise ConfigError(
+            f"{where} contains a {class_name}, not a {DIFFUSERS_CLASS}. Use the folder or Hub id of a Wan pipeline."
+        )
     return config
 
 
@@ -214,7 +216,7 @@ def _read_object(where: str, file: Path) -> dict[str, Any]:
 
 @contextmanager
 def _freed_is_returned() -> Iterator[None]:
-    """Make the C library return the memory of freed tensors to the operating system at once, while the body runs.
+    """Make the C library return the memory of freed tensors to the operating system at once, inside a `with` block.
 
     When the first large tensor is freed, glibc raises its mmap threshold by default and then allocates tensors on its
     heap. ZeRO-3 allocates its partitions between these tensors, so the heap cannot shrink. Four ranks that load one
@@ -253,8 +255,8 @@ def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> Iter
     paths = find_weights(folder, DIT_STEM)
     if not paths:
         raise CheckpointError(
-            f"{where} has no weights (neither {WEIGHTS_NAME} nor an index of weights). Give a complete pipeline, or set "
-            "model.init=random."
+            f"{where} has no weights (neither {WEIGHTS_NAME} nor an index of weights). Use a complete pipeline, or train from "
+            "random weights with model.init=random."
         )
     with TensorFiles(paths, where) as files:
         shapes = files.shapes

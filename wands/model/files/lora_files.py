@@ -1,6 +1,6 @@
 """Find, read and write LoRA files of Wan in the layouts of diffusers, PEFT, ComfyUI, official Wan and musubi-tuner.
 
-A key of a LoRA file consists of a prefix that depends on the trainer, the name of a module, and a suffix such as
+A key of a LoRA file consists of a prefix that depends on the training program, the name of a module, and a suffix such as
 ".lora_A.weight". The key does not mark where the prefix ends, so wands compares the key with a list of known prefixes.
 
 Sources: diffusers' `save_lora_weights` and its loaders of other layouts, ComfyUI's `comfy/lora.py`, musubi-tuner.
@@ -71,12 +71,12 @@ class LoraPair:
 
 
 def experts_in(folder: Path) -> list[str]:
-    """Return the DiTs for which a folder contains a LoRA file or subfolder with an expert's name.
+    """Return the experts (DiTs for high or low noise) for which a folder contains a LoRA.
 
-    The expert's names are the values of `EXPERT_NAMES`: "high_noise" and "low_noise".
+    A LoRA belongs to an expert if the name of its file or subfolder contains "high_noise" or "low_noise".
 
     Returns:
-        A list with "transformer", "transformer_2", both, or none of them.
+        A list with "transformer" for the high-noise expert and "transformer_2" for the low-noise expert, if found.
     """
     return [expert for expert, name in EXPERT_NAMES.items() if _with_name(folder, name)]
 
@@ -95,22 +95,25 @@ def find_lora_file(path: Path, key: str, expert: str | None = None) -> Path:
     """
     if path.is_file():
         if path.suffix != ".safetensors":  # a pickle can run any code
-            raise ConfigError(f"{key}={path} must be a .safetensors file. Convert the file.")
+            raise ConfigError(f"{key}={path} must be a .safetensors file. Convert the file to safetensors.")
         return path
     if not path.is_dir():
-        raise ConfigError(f"{key}={path} does not exist. Give the file or folder of a LoRA.")
+        raise ConfigError(f"{key}={path} does not exist. Set {key} to the file or folder of a LoRA.")
     if expert is not None and (experts := experts_in(path)):
         name = EXPERT_NAMES[expert]
         if expert not in experts:
             raise ConfigError(
-                f"{key}={path} contains no LoRA of the {name.replace('_', '-')} expert. Set model.experts to the other expert."
+                f"{key}={path} contains no LoRA of the {name.replace('_', '-')} expert. Add the LoRA of this expert, or set "
+                "model.experts so that only the expert with a LoRA is trained."
             )
         return find_lora_file(_with_name(path, name)[0], key)
     files = sorted(path.glob("*.safetensors"))
     usual = [path / name for name in (LORA_FILE, PEFT_FILE) if (path / name).is_file()]
     if not usual and len(files) != 1:
         number = f"{len(files)} .safetensors files" if files else "no .safetensors file"
-        raise ConfigError(f"{key}={path} contains {number} and no {LORA_FILE}. Give the LoRA file.")
+        raise ConfigError(
+            f"{key}={path} contains {number} and no {LORA_FILE}. Set {key} to the LoRA file itself."
+        )
     return (usual or files)[0]
 
 
@@ -147,7 +150,7 @@ def read_lora_file(files: TensorFiles) -> dict[str, dict[str, LoraPair]]:
 def parse_lora(
     state: Mapping[str, Tensor], *, alphas: Mapping[str, float] | None = None, where: str = "the LoRA"
 ) -> dict[str, dict[str, LoraPair]]:
-    """Translate the tensors of a LoRA file to pairs of matrices by diffusers module name.
+    """Group the tensors of a LoRA file into pairs of matrices (lora_A, lora_B), one pair for each module of the DiT.
 
     The keys may have any of these layouts:
 
@@ -160,7 +163,8 @@ def parse_lora(
 
     Args:
         state: maps a key of the file to its tensor.
-        alphas: maps an expert to the alpha of its modules that have no alpha key. Without an alpha, the scale is 1.
+        alphas: maps "transformer" or "transformer_2" to the alpha of modules without an alpha key. Without any alpha, the
+            scale of a module is 1.
         where: name of the file for error messages.
 
     Returns:
@@ -168,8 +172,8 @@ def parse_lora(
         expert.
 
     Raises:
-        CheckpointError: if a key is not a LoRA key of Wan, or repeats. Also if a module lacks one of its two matrices,
-            or the shapes of the matrices do not fit.
+        CheckpointError: if a key is not a LoRA key of Wan, or two keys name the same matrix. Also if a module lacks one of
+            its two matrices, or the shapes of the two matrices do not fit each other.
     """
     halves: dict[tuple[str, str], dict[str, Tensor]] = {}
     unknown = []
@@ -185,12 +189,12 @@ def parse_lora(
         half = {"down": "A", "up": "B"}.get(match["half"], match["half"] or "alpha")
         if half in halves.setdefault(module, {}):
             raise CheckpointError(
-                f"{where} contains several adapters ({key} repeats). Give a file of one adapter."
+                f"{where} contains several LoRAs for the same modules (a second tensor is {key}). Use a file with one LoRA."
             )
         halves[module][half] = value
     if unknown:
         raise CheckpointError(
-            f"{where} contains {len(unknown)} keys that are not LoRA keys of Wan's linear layers ({shorten(unknown)}). Give a "
+            f"{where} contains {len(unknown)} keys that are not LoRA keys of Wan's linear layers ({shorten(unknown)}). Use a "
             "file with only lora_A and lora_B (or lora_down and lora_up) and alpha."
         )
     broken = [".".join(module) for module, tensors in halves.items() if not {"A", "B"} <= tensors.keys()]
@@ -203,8 +207,8 @@ def parse_lora(
         lora_A, lora_B = tensors["A"], tensors["B"]
         if lora_A.ndim != 2 or lora_B.ndim != 2 or lora_A.shape[0] != lora_B.shape[1]:
             raise CheckpointError(
-                f"{where}: {name} has lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)}, which do not fit. Give a "
-                "LoRA of linear layers."
+                f"{where}: {name} has lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)}, which do not fit each "
+                "other. Use a LoRA of linear layers."
             )
         alpha = float(tensors["alpha"]) if "alpha" in tensors else (alphas or {}).get(expert)
         scale = 1.0 if alpha is None else alpha / lora_A.shape[0]
@@ -213,9 +217,9 @@ def parse_lora(
 
 
 def pairs_of(loras: Mapping[str, dict[str, LoraPair]], expert: str) -> dict[str, LoraPair] | None:
-    """Return the LoRA of one expert, or None if the file contains only the LoRA of the other expert.
+    """Return the LoRA of one expert (DiT for high or low noise), or None if a LoRA file contains only the second expert.
 
-    Most files do not name their expert, and their keys start with "transformer". If all keys of a file belong to
+    Most LoRA files do not name their expert, and their keys start with "transformer". If all keys of a file start with
     "transformer", its LoRA is therefore returned for either expert.
 
     Args:
@@ -266,7 +270,7 @@ def alphas_of(metadata: Mapping[str, str], path: Path) -> dict[str, float]:
         path: path of this file.
 
     Returns:
-        A dict that maps "transformer" or "transformer_2" to alpha; {} if the trainer wrote no alpha there.
+        A dict that maps "transformer" or "transformer_2" to alpha; {} if neither place contains an alpha.
 
     Raises:
         CheckpointError: if the settings are damaged, or contain a method that one alpha cannot describe, such as DoRA,
@@ -302,9 +306,9 @@ def alphas_of(metadata: Mapping[str, str], path: Path) -> dict[str, float]:
 
 
 def lora_tensors(pairs: Mapping[str, LoraPair], layout: str = "diffusers") -> dict[str, Tensor]:
-    """Return the tensors of a LoRA file by key, with alpha folded into lora_B.
+    """Return the contents of a LoRA file as a dict of tensors by key. The scale alpha / rank is multiplied into lora_B.
 
-    The result has no alpha keys, because diffusers rejects an alpha key outside the blocks. All loaders expect the keys
+    The dict has no alpha keys, because diffusers rejects an alpha key outside the blocks. All loaders expect the keys
     of "transformer" for either expert. A model with two experts therefore needs one file for each expert.
 
     Args:

@@ -171,7 +171,7 @@ def vae_structure(names: Iterable[str], where: str) -> tuple[int, bool]:
     resnets = {match[1] for name in names if (match := re.match(pattern, name))}
     if not resamplers and not resnets:
         raise CheckpointError(
-            f"{where} is not a Wan VAE: it has no downsampling layer. Give the VAE of Wan 2.1 or 2.2."
+            f"{where} is not a Wan VAE, because it has no downsampling layer. Use the VAE of Wan 2.1 or 2.2."
         )
     return (min(resamplers) if resamplers else len(resnets)), nested
 
@@ -249,12 +249,12 @@ def rename_all(names: Iterable[str], rename: Callable[[str], str], where: str) -
             continue
         if new in renamed:
             raise CheckpointError(
-                f"{where} has {renamed[new]} and {name} for one tensor. Remove one of them."
+                f"{where} has two names for one tensor: {renamed[new]} and {name}. Remove one of the two tensors."
             )
         renamed[new] = name
     if unknown:
         raise CheckpointError(
-            f"{where} has {len(unknown)} tensor names that no Wan model has ({shorten(unknown)}). Give a text-to-video or "
+            f"{where} has {len(unknown)} tensor names that no Wan model has ({shorten(unknown)}). Use a text-to-video or "
             "image-to-video model of Wan 2.1 or 2.2."
         )
     return renamed
@@ -285,7 +285,7 @@ def check_fit(
     problems = {
         "missing": wanted.keys() - found.keys(),
         "unexpected": found.keys() - wanted.keys(),
-        "of another shape": [
+        "of a wrong shape": [
             f"{name} {[*found[name]]} instead of {[*shape]}"
             for name, shape in wanted.items()
             if found.get(name, shape) != shape

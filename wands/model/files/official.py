@@ -71,9 +71,10 @@ def find_expert(root: Path, expert: str) -> Path | None:
 
 
 def boundary_of(official_config: Mapping[str, Any]) -> float:
-    """Return the boundary_ratio of a model with two experts: the share of the timestep range at which the experts change.
+    """Return the boundary_ratio of a model with two experts (DiTs for high and low noise), a number between 0 and 1.
 
-    The ratio is a constant in the official code. It depends on the model_type in the config.
+    The high-noise expert is used at timesteps of at least boundary_ratio times 1000, and the low-noise expert below. The
+    ratio is a constant in the official code, which depends on the model_type in the config.
 
     Args:
         official_config: the official config.json of either expert.
@@ -105,7 +106,7 @@ def dit_config(
         out = shapes["head.head.weight"][0]
     except KeyError as error:
         raise CheckpointError(
-            f"{where} has no {error.args[0]}, which every Wan DiT has. Give a complete model of Wan 2.1 or 2.2."
+            f"{where} has no {error.args[0]}, which every Wan DiT has. Use a complete model of Wan 2.1 or 2.2."
         ) from None
     num_heads = known.get("num_heads") or dim // HEAD_DIM
     if not num_heads or dim % num_heads:
@@ -208,7 +209,7 @@ def umt5_config(shapes: Shapes) -> dict[str, Any]:
 def clip_config(shapes: Shapes) -> dict[str, Any]:
     """Return the arguments of transformers' `CLIPVisionConfig` for an official CLIP file.
 
-    The number of attention heads is the number of the published ViT-H/14, because the shapes do not contain it.
+    The shapes do not contain the number of attention heads. The returned number is 16, as in the published ViT-H/14.
 
     Args:
         shapes: maps official names of the weights to their shapes.

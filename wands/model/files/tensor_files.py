@@ -1,4 +1,4 @@
-"""Read single tensors from safetensors files and from pickles that contain only tensors, and write safetensors files."""
+"""Read tensors one at a time from safetensors files or from pickles of tensors, and write safetensors files."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class TensorFiles:
         except pickle.UnpicklingError:
             raise CheckpointError(
                 f"{self.where}: {path} is a pickle of more than tensors. Such a file can run any code, so wands does not load "
-                "it. Give a safetensors file."
+                "the file. Use a safetensors file."
             ) from None
         except (RuntimeError, OSError, EOFError) as error:
             raise CheckpointError(
@@ -148,12 +148,12 @@ class TensorFiles:
             ) from None
         if not isinstance(state, Mapping):
             raise CheckpointError(
-                f"{self.where}: {path} contains a {type(state).__name__}. Give a file of one state dict."
+                f"{self.where}: {path} contains a {type(state).__name__}, not tensors by name. Use a file with one state dict."
             )
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
-                    f"{self.where}: {path} contains {name}, which is not a tensor. Give a file of one state dict."
+                    f"{self.where}: {path} contains {name}, which is not a tensor. Use a file with one state dict."
                 )
         return state
 
@@ -161,8 +161,8 @@ class TensorFiles:
 def find_weights(folder: Path, stem: str) -> list[Path]:
     """Return the safetensors files of a model.
 
-    A model has one file, several files that an index lists, or numbered files without an index. The result is [] if the
-    folder contains none of them.
+    A model has one file, several files that an index lists, or numbered files without an index. If the folder contains no
+    weights, return [].
 
     Args:
         folder: folder of the model.
@@ -221,8 +221,8 @@ def write_safetensors(
 ) -> None:
     """Write one safetensors file, with at most one tensor in memory at a time.
 
-    The safetensors package would need all tensors in memory, and would make the file readable only for its owner. This
-    function uses the permissions that the umask allows.
+    The safetensors package is not used to write the file, because the package needs all tensors in memory and makes the
+    file readable only for its owner. This function uses the permissions that the umask allows.
 
     Source: the description of the format in the README of the safetensors repository.
     """
@@ -262,7 +262,8 @@ def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command:
     with TensorFiles(files, command) as written:
         if written.shapes.keys() != {tensor.name for tensor in tensors}:
             raise CheckpointError(
-                f"{command}: {files[0]} does not contain the tensors that were written. Write to another disk."
+                f"{command}: the tensor names read back from {files[0]} differ from the names that were written. Write to "
+                "another disk."
             )
         for tensor in tensors:
             if not torch.equal(as_bytes(written.read(tensor.name)), as_bytes(tensor.read())):
@@ -272,5 +273,5 @@ def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command:
 
 
 def as_bytes(value: Tensor) -> Tensor:
-    """Return the bytes of a tensor as a flat uint8 tensor. Comparisons use the bytes, because NaN is not equal to NaN."""
+    """Return the bytes of a tensor as a flat uint8 tensor. Two tensors with NaN are compared by bytes, because NaN != NaN."""
     return value.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -215,7 +215,7 @@ def broken(change) -> dict[str, Tensor]:
         ),
         (
             lambda keys: keys.update({"blocks.0.self_attn.q.lora_A.b.weight": torch.zeros(4, 48)}),
-            r"several adapters",
+            r"several LoRAs for the same modules",
         ),
     ],
 )

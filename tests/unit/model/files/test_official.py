@@ -112,7 +112,9 @@ def test_an_official_repository_on_the_hub(tmp_path: Path, monkeypatch: pytest.M
 
 def test_one_expert_has_no_second(tmp_path: Path):
     write_official(tmp_path)
-    with pytest.raises(ConfigError, match=r"has no transformer_2/config\.json\. Give .* official Wan"):
+    with pytest.raises(
+        ConfigError, match=r"has no transformer_2/config\.json\. Set model\.path .* official Wan"
+    ):
         load_transformer(tmp_path, subfolder="transformer_2")
 
 
