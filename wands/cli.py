@@ -195,7 +195,7 @@ def _exit_rank(code: int = 0) -> None:
     """Exit this process with an exit code; return to the caller if the code is 0 and this is the only process.
 
     A process of a distributed run exits without the shutdown of the Python interpreter. During this shutdown, threads of the
-    communication library gloo can abort the process although its work is done.
+    communication library gloo can abort a process that has finished its work.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1" and _process_group_formed():
         logging.shutdown()

@@ -307,7 +307,7 @@ def check_ranks(
         dims: result of `plan_ranks`.
 
     Raises:
-        ConfigError: on every rank, with the first difference and the ranks that have it.
+        ConfigError: on every rank, if the ranks differ. The message names the first difference and the ranks.
     """
     _, _, device = init_process_group()
     model = {**origin, "config": public_config(source.config)}

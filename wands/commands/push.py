@@ -1,8 +1,8 @@
 """The command `wands push`: upload the folder of a pipeline or a LoRA to the Hugging Face Hub, with a model card.
 
-The command uploads a temporary folder that contains links to the files. If a component is a link to a folder, the temporary
-folder contains a real folder instead, because the Hub client does not enter linked folders. Training state is left out. JSON
-and text files that contain paths of this machine are copied without these paths.
+The command uploads a temporary folder that contains links to the files. The Hub client does not enter linked folders, so the
+temporary folder contains a real folder for each linked folder. Training state is left out. JSON and text files that contain
+paths of this machine are copied without these paths.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ COMFYUI_FILE = "comfyui.safetensors"
 
 
 def write_lora(pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the LoRA of one DiT to two files, and read both files back to check them.
+    """Write the LoRA of one DiT to two files, one with the keys of diffusers and one with the keys of ComfyUI.
 
-    One file has the keys of diffusers and the other file has the keys of ComfyUI. Alpha is folded into lora_B.
+    Both files are read back and compared with the LoRA. The scale alpha / rank is multiplied into lora_B.
 
     Args:
         pairs: maps a diffusers module name to its LoRA. All modules have the same rank.

@@ -93,7 +93,7 @@ def save_contact_sheet(path: Path, rows: Sequence[SheetRow], frames_per_row: int
 
 
 def _draw_row(label: str, strips: Sequence[Image.Image], right: int, width: int) -> Image.Image:
-    """Draw a caption, and below the caption one or two strips of frames.
+    """Draw one row of a contact sheet: a caption, and below the caption one or two strips (frames of a video in a line).
 
     Args:
         label: text of the caption.

@@ -37,8 +37,8 @@ class Lora:
     """One LoRA file to add to the DiTs.
 
     Attributes:
-        path: file, folder or Hub id as the user typed it. If the user typed a folder, this is the LoRA file in the folder
-            for some LoRAs: those with one file for each expert.
+        path: file, folder or Hub id as the user typed it. If a folder contains one LoRA file for each expert, `path` is the
+            file instead.
         file: the safetensors file on this machine.
         subfolder: "transformer" or "transformer_2": the DiT to which keys without the name of a DiT belong.
         scale: factor that multiplies the LoRA's update of the weights.

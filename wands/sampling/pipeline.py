@@ -56,7 +56,7 @@ class PipelineSource:
         class_name: class of the pipeline, one of `CLASSES`.
         dits: maps "transformer", and for a model with two experts also "transformer_2", to the source of this DiT.
         config: diffusers config of the DiTs, which is equal for both experts.
-        variant: variant of the model, found from its configs.
+        variant: variant of the model, found from the configs.
         loras: LoRAs to add to the DiTs, in this order.
     """
 
@@ -100,8 +100,8 @@ def find_pipeline(
     for part, dit in replaced.items():
         if part not in parts:
             raise ConfigError(
-                f"{dit.label} is a {part}, but {label} has only one expert. Use --transformer, or set --model to the pipeline "
-                "that was trained."
+                f"{dit.label} is a low-noise expert ({part}), but {label} has only one expert. Use --transformer, or set "
+                "--model to the pipeline that was trained."
             )
     for lora in loras:
         if lora.subfolder not in parts:
@@ -156,14 +156,14 @@ def check_encoders(label: str, root: Path, variant: Variant, origin: str) -> Non
     # The published VAE configs of Wan 2.1 have no z_dim and no scale factors.
     stride = (vae.get("scale_factor_temporal", 4), *[vae.get("scale_factor_spatial", 8)] * 2)
     rules: list[tuple[str, Any, str, Any]] = [
-        ("out_channels", shape.out_channels, "its VAE's z_dim", vae.get("z_dim", 16)),
-        ("text_dim", shape.text_dim, "its text encoder's d_model", text.get("d_model")),
-        ("the stride", variant.vae_stride, "its VAE's scale factors", stride),
+        ("out_channels", shape.out_channels, "the VAE's z_dim", vae.get("z_dim", 16)),
+        ("text_dim", shape.text_dim, "the text encoder's d_model", text.get("d_model")),
+        ("stride", variant.vae_stride, "the VAE's scale factors", stride),
     ]
     if shape.image_dim is not None:
         clip = _read_config(root / "image_encoder" / "config.json", label)
         width = clip.get("vision_config", clip).get("hidden_size", 768)
-        rules.append(("image_dim", shape.image_dim, "its image encoder's hidden_size", width))
+        rules.append(("image_dim", shape.image_dim, "the image encoder's hidden_size", width))
     for key, expected, part, value in rules:
         if value != expected:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Build sample requests. A sample request is a prompt with its options; it is checked before any weight is read."""
+"""Build sample requests. A sample request is a prompt with its options. All requests are checked before any weight is read."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def takes_images(pipeline: AnyPipeline) -> bool:
 def pipeline_for(
     pipeline: AnyPipeline, request: SampleRequest, images: ConditionImages = NO_IMAGES
 ) -> AnyPipeline:
-    """Return a pipeline for one request. The models are those of `pipeline`, and the scheduler is new.
+    """Return a pipeline for one request, with the models of `pipeline` and a new scheduler.
 
     A scheduler keeps state of the previous sample, so every request needs a new scheduler. For the TI2V model,
     diffusers has two pipeline classes: one for requests with an image, and one for requests without an image.
@@ -117,7 +117,7 @@ def decode_latents(pipeline: AnyPipeline, latents: torch.Tensor) -> np.ndarray:
 
 
 def with_shift(scheduler: Any, flow_shift: float | None) -> Any:
-    """Return a new scheduler with the class and the config of a given scheduler, and with a new shift.
+    """Return a copy of a scheduler with a new shift of the noise schedule. The copy has no state of earlier samples.
 
     Args:
         scheduler: flow-matching scheduler of diffusers.
@@ -128,6 +128,6 @@ def with_shift(scheduler: Any, flow_shift: float | None) -> Any:
 
 
 def shift_key(scheduler: Any) -> str:
-    """Return the name of the shift in a scheduler's config: "flow_shift" or "shift"."""
+    """Return the key for the shift of the noise schedule in a scheduler's config: "flow_shift" or "shift"."""
     # Solvers with flow sigmas, such as UniPC, call the shift flow_shift. FlowMatchEuler calls it shift.
     return "flow_shift" if "use_flow_sigmas" in scheduler.config else "shift"

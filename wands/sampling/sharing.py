@@ -117,7 +117,7 @@ def share_pipeline(pipeline: AnyPipeline, dims: ParallelDims) -> None:
 def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
     """Check that the scheduler and the weights are equal on all ranks. Folders with the same name can differ between nodes.
 
-    The VAE's weights are checked only if the VAE encodes images, because then all ranks use it. Only one rank decodes.
+    The VAE's weights are checked only if the VAE encodes images, because all ranks encode images. Only one rank decodes.
     """
     config = pipeline.config
     parts: dict[str, Any] = {
@@ -232,7 +232,7 @@ class _Cut:
     def angles(self, _: Any, args: tuple[Tensor], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Select the rotary angles of this rank's tokens from the angles [1, N, 1, D] of all tokens.
 
-        This hook runs before the other hooks, and stores the indices of this rank's tokens for them.
+        This hook runs first, and stores the indices of this rank's tokens for the later hooks.
         """
         grid = grid_size(args[0].shape[2:], self.patch_size)
         self.meta, self._mine, self._order = _token_index(grid, self.dims, args[0].device)
@@ -302,7 +302,7 @@ def _token_index(
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries or keys [B, L, H, D] by their rotary angles, with the same roundings as diffusers.
 
-    The function is written again here because diffusers defines it inside another function and cannot export it.
+    diffusers has the same function, but wands cannot import it, because diffusers defines it inside another function.
     """
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]

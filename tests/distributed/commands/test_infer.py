@@ -843,7 +843,8 @@ def test_transformer_and_checkpoint_mistakes(tiny_pipeline: Path, tmp_path: Path
     with pytest.raises(CheckpointError, match="contains no complete checkpoint"):
         source_of(tiny_pipeline, checkpoint=tmp_path / "run")
     with pytest.raises(
-        ConfigError, match=r"^--transformer-2=.* is a transformer_2, but --model=.* has only one expert\. Use"
+        ConfigError,
+        match=r"^--transformer-2=.* is a low-noise expert \(transformer_2\), but --model=.* has only one expert\. Use",
     ):
         source_of(tiny_pipeline, transformer_2=tiny_pipeline / "transformer")
     with pytest.raises(ConfigError, match=r"^--ema needs --checkpoint"):

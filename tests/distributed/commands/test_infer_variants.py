@@ -277,7 +277,8 @@ def test_either_expert_is_replaced(tiny_variant: Callable[[str], Path], tmp_path
     with pytest.raises(ConfigError, match=r"--transformer-2=.* both replace the transformer_2; leave one"):
         source_of(folder, transformer_2=folder, checkpoint=trained)
     with pytest.raises(
-        ConfigError, match=r"^--checkpoint=.* is a transformer_2, but --model=.* has only one expert"
+        ConfigError,
+        match=r"^--checkpoint=.* is a low-noise expert \(transformer_2\), but --model=.* has only one expert",
     ):
         source_of(tiny_variant("wan2.2-ti2v-5b"), checkpoint=trained)
 

@@ -386,7 +386,7 @@ def test_options_that_make_stills_are_refused(
         (
             "vae",
             {"scale_factor_spatial": 16},
-            r"VAE's scale factors=\(4, 16, 16\) must equal the stride=\(4, 8, 8\)",
+            r"VAE's scale factors=\(4, 16, 16\) must equal stride=\(4, 8, 8\)",
         ),
         ("vae", {"z_dim": 48}, "VAE's z_dim=48 must equal out_channels=16"),
     ],

@@ -124,8 +124,8 @@ class ModelConversion:
         dtype: dtype of the DiT; None keeps the dtype of the source.
         forward: whether to compare the DiT's output in a forward pass before and after the conversion.
         result: receives a summary of each component, and notes for the user.
-        variant: variant of the DiT. It is None until the DiT has been converted.
-        dit_config: diffusers config of the DiT. It is empty until the DiT has been converted.
+        variant: model variant of the DiT; None until the DiT has been converted.
+        dit_config: diffusers config of the DiT; empty until the DiT has been converted.
     """
 
     root: Path

@@ -1,8 +1,8 @@
 """Checks of a DiT that compare two computations on the same samples.
 
-One kind of check compares the computation of a training step on a bin (packed sequence of samples) with stock diffusers,
-which runs the samples one by one. The other kind of check compares a bin that all ranks share with the whole bin on one
-process. The stock model is deleted before the packed model is loaded.
+One kind of check compares a training step on a bin (packed sequence of samples) with stock diffusers, which runs the samples
+one by one. The second kind of check compares a bin that all ranks share with the whole bin on one process. The stock model is
+deleted before the packed model is loaded.
 
 The letter P in shapes is the number of channels of a token.
 """
@@ -74,7 +74,7 @@ each parameter in `PARAMETERS` that the model has to the gradient of the paramet
 
 
 class Comparison(NamedTuple):
-    """Tested answer and expected answer. An answer is the velocities and gradients from one computation.
+    """Results of a tested and a reference computation. The result of a computation is called an answer: velocities and gradients.
 
     Attributes:
         tested: answer of the tested computation, in fp32 or bf16 arithmetic.
@@ -94,7 +94,7 @@ def check_output(found: Comparison) -> Outcome:
     """Compare the velocity that the tested model predicts for each sample with the expected velocity.
 
     Args:
-        found: output of the tested model, and expected output.
+        found: results of the tested model and of the reference model.
 
     Raises:
         Skipped: if the head (output layer) of the model is zero, so that every velocity is zero.
@@ -106,10 +106,10 @@ def check_output(found: Comparison) -> Outcome:
 
 
 def check_gradients(found: Comparison) -> Outcome:
-    """Compare the tested gradient of each parameter in `PARAMETERS` with the expected gradient.
+    """Compare the gradient of each parameter in `PARAMETERS` with the gradient of the reference model.
 
     Args:
-        found: tested answer and expected answer.
+        found: results of the tested model and of the reference model.
     """
     return _judge(found, found.expected.keys() & set(PARAMETERS), GRADIENT_BOUND)
 
@@ -161,7 +161,7 @@ class PackedSamples:
         """Run the forward pass and the backward pass on the bin (packed sequence), as in a training step.
 
         Args:
-            model: packed model with its attention set.
+            model: packed model, whose attention function was set with `set_attention`.
             dtype: dtype of the computation, fp32 or bf16 under autocast.
             layout: tokens of the bin that this rank processes, if all ranks share the bin. All ranks must then call this
                 method. None if this process runs the whole bin.
@@ -223,7 +223,7 @@ class PackedSamples:
 
 
 def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:
-    """Return an answer that maps "sample 0", ... to velocities, and names of trained parameters to gradients.
+    """Return a dict that maps "sample 0", "sample 1", ... to velocities, and names of trained parameters to gradients.
 
     The gradients are removed from the model.
 

@@ -4,8 +4,8 @@ The model is first built on the meta device, which uses no memory. Then each par
 files or from official Wan's random initialisation. Under ZeRO-3, each parameter is partitioned as soon as it has
 values.
 
-Folders of official Wan repositories are read directly: their tensor names and configs are translated to those of
-diffusers.
+Folders of official Wan repositories are read directly: their tensor names and configs are translated to diffusers' tensor
+names and configs.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def load_transformer(
 
     Args:
         path: folder or Hub id of a diffusers pipeline or an official Wan repository.
-        subfolder: folder of the DiT in `path`, with the same meaning as for `load_config`.
+        subfolder: folder of the DiT in `path`, such as "transformer"; "" if `path` is the folder of the DiT. `load_config`
+            explains the names for official repositories.
         init: "pretrained" reads the weights. "random" reads only the config, and initialises the weights as official
             Wan does.
         seed: seed of random weights. The weights do not depend on the number of ranks.
@@ -218,7 +219,7 @@ def _read_object(where: str, file: Path) -> dict[str, Any]:
 def _freed_is_returned() -> Iterator[None]:
     """Make the C library return the memory of freed tensors to the operating system at once, inside a `with` block.
 
-    When the first large tensor is freed, glibc raises its mmap threshold by default and then allocates tensors on its
+    By default, glibc raises its mmap threshold when the first large tensor is freed, and then allocates tensors on its
     heap. ZeRO-3 allocates its partitions between these tensors, so the heap cannot shrink. Four ranks that load one
     model would then use the memory of more than three copies of the model.
     """

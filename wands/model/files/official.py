@@ -89,8 +89,8 @@ def dit_config(
 
     Args:
         shapes: maps official names of the weights to their shapes.
-        official_config: the official config.json. The shapes do not contain its num_heads and eps. None uses the values
-            of the published models.
+        official_config: the official config.json, for num_heads and eps, which the shapes do not contain. None uses the
+            values of the published models.
         where: name of the files for error messages.
 
     Raises:

@@ -73,8 +73,8 @@ class LazyTensor:
 class TensorFiles:
     """Tensors of several files, opened with a `with` statement. A tensor is read only when `read` is called.
 
-    The safetensors package maps a file into memory. The parts that were read stay in memory as long as the file is
-    open, so a model would be in memory twice. Therefore `read` opens the file, copies one tensor and closes the file.
+    The safetensors package maps a file into memory. Tensors that were read stay in memory as long as the file is open,
+    so a model would be in memory twice. Therefore `read` opens the file, copies one tensor and closes the file.
 
     Args:
         files: safetensors files, or pickles that contain only tensors.
@@ -194,7 +194,7 @@ def write_sharded(
         folder: existing folder.
         stem: file name without suffix: "diffusion_pytorch_model" for a diffusers model, "model" for a transformers
             model.
-        tensors: tensors to write. They are distributed to the files in this order.
+        tensors: tensors to write. The files are filled with the tensors in this order.
         max_shard_bytes: largest total size of the tensors in a file, in bytes. A larger tensor gets a separate file.
 
     Returns:
