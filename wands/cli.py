@@ -60,14 +60,7 @@ class _CommandGroup(click.Group):
     cls=_CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
 @click.version_option(__version__, prog_name="wands")
-@click.option(
-    "--local_rank",
-    "--local-rank",
-    type=int,
-    default=None,
-    hidden=True,
-    help="Local rank of this process, set by launchers.",
-)
+@click.option("--local_rank", "--local-rank", type=int, default=None, hidden=True, help="Set by launchers.")
 @click.option("-v", "--verbose", is_flag=True, help="Print debug messages.")
 def main(local_rank: int | None, verbose: bool) -> None:
     """Train the Wan 2.1 / 2.2 video diffusion transformers, from raw clips to a model on the Hugging Face Hub."""

@@ -143,9 +143,7 @@ def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
     if not secret:
         raise WandsError(f"No Hub token was found for REPO_ID {repo_id}; {_LOGIN}.")
     if not re.fullmatch(r"[!-~]+", secret):  # the HTTP client's error would show the token
-        raise WandsError(
-            f"The Hub token contains spaces or other characters that are never in a token; {_LOGIN}."
-        )
+        raise WandsError(f"The Hub token contains spaces or invalid characters; {_LOGIN}.")
     api = HfApi(endpoint=endpoint, token=secret, library_name="wands", library_version=__version__)
     return Hub(api, secret, repo_id)
 
@@ -184,10 +182,7 @@ def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
         log.info("created the %s repository %s", visibility, repo_id)
     elif info.private == public:
         current = "private" if info.private else "public"
-        log.warning(
-            "the existing repository %s is %s, not %s; wands does not change its visibility",
-            *(repo_id, current, visibility),
-        )
+        log.warning("%s is %s, not %s; wands does not change the visibility", repo_id, current, visibility)
     if revision and revision != "main" and not revision.startswith("refs/"):
         branch = partial(api.create_branch, repo_id, branch=revision, exist_ok=True)
         hub.call(f"creating the branch {revision}", branch, FIRST_CONTACT_WAITS)
