@@ -131,9 +131,7 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
             "writes to it or it contains your files."
         ) from None
     except OSError as error:
-        raise WandsError(
-            f"--out {out} cannot be created ({one_line(error)}); choose another folder."
-        ) from error
+        raise WandsError(f"--out {out} cannot be created ({one_line(error)}); use another folder.") from error
     try:
         yield partial
         if not out.exists() or not any(out.iterdir()):

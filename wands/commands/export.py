@@ -63,8 +63,7 @@ def export(options: ExportOptions) -> Path:
     as_pipeline = options.merge or not is_lora
     if not as_pipeline and (options.base is not None or options.copy_files):
         raise ConfigError(
-            f"--base and --copy are for whole pipelines, and {options.checkpoint} is a checkpoint of a LoRA run; leave --base "
-            "and --copy out, or add --merge."
+            f"--base and --copy are for pipelines, and {options.checkpoint} is a LoRA run; leave both flags out, or add --merge."
         )
     if options.merge and not is_lora:
         raise ConfigError(
@@ -91,8 +90,7 @@ def export(options: ExportOptions) -> Path:
                 write_lora(load_lora_of(step_dir, part, options.ema), folder, dtype)
             if state.recipe["model"].get("merge_loras"):
                 log.warning(
-                    "the LoRA was trained on a base model with other LoRAs merged in (model.merge_loras); load these LoRAs "
-                    "too, or export with --merge"
+                    "the base of this LoRA includes other LoRAs (model.merge_loras); load these LoRAs too, or export with --merge"
                 )
         record = _record(step_dir, state, base, options)
         write_text(partial / RECORD_FILE, json.dumps(record, indent=2))

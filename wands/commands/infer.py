@@ -205,9 +205,7 @@ def find_source(options: InferOptions) -> PipelineSource:
     if options.checkpoint is not None:
         for part, dit in _find_trained(options.checkpoint, str(options.model), options.ema).items():
             if part in dits:
-                raise ConfigError(
-                    f"{dits[part].label} and {dit.label} both replace the {part}; leave one of the two options out."
-                )
+                raise ConfigError(f"{dits[part].label} and {dit.label} replace the same DiT; leave one out.")
             dits[part] = dit
     elif options.ema:
         raise ConfigError(
@@ -247,8 +245,7 @@ def _option_problems(options: InferOptions, device: str, dims: ParallelDims) -> 
     present = {"cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))}
     if dims.world_size > 1 and options.device is not None:
         problems.append(
-            f"--device={options.device} is one device for several processes; leave --device out, so that each process uses "
-            "its own device."
+            f"--device={options.device} is one device for several processes; leave --device out to use one device per process."
         )
     elif device not in present | ({"cuda"} if len(present) > 1 else set()):
         problems.append(f"--device={device} is not on this machine; use one of {', '.join(sorted(present))}.")
@@ -257,9 +254,7 @@ def _option_problems(options: InferOptions, device: str, dims: ParallelDims) -> 
             f"--offload={options.offload} needs an accelerator, and sampling runs on the CPU; use --offload=none."
         )
     if options.fps is not None and options.fps <= 0:
-        problems.append(
-            f"--fps={options.fps} must be above 0; leave --fps out to use the model's frame rate."
-        )
+        problems.append(f"--fps={options.fps} must be above 0; leave --fps out for the model's frame rate.")
     return problems + (_out_problems(options.out_dir) if dims.rank == 0 else [])
 
 

@@ -172,9 +172,7 @@ def _license_of(base: str, hub: Hub) -> str:
         if base and (Path(base) / "README.md").is_file():
             license_id = (metadata_load(Path(base) / "README.md") or {}).get("license")
         elif is_hub_id(base):
-            info = hub.call(
-                "reading the base model's page", partial(hub.api.model_info, base, timeout=10), ()
-            )
+            info = hub.call("reading the base model", partial(hub.api.model_info, base, timeout=10), ())
             license_id = info.card_data.get("license") if info.card_data else None
     except (OSError, ValueError, yaml.YAMLError, WandsError) as error:
         log.debug("the licence of %s is not known (%s)", base, error)

@@ -81,9 +81,7 @@ def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:
     if problem is None:
         return
     if not (options.force or options.dry_run):
-        raise ConfigError(
-            f"{problem}. Run wands plan to find settings that fit, or add --force to start anyway."
-        )
+        raise ConfigError(f"{problem}. Run wands plan to find what fits, or add --force to start anyway.")
     log(f"memory may not be enough: {problem}")
 
 

@@ -36,8 +36,7 @@ def check_base(base_dir: Path, transformer_config: Mapping[str, Any], parts: Seq
         )
         if differing := differing_keys(config, transformer_config, "checkpoint"):
             raise ConfigError(
-                f"--base {base_dir} is not the base model of the run: {', '.join(differing)}. Set --base to the pipeline that "
-                "the run started from."
+                f"--base {base_dir} is not the base model of the run: {', '.join(differing)}. Set --base to the run's base model."
             )
 
 

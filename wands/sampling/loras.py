@@ -143,8 +143,7 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
             module = getattr(pipeline, subfolder, None)
             if module is None:
                 raise ConfigError(
-                    f"{lora.label} is a LoRA of {subfolder}, which the pipeline of --model does not have. Use a LoRA of this "
-                    "model."
+                    f"{lora.label} is a LoRA of {subfolder}, which --model does not have. Use a LoRA of this model."
                 )
             _check_fit(lora, subfolder, module, state)
             try:

@@ -243,8 +243,7 @@ def _load_trained(
         transformer.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{label}: the tensors of the checkpoint do not fit its config ({one_line(error)}). Use the checkpoint of another "
-            "step."
+            f"{label}: the tensors of the checkpoint do not fit its config ({one_line(error)}). Use another step."
         ) from None
     return transformer.eval()
 
@@ -266,9 +265,7 @@ def _load_around(
     try:
         pipeline = getattr(diffusers, source.class_name).from_pretrained(source.model, **dits, dtype=dtypes)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"{label} cannot be loaded ({one_line(error)}). Export or download the pipeline again."
-        ) from error
+        raise ConfigError(f"{label} cannot be loaded ({one_line(error)}). Fetch the files again.") from error
     encoder = pipeline.text_encoder
     if not torch.equal(encoder.encoder.embed_tokens.weight, encoder.shared.weight):
         # With transformers releases of late 2025 the embedding is random, and sharp videos ignore the prompt.

@@ -169,8 +169,7 @@ def build_requests(
             columns[key] = values
         elif len(values) > 1:
             problems.append(
-                f"{flag_of(key)} is given {len(values)} times for {len(prompts)} prompts. Give {flag_of(key)} once or "
-                f"{len(prompts)} times."
+                f"{flag_of(key)} has {len(values)} values for {len(prompts)} prompts. Give one value or {len(prompts)} values."
             )
         elif key == "seed":
             columns[key] = [(values or [0])[0] + i for i in range(len(prompts))]

@@ -449,7 +449,7 @@ def as_one_of(monkeypatch: pytest.MonkeyPatch):
          "--ulysses-degree=2, --ring-degree=2: the product of the degrees must be world_size=8"),
         (8, {"ulysses_degree": 8}, "--ulysses-degree=8 must divide num_heads=4 of wan2.1-t2v-"),
         (6, {"ring_degree": 2}, "world_size=6, --ring-degree=2 leads to --ulysses-degree=3, which must divide num_heads=4"),
-        (2, {"device": "cpu"}, "--device=cpu is one device for several processes; leave --device out, so"),
+        (2, {"device": "cpu"}, "--device=cpu is one device for several processes; leave --device out to"),
     ],
 )  # fmt: skip
 def test_ranks_that_cannot_share_a_video(
@@ -698,12 +698,12 @@ def test_all_mistakes_in_one_report_before_weights_are_read(
         )
     text = str(caught.value)
     for line in (
-        "--steps is given 2 times for 3 prompts. Give --steps once or 3 times.",
+        "--steps has 2 values for 3 prompts. Give one value or 3 values.",
         "--guidance=-1.0 is invalid: input should be greater than or equal to 0.",
         "--seed=-2 of prompt 2 is invalid: input should be greater than or equal to 0.",
         "/file is a file; choose a folder.",
         "--offload=model needs an accelerator, and sampling runs on the CPU; use --offload=none.",
-        "--fps=-3 must be above 0; leave --fps out to use the model's frame rate.",
+        "--fps=-3 must be above 0; leave --fps out for the model's frame rate.",
     ):
         assert line in text
     assert text.startswith("6 problems:\n")
@@ -856,7 +856,7 @@ def test_transformer_and_checkpoint_mistakes(tiny_pipeline: Path, tmp_path: Path
     ):
         load_pipeline(source_of(tiny_pipeline, checkpoint=step))
     with pytest.raises(
-        ConfigError, match=r"--transformer=.* and --checkpoint=.* both replace the transformer; leave one"
+        ConfigError, match=r"--transformer=.* and --checkpoint=.* replace the same DiT; leave one"
     ):
         source_of(tiny_pipeline, transformer=tiny_pipeline, checkpoint=step)
 

@@ -281,8 +281,8 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
 
     folder = trained.folder
     for name, words in {
-        "empty": "--lora=/empty contains no .safetensors file and no pytorch_lora_weights.safetensors. Set --lora to the LoRA "
-        "file",
+        "empty": "--lora=/empty contains no .safetensors file and no pytorch_lora_weights.safetensors. "
+        "Set --lora to a LoRA file.",
         "pickle.pt": "--lora=/pickle.pt must be a .safetensors file. Convert the file to safetensors.",
         "cut.safetensors": "--lora=/cut.safetensors cannot be read as a LoRA (",
         "other.safetensors": "--lora=/other.safetensors fits no module of the transformer: all 1 modules of the LoRA are "
@@ -292,5 +292,5 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
     }.items():
         assert said(folder, lora=[tmp_path / name]).startswith(words)
     assert said(tiny_pipeline, lora=[files["both"]]).startswith(
-        "--lora=both is a LoRA of transformer_2, which the pipeline of --model does not have"
+        "--lora=both is a LoRA of transformer_2, which --model does not have"
     )

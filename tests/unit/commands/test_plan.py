@@ -137,7 +137,7 @@ def test_a_loras_frozen_base_has_no_states():
         ({"hardware": "abacus"}, "--hardware abacus is not a known machine; use one of h100"),
         ({"gpus": 12}, "--gpus 12 must be a multiple of 8"),
         ({"size": "big"}, "--size big is neither 480p, 720p nor HEIGHTxWIDTH"),
-        ({"size": "8x8"}, "--size 8x8 is smaller than one video token"),
+        ({"size": "8x8"}, "--size 8x8 is smaller than a video token"),
         ({"overrides": ("model.experts=high",)}, "model.experts=high applies to models with two experts"),
         ({"variant": "wan9"}, "--variant wan9 is not a published model; use one of wan2.1-t2v-1.3b"),
         ({"deepspeed": "zero9"}, "--deepspeed zero9 cannot be read"),
@@ -220,7 +220,9 @@ def test_train_refuses_what_does_not_fit_and_names_a_cure_that_does(train):
     needed = float(re.search(r"memory +about ([\d.]+) MiB per rank", enough)[1]) * 2**20
     with pytest.raises(ConfigError, match="that a small host has for tensors of a rank") as refused:
         train(0.9 * needed)
-    cure = re.search(r"; set (.*?)\. Run wands plan .* or add --force to start anyway", str(refused.value))[1]
+    cure = re.search(
+        r"; set (.*?)\. Run wands plan to find what fits, or add --force to start anyway", str(refused.value)
+    )[1]
     with pytest.raises(Started):
         train(0.9 * needed, *cure.split(" and "))
 

@@ -53,14 +53,8 @@ _NOT_CONVERTED = {
         "image_encoder",
         "official",
     ): "the official file also contains CLIP's text encoder; --base DIR copies the file of an official repository",
-    (
-        "text_encoder",
-        "comfyui",
-    ): "ComfyUI's file also contains the tokenizer; use the published file umt5_xxl",
-    (
-        "image_encoder",
-        "comfyui",
-    ): "wands does not write this file for ComfyUI; use the published file clip_vision_h",
+    ("text_encoder", "comfyui"): "ComfyUI's file also contains the tokenizer; use the published umt5_xxl",
+    ("image_encoder", "comfyui"): "wands cannot write its ComfyUI file; use the published clip_vision_h",
 }
 
 

@@ -37,9 +37,7 @@ class ComponentSummary:
             f"{self.num_bytes / 1e6:.1f} MB; read back equal, bit for bit"
         )
         if self.unused:
-            text += (
-                f"; {len(self.unused)} tensors have no place in the new layout ({shorten(self.unused, 3)})"
-            )
+            text += f"; {len(self.unused)} tensors are not in the new layout ({shorten(self.unused, 3)})"
         return f"{text}; {self.forward}" if self.forward else text
 
 

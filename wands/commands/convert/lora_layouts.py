@@ -49,8 +49,7 @@ def find_loras(root: Path) -> dict[str | None, Path]:
     others = sorted(set(root.glob("*.safetensors")) - set(files.values())) if None not in files else []
     if files and others:
         raise ConfigError(
-            f"SRC {root} contains LoRAs of experts and the further file {others[0].name}, so it is unclear what to convert. Set "
-            "SRC to one file."
+            f"SRC {root} contains LoRAs of experts and the further file {others[0].name}. Set SRC to one of these files."
         )
     return files
 
@@ -92,8 +91,7 @@ def convert_lora(
         check_written(tensors, [path], "convert")
         if num_folded := sum(pair.scale != 1.0 for pair in pairs.values()):
             result.notes.append(
-                f"{path.name}: the scale alpha / rank of {num_folded} modules was multiplied into lora_B, so alpha now equals "
-                "rank."
+                f"{path.name}: alpha / rank of {num_folded} modules was multiplied into lora_B, so alpha now equals the rank."
             )
         if several and name == EXPERTS[1] and to == "diffusers":
             result.notes.append(

@@ -77,8 +77,7 @@ def check_rest(rest: Path, config: Mapping[str, Any], two_experts: bool) -> None
         differing.append("2 experts (SRC 1)" if rest_has_two else "1 expert (SRC 2)")
     if differing:
         raise ConfigError(
-            f"--base {rest} is not the same model as SRC: {', '.join(differing)}. Set --base to a pipeline of the same model "
-            "as SRC."
+            f"--base {rest} is not the same model as SRC: {', '.join(differing)}. Set --base to a pipeline of SRC's model."
         )
 
 

@@ -159,8 +159,7 @@ def _find_dits(source: Path) -> list[SourceComponent]:
         class_name = config.get("_class_name", official.OFFICIAL_CLASS)
         if class_name not in (official.OFFICIAL_CLASS, official.DIFFUSERS_CLASS):
             raise ConfigError(
-                f"SRC {source} contains a {class_name}, which is not a Wan DiT. Set SRC to a Wan 2.1 or 2.2 model in "
-                "diffusers or official layout."
+                f"SRC {source} contains a {class_name}, not a Wan DiT. Set SRC to a diffusers or official Wan 2.1 or 2.2 model."
             )
         components.append(SourceComponent(expert, tuple(find_weights(folder, official.DIT_STEM)), config))
     return components
@@ -174,8 +173,7 @@ def _component_of_file(path: Path) -> SourceComponent:
         if names.intersection(kind.signs):
             return SourceComponent(name, (path,), config)
     raise ConfigError(
-        f"SRC {path} contains no model of Wan, but the tensors {shorten(names, 3)}. Set SRC to a DiT, VAE, UMT5, CLIP or LoRA of "
-        "Wan 2.1 or 2.2."
+        f"SRC {path} contains no model of Wan, but {shorten(names, 3)}. Set SRC to a DiT, VAE, UMT5, CLIP or LoRA of Wan 2.1/2.2."
     )
 
 

@@ -347,6 +347,4 @@ def check_names(setup: Setup) -> Outcome:
     except CheckpointError as error:
         return Outcome(False, str(error), "one to one")
     same = sum(official[stored] == name for name, stored in back.items())
-    return Outcome(
-        same == len(names), f"{same} of {len(names)} names are unchanged after conversion and back", "all"
-    )
+    return Outcome(same == len(names), f"{same} of {len(names)} names are unchanged", "all")

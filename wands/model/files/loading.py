@@ -205,9 +205,7 @@ def _read_config(where: str, folder: Path) -> dict[str, Any]:
         with TensorFiles(find_weights(folder, DIT_STEM), where) as files:
             return dit_config(files.shapes, config, where=where)
     if class_name != DIFFUSERS_CLASS:
-        raise ConfigError(
-            f"{where} contains a {class_name}, not a {DIFFUSERS_CLASS}. Use the folder or Hub id of a Wan pipeline."
-        )
+        raise ConfigError(f"{where} contains a {class_name}, not a {DIFFUSERS_CLASS}. Use a Wan pipeline.")
     return config
 
 

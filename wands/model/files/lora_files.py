@@ -111,9 +111,7 @@ def find_lora_file(path: Path, key: str, expert: str | None = None) -> Path:
     usual = [path / name for name in (LORA_FILE, PEFT_FILE) if (path / name).is_file()]
     if not usual and len(files) != 1:
         number = f"{len(files)} .safetensors files" if files else "no .safetensors file"
-        raise ConfigError(
-            f"{key}={path} contains {number} and no {LORA_FILE}. Set {key} to the LoRA file itself."
-        )
+        raise ConfigError(f"{key}={path} contains {number} and no {LORA_FILE}. Set {key} to a LoRA file.")
     return (usual or files)[0]
 
 

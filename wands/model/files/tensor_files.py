@@ -262,8 +262,7 @@ def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command:
     with TensorFiles(files, command) as written:
         if written.shapes.keys() != {tensor.name for tensor in tensors}:
             raise CheckpointError(
-                f"{command}: the tensor names read back from {files[0]} differ from the names that were written. Write to "
-                "another disk."
+                f"{command}: the tensor names read back from {files[0]} differ from the written names. Write to another disk."
             )
         for tensor in tensors:
             if not torch.equal(as_bytes(written.read(tensor.name)), as_bytes(tensor.read())):
