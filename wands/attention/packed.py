@@ -50,7 +50,7 @@ class Segments:
         """
         queries = tuple(lens_q)
         keys = queries if lens_k is None else tuple(lens_k)
-        assert len(queries) == len(keys), f"{len(queries)} segments of q, {len(keys)} segments of k"
+        assert len(queries) == len(keys), f"{len(queries)} segments of q, but {len(keys)} segments of k"
         cu_q = torch.tensor([0, *accumulate(queries)], dtype=torch.int32).to(device, non_blocking=True)
         cu_k = torch.tensor([0, *accumulate(keys)], dtype=torch.int32).to(device, non_blocking=True)
         return cls(queries, keys, cu_q, cu_k)
@@ -105,7 +105,7 @@ def _idle(lens: Sequence[int], partner_lens: Sequence[int], num_rows: int) -> It
         if length and not partner:
             yield slice(start, start + length)
         start += length
-    assert start <= num_rows, f"segments cover {start} rows of a tensor of {num_rows}"
+    assert start <= num_rows, f"segments cover {start} rows, but the tensor has {num_rows} rows"
     if start < num_rows:
         yield slice(start, num_rows)
 
@@ -143,10 +143,10 @@ class PackedMeta:
 
     def __post_init__(self) -> None:
         assert sum(self.timestep_lens or self.local_seq_lens) == sum(self.local_seq_lens), (
-            f"timesteps of {sum(self.timestep_lens)} tokens, samples of {sum(self.local_seq_lens)}"
+            f"the timesteps have {sum(self.timestep_lens)} tokens, but the samples have {sum(self.local_seq_lens)}"
         )
         assert len(self.local_seq_lens) == len(self.text_lens), (
-            f"{len(self.local_seq_lens)} samples, {len(self.text_lens)} texts"
+            f"{len(self.local_seq_lens)} samples, but {len(self.text_lens)} texts"
         )
         assert self.positions.shape == (len(self.segment_ids), 3), tuple(self.positions.shape)
 

@@ -89,7 +89,9 @@ def ring_attention(
         [N, H, D] in q's dtype.
     """
     degree = len(chunk_lens)
-    assert degree == (group.size() if group else 1), f"{degree} rows in a ring of {group and group.size()}"
+    assert degree == (group.size() if group else 1), (
+        f"{degree} rows in a ring of {group.size() if group else 1} ranks"
+    )
     names = [peers.group_name if peers else "" for peers in (group, grad_group)]
     lens = [length for row in chunk_lens for length in row]
     out, _ = torch.ops.wands.ring_forward(q, k, v, lens, degree, *names, backend.name, q.shape[-1] ** -0.5)

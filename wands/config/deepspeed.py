@@ -2,8 +2,8 @@
 
 The JSON sets ZeRO stage, offload, optimizer, scheduler, buckets and profiler. wands adds the batch sizes and the
 precision. wands also adds settings of the optimizer, the scheduler and gradient clipping that the JSON does not contain.
-A key in the JSON is an error if it contradicts the recipe, is unknown to DeepSpeed, or has no effect in wands. The error
-names both files.
+wands reports an error if a key of the JSON contradicts the recipe, is unknown to DeepSpeed, or has no effect in wands. The
+error names the JSON and the recipe.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def build_ds_config(
 ) -> dict[str, Any]:
     """Complete the user's DeepSpeed JSON with the settings of the recipe.
 
-    A recipe key counts as set by the user if its value differs from the default. The reason is that the recipe.yaml in a
-    run folder contains all defaults. If the user writes a default value in the recipe, the JSON can therefore override it
-    without an error.
+    A recipe key counts as set by the user if the value of the key differs from the default, because the recipe.yaml in a
+    run folder contains all defaults. The JSON can therefore override a default value without an error, even if the user
+    wrote this value in the recipe.
 
     Args:
         user: the JSON as read from the file. A key with the value "auto" counts as missing.

@@ -197,7 +197,7 @@ def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
             f"optim.grad_clip={clip} would clip Muon's update at ZeRO-{stage}, where DeepSpeed computes the norm after "
             "orthogonalisation; set optim.grad_clip=0 (large gradients do not make Muon's update larger), or use "
             "zero_optimization.stage=0.": stage > 0 and clip > 0,
-            "optim.name=muon needs zero_optimization.reduce_scatter=false at ZeRO-3; remove the key.": stage
+            "optim.name=muon needs zero_optimization.reduce_scatter=false at ZeRO-3; set reduce_scatter=false.": stage
             == 3
             and zero.get("reduce_scatter"),
             "optim.name=muon needs a learning rate for each shape of matrix, but a scheduler in the JSON sets one learning rate "

@@ -1,4 +1,4 @@
-"""Optimizers by name: their DeepSpeed type, their settings, and the memory of their states."""
+"""Table of the values of `optim.name`: DeepSpeed type, settings and memory of the states of each optimizer."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ KINDS = {
 
 
 def kind_of(type_name: str) -> str | None:
-    """Return the `optim.name` for an optimizer type in a DeepSpeed JSON.
+    """Return the value of `optim.name` that selects the same optimizer as an optimizer type in a DeepSpeed JSON.
 
     Returns:
-        The name, or None for a type that DeepSpeed may know but the recipe does not.
+        The value, or None if no value of `optim.name` selects this type.
     """
     return next((name for name, kind in KINDS.items() if kind.type.lower() == type_name.lower()), None)
 

@@ -1,4 +1,4 @@
-"""Read recipes and check them before anything is loaded.
+"""Read recipes, and check them before a model or data is loaded.
 
 Defaults have the lowest precedence, then the YAML file, then `--set section.key=value`. A recipe is either used exactly
 as it is written, or refused with one report of all its problems. No value is corrected.
@@ -24,7 +24,7 @@ _SHIPPED = Path(str(resources.files("wands.recipes")))
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file and apply `section.key=value` overrides to it.
+    """Read a recipe file, apply `section.key=value` overrides, and return the checked recipe.
 
     Args:
         path: YAML file, or name of a shipped recipe (such as `wan2.1-t2v-1.3b-finetune`). None uses the defaults of all
@@ -48,8 +48,8 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
     Args:
         path: as for `load_recipe`.
         overrides: as for `load_recipe`.
-        problems: collection to which the problems are added. If there are any, `problems.failed` also gets the name
-            "recipe" and the name of each section with a problem.
+        problems: collection to which the problems are added. If the recipe has problems, `problems.failed` also gets the
+            name "recipe" and the name of each section with a problem.
 
     Returns:
         The recipe. Sections that have a problem contain the defaults.
@@ -137,7 +137,7 @@ def _apply_override(values: dict[str, Any], item: str) -> str | None:
 
 
 def _validation_problems(error: ValidationError) -> Iterator[str]:
-    """Yield one message per invalid key. If a key accepts several types, its message joins the reasons of all types."""
+    """Yield one message per invalid key. If a key accepts several types, the message lists one reason for each type."""
     reasons: dict[tuple[str, ...], list[str]] = {}
     values = {}
     for item in error.errors():

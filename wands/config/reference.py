@@ -53,7 +53,7 @@ class Key(NamedTuple):
 
 
 class Section(NamedTuple):
-    """One recipe section and its keys. The top level of the recipe is a section with an empty name."""
+    """One section of the recipe, and the keys of the section. The top level of the recipe is a section with an empty name."""
 
     name: str
     description: str
@@ -61,7 +61,7 @@ class Section(NamedTuple):
 
 
 def list_sections() -> list[Section]:
-    """Return all sections of the recipe. A section follows the section that contains it."""
+    """Return all sections of the recipe. Each nested section comes after the section that contains the nested section."""
     return list(_walk(Recipe, "", str(inspect.getdoc(Recipe))))
 
 

@@ -153,7 +153,7 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
     Source: the finaliser of MurmurHash3 (Appleby), with its multipliers and shifts.
     """
     bits = tensor.contiguous().flatten().view(_BITS[tensor.element_size()])
-    assert bits.numel() < 1 << 32, "a position has 32 bits"
+    assert bits.numel() < 1 << 32, "a tensor must have fewer than 2**32 elements"
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].to(torch.int64)

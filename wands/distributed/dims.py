@@ -55,12 +55,15 @@ class ParallelDims:
 
     @property
     def ring_rank(self) -> int:
-        """Index of this rank in its ring."""
+        """Index of this rank in its ring: the group of ranks that exchange keys and values."""
         return self.cp_rank // self.ulysses_degree
 
     @property
     def ulysses_rank(self) -> int:
-        """Index of this rank in its Ulysses group. It selects this rank's attention heads and tokens."""
+        """Index of this rank in its Ulysses group: the group of ranks that share attention heads.
+
+        The index selects this rank's heads and tokens.
+        """
         return self.cp_rank % self.ulysses_degree
 
 

@@ -64,14 +64,16 @@ class ContextPlan:
 
     @classmethod
     def build(cls, seq_lens: Sequence[int], *, ulysses_degree: int = 1, ring_degree: int = 1) -> ContextPlan:
-        """Split the packed samples over the ranks of a context-parallel group.
+        """Split the packed samples over the ranks of a context-parallel group, and return the split.
 
         Args:
             seq_lens: number of tokens of each sample, in packed order. Every number must be positive.
             ulysses_degree: number of ranks that share attention heads.
             ring_degree: number of ranks in a ring.
         """
-        assert min(seq_lens, default=0) > 0, f"samples of {list(seq_lens)} tokens"
+        assert min(seq_lens, default=0) > 0, (
+            f"every sample needs a token, but the lengths are {list(seq_lens)}"
+        )
         chunk_lens = split_over_ring(tuple(seq_lens), ring_degree)
         longest = max(map(sum, chunk_lens))
         row_len = -(-longest // ulysses_degree) * ulysses_degree
@@ -144,7 +146,7 @@ class ContextLayout:
             cp_rank: index of the rank in the context-parallel group: ring rank * ulysses_degree + Ulysses rank.
         """
         plan = ContextPlan.build(seq_lens, ulysses_degree=ulysses_degree, ring_degree=ring_degree)
-        assert 0 <= cp_rank < ulysses_degree * ring_degree, f"cp_rank {cp_rank}"
+        assert 0 <= cp_rank < ulysses_degree * ring_degree, f"cp_rank={cp_rank} is not in the group"
         ring_rank, ulysses_rank = divmod(cp_rank, ulysses_degree)
         num_tokens = plan.row_len // ulysses_degree
         begin = ulysses_rank * num_tokens  # start of this rank's slice of the ring row

@@ -61,5 +61,5 @@ def loss_weights(
     weights = batch_weights.to(sigma_weights.device) * sigma_weights
     if reduction == "token":
         return weights
-    assert reduction == "sample", reduction
+    assert reduction == "sample", f"reduction={reduction} must be sample or token"
     return weights / torch.tensor(trained_lens, dtype=torch.float32).to(weights.device, non_blocking=True)

@@ -50,7 +50,7 @@ def sample_sigma(
     Returns:
         sigma, exact in fp32.
     """
-    assert 0.0 <= low < high <= 1.0, (low, high)
+    assert 0.0 <= low < high <= 1.0, f"low={low} and high={high} must satisfy 0 <= low < high <= 1"
     pick = generator.random()
     quantile = max(generator.random(), 2.0**-54)  # random() may return 0, whose inverse CDF is infinite
     base_low, base_high = (shift_sigma(bound, 1.0 / flow.flow_shift) for bound in (low, high))

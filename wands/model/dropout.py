@@ -106,9 +106,9 @@ def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
 
     Args:
         model: packed DiT, with its LoRA if it has one.
-        p: dropout probability of attention outputs and of the feed-forward's hidden states. 0 keeps the layers of the
-            blocks.
-        lora_p: dropout probability of the LoRA inputs. 0 keeps the layers of the LoRA.
+        p: dropout probability of attention outputs and of the feed-forward's hidden states. 0 does not change the
+            dropout layers of the blocks.
+        lora_p: dropout probability of the LoRA inputs. 0 does not change the dropout layers of the LoRA.
 
     Returns:
         The row keys that all new layers share.

@@ -72,7 +72,7 @@ def add_lora(
             partitioned.
         lora: rank, alpha and targets.
         seed: `train.seed`.
-        start: initial lora_A and lora_B by layer name. They replace the initial values that are described above.
+        start: initial lora_A and lora_B by layer name, which replace the random lora_A and the zero lora_B.
 
     Raises:
         ConfigError: if a pattern in `lora.targets` matches no layer, or a layer of `start` does not fit the model or
@@ -122,14 +122,14 @@ def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair]
 
 
 def lora_pairs(state: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, LoraPair]:
-    """Return the LoRA matrices that a checkpoint's weights contain, by layer name."""
+    """Return the LoRA matrices in a checkpoint's weights, as a dict from the name of a layer to its `LoraPair`."""
     weights = {name: tensor for name, tensor in state.items() if ".lora_" in name}
     alphas = {"transformer": lora.scaled_alpha}
     return parse_lora(weights, alphas=alphas, where="the checkpoint")["transformer"]
 
 
 def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]:
-    """Read the LoRA of one expert from a file in any layout that wands knows.
+    """Read the LoRA of one expert from a file in any LoRA layout that `wands convert` reads.
 
     Args:
         path: LoRA file or folder, see `wands.model.files.lora_files.find_lora_file`.

@@ -1,8 +1,8 @@
 """Activation offloading to host memory, with copies that run in parallel with the computation.
 
 A group is the set of tensors that one block of the model offloads. The backward pass uses the groups in reverse order.
-The first use of a tensor starts the copies of the group before the tensor's group. The last two groups also stay on the
-device, because the backward pass starts with them and copies back to the device would be too late.
+When the backward pass uses a tensor of block n, the copies of the tensors of block n - 1 back to the device start. The last
+two groups also stay on the device, because the backward pass needs these groups first, before a copy could be done.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class NormalFloat4:
             (codes, scales): uint8 [out_features, in_features / 2], and fp32 with one scale for each 64 weights, rounded
             up.
         """
-        assert in_features % 2 == 0, f"{in_features} features do not fill whole bytes"
+        assert in_features % 2 == 0, f"nf4 needs an even number of in features, not {in_features}"
         num_blocks = -(-out_features * in_features // BLOCK_SIZE)
         return torch.empty(out_features, in_features // 2, dtype=torch.uint8), torch.empty(num_blocks)
 

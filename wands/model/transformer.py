@@ -95,9 +95,9 @@ class PackedWanTransformer(WanTransformer3DModel):
             operators: maps a tensor name to operators, such as `wands.attention.ulysses.OPERATORS`.
             offloader: host memory for offloaded tensors, see `SelectiveCheckpoint`. None makes a new offloader.
         """
-        assert saved or mode != "selective", "selective checkpointing needs names"
+        assert saved or mode != "selective", "selective checkpointing needs names of tensors to save"
         assert not saved or mode in ("selective", "offload"), f"{mode} checkpointing cannot save {saved}"
-        assert bool(offloaded) == (mode == "offload"), f"{mode} checkpointing offloads {offloaded}"
+        assert bool(offloaded) == (mode == "offload"), f"mode={mode} cannot have offloaded={offloaded}"
         if self.selective_checkpoint is not None:
             self.selective_checkpoint.close()
         self.selective_checkpoint = None

@@ -290,9 +290,9 @@ def _build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tok
 
 
 def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidate | None:
-    """Return the combination with the largest bin size that fits, up to the recipe's bin size.
+    """Return the combination of settings with the largest bin that fits the machine, up to the recipe's bin size.
 
-    Return None if not even a bin with only the longest clip fits.
+    A bin holds the clips of one forward pass. Return None if not even a bin with only the longest clip fits.
 
     Args:
         task: the run and the machine.

@@ -127,11 +127,11 @@ def checkpoint_bytes(weights: Sequence[Weight], recipe: Recipe, zero_stage: int)
     Args:
         weights: parameters of the DiT. A LoRA run saves only the trained parameters.
         recipe: recipe of the run, with its optimizer and LoRA.
-        zero_stage: ZeRO stage. At stage 0 there are no separate fp32 masters. At stage 3 the checkpoint contains the
-            masters instead of the trained weights.
+        zero_stage: ZeRO stage. At stage 0 there are no separate fp32 master weights. At stage 3 the checkpoint contains
+            the master weights instead of the trained weights.
 
     Returns:
-        (bytes of the weights, bytes of the optimizer's fp32 masters and states).
+        (bytes of the weights, bytes of the optimizer's fp32 master weights and states).
     """
     trained = [(weight.name, weight.shape) for weight in weights if weight.trained]
     num_trained = sum(weight.numel for weight in weights if weight.trained)

@@ -83,7 +83,7 @@ class WeightAverage:
 
     @property
     def decay(self) -> float:
-        """Decay of the last update. During the warm-up it is lower than `ema.decay`."""
+        """Decay that the last update used. During the warm-up, this decay is lower than `ema.decay`."""
         return decay_after(self.section, self._last - self._first)
 
     @torch.no_grad()
@@ -152,8 +152,8 @@ def build_averages(
 ) -> dict[str, WeightAverage]:
     """Build the moving average of each trained DiT.
 
-    If the run resumes from a checkpoint with averages, restore them. Otherwise the averages start with the current
-    weights.
+    If the run resumes from a checkpoint with averages, restore these averages. Otherwise the averages start with the
+    current weights.
 
     Args:
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine. The checkpoint's weights are already

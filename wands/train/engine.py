@@ -53,11 +53,11 @@ def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], floa
 
 
 def check_offload(ds_config: Mapping[str, Any]) -> None:
-    """Compile DeepSpeedCPUAdam on every rank if the run needs it. A failure at a later time would leave the other ranks
-    waiting.
+    """Compile the optimizer DeepSpeedCPUAdam on every rank if the run needs this optimizer.
 
-    The run needs DeepSpeedCPUAdam if it offloads Adam's states to the host and does not use torch's Adam. Compiling
-    takes a minute. The compiled library is then cached on the machine.
+    The run needs DeepSpeedCPUAdam if the run offloads Adam's states to the host and does not use torch's Adam. Compiling
+    takes a minute. The compiled library is then cached on the machine. If one rank failed to compile at a later time, the
+    other ranks would wait for this rank.
 
     Args:
         ds_config: result of `build_ds_config`.
@@ -81,7 +81,7 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
 
 
 def attention_backend(run: TrainingRun, device: torch.device) -> Backend:
-    """Return the attention kernels that a run uses on a device."""
+    """Return the attention kernel that a run uses on a device."""
     dtype = torch.bfloat16 if run.recipe.precision.compute == "bf16" else torch.float32
     return choose_backend(run.recipe.attention.backend, device, dtype, run.shape.head_dim)
 

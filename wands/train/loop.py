@@ -132,7 +132,7 @@ def _reduce(
     """Combine the losses, the waiting time and the requests of all ranks with two small all-reduces.
 
     Args:
-        losses: this rank's part of the loss of each trained DiT.
+        losses: [number of trained DiTs], this rank's part of the loss of each trained DiT.
         data_wait: seconds that this rank waited for data.
         request: requests that this rank received.
         device: device of this rank.

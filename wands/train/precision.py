@@ -51,7 +51,7 @@ def split_by_dtype(
     if stage == 2 and reduce == "fp32" and largest > bucket:
         raise ConfigError(
             f"zero_optimization.reduce_bucket_size={bucket} is less than the {largest} values of the largest matrix, so ZeRO-2 "
-            f"would sum the gradient of this matrix in bf16; set the key to {largest} or more, or remove the key.",
+            f"would keep the gradient of this matrix in bf16; set the key to {largest} or more, or remove the key.",
             agreed=True,
         )
     if stage == 2 and not wide:

@@ -72,7 +72,7 @@ def bins_digest(steps: Sequence[Step]) -> str:
 
     Args:
         steps: steps of the plan. Each step is a sequence of bins, and each bin is a sequence of sample indices. For one
-            StepPlan this is `(plan.bins,)`.
+            StepPlan, pass `(plan.bins,)`.
     """
     bins = list(chain.from_iterable(steps))
     per_step = np.fromiter(map(len, steps), np.int64, len(steps))

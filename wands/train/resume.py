@@ -36,8 +36,8 @@ def find_resume(output_dir: str, resume: str | None) -> Checkpoint | None:
 
     Args:
         output_dir: the run folder.
-        resume: None for a new run. "auto" for the newest checkpoint of the run folder, or for a new run if there is
-            none. Otherwise a path of a checkpoint or run folder.
+        resume: None for a new run. "auto" for the newest checkpoint of the run folder, or for a new run if the run
+            folder has no checkpoint. Otherwise a path of a checkpoint or run folder.
 
     Returns:
         The checkpoint, or None for a new run.

@@ -35,7 +35,7 @@ class TrainingRun:
             rate.
         transformer_config: diffusers config of the DiT.
         variant: variant of the model.
-        experts: the trained DiTs. Each step updates them one after the other.
+        experts: the trained DiTs. Each step updates these DiTs one after the other.
         weights: parameters of one trained DiT. All trained DiTs have the same parameters.
         data: data set that the recipe names.
         sampler: sampler that plans the bins of every optimizer step.
@@ -70,7 +70,7 @@ class TrainingRun:
 
     @cached_property
     def num_trained(self) -> int:
-        """Number of trained parameter elements of each trained DiT."""
+        """Number of trained parameter elements in one trained DiT. All trained DiTs have the same number."""
         return sum(weight.numel for weight in self.weights if weight.trained)
 
     @property

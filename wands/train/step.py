@@ -22,7 +22,7 @@ class SampleLoss:
 
     Attributes:
         sample_id: name of the sample.
-        repeat_index: number of the repeat, if the epoch contains the sample several times.
+        repeat_index: 0 for the first use of the sample in the epoch, 1 for the second use, and so on.
         epoch: epoch of the step.
         sigma: noise level of the sample.
         loss: mean squared error over the trained tokens, without weights.
@@ -40,8 +40,8 @@ class StepResult:
     """Result of one optimizer step on one rank.
 
     Attributes:
-        loss: weighted loss summed over this rank's tokens, fp32 scalar. The sum over all ranks divided by
-            `TrainingRun.count` is the logged loss.
+        loss: weighted loss summed over this rank's tokens, fp32 scalar. The logged loss is the sum over all ranks,
+            divided by the result of `TrainingRun.count`.
         samples: loss of each sample in the bins of this rank.
         grad_norm: norm of the whole gradient before clipping, which is equal on every rank.
     """

@@ -187,7 +187,9 @@ def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"lora\.quantize needs bitsandbytes.*pip install 'wands\[8bit\]'"):
+    with pytest.raises(
+        ConfigError, match=r"lora\.quantize needs the package bitsandbytes.*pip install 'wands\[8bit\]'"
+    ):
         load_library()
 
 

@@ -134,7 +134,7 @@ def test_going_on_from_an_older_step_sets_the_newer_aside(
     # What was set aside can be looked at and exported; going on from it would leave two pasts side by side.
     aside = run / "checkpoints" / "step_00000006.abandoned"
     assert find_checkpoint(aside)[1].step == 6
-    with pytest.raises(ConfigError, match=r"rename the folder to step_00000006 to resume from it"):
+    with pytest.raises(ConfigError, match=r"rename step_00000006\.abandoned to step_00000006"):
         find_resume(str(run), str(aside))
 
 
@@ -279,7 +279,7 @@ def test_frozen_weights_need_room_for_themselves_alone(
         checkpoint._check_space(SimpleNamespace(**run), tmp_path, more)
 
     check(more=1000)
-    with pytest.raises(CheckpointError, match="are free; free space"):
+    with pytest.raises(CheckpointError, match="are free; free disk space"):
         check(more=1001)
 
 
@@ -350,7 +350,7 @@ def asked_to_quit(model: Path, out: Path, step: int) -> str:
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_run_asked_to_stop_as_it_ends_is_over(step: int, tiny_pipeline: Path, tmp_path: Path, worlds):
     said = worlds[1].run(asked_to_quit, tiny_pipeline, tmp_path, step)[0]
-    assert ("continue with --resume" in said) == (step == 1)
+    assert ("use --resume to continue" in said) == (step == 1)
     assert find_checkpoint(tmp_path)[1].step == step
 
 

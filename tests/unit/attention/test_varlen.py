@@ -143,9 +143,9 @@ def test_a_segment_sees_nothing_of_the_others():
 
 
 def test_segments_must_match_and_fit():
-    with pytest.raises(AssertionError, match="2 segments of q, 1 segments of k"):
+    with pytest.raises(AssertionError, match="2 segments of q, but 1 segments of k"):
         Segments.build((1, 2), (3,))
-    with pytest.raises(AssertionError, match="segments cover 4 rows of a tensor of 3"):
+    with pytest.raises(AssertionError, match="segments cover 4 rows, but the tensor has 3 rows"):
         list(Segments.build((4,)).idle_q(3))
     with pytest.raises(AssertionError, match="5 keys is longer than 4"):
         PaddedSegments.build((3, 1), (4, 5), 4)

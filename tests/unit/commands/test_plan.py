@@ -218,7 +218,7 @@ def test_train_refuses_what_does_not_fit_and_names_a_cure_that_does(train):
     enough = train(1e9, dry_run=True)
     assert "memory may not" not in enough
     needed = float(re.search(r"memory +about ([\d.]+) MiB per rank", enough)[1]) * 2**20
-    with pytest.raises(ConfigError, match="that a small host has for tensors of a rank") as refused:
+    with pytest.raises(ConfigError, match=r"of device memory per rank \(a small host: ") as refused:
         train(0.9 * needed)
     cure = re.search(
         r"; set (.*?)\. Run wands plan to find what fits, or add --force to start anyway", str(refused.value)
