@@ -248,7 +248,7 @@ def _split_rows(lens: tuple[int, ...], degree: int) -> ChunkLens:
 
 @lru_cache(maxsize=512)
 def _segments(lens_q: tuple[int, ...], lens_k: tuple[int, ...], device: torch.device) -> Segments:
-    """Build segments once for all layers, because each call copies the cumulative lengths to the device."""
+    """Return segments that all layers share. A cache avoids that each layer copies the cumulative lengths to the device."""
     return Segments.build(lens_q, lens_k, device)
 
 

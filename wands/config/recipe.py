@@ -348,7 +348,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 class OptimConfig(StrictModel):
     """Optimizer and learning rate. A DeepSpeed JSON may configure the optimizer, the scheduler or gradient clipping
-    instead.
+    instead of the recipe.
     """
 
     name: Literal["adamw", "adamw8bit", "adafactor", "muon"] = "adamw"

@@ -42,13 +42,13 @@ class Key(NamedTuple):
 
     @property
     def limits(self) -> str:
-        """Type, limits and default in brackets, as in the help text of an option."""
+        """Type, limits and default of the key in square brackets, as in the help text of an option."""
         default = self.default if self.default == "required" else f"default: {self.default}"
         return f"[{self.type}; {default}]"
 
     @property
     def summary(self) -> str:
-        """First sentence of the description."""
+        """First sentence of the key's description."""
         return re.split(r"\.\s", self.description, maxsplit=1)[0].rstrip(".") + "."
 
 

@@ -15,7 +15,7 @@ from wands.errors import ConfigError, WandsError
 
 
 def accelerator_type() -> str:
-    """Return the type of DeepSpeed's accelerator on this machine: "cuda" if it is a CUDA GPU, else "cpu".
+    """Return the type of DeepSpeed's accelerator on this machine: "cuda" for a CUDA GPU, else "cpu".
 
     The environment variable DS_ACCELERATOR overrides the detection.
     """
@@ -82,10 +82,10 @@ def check_gpus() -> None:
 
 @contextlib.contextmanager
 def start_together() -> Iterator[None]:
-    """Run the body on every rank, then exchange the errors, so that either no rank raises an error or all ranks raise one.
+    """Run the body on every rank, then exchange the errors, so that an error on one rank is raised on all ranks.
 
-    Without the exchange, one rank could fail while the ranks of other nodes wait for it. The launcher could also stop
-    the other ranks before they print their errors. Under a launcher, the process group exists after the body. Without a
+    Without the exchange, one rank could fail while the ranks of other nodes wait for the failed rank. The launcher could
+    also stop the other ranks before they print their errors. Under a launcher, the process group exists after the body. Without a
     launcher, the body runs without an exchange.
 
     Raises:

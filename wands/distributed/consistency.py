@@ -1,6 +1,6 @@
 """Compare values across ranks, bit by bit, and name the ranks that differ.
 
-If ranks have different configurations, data or weights, they do not fail. They hang, or train on with wrong results.
+Ranks with different configurations, data or weights do not fail. Such ranks hang, or continue with wrong results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MULTIPLIERS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 def check_agreement(
     parts: Mapping[str, str], device: torch.device, fixes: Fixes = MappingProxyType({})
 ) -> None:
-    """Check that named texts are equal on all ranks. This is a collective call: every rank must make it.
+    """Check that named texts are equal on all ranks. Every rank must call this function.
 
     If all ranks agree, the check costs one all-gather of 32 bytes. The texts are sent only if they differ.
 
@@ -107,7 +107,7 @@ def _shorten(text: str, most: int = 60) -> str:
 
 
 def check_tensors_agree(names: Sequence[str], checksums: Tensor) -> None:
-    """Check that the checksums of tensors are equal on all ranks. This is a collective call: every rank must make it.
+    """Check that the checksums of tensors are equal on all ranks. Every rank must call this function.
 
     Args:
         names: names of the N tensors, equal on all ranks.

@@ -151,8 +151,8 @@ class ProcessGroups:
     def build(cls, dims: ParallelDims, device: torch.device | str = "cpu") -> ProcessGroups:
         """Create the process groups, in the same order on every rank, and run one collective in each group.
 
-        The first collective of a group sets up its communicator, and all members must do so at the same time. If the
-        first use were inside ring attention, the set-up would deadlock.
+        The first collective of a group sets up the group's communicator, and needs all members at the same time. If the
+        first collective ran inside ring attention, the set-up would deadlock.
 
         Args:
             dims: parallel dimensions of this rank.

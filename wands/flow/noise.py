@@ -55,8 +55,8 @@ def add_noise(
 ) -> NoisyBatch:
     """Add noise to this rank's tokens, with one noise level (sigma) per sample.
 
-    Noise and sigma depend only on the seed and the key of the sample. They do not depend on the bin (the packed
-    samples), the order of the samples, the rank or the device.
+    Noise and sigma depend only on the seed and the key of the sample, and not on the bin (the packed samples), the order
+    of the samples, the rank or the device.
 
     Args:
         tokens: [L, P], clean tokens of this rank, with L tokens of P channels. Padding must be zero and stays zero.
@@ -96,7 +96,7 @@ def add_noise(
 
 
 def _cond_mask(layout: ContextLayout, num_cond_tokens: Sequence[int]) -> Tensor:
-    """Return a mask that is True for local conditioning tokens and False for padding, bool [local tokens]."""
+    """Return a mask that is True for local conditioning tokens and False for all other tokens, bool [local tokens]."""
     starts = torch.tensor([0, *layout.seq_lens]).cumsum(0)[:-1]
     index_in_sample = layout.token_index - starts[layout.segment_ids]
     return (layout.token_index >= 0) & (index_in_sample < torch.tensor(num_cond_tokens)[layout.segment_ids])

@@ -1,4 +1,4 @@
-"""Noise levels (sigma): draw, shift and weight them.
+"""Functions that draw, shift and weight noise levels (sigma).
 
 sigma is the fraction of noise in x_t = (1 - sigma) * x0 + sigma * noise, where x0 is the clean sample. The timestep
 that the model gets is 1000 * sigma. Python floats (float64) are used on the host, and every returned sigma is exact in

@@ -4,7 +4,7 @@ Under `torch.utils.checkpoint`, each block runs twice: first in the forward pass
 Tensors that are kept by name are not computed again in the second run. A kept tensor stays on the device (saved) or in
 host memory (offloaded). The names belong to self-attention and the feed-forward:
 
-block_input       residual stream before the block; always kept on the device, unless it is offloaded
+block_input       residual stream before the block; always kept, on the device or in host memory
 query_proj        result of attn1.to_q, before norm and rotation
 key_proj          result of attn1.to_k, before norm and rotation
 value_proj        result of attn1.to_v

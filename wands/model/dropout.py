@@ -134,7 +134,7 @@ def side_of(name: str) -> str:
 
 
 class _Drop(torch.autograd.Function):
-    """Autograd function for dropout. It applies the same mask to the input and to the gradient."""
+    """Autograd function for dropout, which applies the same mask to the input and to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
@@ -177,7 +177,7 @@ def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
     Args:
         rows: int64 [N], row keys.
         salt: hash of the layer's name.
-        channels: C.
+        channels: number of channels, C.
         p: dropout probability.
 
     Source: Chris Wellons, Hash Prospector, lowbias32 (public domain).

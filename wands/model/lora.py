@@ -29,7 +29,7 @@ _FFN = ("ffn.net.0.proj", "ffn.net.2")
 
 
 def find_targets(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the linear layers that get a LoRA. The dictionary maps the name of each layer to the layer.
+    """Return the linear layers that get a LoRA, as a dict from the name of a layer to the layer.
 
     Args:
         model: model without a LoRA.

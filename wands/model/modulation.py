@@ -1,8 +1,8 @@
 """Scale, shift and gate packed tokens with a table that has one row per timestep, not one row per token.
 
 The tokens of a timestep are contiguous, so each row of the table applies to a slice of tokens. The backward pass sums
-each slice in a fixed order. It is therefore deterministic, and the gradient of a sample does not depend on the other
-packed samples. Tokens are saved for the backward pass only if the table needs a gradient. In LoRA training, the table
+each slice in a fixed order. The backward pass is therefore deterministic, and the gradient of a sample does not depend on
+the other packed samples. Tokens are saved for the backward pass only if the table needs a gradient. In LoRA training, the table
 needs no gradient.
 
 Letters: L tokens, M timesteps, D width.

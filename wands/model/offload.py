@@ -42,7 +42,7 @@ class CopyStream(Protocol):
 
 
 class _CudaCopyStream:
-    """CUDA stream for copies, separate from the stream of the computation. The host never waits."""
+    """CUDA stream for copies, separate from the stream of the computation. The host never waits for a copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -70,7 +70,7 @@ class _BlockingCopyStream:
 def detached(tensor: Tensor) -> Tensor:
     """Detach a tensor from its autograd graph.
 
-    The result shares the tensor's version counter, which counts in-place changes of both.
+    The result and the tensor share one version counter, which counts in-place changes of the result and of the tensor.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()

@@ -53,7 +53,7 @@ class Int8:
 
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize a weight.
+        """Quantize a weight to 8-bit codes and scales.
 
         Args:
             weight: fp32 [O, I] on the CPU, for O out features and I in features.
@@ -90,7 +90,7 @@ class NormalFloat4:
 
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize a weight.
+        """Quantize a weight to 4-bit codes and scales.
 
         Args:
             weight: fp32 [O, I] on the CPU, for O out features and I in features.

@@ -58,12 +58,12 @@ class Task:
 
     @property
     def usable(self) -> float:
-        """Bytes of one device's memory that tensors can use."""
+        """Memory of one device in bytes that tensors can use: all memory, except the memory that CUDA uses."""
         return self.machine.memory - (CUDA_CONTEXT if self.workload.device_type == "cuda" else 0.0)
 
     @cached_property
     def by_length(self) -> np.ndarray:
-        """Numbers of tokens of all clips, in ascending order."""
+        """Number of tokens of each clip, in ascending order, int64 [N] for N clips."""
         return np.sort(self.seq_lens)
 
     @property
@@ -201,7 +201,7 @@ def check_memory(task: Task, ds_name: str) -> str | None:
 
 
 def search(task: Task) -> list[Candidate]:
-    """Return all combinations of settings that fit, sorted by predicted speed with the fastest first.
+    """Return all combinations of settings that fit the machine, sorted by predicted speed with the fastest first.
 
     Among equally fast combinations, the simplest settings come first. The bin size of a combination is the bin size of
     the recipe if that size fits. Otherwise the bin size is the largest that fits, and at least the length of the longest

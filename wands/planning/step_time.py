@@ -6,13 +6,13 @@ the balance and the communicated bytes of a bin (the clips of one forward pass).
 
 - Compute: kernels reach fixed fractions of the machine's peak. The backward pass of a linear layer costs 2 forward passes,
   or 1 if its weight is frozen. The backward pass of attention costs 2.5 forward passes. Recomputation adds a forward
-  pass. It does not repeat attention if the output of attention is kept.
+  pass, but does not repeat attention if the output of attention is kept.
 - Ulysses: all-to-alls inside a node do not overlap with anything. Recomputation repeats the all-to-alls whose results
   are not kept.
 - Ring: the transfer in a ring step overlaps with the kernel of the same step. The last transfer returns gradients and
   does not overlap with a kernel.
 - ZeRO: in each micro step, stage 3 gathers the weights twice and reduces the gradients once. Stage 2 reduces the
-  gradients in each micro step, and stages 0 and 1 reduce them once per step. Stages 1 and 2 gather the weights once per
+  gradients in each micro step, and stages 0 and 1 once per step. Stages 1 and 2 gather the weights once per
   step. The traffic of a micro step overlaps with the compute that does not already overlap with the ring.
 - Offload: weights, gradients and block inputs use the link to the host. The update on the host reads and writes 28
   bytes per parameter at the speed of this link.
@@ -92,7 +92,7 @@ class Prediction:
 
     @property
     def dp(self) -> int:
-        """Number of context-parallel groups. Each group trains on different bins."""
+        """Number of context-parallel groups (groups of ranks that share a bin). Each group trains on different bins."""
         return self.workload.world_size // self.cp
 
     @property
@@ -197,7 +197,7 @@ def _zero_traffic(
 def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float) -> list[Traffic]:
     """Return [transfers in the forward pass, transfers in the backward pass] of the ring for one layer.
 
-    The transfers are the transfers that `wands/attention/ring.py` makes.
+    `wands/attention/ring.py` makes these transfers.
 
     Args:
         plan: layout of a bin over the ranks.

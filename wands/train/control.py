@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class ControlRequest(NamedTuple):
-    """Requests that arrived since the last step.
+    """Requests to a training run that arrived since the last step.
 
     Attributes:
         save: whether to write a checkpoint now.

@@ -54,7 +54,7 @@ class _Fragment(NamedTuple):
 
 
 class WeightAverage:
-    """Moving average of the trained parameters of one engine. It starts with the current weights.
+    """Moving average of the trained parameters of one engine. The average starts with the current weights.
 
     Args:
         engine: DeepSpeed engine of any ZeRO stage.
@@ -78,7 +78,7 @@ class WeightAverage:
 
     @property
     def num_bytes(self) -> int:
-        """Size of this rank's fragments of the average in bytes."""
+        """Size of this rank's part of the average in bytes."""
         return sum(average.nbytes for average in self._averages)
 
     @property
@@ -109,7 +109,7 @@ class WeightAverage:
                 average.copy_(updated, non_blocking=master.is_cuda)
 
     def save(self, folder: Path) -> None:
-        """Write this rank's fragments of the average into the DiT's folder of an unfinished checkpoint.
+        """Write this rank's part of the average into the DiT's folder of an unfinished checkpoint.
 
         Raises:
             OSError: if the disk is full or not writable.
@@ -125,11 +125,11 @@ class WeightAverage:
         write_safetensors(folder / average_file(dist.get_rank()), entries, metadata)
 
     def load(self, folder: Path) -> None:
-        """Restore this rank's fragments of the average from the DiT's folder of a checkpoint.
+        """Restore this rank's part of the average from the DiT's folder of a checkpoint.
 
         Raises:
-            CheckpointError: if the checkpoint's fragments differ from the fragments of this run, for example after a
-                change of the ZeRO stage.
+            CheckpointError: if the ranks divide the parameters differently than when the checkpoint was written, for
+                example after a change of the ZeRO stage.
         """
         path = folder / average_file(dist.get_rank())
         with TensorFiles([path], f"checkpoint={folder.parent}") as files:
@@ -186,7 +186,7 @@ def build_averages(
 def _fragments_of(engine: Any) -> list[_Fragment]:
     """Return this rank's fragments of all trained parameters.
 
-    Each fragment refers to the fp32 masters in the engine, so it always has the values after the last update.
+    Each fragment refers to the fp32 master weights in the engine, and therefore always has the values after the last update.
     """
     fragments = [
         _fragment(engine, name, parameter)

@@ -91,7 +91,7 @@ def describe_step(row: Mapping[str, Any], total_steps: int) -> str:
 
 
 class MetricsWriter:
-    """Writer of `metrics.jsonl` and TensorBoard events in the run folder. Only rank 0 uses it.
+    """Writer of `metrics.jsonl` and TensorBoard events in the run folder. Only rank 0 uses this class.
 
     Args:
         output_dir: the run folder.

@@ -41,7 +41,7 @@ def load_run(
     resume: str | None = None,
     ignore_output_dir: bool = False,
 ) -> TrainingRun:
-    """Read the recipe, the DeepSpeed JSON and the checkpoint of a run. Check everything, and plan the run.
+    """Read the recipe, the DeepSpeed JSON and the checkpoint of a run, check everything, and return the planned run.
 
     Args:
         recipe_path: YAML file or name of a shipped recipe; None for the defaults.
@@ -99,7 +99,7 @@ def prepare_run(
     checkpoint: Checkpoint | None = None,
     problems: Problems | None = None,
 ) -> TrainingRun:
-    """Check a recipe together with a DeepSpeed JSON, and plan the run.
+    """Check a recipe together with a DeepSpeed JSON, and return the planned run.
 
     Args:
         recipe: recipe with all defaults filled in.

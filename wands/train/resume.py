@@ -1,4 +1,4 @@
-"""Resume a run: find the checkpoint, check that it fits the run, and restore the engines."""
+"""Resume a run: find the checkpoint, check that the checkpoint fits the run, and restore the engines."""
 
 from __future__ import annotations
 

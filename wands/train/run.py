@@ -1,4 +1,4 @@
-"""Describe a checked training run: the recipe, model, data and plan. They are known before the process group starts."""
+"""Describe a checked training run: recipe, model, data and plan, which are known before the process group starts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TrainingRun:
 
     @property
     def dp_size(self) -> int:
-        """Number of context-parallel groups. Each group trains on different bins."""
+        """Number of context-parallel groups (groups of ranks that share a bin). Each group trains on different bins."""
         return self.grid(0).dp_size
 
     def grid(self, rank: int) -> ParallelDims:
@@ -125,7 +125,7 @@ class TrainingRun:
         return len(self.experts) * (3 * forward - round(frozen * linear))
 
     def denominator(self, plan: StepPlan) -> float:
-        """Return the number by which a step's summed loss is divided for the gradient: mean samples or tokens per step.
+        """Return the divisor of a step's summed loss for the gradient: mean number of samples or of trained tokens per step.
 
         `loss.reduction` selects samples or trained tokens. First frames that are given as a condition are not trained,
         and their number in a step is random. This method uses their expected number, so that every step of an epoch has
@@ -139,7 +139,7 @@ class TrainingRun:
         return value
 
     def count(self, plan: StepPlan) -> float:
-        """Return the number by which a step's summed loss is divided for the log: samples or trained tokens in the step."""
+        """Return the divisor of a step's summed loss for the log: number of samples or of trained tokens in the step."""
         value = plan.counts[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token" and self._gives_first_frames:
             for bin in plan.bins:
@@ -190,8 +190,9 @@ class TrainingRun:
         return np.array([rows * columns if frames > 1 else 0 for frames, rows, columns in grids], np.int64)
 
     def imbalance(self, bins: Step) -> float:
-        """Return the cost of the slowest rank divided by the mean cost of the ranks, each summed over the micro steps
-        of a step.
+        """Return how uneven the work of a step is: cost of the slowest rank / mean cost of the ranks.
+
+        The cost of a rank is summed over the micro steps of the step.
         """
         return imbalance([bins], self.dp_size, self.sampler.bin_cost)
 

@@ -15,8 +15,8 @@ from wands.train.run import TrainingRun
 
 
 def start_block(run: TrainingRun) -> str:
-    """Return the text that a run prints before it starts, with lines about model, parallelism, data, packing, memory
-    and so on.
+    """Return the text that a run prints before training starts, with lines about model, parallelism, data, packing,
+    memory and so on.
     """
     recipe, shape, lens, flow = run.recipe, run.shape, run.seq_lens, run.recipe.flow
     start_step = run.checkpoint.state.step if run.checkpoint else 0

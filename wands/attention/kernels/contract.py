@@ -4,7 +4,7 @@
 
 Letters: T rows, H heads, D head dim, S segments. All tensors are packed, [T, H, D], without a batch axis.
 
-The backward pass takes `out` and `lse` as arguments and does not compute them again. A ring merges the results of
+The backward pass takes `out` and `lse` as arguments instead of computing `out` and `lse` again. A ring merges the results of
 several blocks of keys and passes the *merged* `out` and `lse`. exp(score - lse) is then the probability over all keys
 of a row. The backward pass of a block therefore returns exactly the summand of the gradient that comes from this block.
 Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
@@ -122,7 +122,7 @@ class Backend:
 
 
 def _has_no_pairs(segments: Segments) -> bool:
-    """Return whether no row of q has a key. Some CUDA kernels would then launch an empty grid, which is an error."""
+    """Return whether no row of q has a key. Some CUDA kernels fail in this case, because their launch grid is empty."""
     return next(segments.pairs(), None) is None
 
 

@@ -35,7 +35,7 @@ An absolute error of the lse is a relative error of every attention probability.
 
 
 class KernelError(Exception):
-    """A kernel's result violates the interface that `Backend` describes."""
+    """Error of an attention kernel whose results violate the interface that `Backend` describes."""
 
 
 @torch.no_grad()
@@ -44,8 +44,8 @@ def check_backend(
 ) -> float:
     """Compare a kernel with the reference kernel in float64, with the calls that ring attention makes.
 
-    The inputs are random packed rows. The kernel first attends to all keys at once. It then attends to two blocks of
-    keys, and the two results are merged. The backward pass of each block gets the merged `out` and `lse`. Two more
+    The inputs are random packed rows. The kernel first attends to all keys at once. The kernel then attends to two blocks
+    of keys, and the two results are merged. The backward pass of each block gets the merged `out` and `lse`. Two more
     tests set `lse` to +inf, and attend to a single key. The global random state does not change.
 
     Args:
