@@ -265,7 +265,8 @@ def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
         descriptor: descriptor of the open shard.
 
     Returns:
-        Maps names of values to values: key, crc32 as stored, `computed` checksum, shapes, lengths, offsets and num_bytes.
+        Dictionary with key, shapes, lengths, offsets, num_bytes, `crc32` (stored checksum) and `computed` (checksum
+        of the bytes).
     """
     attrs = {name: group.attrs[name] for name in ("key", "dtype", "crc32", "meta")}
     if attrs["dtype"] not in ("bfloat16", b"bfloat16"):

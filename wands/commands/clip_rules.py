@@ -63,8 +63,8 @@ def plan_samples(options: ClipOptions, variant: Variant) -> tuple[ClipSpec, tupl
         variant: model variant, which sets the strides and the default frame rate.
 
     Returns:
-        Frame rate, size and length of the samples under the first area limit of --max-pixels, and the remaining area limits
-        of --max-pixels in pixels.
+        A pair. The first item contains frame rate, size and length of the samples for the first value of
+        --max-pixels. The second item contains the other values of --max-pixels.
 
     Raises:
         ConfigError: if an option is invalid or options exclude each other.

@@ -247,7 +247,7 @@ class PackingCollator:
         self._check(self._padding, "the empty caption")
 
     def __call__(self, samples: Sequence[Sample], repeat_indices: Sequence[int], epoch: int) -> PackedBatch:
-        """Collate `samples` in the given order.
+        """Concatenate `samples` to a packed batch, in the given order.
 
         Args:
             samples: samples of one bin. If the list is empty, the batch is one zero token with weight 0, so that all

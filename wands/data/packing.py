@@ -58,7 +58,7 @@ class EpochPlan:
 
     @cached_property
     def totals(self) -> tuple[int, int]:
-        """(number of samples, number of tokens) in all steps of the epoch."""
+        """Number of samples and number of tokens in all steps of the epoch."""
         used = [i for step in self.steps for bin in step for i in bin]
         return len(used), int(self.seq_lens[used].sum())
 

@@ -184,8 +184,8 @@ class PlanSampler:
         )
 
     def rows(self, epoch: int) -> np.ndarray | None:
-        """Return the rows of the data (uses of samples) that an epoch uses, int64, or None if the epoch uses all
-        rows.
+        """Return the numbers of the rows that an epoch uses, int64, or None for all rows. A row is one use of a
+        sample.
         """
         return None if self.schedule is None else self.schedule.rows(epoch)
 

@@ -41,8 +41,8 @@ class EncodeSettings:
         cache: cache folder.
         options: options of the command.
         spec: size, rate and length of the samples.
-        more_pixels: area limits of a frame after the first limit, which `spec` contains. Each limit gives one more sample of
-            every window, unless two sizes are equal.
+        more_pixels: second and later area limits of a frame, in pixels. `spec` contains the first limit. Each further
+            limit gives one more sample of every window, unless two sizes are equal.
         fingerprint: digest of the settings and model files that a cache belongs to.
         max_samples: largest number of samples in a shard.
         conditions: inputs of the model variant, such as "text" and "image", see `wands.variants.Variant`.

@@ -341,7 +341,8 @@ def _write_lines(path: Path, values: Sequence[Any]) -> None:
 def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any]:
     """Return all settings that change the stored values of a sample, for the fingerprint of the cache.
 
-    Area limits after the first limit are left out. They only add samples of other sizes, whose keys contain the size.
+    The second and later values of --max-pixels are left out. These values only add samples of other sizes, whose keys
+    contain the size.
 
     Args:
         spec: frame rate, size and length of the samples.

@@ -97,7 +97,7 @@ class SourceScan:
             rows: rows of the source that may be used; a row is a clip with one caption.
             rejected: rows that were rejected while the source was read.
             spec: frame rate, size and length of the samples.
-            more_pixels: area limits after the first limit, which `spec` contains, in pixels.
+            more_pixels: second and later area limits of a frame, in pixels. `spec` contains the first limit.
             quarantine: maps the digest of a clip that crashed a process or exceeded a time limit to the reason of rejection.
         """
         self.spec, self.more_pixels, self.rejected = spec, more_pixels, list(rejected)
@@ -216,7 +216,8 @@ class SourceScan:
 def _size_suffixes(
     spec: ClipSpec, more_pixels: tuple[int, ...], display_size: tuple[str, ...]
 ) -> frozenset[str] | None:
-    """Return the size suffixes of a clip's samples: "" for the first area limit, such as "#640x352" for other area limits.
+    """Return the suffixes that name the sizes of a clip's samples. The suffix is "" for the first area limit, and a
+    text such as "#640x352" for each further limit.
 
     Return None if the display size is unknown, or if the clip is too small for an area limit. A clip that is too small is
     decoded, and decoding rejects the clip.

@@ -23,7 +23,7 @@ SAMPLE_ARRAYS = ("shards", "rows", "latent_shapes", "text_lens", "crc32", "num_f
 
 @dataclass(frozen=True, eq=False)
 class CacheIndex:
-    """Facts about all samples for planning, as arrays. Item i of each array of length N belongs to `keys[i]`.
+    """Facts about all samples of a cache, as arrays. Item i of each array of length N belongs to `keys[i]`.
 
     Attributes:
         keys: sample ids, sorted.

@@ -192,7 +192,7 @@ class LatentCache:
         self.conditions = variant.conditions
 
     def meta(self, i: int) -> dict[str, Any]:
-        """Return the metadata of sample `i`: caption, source file, window, num_frames, fps."""
+        """Return the metadata of sample `i`, such as caption, source file, start time, num_frames and fps."""
         with self._own_handles(), damage_named(self._path(i)):
             return json.loads(self._group(i, self._shard(i)[0]).attrs["meta"])
 
@@ -286,15 +286,15 @@ class LatentCache:
         return self.path / self.index.shard_names[self.index.shards[i]]
 
     def _group(self, i: int, file: h5py.File) -> h5py.Group:
-        """Return the HDF5 group of sample `i`; raise CacheError if another sample is at its position."""
+        """Return the HDF5 group of sample `i`. Raise CacheError if the group belongs to another sample."""
         group = file[sample_path(int(self.index.rows[i]))]
         if (key := json.loads(group.attrs["key"])) != self.index.keys[i]:
             raise self._damaged(i, f"is not at the position that the index names, where {key} is")
         return group
 
     def _compare(self, i: int, file: h5py.File) -> None:
-        """Raise CacheError if an open shard is not the shard in the index, or sample `i` is not at the position that
-        the index says.
+        """Raise CacheError if an open shard differs from the index in its digest, or in the key or shapes of sample
+        `i`.
         """
         group = self._group(i, file)
         arrays = {name: group[name] for name in stored_names(group)}

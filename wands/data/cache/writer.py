@@ -71,7 +71,7 @@ class ShardWriter:
     def __init__(
         self, path: Path, fingerprint: str, max_samples: int = 512, max_bytes: int = 1 << 30, first: int = 0
     ) -> None:
-        """Store the settings. The first sample creates the first file.
+        """Store the settings. The first file is created when the first sample is added.
 
         Args:
             path: cache folder, which already contains a manifest.
@@ -340,7 +340,7 @@ class CacheWriter(ShardWriter):
                 self._next = max(self._next, shard_number(shard) + 1)
 
     def adopt(self, journal: Path) -> None:
-        """Move the samples from the log of an ended process into shards, and delete the log.
+        """Move the samples from the write-ahead log of an ended process into shards, and delete the log.
 
         Args:
             journal: file of the log.

@@ -86,7 +86,8 @@ def listed_folder(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def _find_listing(source: Source) -> Path | None:
-    """Return the file that lists the clips of a folder. The file is in the folder, or in the sub-folder of the split.
+    """Return the file that lists the clips of a folder, or None. The file is in the folder, or in its sub-folder with
+    the name of the split.
 
     Raises:
         DataError: if a folder contains several files that list clips.
@@ -267,8 +268,8 @@ def _scan_merged(listing: Listing) -> Iterator[ClipRecord | Rejection]:
 
 
 def _captions_of_folder(rows: list[NumberedRow]) -> dict[str, Any] | None:
-    """Map file names to caption(s), from the rows of diffusion-pipe's captions.json. Return None if the table has
-    another format.
+    """Return the captions of each file name in the rows of diffusion-pipe's captions.json. Return None if the table
+    has another format.
     """
     if not rows or any(isinstance(row, str) or set(row) != {"file_name", "caption"} for _, row in rows):
         return None

@@ -186,9 +186,9 @@ def spellings(name: str) -> tuple[str, ...]:
 def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
     """Find the file of a clip that a table names, and return its name and its absolute path.
 
-    The first folder that contains the file is used. If no file has exactly the written name, a file is used whose name
-    differs from the written name only in composed or decomposed accents. The returned name is the written name on every
-    system, so the key is, too.
+    The first folder that contains the file is used. If no file has exactly the written name, a file is used whose
+    name differs from the written name only in composed or decomposed accents. The returned name is always the written
+    name, so the key of the clip is the same on every system.
 
     Args:
         video: path as the table writes it.

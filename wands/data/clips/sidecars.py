@@ -143,7 +143,7 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str] | Rejection]]:
 
 
 def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
-    """Return the video for which an image is the poster: a video of the same name. Return None if the image is a
+    """Return the video of which an image is a preview: a video of the same name. Return None if the image is a
     separate clip.
 
     If a caption file has the same name, the caption belongs to the video.

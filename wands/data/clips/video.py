@@ -37,8 +37,9 @@ class DecodedClip:
         frames: uint8 [F, H, W, 3] RGB. F is 1 + k * frame_stride, and H and W are multiples of size_multiple.
         fps: frames per second of ``frames``.
         start_seconds: time of ``frames[0]``.
-        suffix: suffix of the sample's key. It starts with the window in slide mode ("#0000", "#0001", ...), otherwise
-            with "". A size such as "#640x352" follows, unless the size belongs to the first limit of the frame area.
+        suffix: suffix of the sample's key. In slide mode, the suffix starts with the number of the window ("#0000",
+            "#0001", ...). A size such as "#640x352" follows, unless the size belongs to the first limit of the frame
+            area.
         source: properties of the file.
         variable_fps: whether the frames read so far have unequal distances in time.
         interlaced: whether some of the frames read so far are interlaced: alternate lines show two different moments.

@@ -214,8 +214,8 @@ class VideoReader:
         return longest - shortest > max(ROUNDING, 0.1 * shortest) if longest else False
 
     def tolerance(self, duration: float) -> float:
-        """Return how many seconds a header's duration may exceed the real duration of an undamaged file: 2 %, at least
-        two frames.
+        """Return how many seconds the duration in a header may exceed the real duration of an undamaged file: 2 %,
+        but at least the time of two frames.
         """
         return max(0.02 * duration, 2 / self._rate)
 
