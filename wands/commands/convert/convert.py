@@ -107,7 +107,7 @@ def convert(
 
 @dataclass
 class ModelConversion:
-    """Conversion of one model to a different layout.
+    """Conversion of one model to the file layout of another program: diffusers, official Wan or ComfyUI.
 
     Attributes:
         root: folder or file of the source.

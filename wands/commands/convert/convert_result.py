@@ -43,7 +43,7 @@ class ComponentSummary:
 
 @dataclass
 class ConvertResult:
-    """Result of the function `convert`.
+    """Result of a conversion: the written folder, a summary of each component, and notes for the user.
 
     Attributes:
         out: folder that was written.

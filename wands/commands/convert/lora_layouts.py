@@ -24,10 +24,10 @@ from wands.model.files.tensor_files import LazyTensor, TensorFiles, check_writte
 
 
 def find_loras(root: Path) -> dict[str | None, Path]:
-    """Find the LoRA files of a source.
+    """Find the LoRA files in the source of a conversion.
 
     Args:
-        root: file or folder.
+        root: file or folder that the user wants to convert.
 
     Returns:
         {None: file} for a single LoRA. {expert: file} for a folder that contains a LoRA for each expert, where the

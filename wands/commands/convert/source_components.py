@@ -228,7 +228,7 @@ def map_component(component: SourceComponent, files: TensorFiles, to: str) -> Co
 
 
 def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Split and reshape the tensors of an official CLIP file, so that `NameMap` has a name for each tensor.
+    """Split and reshape the tensors of an official CLIP file, so that each tensor has a name in CLIP's name map.
 
     The tensors of all other models are returned unchanged.
 
@@ -236,8 +236,7 @@ def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         stored: maps a tensor name without ComfyUI's prefix to the tensor.
 
     Returns:
-        A dict that maps names for the `NameMap` to tensors. Each tensor keeps its name in the file as
-        `LazyTensor.name`.
+        A dict that maps names of the name map to tensors. Each tensor keeps its name in the file as `LazyTensor.name`.
     """
     sources: dict[str, LazyTensor] = {}
     for name, value in stored.items():

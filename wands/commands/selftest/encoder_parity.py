@@ -108,7 +108,7 @@ def check_statistics(part: VaePart) -> Outcome:
     """Check the mean and standard deviation by which the VAE's config normalises latents.
 
     For the shape of a published model, compare the config with the published statistics. For a clip of the user, check that
-    the normalised latents of the clip have an ordinary mean and standard deviation.
+    the normalised latents of the clip have a mean and a standard deviation within `MEAN_BAND` and `STD_BAND`.
     """
     std, mean = (float(value) for value in torch.std_mean(part.latents))
     number, passed, bounds = f"mean {mean:.3f}, std {std:.3f}", None, []
@@ -255,7 +255,7 @@ def check_embeds(part: TextPart, captions: tuple[str, ...] = CAPTIONS) -> Outcom
 
 
 def check_tied(part: TextPart) -> Outcome:
-    """Check that the encoder of UMT5 uses the trained token embedding `shared.weight`, and no separate tensor."""
+    """Check that the encoder of UMT5 uses the trained token embedding `shared.weight` itself, and not a separate tensor."""
     used, trained = part.model.encoder.embed_tokens.weight, part.model.shared.weight
     error = float((used - trained).abs().max())
     same = used.data_ptr() == trained.data_ptr()

@@ -35,7 +35,7 @@ class Skipped(Exception):
 
 
 class Outcome(NamedTuple):
-    """Outcome of a check.
+    """Outcome of one check of `wands selftest`: the measured value, its bound, and whether the check passed.
 
     Attributes:
         passed: whether the measured value is within its bound; None if the value has no bound.
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one check, a line of the report.
+    """Result of one check of `wands selftest`, printed as one line of the report.
 
     Attributes:
         name: name of the check. If the model has two DiTs, the name of the tested DiT follows.
@@ -178,7 +178,7 @@ def _make_frames() -> np.ndarray:
 def judge(
     measured: Tensor, expected: Tensor, bound: float = 1e-5, why: str = "fp32 sums in a different order"
 ) -> Outcome:
-    """Compare two tensors by their relative error, and return the outcome.
+    """Compare two tensors by their relative error, and return the outcome of the check.
 
     Args:
         measured: tested tensor.

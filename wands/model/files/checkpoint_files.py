@@ -182,7 +182,7 @@ def find_checkpoint(where: Path) -> Checkpoint:
 
 
 def load_exported_state(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, Tensor]:
-    """Assemble the fp32 weights of a trained DiT from a checkpoint's ZeRO partitions.
+    """Read the fp32 weights of a trained DiT from a checkpoint, and join the ZeRO partitions that the ranks wrote.
 
     Args:
         where: step folder, or run folder. For a run folder, its newest complete checkpoint is read.

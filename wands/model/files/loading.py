@@ -69,8 +69,8 @@ def load_config(
 def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
     """Read `model_index.json` of a pipeline. Return {} for a folder that contains only one DiT.
 
-    An official repository has no `model_index.json`. If it has two experts, return the two entries of diffusers' index
-    that describe them: "boundary_ratio" and "transformer_2". Otherwise return {}.
+    An official repository has no `model_index.json`. If the repository has two experts (DiTs for high and low noise),
+    return the two entries that describe the experts: "boundary_ratio" and "transformer_2". Otherwise return {}.
 
     Args:
         path: folder or Hub id of a pipeline, a DiT or an official repository.

@@ -177,7 +177,7 @@ def vae_structure(names: Iterable[str], where: str) -> tuple[int, bool]:
 
 
 def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
-    """Return the name map of a VAE.
+    """Return the map between the official and the diffusers tensor names of a VAE.
 
     The encoder and the decoder of the official Wan 2.1 VAE each have one flat list of layers. diffusers groups the
     decoder's layers into blocks.

@@ -122,8 +122,10 @@ class TensorFiles:
 
     @contextmanager
     def _readable(self, path: Path) -> Iterator[Any]:
-        """Open a safetensors file for the body. If the file is missing or damaged, raise a CheckpointError that names
-        the file.
+        """Open a safetensors file for a `with` block.
+
+        Raises:
+            CheckpointError: if the file is missing or damaged. The message names the file.
         """
         try:
             with safe_open(path, framework="pt") as file:
