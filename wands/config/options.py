@@ -48,8 +48,8 @@ class ClipOptions(Options):
     are stretched to this size."""
     max_pixels: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = ()
     """Largest area of a frame in pixels: height x width. Clips with larger frames are scaled down and keep their aspect
-    ratio. Give the option several times to store each clip at several sizes. A later run may add or remove any size
-    except the first [default: 399360, which is 832 x 480]."""
+    ratio. Give the option several times to store each clip at several sizes. A later run of the command may add or
+    remove any size except the first [default: 399360, which is 832 x 480]."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
     """Largest number of frames in a sample. The number is always 4n + 1, such as 49 or 81. --clip-mode chooses the frames of a
     longer clip. 0 sets no limit: each sample is then a whole clip, except for up to 3 frames at the end."""
@@ -151,8 +151,8 @@ class PreprocessOptions(ClipOptions):
     text_dtype: Literal["bf16", "fp32"] = "bf16"
     """Dtype in which the text encoder runs. fp32 needs twice the memory of bf16."""
     vae_dtype: Literal["bf16", "fp32"] = "fp32"
-    """Dtype in which the VAE runs. bf16 needs half the memory and changes the latents by about 2 % of their standard
-    deviation. With any choice, the latents are stored in bf16, which changes them by 0.2 %."""
+    """Dtype in which the VAE runs. bf16 needs half the memory of fp32, and changes the latents by about 2 % of their
+    standard deviation. The latents are always stored in bf16, which changes the latents by 0.2 %."""
     vae_tiling: bool = False
     """Encode each frame in tiles of 256 x 256 pixels that overlap by 64 pixels. Use this option if the VAE runs out of
     memory. With tiles, the memory does not grow with the frame size, but encoding is slower. The latents change by about

@@ -293,13 +293,14 @@ class FlowConfig(StrictModel):
     """
 
     preset: Literal["pretrain", "finetune"] = "finetune"
-    """Choose the values of timestep_sampling, flow_shift and mix_uniform if the recipe does not set them. `finetune`
-    means timestep_sampling uniform, flow_shift 3.0 and mix_uniform 0. `pretrain` means timestep_sampling logit_normal,
-    flow_shift 2.5 and mix_uniform 0.2."""
+    """Choose the values of timestep_sampling, flow_shift and mix_uniform if the recipe does not set these keys.
+    `finetune` means timestep_sampling uniform, flow_shift 3.0 and mix_uniform 0. `pretrain` means timestep_sampling
+    logit_normal, flow_shift 2.5 and mix_uniform 0.2."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
-    """Distribution from which sigma is drawn, before the shift by `flow_shift`. `uniform` draws all noise levels equally
-    often. `logit_normal` draws middle levels more often. `mode` also prefers middle levels, but draws low and high levels
-    more often than `logit_normal` (Esser et al. 2024). `wands train --show-timesteps` prints the distribution."""
+    """Distribution from which the noise level sigma is drawn, before the shift by `flow_shift`. `uniform` draws all
+    noise levels equally often. `logit_normal` draws middle levels more often. `mode` also prefers middle levels, but
+    draws low and high levels more often than `logit_normal` (Esser et al. 2024). `wands train --show-timesteps` prints
+    the distribution."""
     logit_mean: float = 0.0
     """Mean of logit(sigma), used by `timestep_sampling: logit_normal`. 0 centers the distribution at sigma 0.5. With
     larger values, samples have more noise on average."""
@@ -406,7 +407,8 @@ class TrainConfig(StrictModel):
     forward pass. The number must be a multiple of dp_size (number of ranks / cp_size). The number of gradient
     accumulation steps is bins_per_step / dp_size."""
     log_every: int = Field(default=1, gt=0)
-    """Print one line on the terminal every this many steps. TensorBoard and metrics.jsonl always contain every step."""
+    """Number of optimizer steps between two lines on the terminal. TensorBoard and metrics.jsonl always contain every
+    step."""
     log_samples: bool = False
     """Write the loss and sigma (noise level) of every clip to the files samples-rank*.jsonl. Use this key to find the
     clip that causes a loss spike."""

@@ -134,7 +134,7 @@ def check_tensors_agree(names: Sequence[str], checksums: Tensor) -> None:
     raise DataError(
         f"the weights differ between ranks ({len(columns)} of {len(names)} parameters): {'; '.join(clauses[:NUM_NAMED])}; "
         "continue from the last checkpoint with --resume. If the error returns, test the memory and the network of the "
-        "machine of these ranks.",
+        "machines of these ranks.",
         agreed=True,
     )
 

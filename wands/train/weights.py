@@ -42,7 +42,7 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
         differing = [key for key in config if key[0] != "_" and expert_config.get(key) != config[key]]
         if differing:
             raise ConfigError(
-                f"model.path={path}: the two experts differ in {', '.join(differing)}, but must have the same architecture; "
+                f"model.path={path}: the configs of the two experts differ in {', '.join(differing)}, but must be equal; "
                 "use another pipeline."
             )
     return config, variant, experts
