@@ -448,20 +448,3 @@ class SelftestOptions(Options):
     only: Annotated[tuple[str, ...], Spelling(metavar="NAME")] = ()
     """Name of a check to run, or of a group of checks, such as vae. Give the option several times to run several checks.
     Without --only, all checks run."""
-
-
-COMMANDS: tuple[type[Options], ...] = (
-    RecipesOptions,
-    ConfigOptions,
-    CheckOptions,
-    PreprocessOptions,
-    PackOptions,
-    PlanOptions,
-    TrainOptions,
-    InferOptions,
-    ExportOptions,
-    PushOptions,
-    ConvertOptions,
-    SelftestOptions,
-)
-"""Option models of all subcommands, in the order in which a user runs the commands."""

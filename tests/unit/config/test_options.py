@@ -10,11 +10,15 @@ import pytest
 from click.testing import CliRunner
 
 from wands.cli import main
+from wands.config import options as options_module
 from wands.config.base import Options
 from wands.config.click_options import command_name, help_line
-from wands.config.options import COMMANDS
 
-BY_NAME = {command_name(options): options for options in COMMANDS}
+BY_NAME = {
+    command_name(kind): kind
+    for kind in vars(options_module).values()
+    if isinstance(kind, type) and issubclass(kind, Options) and not kind.__subclasses__()
+}
 
 
 def help_of(*command: str) -> str:
@@ -35,7 +39,7 @@ def test_commands_are_listed_in_order_of_work_without_ellipsis():
     assert all(len(line.split()) > 3 for line in lines)
 
 
-@pytest.mark.parametrize("options", COMMANDS, ids=command_name)
+@pytest.mark.parametrize("options", BY_NAME.values(), ids=command_name)
 def test_every_description_is_readable_alone(options: type[Options]):
     for name, field in options.model_fields.items():
         text = help_line(field)
