@@ -27,9 +27,9 @@ def modulate(x: Tensor, factor: Tensor, shift: Tensor, lens: Sequence[int]) -> T
         lens: number of tokens of each timestep; the sum is L.
 
     Returns:
-        [L, D] in the wider dtype of x and factor.
+        [L, D] in the widest dtype of the three tensors.
     """
-    return _Modulate.apply(x, factor, shift, tuple(lens))
+    return _ScaledAdd.apply(shift, x, factor, tuple(lens), True)
 
 
 def gated_add(residual: Tensor, update: Tensor, gate: Tensor, lens: Sequence[int]) -> Tensor:
@@ -44,59 +44,43 @@ def gated_add(residual: Tensor, update: Tensor, gate: Tensor, lens: Sequence[int
     Returns:
         [L, D] in the widest dtype of the three tensors.
     """
-    return _GatedAdd.apply(residual, update, gate, tuple(lens))
+    return _ScaledAdd.apply(residual, update, gate, tuple(lens), False)
 
 
-class _Modulate(torch.autograd.Function):
+class _ScaledAdd(torch.autograd.Function):
+    """Compute base + x * factor. The base has one row per timestep, as the factor, or one row per token, as x."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor, shift: Tensor, lens: tuple[int, ...]) -> Tensor:
-        table_needs_grad = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        ctx.save_for_backward(x if table_needs_grad else None, factor)
-        ctx.lens, ctx.dtype = lens, x.dtype
-        out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, factor.dtype))
+    def forward(
+        ctx: Any, base: Tensor, x: Tensor, factor: Tensor, lens: tuple[int, ...], base_per_timestep: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, factor)
+        ctx.lens, ctx.base_per_timestep = lens, base_per_timestep
+        ctx.base_dtype, ctx.x_dtype = base.dtype, x.dtype
+        dtype = torch.promote_types(torch.promote_types(base.dtype, x.dtype), factor.dtype)
+        out = x.new_empty(x.shape, dtype=dtype)
         for i, rows in _slices(lens, x):
-            torch.addcmul(shift[i], x[rows], factor[i], out=out[rows])
+            torch.addcmul(base[i if base_per_timestep else rows], x[rows], factor[i], out=out[rows])
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, factor = ctx.saved_tensors
-        dx = torch.empty_like(dout, dtype=ctx.dtype)
+        dx = torch.empty_like(dout, dtype=ctx.x_dtype)
         for i, rows in _slices(ctx.lens, dout):
             torch.mul(dout[rows], factor[i], out=dx[rows])
-        if x is None:
-            return dx, None, None, None
-        dfactor, dshift = torch.empty_like(factor), torch.empty_like(factor)
-        for i, rows in _slices(ctx.lens, dout):
-            torch.sum(dout[rows] * x[rows], 0, out=dfactor[i])
-            torch.sum(dout[rows], 0, out=dshift[i])
-        return dx, dfactor, dshift, None
-
-
-class _GatedAdd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, residual: Tensor, update: Tensor, gate: Tensor, lens: tuple[int, ...]) -> Tensor:
-        ctx.save_for_backward(update if ctx.needs_input_grad[2] else None, gate)
-        ctx.lens, ctx.residual_dtype, ctx.update_dtype = lens, residual.dtype, update.dtype
-        dtype = torch.promote_types(torch.promote_types(residual.dtype, update.dtype), gate.dtype)
-        out = residual.new_empty(residual.shape, dtype=dtype)
-        for i, rows in _slices(lens, residual):
-            torch.addcmul(residual[rows], update[rows], gate[i], out=out[rows])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        update, gate = ctx.saved_tensors
-        dupdate = torch.empty_like(dout, dtype=ctx.update_dtype)
-        for i, rows in _slices(ctx.lens, dout):
-            torch.mul(dout[rows], gate[i], out=dupdate[rows])
-        dresidual = dout.to(ctx.residual_dtype)
-        if update is None:
-            return dresidual, dupdate, None, None
-        dgate = torch.empty_like(gate)
-        for i, rows in _slices(ctx.lens, dout):
-            torch.sum(dout[rows] * update[rows], 0, out=dgate[i])
-        return dresidual, dupdate, dgate, None
+        dbase, dfactor = None, None
+        if not ctx.base_per_timestep:
+            dbase = dout.to(ctx.base_dtype)
+        elif ctx.needs_input_grad[0]:
+            dbase = torch.empty_like(factor)
+            for i, rows in _slices(ctx.lens, dout):
+                torch.sum(dout[rows], 0, out=dbase[i])
+        if x is not None:
+            dfactor = torch.empty_like(factor)
+            for i, rows in _slices(ctx.lens, dout):
+                torch.sum(dout[rows] * x[rows], 0, out=dfactor[i])
+        return dbase, dx, dfactor, None, None
 
 
 def _slices(lens: tuple[int, ...], x: Tensor) -> Iterator[tuple[int, slice]]:
