@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -136,31 +135,8 @@ class SelectiveCheckpoint:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        kept: deque[_KeptResult] = deque()
-        return (
-            _OperatorMode(partial(self._first_run, kept)),
-            _OperatorMode(partial(self._second_run, kept)),
-        )
-
-    def _first_run(
-        self, kept: deque[_KeptResult], op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        result = op(*args, **kwargs)
-        name = self._kept_name(op)
-        if name is not None:
-            keep: Callable[[Tensor], Any] = partial(self._keep, name)
-            kept.append(_KeptResult(op, tree_map_only(Tensor, keep, result)))
-        return result
-
-    def _second_run(
-        self, kept: deque[_KeptResult], op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if self._kept_name(op) is None:
-            return op(*args, **kwargs)
-        assert kept, "the backward pass ran twice after one forward pass"
-        result = kept.popleft()  # each kept result is used once and then freed
-        assert result.op is op, f"{op} ran in the backward pass, but {result.op} in the forward pass"
-        return tree_map_only((_SavedTensor, OffloadedTensor), lambda tensor: tensor.take(), result.value)
+        kept: deque[tuple[OpOverload, Any]] = deque()
+        return _FirstRun(self, kept), _SecondRun(self, kept)
 
     def _kept_name(self, op: OpOverload) -> str | None:
         """Return the name of an operator's result if the result is kept, or None if the result must be computed again."""
@@ -185,23 +161,36 @@ class _SavedTensor:
         return self._tensor
 
 
-@dataclass(frozen=True)
-class _KeptResult:
-    op: OpOverload
-    value: Any
+class _FirstRun(TorchDispatchMode):
+    """Dispatch mode for the first run of a block: keep the selected results with their operators, in order."""
 
-
-class _OperatorMode(TorchDispatchMode):
-    """Dispatch mode that calls the function `compute` in place of every operator."""
-
-    def __init__(self, compute: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(self, selection: SelectiveCheckpoint, kept: deque[tuple[OpOverload, Any]]) -> None:
         super().__init__()
-        self._compute = compute
+        self._selection, self._kept = selection, kept
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._compute(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        name = self._selection._kept_name(func)
+        if name is not None:
+            keep: Callable[[Tensor], Any] = partial(self._selection._keep, name)
+            self._kept.append((func, tree_map_only(Tensor, keep, result)))
+        return result
+
+
+class _SecondRun(_FirstRun):
+    """Dispatch mode for the second run of a block: return kept results instead of computing them again."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._selection._kept_name(func) is None:
+            return func(*args, **(kwargs or {}))
+        assert self._kept, "the backward pass ran twice after one forward pass"
+        op, value = self._kept.popleft()  # each kept result is used once and then freed
+        assert op is func, f"{func} ran in the backward pass, but {op} in the forward pass"
+        return tree_map_only((_SavedTensor, OffloadedTensor), lambda tensor: tensor.take(), value)
 
 
 def _base_layer(layer: nn.Module) -> nn.Module:
