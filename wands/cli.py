@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
+import pkgutil
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 
 from wands import __version__
 from wands.config import options as opts
-from wands.config.click_options import command
+from wands.config.base import Options
+from wands.config.click_options import build_command
 from wands.errors import WandsError
 
 
@@ -46,13 +50,11 @@ class _CommandGroup(click.Group):
             sys.stdout.flush()
             sys.stderr.flush()
             if printing_rank != "0":
-                time.sleep(
-                    1.0
-                )  # a launcher stops all ranks when one exits: let the printing rank finish first
+                # A launcher stops all ranks when one exits: let the printing rank finish first.
+                time.sleep(1.0)
             if formed:
-                os._exit(
-                    2
-                )  # the other ranks may wait in a collective: exit without destroying the process group
+                # The other ranks may wait in a collective: exit without destroying the process group.
+                os._exit(2)
             sys.exit(2)
 
 
@@ -78,21 +80,6 @@ def main(local_rank: int | None, verbose: bool) -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-@command(main, opts.RecipesOptions)
-def _recipes(options: opts.RecipesOptions) -> None:
-    from wands.config.reference import describe_recipes
-
-    click.echo(describe_recipes(options.name))
-
-
-@command(main, opts.ConfigOptions)
-def _config(options: opts.ConfigOptions) -> None:
-    from wands.config.reference import describe_config
-
-    click.echo(describe_config(options.key))
-
-
-@command(main, opts.CheckOptions)
 def _check(options: opts.CheckOptions) -> None:
     from wands.commands.check.check import check, save_report
 
@@ -103,29 +90,6 @@ def _check(options: opts.CheckOptions) -> None:
         sys.exit(1)
 
 
-@command(main, opts.PreprocessOptions)
-def _preprocess(options: opts.PreprocessOptions) -> None:
-    from wands.commands.preprocess.preprocess import preprocess
-
-    if report := preprocess(options):  # only the first rank returns a report
-        click.echo(report.render())
-
-
-@command(main, opts.PackOptions)
-def _pack(options: opts.PackOptions) -> None:
-    from wands.commands.pack import pack
-
-    click.echo(pack(options))
-
-
-@command(main, opts.PlanOptions)
-def _plan(options: opts.PlanOptions) -> None:
-    from wands.commands.plan import plan
-
-    click.echo(plan(options))
-
-
-@command(main, opts.TrainOptions)
 def _train(options: opts.TrainOptions) -> None:
     from wands.commands.train import run_train
 
@@ -133,7 +97,6 @@ def _train(options: opts.TrainOptions) -> None:
     _exit_rank()
 
 
-@command(main, opts.InferOptions)
 def _infer(options: opts.InferOptions) -> None:
     from wands.commands.infer import infer
 
@@ -145,28 +108,6 @@ def _infer(options: opts.InferOptions) -> None:
     _exit_rank()
 
 
-@command(main, opts.ExportOptions)
-def _export(options: opts.ExportOptions) -> None:
-    from wands.commands.export import export
-
-    click.echo(export(options))
-
-
-@command(main, opts.PushOptions)
-def _push(options: opts.PushOptions) -> None:
-    from wands.commands.push import push
-
-    click.echo(push(options))
-
-
-@command(main, opts.ConvertOptions)
-def _convert(options: opts.ConvertOptions) -> None:
-    from wands.commands.convert.convert import convert
-
-    click.echo(convert(**dict(options)))
-
-
-@command(main, opts.SelftestOptions)
 def _selftest(options: opts.SelftestOptions) -> None:
     from wands.commands.selftest.selftest import selftest
 
@@ -177,6 +118,13 @@ def _selftest(options: opts.SelftestOptions) -> None:
         echo(str(result))
     echo("{pass} passed, {fail} failed, {skipped} skipped".format(**counts))
     _exit_rank(int(counts["fail"] > 0))
+
+
+def _print_result(function: str, options: Options) -> None:
+    """Import a function, call it with the options, and print the result."""
+    result = pkgutil.resolve_name(function)(options)
+    if result is not None:  # in a distributed run, only the first rank returns a result
+        click.echo(result)
 
 
 def _process_group_formed() -> bool:
@@ -202,3 +150,26 @@ def _exit_rank(code: int = 0) -> None:
 def _echo(text: str) -> None:
     click.echo(text)
     sys.stdout.flush()
+
+
+COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
+    opts.RecipesOptions: "wands.config.reference:describe_recipes",
+    opts.ConfigOptions: "wands.config.reference:describe_config",
+    opts.CheckOptions: _check,
+    opts.PreprocessOptions: "wands.commands.preprocess.preprocess:preprocess",
+    opts.PackOptions: "wands.commands.pack:pack",
+    opts.PlanOptions: "wands.commands.plan:plan",
+    opts.TrainOptions: _train,
+    opts.InferOptions: _infer,
+    opts.ExportOptions: "wands.commands.export:export",
+    opts.PushOptions: "wands.commands.push:push",
+    opts.ConvertOptions: "wands.commands.convert.convert:convert",
+    opts.SelftestOptions: _selftest,
+}
+"""Maps the option model of each subcommand to the function that runs the subcommand, in the order of the help page.
+
+If a value is the name of a function, wands imports the function when the subcommand runs, and prints the result.
+"""
+
+for _options, _run in COMMANDS.items():
+    main.add_command(build_command(_options, partial(_print_result, _run) if isinstance(_run, str) else _run))

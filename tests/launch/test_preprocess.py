@@ -219,7 +219,7 @@ def test_report_and_metadata(made: Made) -> None:
     assert meta["height"] * meta["width"] <= SMALL["max_pixels"]
     shapes = {tuple(shape) for shape in cache.index.latent_shapes.tolist()}
     assert len(shapes) == 3  # each keeps its own aspect
-    text = report.render()
+    text = str(report)
     assert "3 samples for wan2.1-t2v-tiny" in text
     assert "0 rejected" in text
     assert f"{report.num_bytes:,} bytes" in text
@@ -253,7 +253,7 @@ def test_broken_clips_stop_nothing_and_are_named(
     assert "size=8x8" in reasons["tiny"]
     lines = (tmp_path / "cache" / "rejects.jsonl").read_text().splitlines()
     assert {json.loads(line)["key"]: json.loads(line)["reason"] for line in lines} == reasons
-    text = report.render()
+    text = str(report)
     assert "5 rejected, listed in rejects.jsonl:" in text
     assert all(reason in text for reason in reasons.values())
 
@@ -370,7 +370,7 @@ def test_removed_clip_leaves_the_index_and_comes_back_for_free(
     (clips / "city.txt").unlink()
     report = preprocess(str(clips), tmp_path / "cache", tiny_pipeline, **SMALL)
     assert (report.num_accepted, report.num_left_out) == (2, 1)
-    assert "1 samples of earlier runs are not in the source" in report.render()
+    assert "1 samples of earlier runs are not in the source" in str(report)
     assert set(contents(tmp_path / "cache")) == {"bikes", "nested/carphone"}
     (tmp_path / "city.mpg").rename(clips / "city.mpg")
     (clips / "city.txt").write_text(CAPTIONS["city"])
@@ -687,7 +687,7 @@ def test_histogram_counts_everything(lengths: list[int]) -> None:
 def test_long_reports_end() -> None:
     rejected = tuple(Rejection(f"clip{i}", f"clip{i}.mp4", "broken") for i in range(60))
     report = PreprocessReport(Path("c"), "wan2.1-t2v-1.3b", 1, 0, 0, 3, rejected, np.array([80]), 1, 10, 1.0)
-    text = report.render()
+    text = str(report)
     assert "clip49: broken" in text
     assert "clip50: broken" not in text
     assert "... and 10 more" in text

@@ -90,7 +90,7 @@ def command(source: Path, out: Path, model: Path, *more: str, **changes: Any) ->
         "import sys; from tests.support.commands import preprocess\n"
         "if __name__ == '__main__':\n"
         f"    report = preprocess({str(source)!r}, {str(out)!r}, {str(model)!r}, **{options!r})\n"
-        "    print(report.render() if report else 'followed')\n"
+        "    print(report if report else 'followed')\n"
     )
     return [sys.executable, *more, "-c", code]
 

@@ -14,6 +14,7 @@ from wands.data.clips.isolated import IsolatedWorker
 
 if TYPE_CHECKING:
     from wands.commands.check.check_report import CheckReport
+    from wands.commands.convert.convert_result import ConvertResult
     from wands.commands.preprocess.preprocess_report import PreprocessReport
 
 Filled = TypeVar("Filled", bound=Options)
@@ -69,6 +70,12 @@ def push(directory: Path, repo_id: str, *, token: str | None = None, **values: A
     from wands.commands.push import push as command
 
     return command(fill(opts.PushOptions, {"directory": directory, "repo_id": repo_id, **values}), token)
+
+
+def convert(source: str | Path, out: Path, **values: Any) -> ConvertResult:
+    from wands.commands.convert.convert import convert as command
+
+    return command(fill(opts.ConvertOptions, {"source": source, "out": out, **values}))
 
 
 def record_decoded(patch: pytest.MonkeyPatch) -> list[Path]:

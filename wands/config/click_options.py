@@ -7,14 +7,12 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import click
 from pydantic.fields import FieldInfo
 
 from wands.config.base import Options, Spelling
-
-T = TypeVar("T")
 
 
 def command_name(options: type[Options]) -> str:
@@ -22,31 +20,23 @@ def command_name(options: type[Options]) -> str:
     return options.__name__.removesuffix("Options").lower()
 
 
-def command(group: click.Group, options: type[Options]) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
-    """Return a decorator that registers a function as a subcommand of a click group.
+def build_command(options: type[Options], run: Callable[[Any], None]) -> click.Command:
+    """Return a subcommand that parses the command line into an option model and calls a function with the options.
 
-    The subcommand parses the command line into an instance of the option model and calls the function with it. The help
-    text lists the required parameters first, and otherwise keeps the order of the fields.
+    The help text lists the required parameters first, and otherwise keeps the order of the fields.
 
     Args:
-        group: click group that gets the subcommand.
         options: option model of the subcommand.
+        run: function to call with an instance of the option model.
     """
-
-    def register(run: Callable[[Any], T]) -> Callable[[Any], T]:
-        parameters = [_build_parameter(name, field) for name, field in options.model_fields.items()]
-        group.add_command(
-            click.Command(
-                command_name(options),
-                callback=lambda **values: run(options(**values)),
-                params=sorted(parameters, key=lambda parameter: not parameter.required),
-                help=_help_text(options),
-                short_help=str(inspect.getdoc(options)).partition("\n")[0].rstrip("."),
-            )
-        )
-        return run
-
-    return register
+    parameters = [_build_parameter(name, field) for name, field in options.model_fields.items()]
+    return click.Command(
+        command_name(options),
+        callback=lambda **values: run(options(**values)),
+        params=sorted(parameters, key=lambda parameter: not parameter.required),
+        help=_help_text(options),
+        short_help=str(inspect.getdoc(options)).partition("\n")[0].rstrip("."),
+    )
 
 
 def help_line(field: FieldInfo) -> str:

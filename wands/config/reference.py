@@ -14,6 +14,7 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from wands.config.options import ConfigOptions, RecipesOptions
 from wands.config.recipe import Recipe, inner_section
 from wands.config.recipe_loading import list_recipes, load_recipe, shipped_recipe
 from wands.errors import ConfigError
@@ -114,20 +115,20 @@ def _default_text(field: FieldInfo) -> str:
     return default if isinstance(default, str) else json.dumps(default)
 
 
-def describe_config(query: str | None) -> str:
+def describe_config(options: ConfigOptions) -> str:
     """Return a text that describes recipe keys: all keys in short, or one section or key in full.
 
     Args:
-        query: name of a section (optim), a full key name (optim.lr), or a key name without a section (lr). None lists all
-            keys.
+        options: options of the command. `key` is the name of a section (optim), a full key name (optim.lr), or a key name
+            without a section (lr). None lists all keys.
 
     Raises:
         ConfigError: if no section or key has this name.
     """
     sections = list_sections()
-    if query is None:
+    if options.key is None:
         return _list_keys(sections)
-    name = re.sub(r"\[\]|\.\d+", "", query)
+    name = re.sub(r"\[\]|\.\d+", "", options.key)
     by_section = {section.name.replace("[]", ""): section for section in sections if section.name}
     by_name = {key.name.replace("[]", ""): key for section in sections for key in section.keys}
     section = by_section.get(name)
@@ -137,7 +138,7 @@ def describe_config(query: str | None) -> str:
         last_parts = (full_name.rpartition(".")[2] for full_name in by_name)
         near = difflib.get_close_matches(name, [*last_parts, *by_section, *by_name], n=1, cutoff=0.5)
         fix = f"did you mean {near[0]}?" if near else "`wands config` lists all keys."
-        raise ConfigError(f"{query} is not a key of the recipe; {fix}")
+        raise ConfigError(f"{options.key} is not a key of the recipe; {fix}")
     formatter = click.HelpFormatter(max_width=WIDTH)
     if section:
         formatter.write_text(f"{section.name}: {section.description}")
@@ -162,17 +163,17 @@ def _list_keys(sections: list[Section]) -> str:
     return formatter.getvalue().strip()
 
 
-def describe_recipes(name: str | None) -> str:
+def describe_recipes(options: RecipesOptions) -> str:
     """Return the YAML of one shipped recipe, or a table of all shipped recipes.
 
     Args:
-        name: name of a shipped recipe; None returns the table.
+        options: options of the command. `name` is the name of a shipped recipe; None returns the table.
 
     Raises:
         ConfigError: if there is no shipped recipe with this name.
     """
-    if name is not None:
-        return shipped_recipe(name).rstrip()
+    if options.name is not None:
+        return shipped_recipe(options.name).rstrip()
     rows = [("NAME", "VARIANT", "TRAINS", "DESCRIPTION"), *map(_recipe_row, list_recipes())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import UMT5EncoderModel
 
+from tests.support.commands import convert
 from tests.support.official import T5Encoder, WanModel, WanVae, XlmRobertaClip, random_state
 from tests.support.packs import randomize
 from tests.support.runs import losses, make_run, run_training
 from wands.cli import main
-from wands.commands.convert.convert import convert
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.model.files import hub, name_maps
 from wands.model.files.lora_files import EXPERT_NAMES, LORA_FILE, parse_lora

@@ -13,10 +13,9 @@ from make_tiny_pipeline import build_tiny_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.support.commands import export
+from tests.support.commands import convert, export
 from tests.support.runs import make_run, run_training
 from tests.support.steps import zero
-from wands.commands.convert.convert import convert
 from wands.errors import CheckpointError, ConfigError
 from wands.export.lora_weights import COMFYUI_FILE
 from wands.export.model_card import RECORD_FILE

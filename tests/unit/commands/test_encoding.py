@@ -66,7 +66,7 @@ def test_decoding_runs_ahead_but_not_away(
     # The encoder has one window, each thread has one, the queue has the others.
     assert max(ahead) == NUM_READY + NUM_DECODERS + 1
     assert report.waited is not None
-    assert f"encoder waited {report.waited:.1%} of the time for decoding" in report.render()
+    assert f"encoder waited {report.waited:.1%} of the time for decoding" in str(report)
 
 
 def test_a_failure_in_a_thread_ends_the_run(
@@ -104,7 +104,7 @@ def test_an_error_of_one_worker_leaves_its_share_to_the_others(
     assert report is not None
     assert (
         "worker 1 ended early (model=broken cannot be loaded); its remaining captions or clips were"
-        in report.render()
+        in str(report)
     )
     monkeypatch.undo()
     preprocess(str(source), tmp_path / "whole", tiny_pipeline, **WINDOWS)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import shlex
+from typing import get_type_hints
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from wands.cli import main
+from wands.cli import COMMANDS, main
 from wands.config import options as options_module
 from wands.config.base import Options
 from wands.config.click_options import command_name, help_line
@@ -62,6 +64,13 @@ def test_examples_parse(name: str):
         command, *args = words[words.index("wands") + 1 :]
         assert command == name
         main.commands[name].make_context(name, args)
+
+
+@pytest.mark.parametrize("options", COMMANDS, ids=command_name)
+def test_every_command_has_a_function_that_takes_its_options(options: type[Options]):
+    run = COMMANDS[options]
+    function = pkgutil.resolve_name(run) if isinstance(run, str) else run
+    assert next(iter(get_type_hints(function).items())) == ("options", options)
 
 
 def test_fields_become_parameters_of_their_type():

@@ -32,6 +32,7 @@ from wands.commands.convert.source_components import (
     find_components,
     map_component,
 )
+from wands.config.options import ConvertOptions
 from wands.errors import ConfigError
 from wands.files import atomic_folder
 from wands.model.files import official
@@ -58,50 +59,36 @@ _NOT_CONVERTED = {
 }
 
 
-def convert(
-    source: str,
-    out: Path,
-    *,
-    to: str,
-    base: str | None = None,
-    dtype: str | None = None,
-    forward: bool = True,
-) -> ConvertResult:
+def convert(options: ConvertOptions) -> ConvertResult:
     """Write a model or a LoRA in the file layout of diffusers, official Wan or ComfyUI.
 
     Tensors are converted one at a time. The result is read back and compared with the source bit for bit. Then
     diffusers runs a forward pass with the source's DiT and with the result's DiT, and the two outputs must be equal.
 
     Args:
-        source: folder, Hub id or file of a diffusers pipeline, a DiT, an official repository, a ComfyUI file or a LoRA.
-        out: folder to create. If it exists, it must be empty.
-        to: "diffusers", "official" or "comfyui".
-        base: folder or Hub id of a model in the layout `to`. Components that `source` lacks, such as the tokenizer, are
-            copied from this model. None copies nothing.
-        dtype: "fp32" or "bf16": dtype of the written DiT and LoRAs. Layers that diffusers keeps in fp32 stay fp32. None
-            keeps all dtypes.
-        forward: whether to run the forward passes and compare their outputs.
+        options: options of the command.
 
     Raises:
-        ConfigError: if `source` is not a Wan model, `out` is not empty, or `base` is not the same model as `source`.
+        ConfigError: if the source is not a Wan model, `--out` is not empty, or `--base` is not the same model as the
+            source.
         CheckpointError: if a tensor name is unknown, tensors are missing or damaged, or the result differs from the
             source.
-        WandsError: if `out` cannot be written. In this case no file of the result is left.
+        WandsError: if `--out` cannot be written. In this case no file of the result is left.
     """
-    result = ConvertResult(out.resolve())
+    result, source, base = ConvertResult(options.out.resolve()), options.source, options.base
     with atomic_folder(result.out) as unfinished:
         root = Path(source) if Path(source).is_file() else fetch_model(source, key="SRC", allow=_SOURCE_FILES)
         loras = find_loras(root)
-        if base and (to == "comfyui" or loras):
+        if base and (options.to == "comfyui" or loras):
             layout = "a LoRA" if loras else "ComfyUI's layout"
             raise ConfigError(
                 f"--base {base} cannot be used, because {layout} needs no files of a base model. Leave --base out."
             )
         for expert, path in loras.items():
-            convert_lora(path, unfinished, result, to, _DTYPES[dtype], expert)
+            convert_lora(path, unfinished, result, options.to, _DTYPES[options.dtype], expert)
         if not loras:
             rest = fetch_model(base, key="--base", ignore=_DIT_FILES) if base else None
-            ModelConversion(root, unfinished, to, rest, _DTYPES[dtype], forward, result).run()
+            ModelConversion(options, root, unfinished, rest, result).run()
     return result
 
 
@@ -110,24 +97,20 @@ class ModelConversion:
     """Conversion of one model to the file layout of another program: diffusers, official Wan or ComfyUI.
 
     Attributes:
+        options: options of the command.
         root: folder or file of the source.
         out: existing folder for the result.
-        to: "diffusers", "official" or "comfyui".
-        rest: folder of a model in the layout `to`. Components that the source lacks are copied from this model. None
-            copies nothing.
-        dtype: dtype of the DiT; None keeps the dtype of the source.
-        forward: whether to compare the DiT's output in a forward pass before and after the conversion.
+        rest: folder of a model in the layout `options.to`. Components that the source lacks are copied from this model.
+            None copies nothing.
         result: receives a summary of each component, and notes for the user.
         variant: model variant of the DiT; None until the DiT has been converted.
         dit_config: diffusers config of the DiT; empty until the DiT has been converted.
     """
 
+    options: ConvertOptions
     root: Path
     out: Path
-    to: str
     rest: Path | None
-    dtype: torch.dtype | None
-    forward: bool
     result: ConvertResult
     variant: Variant | None = None
     dit_config: dict[str, Any] = field(default_factory=dict)
@@ -141,28 +124,29 @@ class ModelConversion:
                 self.result.notes.append(f"{component.name} is left out: {reason}.")
             else:
                 self._convert(component)
-        if self.to == "diffusers":
+        if self.options.to == "diffusers":
             self._complete_pipeline()
-        if self.to == "official":
+        if self.options.to == "official":
             self._complete_official()
 
     def _reason_to_skip(self, component: SourceComponent) -> str | None:
         """Return the reason why a component cannot be written in the new layout. Return None if it can be written."""
         config = component.config or {"_class_name": official.OFFICIAL_CLASS}
         is_official = config.get("_class_name") == official.OFFICIAL_CLASS
-        if self.to == "official" and is_official:
+        to = self.options.to
+        if to == "official" and is_official:
             return None
-        if component.name == "vae" and self.to != "diffusers" and not (is_official or _is_wans_own(config)):
+        if component.name == "vae" and to != "diffusers" and not (is_official or _is_wans_own(config)):
             return "its latents_mean and latents_std differ from Wan's, and only diffusers' layout can store them"
-        return _NOT_CONVERTED.get((component.name, self.to))
+        return _NOT_CONVERTED.get((component.name, to))
 
     def _convert(self, component: SourceComponent) -> None:
         is_dit = component.name in EXPERTS
         with component.open() as files:
-            mapping = map_component(component, files, self.to)
+            mapping = map_component(component, files, self.options.to)
             if is_dit and self.variant is None:
                 self.dit_config, self.variant = mapping.config, self._find_variant(mapping.config)
-            sources, dtype = mapping.sources, self.dtype if is_dit else None
+            sources, dtype = mapping.sources, _DTYPES[self.options.dtype] if is_dit else None
             stock = stock_names(sources) if dtype else {}
             tensors = [
                 source.derived(
@@ -172,7 +156,7 @@ class ModelConversion:
             ]
             paths = self._write(component, mapping.config, tensors)
             check_written(tensors, paths, "convert")
-            forward = compare_forwards(mapping, tensors, paths) if is_dit and self.forward else ""
+            forward = compare_forwards(mapping, tensors, paths) if is_dit and self.options.forward else ""
             renamed = sum(source.name != name for name, source in mapping.sources.items())
             num_bytes = sum(tensor.num_bytes for tensor in tensors)
             counts = (len(files.tensors), len(tensors), renamed, num_bytes)
@@ -191,9 +175,9 @@ class ModelConversion:
         in one file.
         """
         name = component.name
-        if self.to == "diffusers":
+        if self.options.to == "diffusers":
             return self.out / name
-        if name in EXPERTS and self.to == "official":
+        if name in EXPERTS and self.options.to == "official":
             return self.out / official.EXPERT_FOLDERS[name] if self.two_experts else self.out
         if name in EXPERTS:
             assert self.variant is not None
@@ -206,7 +190,7 @@ class ModelConversion:
             ("text_encoder", "official"): "models_t5_umt5-xxl-enc-bf16.pth",
             ("image_encoder", "official"): f"{component.files[0].stem}.pth",
         }
-        return self.out / files[name, self.to]
+        return self.out / files[name, self.options.to]
 
     def _write(
         self, component: SourceComponent, config: Mapping[str, Any], tensors: Sequence[LazyTensor]
@@ -222,7 +206,7 @@ class ModelConversion:
             (_write_pickle if target.suffix == ".pth" else write_safetensors)(target, tensors)
             return [target]
         target.mkdir(exist_ok=True)
-        if self.to == "diffusers":
+        if self.options.to == "diffusers":
             write_stock_config(component.name, config, target)
         else:
             assert self.variant is not None

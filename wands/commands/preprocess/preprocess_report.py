@@ -58,7 +58,7 @@ class PreprocessReport:
     losses: tuple[str, ...] = ()
     quarantine: Path | None = None
 
-    def render(self) -> str:
+    def __str__(self) -> str:
         """Return the report as text for the terminal."""
         reused = f", {self.num_reused:,} of them from an earlier run" if self.num_reused else ""
         lines = [
