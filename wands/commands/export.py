@@ -78,7 +78,7 @@ def export(options: ExportOptions) -> Path:
         if as_pipeline:
             ignore = [] if is_lora else [f"{part}/*.safetensors" for part in state.parts]
             base_dir = fetch_model(base, key="--base", ignore=ignore)
-            check_base(base_dir, state.transformer_config, state.parts)
+            check_base(base_dir, state.transformer_config, state.parts, "the run's base model")
             copy_base(base_dir, partial, state.parts, link=not options.copy_files)
             for part in state.parts:
                 weights = load_full_weights(step_dir, part, options.base, options.ema)

@@ -13,48 +13,43 @@ from wands.export.model_card import LOSS_FILE, MARKER, RECORD_FILE
 from wands.files import read_json_object
 
 
-def check_base(base_dir: Path, transformer_config: Mapping[str, Any], parts: Sequence[str]) -> None:
-    """Check that the DiTs of a base pipeline have the same config as the trained DiTs.
+def check_base(
+    base: Path, config: Mapping[str, Any], parts: Sequence[str], model: str, two_experts: bool | None = None
+) -> None:
+    """Check that the pipeline of --base is the same model as a DiT, which the pipeline will complete.
+
+    Config keys that start with "_" and keys that a config of the pipeline lacks are not compared.
 
     Args:
-        base_dir: folder of the base pipeline.
-        transformer_config: diffusers config of every trained DiT.
-        parts: subfolders of the trained DiTs in the pipeline, such as "transformer".
+        base: folder of the pipeline.
+        config: diffusers config of the DiT.
+        parts: subfolders of the pipeline's DiTs whose configs are compared, such as "transformer".
+        model: name of the DiT's model for error messages, such as "SRC's model".
+        two_experts: whether the model has two experts (DiTs for high and low noise). None accepts one or two experts.
 
     Raises:
-        ConfigError: if `base_dir` is not a diffusers pipeline, or a DiT's config differs from `transformer_config`.
+        ConfigError: if `base` is not a diffusers pipeline, or has a different DiT config or number of experts.
     """
-    if not (base_dir / "model_index.json").is_file():
-        raise ConfigError(
-            f"--base {base_dir} has no model_index.json. Set --base to the folder or Hub id of a diffusers pipeline. wands "
-            "convert makes such a pipeline from an official repository."
+    fix = f"set --base to a pipeline of {model}."
+    index, *stored = (
+        read_json_object(
+            base / name,
+            label=f"--base {base} is not a complete diffusers pipeline: {name}",
+            fix=f"{fix} wands convert makes a pipeline from an official repository.",
         )
-    for part in parts:
-        path = base_dir / part / "config.json"
-        config = read_json_object(
-            path, label=f"--base {base_dir}: {path}", fix="set --base to a complete diffusers pipeline."
-        )
-        if differing := differing_keys(config, transformer_config, "checkpoint"):
-            raise ConfigError(
-                f"--base {base_dir} is not the base model of the run: {', '.join(differing)}. Set --base to the run's base model."
-            )
-
-
-def differing_keys(config: Mapping[str, Any], expected: Mapping[str, Any], owner: str) -> list[str]:
-    """Compare two diffusers configs. Return one text for each key with different values; the text contains both values.
-
-    Keys that start with "_" and keys that are missing in `config` are not compared.
-
-    Args:
-        config: config of a pipeline.
-        expected: config with the expected values.
-        owner: name for the returned texts that says where the expected values are from, such as "checkpoint".
-    """
-    return [
-        f"{key}={config[key]} ({owner} {value})"
-        for key, value in expected.items()
-        if key[0] != "_" and key in config and config[key] != value
+        for name in ("model_index.json", *(f"{part}/config.json" for part in parts))
+    )
+    differing = [
+        f"{key}={theirs[key]} instead of {value}"
+        for key, value in config.items()
+        for theirs in stored
+        if key[0] != "_" and key in theirs and theirs[key] != value
     ]
+    base_has_two = bool((index.get("transformer_2") or [None])[0])
+    if two_experts not in (None, base_has_two):
+        differing.append("2 experts instead of 1" if base_has_two else "1 expert instead of 2")
+    if differing:
+        raise ConfigError(f"--base {base} is not {model}: {', '.join(dict.fromkeys(differing))}; {fix}")
 
 
 def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = True) -> None:

@@ -150,7 +150,9 @@ def test_another_base_is_refused(run: Path, tiny_pipeline: Path, tmp_path: Path)
     shutil.copytree(tiny_pipeline, base)
     path = base / "transformer" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_layers": 9}))
-    with pytest.raises(ConfigError, match=r"is not the base model of the run: num_layers=9"):
+    with pytest.raises(
+        ConfigError, match=r"is not the run's base model: num_layers=9 instead of 2; set --base"
+    ):
         export(run, tmp_path / "out", base=str(base))
 
 

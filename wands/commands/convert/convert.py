@@ -20,7 +20,6 @@ from wands.commands.convert.convert_result import ComponentSummary, ConvertResul
 from wands.commands.convert.lora_layouts import convert_lora, find_loras
 from wands.commands.convert.pipeline_folder import (
     build_stock,
-    check_rest,
     copy_path,
     write_pipeline,
     write_stock_config,
@@ -34,6 +33,7 @@ from wands.commands.convert.source_components import (
 )
 from wands.config.options import ConvertOptions
 from wands.errors import ConfigError
+from wands.export.base_pipeline import check_base
 from wands.files import atomic_folder
 from wands.model.files import official
 from wands.model.files.hub import fetch_model
@@ -223,7 +223,7 @@ class ModelConversion:
         """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:
-            check_rest(rest, self.dit_config, self.two_experts)
+            check_base(rest, self.dit_config, EXPERTS[:1], "SRC's model", self.two_experts)
             for path in sorted(rest.iterdir()):
                 if not path.name.startswith((".", "README")) and not (self.out / path.name).exists():
                     copy_path(path, self.out / path.name)

@@ -12,9 +12,6 @@ import diffusers
 import torch
 import transformers
 
-from wands.errors import ConfigError
-from wands.export.base_pipeline import differing_keys
-from wands.files import read_json_object
 from wands.variants import Variant
 
 
@@ -49,36 +46,6 @@ def write_stock_config(component: str, config: Mapping[str, Any], folder: Path) 
         type(model.config)(**config).save_pretrained(folder)  # the model adds keys to its config
     else:
         model.save_config(folder)
-
-
-def check_rest(rest: Path, config: Mapping[str, Any], two_experts: bool) -> None:
-    """Check that the pipeline of --base is the same model as a converted DiT.
-
-    Args:
-        rest: folder of the pipeline, from which the remaining components will be copied.
-        config: diffusers config of the converted DiT.
-        two_experts: whether the converted model has two experts (DiTs for high and low noise).
-
-    Raises:
-        ConfigError: if `rest` is not a diffusers pipeline, or its DiT has a config that differs from `config`. Also if the
-            pipeline and the converted model have different numbers of experts.
-    """
-    index, theirs = (
-        read_json_object(
-            rest / name,
-            label=f"--base {rest} is not a diffusers pipeline: {name}",
-            fix="set --base to a pipeline of the same model as SRC.",
-        )
-        for name in ("model_index.json", "transformer/config.json")
-    )
-    differing = differing_keys(theirs, config, "SRC")
-    rest_has_two = bool((index.get("transformer_2") or [None])[0])
-    if rest_has_two != two_experts:
-        differing.append("2 experts (SRC 1)" if rest_has_two else "1 expert (SRC 2)")
-    if differing:
-        raise ConfigError(
-            f"--base {rest} is not the same model as SRC: {', '.join(differing)}. Set --base to a pipeline of SRC's model."
-        )
 
 
 def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
