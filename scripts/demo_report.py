@@ -26,10 +26,8 @@ MOST_STEPS = 1.5  # factor of steps for more clips, so that the demo stays short
 ENOUGH_PASSES = 400  # with fewer passes over the clips, samples show colours and layout, not details
 SECONDS_PER_STEP = 0.31  # two busy CPU cores
 OTHER_SECONDS = 120  # pipeline, cache, export, sampling
-PIXELS = {
-    8: 12288,
-    16: 40960,
-}  # largest frame, by the VAE's stride: at most 48 or 40 tokens of a latent frame
+# Largest frame, by the VAE's stride: at most 48 or 40 tokens of a latent frame.
+PIXELS = {8: 12288, 16: 40960}
 
 STEP_LINE = re.compile(r"step +(\d+)/(\d+) +loss ([\d.]+)")
 

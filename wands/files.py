@@ -146,9 +146,8 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
                 raise
             shutil.rmtree(old)
     except OSError as error:
-        failures = (
-            error.args[0] if isinstance(error, shutil.Error) else None
-        )  # copytree lists every failed file
+        # copytree lists every failed file.
+        failures = error.args[0] if isinstance(error, shutil.Error) else None
         reason = failures[0][-1] if isinstance(failures, list) else one_line(error)
         raise WandsError(
             f"--out {out} cannot be written ({reason}); free space or choose another folder."

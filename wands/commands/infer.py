@@ -328,9 +328,8 @@ def check_ranks(
 
 def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origin: Mapping[str, Any]) -> None:
     if result.latents:
-        with atomic_path(
-            result.latents
-        ) as temporary:  # save_file would make the file readable by its owner only
+        with atomic_path(result.latents) as temporary:
+            # save_file would make the file readable by its owner only.
             temporary.write_bytes(save({"latents": latents.contiguous()}))
     save_video(result.video, frames, result.fps)
     record = result.request.model_dump() | {

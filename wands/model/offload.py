@@ -189,9 +189,8 @@ class OffloadedTensor:
         self._pages = offloader._take_pages(tensor.nbytes)
         # Keep a reference until the copy is done, so that the tensor's memory is not reused.
         self._on_device = tensor
-        self._version: int | None = (
-            tensor._version
-        )  # version of the original tensor, while it is on the device
+        # Version of the original tensor, while it is on the device.
+        self._version: int | None = tensor._version
         self._copied = offloader.copy_stream.run(partial(_copy_to_host, tensor, self._pages))
 
     def take(self) -> Tensor:

@@ -97,10 +97,8 @@ def save_checkpoint(
     dist.barrier()
     _check_space(run, folder, more=sum(average.num_bytes for average in averages.values()))
     try:
-        options = {
-            "save_latest": False,  # DeepSpeed would write `latest` before the checkpoint is complete, and not atomically
-            "exclude_frozen_parameters": run.recipe.lora is not None,
-        }
+        # DeepSpeed would write `latest` before the checkpoint is complete, and not atomically.
+        options = {"save_latest": False, "exclude_frozen_parameters": run.recipe.lora is not None}
         for part, engine in engines.items():
             engine.save_checkpoint(str(partial), tag=part, **options)
             if part in averages:

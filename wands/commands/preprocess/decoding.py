@@ -181,9 +181,8 @@ def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]
                 window = []
             window.append(clip)
     except DataError as error:
-        is_complete = isinstance(
-            error, TooSmallError
-        )  # the file is not damaged: every window has been decoded
+        # After a TooSmallError, every window has been decoded, because the file is not damaged.
+        is_complete = isinstance(error, TooSmallError)
         yield from ((previous, is_complete) for previous in window)
         raise
     yield from ((previous, True) for previous in window)

@@ -126,9 +126,8 @@ def _run(setup: Setup, checks: Sequence[Check]) -> Iterator[Result]:
                 yield Result(check.name, "skipped", str(reason))
             except WandsError:
                 raise
-            except (
-                Exception
-            ) as error:  # an error of a library or GPU, or missing memory, fails only this check
+            except Exception as error:
+                # An error of a library or GPU, or missing memory, fails only this check.
                 log.debug("%s", check.name, exc_info=error)
                 yield Result(check.name, "fail", f"{type(error).__name__}: {one_line(error, 300)}")
             else:
