@@ -1,8 +1,8 @@
 """Decode clips in subprocesses. If a file crashes or hangs its decoder, the clip is rejected and the run continues.
 
 There are `NUM_DECODERS` threads, each with a subprocess. A thread takes the next clip and lets its subprocess decode this
-clip to windows (ranges of frames). At most `NUM_READY` decoded windows wait in the queue for the encoder. In addition, each
-thread and each subprocess may contain one window.
+clip to windows (ranges of frames). Each thread and each subprocess keeps at most one decoded window that waits for the
+encoder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 WORK_NAME = ".work"
 NUM_DECODERS = 2
-NUM_READY = 2
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,7 @@ def decode_clips(clips: Sequence[Clip], settings: EncodeSettings) -> Generator[W
     remaining = iter(clips)  # shared by the threads: next() of a sequence's iterator is atomic
     workers = [IsolatedWorker([DecodedClip.__module__]) for _ in range(min(NUM_DECODERS, len(clips)))]
     try:
-        yield from run_in_threads(
-            [_decode_next_clips(worker, remaining, settings) for worker in workers], NUM_READY
-        )
+        yield from run_in_threads([_decode_next_clips(worker, remaining, settings) for worker in workers])
     finally:
         for worker in workers:
             worker.kill()

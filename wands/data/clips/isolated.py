@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, Self, TypeVar
@@ -172,50 +173,32 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def run_in_threads(
-    iterators: Sequence[Iterator[Result]], num_waiting: int = 0
-) -> Generator[Result, None, None]:
-    """Run each iterator in a thread, and yield the values of all iterators in the order in which they are ready.
+def run_in_threads(iterators: Sequence[Iterator[Result]]) -> Generator[Result, None, None]:
+    """Run each iterator in a thread, and yield the values of all iterators when they are ready.
+
+    An iterator computes its next value while the caller uses the last value of this iterator. Python joins the threads at
+    the exit of this process. If the caller leaves the loop early, it must therefore end the call of `next` that runs in
+    each thread. All callers do this: they kill the subprocess for which the thread waits.
 
     Args:
         iterators: iterators to run.
-        num_waiting: largest number of values that wait for the caller. 0 sets no limit.
 
     Raises:
         BaseException: the first exception that an iterator raises.
     """
-    results: queue.Queue[tuple[bool, Any]] = queue.Queue(num_waiting)
-    stopped = threading.Event()
-
-    def put(ended: bool, value: Any) -> None:
-        while not stopped.is_set():
-            with suppress(queue.Full):
-                return results.put((ended, value), timeout=0.1)
-
-    def run(iterator: Iterator[Result]) -> None:
-        try:
-            for value in iterator:
-                put(False, value)
-                if stopped.is_set():
-                    return
-            put(True, None)
-        except BaseException as error:
-            put(True, error)
-
-    for iterator in iterators:
-        threading.Thread(target=run, args=(iterator,), name="run_in_threads", daemon=True).start()
-    num_running = len(iterators)
+    end = object()
+    pool = ThreadPoolExecutor(max(1, len(iterators)), thread_name_prefix="run_in_threads")
     try:
-        while num_running:
-            ended, value = results.get()
-            if not ended:
-                yield value
-                continue
-            if value is not None:
-                raise value
-            num_running -= 1
+        running: dict[Future[Any], Iterator[Result]]
+        running = {pool.submit(next, iterator, end): iterator for iterator in iterators}
+        while running:
+            for future in wait_for_futures(running, return_when=FIRST_COMPLETED).done:
+                iterator, value = running.pop(future), future.result()
+                if value is not end:
+                    running[pool.submit(next, iterator, end)] = iterator
+                    yield value
     finally:
-        stopped.set()
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def map_isolated(
@@ -225,7 +208,7 @@ def map_isolated(
     num_workers: int | None = None,
     limit_seconds: float,
     preload: Sequence[str] = (),
-) -> Iterator[tuple[int, Result | Crash]]:
+) -> Generator[tuple[int, Result | Crash], None, None]:
     """Call a function on each item in subprocesses, and yield the results in the order in which the calls finish.
 
     Args:
