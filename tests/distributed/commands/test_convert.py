@@ -520,7 +520,7 @@ def test_a_folder_with_a_lora_for_each_expert(
     for name, expert in zip(files, experts, strict=True):
         assert_same_bits(tensors(back.out / name), keys[expert])
     assert back.notes == [
-        f"load low_noise_{LORA_FILE} with load_lora_weights(..., load_into_transformer_2=True)."
+        f"load low_noise_{LORA_FILE} in diffusers with load_lora_weights(..., load_into_transformer_2=True)."
     ]
 
 
