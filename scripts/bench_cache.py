@@ -14,7 +14,7 @@ tar indexed  the same tars with known offsets of all members, which WebDataset d
 
 `sequential` is the order of writing, `random` is a permutation. Before each pass of a `cold` round, the files are removed from
 the page cache (POSIX_FADV_DONTNEED; the host of a virtual machine may still cache them). In a `warm` round all files have been
-read before. A cold pass of wands starts without open shards and without known offsets; the time to open the index is excluded.
+read before. A cold pass of wands compares each shard with the index again; the time to open the index is excluded.
 The program adds up one number of each memory page of a tensor, so that no layout can delay reading.
 
 The first line shows an index of a million samples in shards of 512: the time to open the index (best of five), and the time to

@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from wands.data.cache import reader as cache_module
+from wands.data.cache import shards
 from wands.data.cache.reader import CacheIndex, CacheWriter, LatentCache
 from wands.data.collate import Sample
 from wands.errors import CacheError
@@ -181,7 +182,7 @@ def test_same_key_again_replaces_and_content_tells(tmp_path: Path) -> None:
         assert writer.has(old.sample_id, "c1")
 
 
-# ---- handles, processes, threads
+# ---- files, processes, threads
 
 
 def _sum_in_child(cache: LatentCache, queue: multiprocessing.Queue) -> None:
@@ -192,7 +193,7 @@ def _sum_in_child(cache: LatentCache, queue: multiprocessing.Queue) -> None:
 def test_cache_crosses_processes(tmp_path: Path, method: str) -> None:
     samples = [make_sample(number) for number in range(4)]
     cache = LatentCache(write(tmp_path / "c", samples, max_samples=2), verify=True)
-    cache.read(0)  # an open handle, which the child must not use
+    cache.read(0)  # HDF5 has been in use when the child is forked
     context = multiprocessing.get_context(method)
     queue = context.Queue()
     child = context.Process(target=_sum_in_child, args=(cache, queue))
@@ -203,24 +204,38 @@ def test_cache_crosses_processes(tmp_path: Path, method: str) -> None:
     assert_same(cache, samples)
 
 
-def test_pickle_drops_handles(tmp_path: Path) -> None:
+def test_a_cache_that_was_read_is_pickled(tmp_path: Path) -> None:
     samples = [make_sample(number) for number in range(3)]
     cache = LatentCache(write(tmp_path / "c", samples))
     cache.read(1)
     assert_same(pickle.loads(pickle.dumps(cache)), samples)
 
 
-def test_handles_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "MAX_HANDLES", 2)
-    samples = [make_sample(number) for number in range(6)]
-    cache = LatentCache(write(tmp_path / "c", samples, max_samples=1))
-    for i in (0, 1, 2, 3, 4, 5, 0, 5, 4):
-        assert bits(cache.read(i).latents) == bits(samples[i].latents)
-        assert len(cache._handles) <= 2
+def test_a_shard_is_compared_again_only_when_its_file_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (make_sample(3 * number) for number in range(3))
+    cache = LatentCache(write(tmp_path / "c", [first, second, third]))
+    other = write(tmp_path / "d", [first, third, second])
+    opened: list[Path] = []
+
+    def open_shard(path: Path, fingerprint: str) -> h5py.File:
+        opened.append(path)
+        return shards.open_shard(path, fingerprint)
+
+    monkeypatch.setattr(cache_module, "open_shard", open_shard)
+    for _ in range(3):
+        assert_same(cache, [first, second, third])
+    assert_same(pickle.loads(pickle.dumps(cache)), [first, second, third])
+    assert len(opened) == 1
+    os.replace(other / "shard-00000.h5", cache.path / "shard-00000.h5")  # the same size, keys and shapes
+    with pytest.raises(CacheError, match="is in a shard that was replaced after the index was written"):
+        cache.read(0)
+    with pytest.raises(CacheError, match="where clip/006 is"):
+        cache.meta(1)
 
 
-def test_threads_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "MAX_HANDLES", 1)
+def test_threads_read_together(tmp_path: Path) -> None:
     samples = [make_sample(number) for number in range(6)]
     cache = LatentCache(write(tmp_path / "c", samples, max_samples=1), verify=True)
     wrong: list[object] = []
@@ -309,8 +324,7 @@ def test_a_checksum_sees_the_frames_that_were_not_asked_for(tmp_path: Path) -> N
         LatentCache(folder, verify=True).read(0, (1, 3))
 
 
-def test_threads_read_different_frames_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "MAX_HANDLES", 1)
+def test_threads_read_different_frames_together(tmp_path: Path) -> None:
     samples = [make_sample(3 * number + 2) for number in range(3)]  # 3 frames each
     cache = LatentCache(write(tmp_path / "c", samples, max_samples=1))
     wrong: list[object] = []
@@ -725,11 +739,10 @@ def test_the_same_samples_in_another_order_are_another_shard(tmp_path: Path) -> 
         LatentCache(folder).read(0)  # which itself lies where the index says
 
 
-def test_many_shards_are_read_with_few_handles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "MAX_HANDLES", 2)
+def test_no_shard_stays_open(tmp_path: Path) -> None:
     samples = [make_sample(number) for number in range(8)]
     cache = LatentCache(write(tmp_path / "c", samples, max_samples=2))
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         assert_same(cache, samples)
-        assert len(os.listdir("/proc/self/fd")) <= before + 4
+        assert len(os.listdir("/proc/self/fd")) == before

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,6 @@ from wands.variants import Variant
 
 __all__ = ["CacheIndex", "CacheWriter", "LatentCache"]
 
-MAX_HANDLES = 32
-PER_PROCESS = ("_pid", "_lock", "_handles")
 MUST_AGREE = ("vae_stride", "patch_size", "latent_channels", "text_dim")
 GIVEN = {"image", "last_image", "clip"}
 """Conditions that need stored arrays. Text is always stored, and the clean first frame of TI2V is part of the latents."""
@@ -51,13 +48,13 @@ FIX = "encode again with wands preprocess --model MODEL --out OTHER, where MODEL
 class LatentCache:
     """Random access to the samples of a finished cache.
 
-    Each process opens a shard when it first reads a sample of the shard. File handles are never pickled, so a cache can
-    be passed to worker processes of any start method. The index contains a digest of each shard's content and the
-    position of each sample. When a shard is opened, it is compared with the index. Several threads can read at once.
-    Reads bypass HDF5 and are as fast as reads of plain files.
+    Each read opens the shard and closes it again, so a cache can be passed to worker processes of any start method. The
+    index contains a digest of each shard's content and the position of each sample. A shard is compared with the index
+    at its first read, and again whenever the file has changed. Several threads can read at once. Reads bypass HDF5 and
+    are as fast as reads of plain files.
 
     A cache may be larger than memory. No shard is kept in memory or mapped into it; each read fills new arrays. Only
-    the index (some hundred bytes per sample) and at most `MAX_HANDLES` handles of open shards stay in memory.
+    the index (some hundred bytes per sample) stays in memory.
 
     Attributes:
         keys: sample ids, sorted. `read(i)` returns the sample `keys[i]`.
@@ -98,7 +95,7 @@ class LatentCache:
                 f"arrays must be {', '.join(self._names)}; run the same wands preprocess command again, which rebuilds the index."
             )
         self._check_shards()
-        self._forget_handles()
+        self._compared: dict[str, tuple[int, ...]] = {}  # file name of a shard -> identity of the file
 
     def __len__(self) -> int:
         return len(self.index)
@@ -163,11 +160,9 @@ class LatentCache:
         num_frames = self.latent_shape(i)[0]
         first, end = (0, num_frames) if frames is None else frames
         assert 0 <= first <= end <= num_frames, (frames, num_frames)
-        with self._own_handles(), damage_named(self._path(i)):
-            file = self._shard(i)[1]
         read_all, wanted = self.verify or (first, end) == (0, num_frames), array_names(self.conditions)
         arrays: dict[str, np.ndarray] = {}
-        with damage_named(self._path(i)):
+        with self._open(i) as file:
             for (name, shape), offset in zip(
                 self._shapes(i).items(), self.index.offsets[i].tolist(), strict=True
             ):
@@ -193,8 +188,9 @@ class LatentCache:
 
     def meta(self, i: int) -> dict[str, Any]:
         """Return the metadata of sample `i`, such as caption, source file, start time, num_frames and fps."""
-        with self._own_handles(), damage_named(self._path(i)):
-            return json.loads(self._group(i, self._shard(i)[0]).attrs["meta"])
+        path = self._path(i)
+        with damage_named(path), open_shard(path, digest(self.fingerprint)) as shard:
+            return json.loads(self._compare(i, shard).attrs["meta"])
 
     def check_fits(self, variant: Variant, fingerprint: Mapping[str, Any]) -> None:
         """Raise CacheError if the cache does not fit a model.
@@ -257,46 +253,36 @@ class LatentCache:
                     "the same wands preprocess command again."
                 )
 
-    def _forget_handles(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._handles: OrderedDict[str, tuple[h5py.File, FileIO]] = OrderedDict()
+    @contextmanager
+    def _open(self, i: int) -> Iterator[FileIO]:
+        """Open the shard of sample `i` as a plain file. Compare the shard with the index, unless this file was compared
+        before.
 
-    def _own_handles(self) -> threading.Lock:
-        if self._pid != os.getpid():  # a forked child: HDF5 does not support handles opened by the parent
-            self._forget_handles()
-        return self._lock
-
-    def _shard(self, i: int) -> tuple[h5py.File, FileIO]:
-        """Return the shard of sample `i`, opened as HDF5 file and as plain file.
-
-        At most `MAX_HANDLES` shards stay open. A plain file is closed when its last reader has finished.
+        Raises:
+            CacheError: if the shard cannot be read or does not match the index. Also if the `with` block cannot read.
         """
         path = self._path(i)
-        if path.name not in self._handles:
-            file = open_shard(path, digest(self.fingerprint))
-            self._compare(i, file)
-            self._handles[path.name] = file, FileIO(path)
-        self._handles.move_to_end(path.name)
-        if len(self._handles) > MAX_HANDLES:
-            self._handles.popitem(last=False)[1][0].close()
-        return self._handles[path.name]
+        with damage_named(path), FileIO(path) as file:
+            status = os.fstat(file.fileno())
+            identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+            if self._compared.get(path.name) != identity:
+                with open_shard(path, digest(self.fingerprint)) as shard:
+                    self._compare(i, shard)
+                self._compared[path.name] = identity
+            yield file
 
     def _path(self, i: int) -> Path:
         return self.path / self.index.shard_names[self.index.shards[i]]
 
-    def _group(self, i: int, file: h5py.File) -> h5py.Group:
-        """Return the HDF5 group of sample `i`. Raise CacheError if the group belongs to another sample."""
+    def _compare(self, i: int, file: h5py.File) -> h5py.Group:
+        """Return the HDF5 group of sample `i` in an open shard.
+
+        Raises:
+            CacheError: if the shard differs from the index in its digest, or in the key or shapes of the sample.
+        """
         group = file[sample_path(int(self.index.rows[i]))]
         if (key := json.loads(group.attrs["key"])) != self.index.keys[i]:
             raise self._damaged(i, f"is not at the position that the index names, where {key} is")
-        return group
-
-    def _compare(self, i: int, file: h5py.File) -> None:
-        """Raise CacheError if an open shard differs from the index in its digest, or in the key or shapes of sample
-        `i`.
-        """
-        group = self._group(i, file)
         arrays = {name: group[name] for name in stored_names(group)}
         shapes = {name: array.shape for name, array in arrays.items()}
         if shapes != self._shapes(i) or {array.dtype for array in arrays.values()} != {np.dtype(np.uint16)}:
@@ -304,6 +290,7 @@ class LatentCache:
             raise self._damaged(i, f"has {stored}, which differs from the index")
         if file.attrs["id"] != self.index.shard_ids[self.index.shards[i]]:
             raise self._damaged(i, "is in a shard that was replaced after the index was written")
+        return group
 
     def _shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes that the arrays of sample `i` must have according to the index and the manifest, by array
@@ -323,13 +310,6 @@ class LatentCache:
             f"cache={self.path} is damaged: sample {self.index.keys[i]} in {shard} {what}; delete {shard} "
             "and run the same wands preprocess command again, which encodes the missing samples."
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in PER_PROCESS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget_handles()
 
 
 def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
