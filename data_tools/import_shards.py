@@ -90,7 +90,7 @@ def import_shards(
     if first is None:
         reason = f" (first: {rejected[0].reason})" if rejected else ""
         raise DataError(
-            f"source={source} contains no usable sample, {len(rejected)} samples rejected{reason}"
+            f"source={source} contains no usable sample: {len(rejected)} rejected{reason}. Correct or replace the samples."
         )
     rejected.clear()
     fingerprint = imported_fingerprint(model, first.encoding)

@@ -171,7 +171,7 @@ class AttentionConfig(StrictModel):
 
     backend: Literal["auto", "reference", "cpu", "torch", "flash2", "flash3", "flash4"] = "auto"
     """Choose the attention kernel. On a GPU, `auto` tries flash4, flash3, flash2 (flash-attn packages) and torch
-    in this order, and uses the first kernel that is installed, supports the GPU and computes correct results in a test.
+    in this order. It uses the first kernel that is installed, supports the GPU and computes correct results in a test.
     A kernel that you choose by name must pass the same test. On a CPU, `auto` uses `cpu`."""
 
 

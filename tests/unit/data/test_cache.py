@@ -569,7 +569,10 @@ def test_other_variant_is_refused_for_writing(tmp_path: Path) -> None:
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "holiday.mp4").write_text("x")
-    with pytest.raises(CacheError, match="other files"):
+    with pytest.raises(
+        CacheError,
+        match=r"cache=.* is a folder with files that are not a cache; choose an empty or new --out",
+    ):
         CacheWriter(tmp_path, VARIANT, FINGERPRINT)
     assert [p.name for p in tmp_path.iterdir()] == ["holiday.mp4"]
 

@@ -159,20 +159,26 @@ def test_dropping_does_not_shift_noise(monkeypatch: pytest.MonkeyPatch):
     [
         (
             Sample("x", torch.zeros(4, 1, 2, 2), torch.zeros(1, 8)),
-            r"sample=x has latents \[4, 1, 2, 2\].*\[16, frames",
+            r"sample=x has latents of shape \[4, 1, 2, 2\].*\[16, frames",
         ),
-        (Sample("x", torch.zeros(16, 2, 2), torch.zeros(1, 8)), r"sample=x has latents \[16, 2, 2\]"),
+        (
+            Sample("x", torch.zeros(16, 2, 2), torch.zeros(1, 8)),
+            r"sample=x has latents of shape \[16, 2, 2\]",
+        ),
         (
             Sample("x", torch.zeros(16, 1, 3, 2), torch.zeros(1, 8)),
-            r"has latents \[16, 1, 3, 2\].* in patches of \[1, 2, 2\]",
+            r"has latents of shape \[16, 1, 3, 2\].* in patches of \[1, 2, 2\]",
         ),
         (
             Sample("x", torch.zeros(16, 0, 2, 2), torch.zeros(1, 8)),
-            r"has latents \[16, 0, 2, 2\].* in patches of",
+            r"has latents of shape \[16, 0, 2, 2\].* in patches of",
         ),
-        (Sample("x", torch.zeros(16, 1, 2, 2), torch.zeros(1, 9)), r"text_embeds \[1, 9\].*\[1 to 512, 8\]"),
-        (Sample("x", torch.zeros(16, 1, 2, 2), torch.zeros(513, 8)), r"text_embeds \[513, 8\]"),
-        (Sample("x", torch.zeros(16, 1, 2, 2), torch.zeros(0, 8)), r"text_embeds \[0, 8\]"),
+        (
+            Sample("x", torch.zeros(16, 1, 2, 2), torch.zeros(1, 9)),
+            r"text_embeds of shape \[1, 9\].*\[1 to 512, 8\]",
+        ),
+        (Sample("x", torch.zeros(16, 1, 2, 2), torch.zeros(513, 8)), r"text_embeds of shape \[513, 8\]"),
+        (Sample("x", torch.zeros(16, 1, 2, 2), torch.zeros(0, 8)), r"text_embeds of shape \[0, 8\]"),
     ],
 )
 def test_samples_that_do_not_fit_the_model_are_named(bad: Sample, words: str):

@@ -192,7 +192,7 @@ def test_damage_and_loss_are_found(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"{path.name[:9]}.* is damaged \(wrong checksum"):
         import_cache(tmp_path / "export", tmp_path / "back")
     path.unlink()
-    with pytest.raises(DataError, match="has 6 samples of 7"):
+    with pytest.raises(DataError, match="has 6 of 7 samples; restore"):
         import_cache(tmp_path / "export", tmp_path / "back")
     assert not (tmp_path / "back" / "index.npz").exists()
     (tmp_path / "export" / "null_text.safetensors").write_bytes(b"")

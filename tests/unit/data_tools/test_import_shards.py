@@ -230,7 +230,10 @@ def test_sources_without_a_sample(
     energon(tmp_path / "hopeless/a.tar", [energon_sample(raw(latents(0)))])
     assert main([str(tmp_path / name), "--model", str(model), "--out", str(tmp_path / "cache")]) == 2
     part = {"empty": "looked for .tar", "gone": "no such folder", "both": "both tars and TFRecords"}
-    assert part.get(name, "1 rejected (first: latents seem to be the VAE") in capsys.readouterr().err
+    assert (
+        part.get(name, "no usable sample: 1 rejected (first: latents seem to be the VAE")
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "cache").exists()
 
 

@@ -502,7 +502,7 @@ def test_rows_of_a_csv_are_numbered_by_the_line_where_they_begin(tmp_path: Path)
     [
         ({}, "gone", r"source=.*gone does not exist .*; correct the path"),
         ({}, "gone.csv", "does not exist"),
-        ({"notes.txt": "x"}, "", r"contains no clip; looked for .*\.mp4"),
+        ({"notes.txt": "x"}, "", r"contains no clip; wands looked for .*\.mp4"),
         (
             {"a.mp4": "x"},
             "a.mp4",
@@ -717,7 +717,7 @@ def test_streamed_rows_that_name_files_of_the_repository(
     assert [(r.key, r.reason) for r in rejections] == [
         (
             "train:2",
-            "videos/c.mp4 cannot be fetched from the Hub (404: videos/c.mp4); check the path in the row",
+            "videos/c.mp4 cannot be fetched from the Hub (404: videos/c.mp4); check the path in the row, and your access",
         ),
         ("train:3", "path of the clip leads out of the dataset's repository; correct the path"),
     ]

@@ -354,7 +354,7 @@ def test_a_range_in_a_file_beside_a_clip(tmp_path: Path) -> None:
         ClipRecord("b@0.500-1.125", tmp_path / "b.mp4", "frames", 0.5, 1.125),
         ClipRecord("c@1.000", tmp_path / "c.mp4", "open", 1.0),
     ]
-    assert [(r.key, "start=2.0 end=1.0" in r.reason) for r in rejections] == [("d", True)]
+    assert [(r.key, "start=2.0 and end=1.0" in r.reason) for r in rejections] == [("d", True)]
 
 
 @pytest.mark.parametrize("whole", [int, float])
@@ -416,7 +416,7 @@ def test_images_are_clips_of_one_frame(tmp_path: Path) -> None:
     }
     assert rows["poster"][0] == "poster.mp4"
     assert set(rejected) == {"poster", "mute"}
-    assert "name of poster.mp4" in rejected["poster"]
+    assert "same name as poster.mp4" in rejected["poster"]
     still = next(decode_clip(tmp_path / "c.webp", ClipSpec(fps=16, max_frames=81)))
     assert still.frames.shape == (1, 32, 48, 3)
     assert abs(int(still.frames[0, 5, 5, 0]) - 60) <= 3
@@ -592,7 +592,7 @@ def test_damaged_archives_say_so(tmp_path: Path, mp4: list[bytes]) -> None:
         rows, rejections = load_source(str(tmp_path / name), cache_dir=tmp_path / "cache")
         assert rows == []
         assert [rejection.key for rejection in rejections] == [name]
-        assert "replace it" in rejections[0].reason
+        assert "replace the file" in rejections[0].reason
 
 
 def test_random_damage_to_an_archive_never_crashes(tmp_path: Path, mp4: list[bytes]) -> None:

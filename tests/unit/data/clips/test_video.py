@@ -306,7 +306,7 @@ def test_sizes_of_known_cases() -> None:
         ({"max_pixels": 9999, "height": 64, "width": 64}, "cannot be combined"),
         ({"max_pixels": 100}, "at least 256"),
         ({"max_frames": 0}, "--max-frames=0"),
-        ({"clip_mode": "slide"}, "give --max-frames"),
+        ({"clip_mode": "slide"}, "--clip-mode=slide needs a window length; set --max-frames"),
     ],
 )
 def test_impossible_specs_are_refused(options: dict, message: str) -> None:
