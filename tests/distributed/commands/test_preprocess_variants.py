@@ -370,7 +370,9 @@ def test_a_subprocess_makes_the_same(
 def test_options_that_make_stills_are_refused(
     max_frames: int, source: Path, tiny_variant: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"--max-frames={max_frames} gives samples of one frame, but .* use 5 or more"):
+    with pytest.raises(
+        ConfigError, match=rf"--max-frames={max_frames} gives samples of one frame, but .* use 5 or more"
+    ):
         run(source, tmp_path / "cache", tiny_variant(CLIP), max_frames=max_frames)
 
 
