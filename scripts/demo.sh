@@ -63,13 +63,14 @@ logged wands preprocess "$clips" --out "$out/cache" --model "$out/model" --max-f
 logged python -m data_tools.inspect "$out/cache"
 steps="$(python scripts/demo_report.py steps --variant "$variant" "$out/cache" ${DEMO_STEPS:+"$DEMO_STEPS"})"
 processes="$(python scripts/demo_report.py processes | tail -n 1)" # two, but one where there is one GPU
+config="$(python -c 'import torch; print("zero3" if torch.cuda.is_available() else "cpu")')"
 
 # The update of a LoRA on an untrained model must be large, hence its alpha.
 train() {
   local description="$1"
   shift
   deepspeed --num_gpus "$processes" --master_port "$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')" \
-    --module wands train tiny --deepspeed ds_configs/zero3.json \
+    --module wands train tiny --deepspeed "ds_configs/$config.json" \
     --set model.path="$out/model" --set data.cache="$out/cache" --set output_dir="$out/run" --set train.log_every=10 \
     ${lora:+--set lora.rank="$lora" --set lora.alpha="$((4 * lora))" --set lora.targets=all-linear} "$@" 2>&1 |
     python scripts/demo_report.py progress "$log" "$description" || { tail -n 30 "$log" >&2; return 1; }
