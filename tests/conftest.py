@@ -24,6 +24,7 @@ ROOT = TESTS.parent
 MARKER_OF_FOLDER = {"distributed": "dist", "launch": "launch", "gpu": "gpu"}
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from tests.support import examples  # noqa: E402
 from tests.support.world import WorldPool, start_forkserver  # noqa: E402
 from tests.support.world import run_world as _run_world  # noqa: E402
 
@@ -33,7 +34,9 @@ hypothesis.settings.load_profile("wands")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the GPU from CPU tests: commands would choose it and give other numbers."""
+    """Hide the GPU from CPU tests: commands would choose it and give other numbers. Draw fewer examples in the default tier."""
+    if "not slow" in (config.getoption("-m") or ""):
+        examples.divisor = 3
     if re.search(r"(?<!not )\bgpu\b", config.getoption("-m") or "") and torch.cuda.is_available():
         return
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")

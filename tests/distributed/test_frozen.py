@@ -25,12 +25,19 @@ CASES = {
     "i2v": ("wan2.1-i2v-14b", ()),
     "experts": ("wan2.2-t2v-a14b", ("model.experts=both",)),
 }
+DEFAULT_TIER = {("t2v", 2), ("lora", 1), ("i2v", 1), ("experts", 2)}
 TOLERANCE = 2e-6
 """Relative. The bits of a float32 loss differ between kinds of CPU; `scripts/golden.py` compares them on one machine."""
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [
+        pytest.param(case, size, marks=() if (case, size) in DEFAULT_TIER else pytest.mark.slow)
+        for case in CASES
+        for size in (1, 2)
+    ],
+)
 def test_losses_are_the_stored_ones(
     case: str, world_size: int, tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
 ):

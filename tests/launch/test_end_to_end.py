@@ -115,6 +115,18 @@ def rows_of(job: dict[str, Path], run: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (job["root"] / run / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_a_launcher_trains_what_one_world_of_a_test_trains(job: dict[str, Path], worlds: WorldPool):
+    first = deepspeed("--deepspeed", "cpu", *settings(job, "launched", "train.max_steps=3"))
+    assert "2 ranks = dp 2" in first.stdout
+    assert first.stdout.count("step 3/3") == 1  # one rank speaks
+    overrides = ("data.mock=null", f"data.cache={job['cache']}", *RECIPE, "train.max_steps=3")
+    straight = worlds[2].run(run_training, job["model"], job["root"] / "alone", overrides, DS_CONFIGS["cpu"])[
+        0
+    ]
+    assert losses(straight) == losses(rows_of(job, "launched"))
+
+
+@pytest.mark.slow
 def test_clips_to_samples(job: dict[str, Path], worlds: WorldPool):
     root = job["root"]
     cache = np.load(job["cache"] / "index.npz", allow_pickle=False)

@@ -177,6 +177,7 @@ def test_deepspeed_on_each_node(fake, start, tmp_path: Path):
     assert lines == [*told.split(), "OMP=1", "NCCL=", "GLOO="]
 
 
+@pytest.mark.slow
 def test_deepspeed_over_ssh_brings_every_argument_and_variable_to_the_nodes(fake, start, tmp_path: Path):
     """The real deepspeed; pdsh runs its line in a shell here, with the start of Python replaced by something that tells."""
     python = re.search(r"/\S+/python[\d.]*", (BIN / "deepspeed").read_text())[

@@ -281,7 +281,11 @@ def compiled(grid: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
     return tuple(results)
 
 
-@pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2)], ids=lambda g: f"ring{g[0]}-ulysses{g[1]}")
+@pytest.mark.parametrize(
+    "grid",
+    [pytest.param(grid, marks=pytest.mark.slow) for grid in ((2, 1), (1, 2))] + [(2, 2)],
+    ids=lambda g: f"ring{g[0]}-ulysses{g[1]}",
+)
 def test_compile_does_not_lose_the_gradient(grid: tuple[int, int], run_world):
     for eager, fast in run_world(grid[0] * grid[1], compiled, grid):
         for a, b in zip(eager, fast, strict=True):

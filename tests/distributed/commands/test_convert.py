@@ -66,7 +66,13 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
         assert torch.equal(as_bytes(found[name]), as_bytes(value)), name
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("wan2.1-flf2v-14b", "wan2.2-ti2v-5b") else ())
+        for name in VARIANTS
+    ],
+)
 def test_to_official_and_back(variant: str, pipelines: dict[str, Path], tmp_path: Path):
     source = pipelines[variant]
     there = convert(str(source), tmp_path / "official", to="official")

@@ -261,7 +261,7 @@ def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config
     return folder
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_checkpoint_equals_the_exported_folder(
     tiny_pipeline: Path, other_transformer: Path, tmp_path: Path, dtype: torch.dtype
 ) -> None:
@@ -416,7 +416,9 @@ def test_ranks_sample_the_video_of_one_process(
             assert abs(frames - of_one).mean() < 0.5  # of 255, behind a lossy codec
 
 
-@pytest.mark.parametrize("kind", ["model offload", "sequential offload", "two experts"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("model offload", marks=pytest.mark.slow), "sequential offload", "two experts"]
+)
 def test_ranks_share_pipelines_of_all_kinds(run_world, tiny_pipeline: Path, kind: str) -> None:
     """As below, accelerate's hooks bring weights to the CPU here."""
     expected = sampling.sample_latents(unusual_pipeline(tiny_pipeline, kind), SHARED[0])

@@ -46,6 +46,8 @@ from wands.errors import CacheError, ConfigError
 from wands.variants import MASK_CHANNELS, VARIANTS, Variant, variant_of
 
 CLIP, NAMES = "wan2.1-i2v-14b", ["wan2.1-i2v-14b", "wan2.1-flf2v-14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b"]
+DEFAULT_TIER = ("wan2.1-flf2v-14b", "wan2.2-ti2v-5b")
+IN_TIERS = [pytest.param(name, marks=() if name in DEFAULT_TIER else pytest.mark.slow) for name in NAMES]
 BOUNDS = (64 * 96, 48 * 64)
 CAPTIONS = ["A man in a dark suit sits in a moving car.", "A man talks."]
 OPTIONS = SMALL | {"max_pixels": BOUNDS}
@@ -212,7 +214,7 @@ def assert_training_equals_sampling(made: Made, size: int) -> None:
         assert differs(batch.image_embeds[0], stock.image_embeds) <= 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_TIERS)
 def test_the_training_input_is_what_the_stock_pipeline_builds(name: str, made: Callable[[str], Made]) -> None:
     for size in range(len(BOUNDS)):
         assert_training_equals_sampling(made(name), size)
@@ -248,7 +250,9 @@ def _last_layer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ImageEncoder, "encode", wrong)
 
 
-@pytest.mark.parametrize("bug", [_zero_latents, _black, _last_layer])
+@pytest.mark.parametrize(
+    "bug", [_zero_latents, *(pytest.param(bug, marks=pytest.mark.slow) for bug in (_black, _last_layer))]
+)
 def test_bugs_of_given_frames_are_caught(
     bug: Callable[[pytest.MonkeyPatch], None],
     source: Path,
@@ -489,7 +493,7 @@ def test_clip_of_another_model_is_refused(part: str, made: Callable[[str], Made]
 # ---- tools
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_TIERS)
 def test_tools_keep_every_bit(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     done = made(name)
     wanted = arrays(done.cache)

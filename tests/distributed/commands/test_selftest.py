@@ -91,7 +91,7 @@ LINES = {
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(name, marks=() if name in (FLF2V, TI2V, I2V_A14B) else pytest.mark.slow)
+        pytest.param(name, marks=() if name in (TI2V, I2V_A14B) else pytest.mark.slow)
         for name in sorted(VARIANTS.keys() - {"wan2.1-t2v-14b"})
     ],
 )

@@ -162,7 +162,7 @@ def rms(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(size, marks=() if size == 4 else pytest.mark.slow) for size in DEGREES]
+    "world_size", [pytest.param(size, marks=() if size == 2 else pytest.mark.slow) for size in DEGREES]
 )
 def test_equals_the_stock_model(run_world, world_size: int):
     ranks = run_world(world_size, predict_on_ranks, DEGREES[world_size])

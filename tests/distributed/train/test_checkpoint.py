@@ -288,9 +288,8 @@ def test_frozen_weights_need_room_for_themselves_alone(
     [
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((0, "adamw"), (0, "adafactor"), (1, "adamw"))
+            for case in ((0, "adamw"), (0, "adafactor"), (1, "adamw"), (2, "adamw8bit"))
         ),
-        (2, "adamw8bit"),
         (3, "adamw"),
     ],
 )

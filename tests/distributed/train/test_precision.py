@@ -171,7 +171,7 @@ def held_bytes(pipeline: Path, out: Path, overrides: tuple[str, ...], stage: int
 _LINEAR = torch.nn.functional.linear
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8", "nf4"])
+@pytest.mark.parametrize("quantize", ["none", pytest.param("int8", marks=pytest.mark.slow), "nf4"])
 def test_zero_3_leaves_each_rank_its_share(
     quantize: str, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):

@@ -92,14 +92,19 @@ def boundary_to_the_low_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sigmas_module, "_to_fp32_inside", lambda sigma, *_: sigma)
 
 
-@pytest.mark.parametrize("name", ["wan2.2-t2v-a14b", "wan2.2-i2v-a14b"])
+@pytest.mark.parametrize("name", [pytest.param("wan2.2-t2v-a14b", marks=pytest.mark.slow), "wan2.2-i2v-a14b"])
 def test_each_expert_trains_where_it_samples(name: str, tiny_variant: Callable[[str], Path], tmp_path: Path):
     for experts in ("high", "low"):
         assert share_on_the_wrong_side(tiny_variant(name), tmp_path, experts) == 0
 
 
 @pytest.mark.parametrize(
-    "bug", [range_before_the_shift, experts_swapped, range_ignored, boundary_to_the_low_expert]
+    "bug",
+    [
+        range_before_the_shift,
+        *(pytest.param(bug, marks=pytest.mark.slow) for bug in (experts_swapped, range_ignored)),
+        boundary_to_the_low_expert,
+    ],
 )
 def test_an_expert_in_the_wrong_range_is_noticed(
     bug: Callable[[pytest.MonkeyPatch], None],

@@ -68,6 +68,10 @@ def test_it_says_what_preprocess_does(
 ) -> None:
     folder = tmp_path / "clips"
     build_corpus(folder, clips_dir)
+    if mode == "head":  # every third file; the slow case takes all
+        dropped = [stem for n, stem in enumerate(sorted({path.stem for path in folder.iterdir()})) if n % 3]
+        for path in [path for path in folder.iterdir() if path.stem in dropped]:
+            path.unlink()
     shutil.copy(clips_dir / "cityCC0.mpg", folder / "city.mpg")
     (folder / "city.txt").write_text("a city at night")
     options = SMALL | {"clip_mode": mode}

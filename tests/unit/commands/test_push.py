@@ -225,9 +225,9 @@ def test_the_card(folder: Path, hub: FakeHub) -> None:
     [
         ("recipe", "## Recipe"),
         ("data", "## Training data"),
-        ("loss", "## Loss"),
-        ("base", "| Base |"),
-        ("step", "steps |"),
+        pytest.param("loss", "## Loss", marks=pytest.mark.slow),
+        pytest.param("base", "| Base |", marks=pytest.mark.slow),
+        pytest.param("step", "steps |", marks=pytest.mark.slow),
     ],
 )
 def test_the_card_leaves_out_what_is_not_known(small: Path, hub: FakeHub, missing: str, trace: str) -> None:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from bench_packing import MIXES, decreasing, length_mix
 from bench_packing import best_fit as plain_best_fit
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import wands.data.bins as bins_module
+from tests.support.examples import examples
 from wands.data.bins import best_fit, even_out, fewest_bins, fill_exactly, level, pack_bins
 
 LENS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
@@ -34,7 +35,7 @@ def cost_of(lens: np.ndarray) -> np.ndarray:
     return lens * (1.0 + 0.01 * lens)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(lens=LENS)
 def test_every_packer_keeps_every_sample(lens: list[int]):
     lengths, counts = histogram(lens)
@@ -64,7 +65,7 @@ def test_a_bin_is_filled_to_the_last_token_where_that_can_be():
     assert sorted(sum(int(lengths[one]) for one in bin) for bin in contents) == [100, 100]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lens=LENS, key=st.integers(0, 9))
 def test_levelling_only_ever_narrows_and_keeps_all(lens: list[int], key: int):
     lengths, counts = histogram(lens)
@@ -104,7 +105,7 @@ def test_swaps_level_real_mixes(mix: str, narrower: float):
     assert deviation[1] < narrower * deviation[0]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(lens=LENS, part=st.integers(1, 30), seed=st.integers(0, 5), epoch=st.integers(0, 5))
 def test_large_data_is_packed_in_parts(lens: list[int], part: int, seed: int, epoch: int):
     whole, bins_module.PART = bins_module.PART, part

@@ -21,9 +21,10 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from wands.data.cache import reader as cache_module
 from wands.data.cache import shards
 from wands.data.cache.reader import CacheIndex, CacheWriter, LatentCache
@@ -91,7 +92,7 @@ def test_every_bf16_bit_pattern_survives(tmp_path: Path) -> None:
     assert bits(cache.null_text_embeds) == bits(NULL)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     order=st.permutations(range(7)),
     cuts=st.lists(st.integers(1, 6), max_size=3),

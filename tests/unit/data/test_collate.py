@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import wands.data.collate as collate_module
+from tests.support.examples import examples
 from wands.config.recipe import FlowConfig, MockConfig
 from wands.data.collate import PackingCollator, Sample
 from wands.data.mock import MockDataset
@@ -121,7 +122,7 @@ def test_captions_are_really_dropped(monkeypatch: pytest.MonkeyPatch):
         check_captions_are_dropped_at_the_rate_asked_for()
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(order=st.permutations(range(12)), cut=st.integers(0, 12))
 def test_who_is_dropped_does_not_depend_on_the_pack(order: list[int], cut: int):
     names = [f"clip{i}" for i in range(12)]

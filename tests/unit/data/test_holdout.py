@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data_tools.split import name_hash
+from tests.support.examples import examples
 from wands.data.clips.records import records_of_clip, settle_keys
 from wands.data.holdout import clip_name, hold_out
 
@@ -17,7 +18,7 @@ WINDOWS = st.sampled_from([(None, None), (1.5, None), (None, 3.25), (60.0, 61.5)
 FURTHER = st.sampled_from(["", "#0000", "#0017", "#640x352", "#0002#320x176"])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     folder=st.sampled_from(["", "a/b/", "dots.in.it/", "me@home/", "x~1/"]),
     stem=st.sampled_from(
@@ -53,7 +54,7 @@ def test_all_samples_of_a_clip_are_on_one_side(
     assert len(set(hold_out([alone.key, *(record.key + suffix for record in records)], fraction))) == 1
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(keys=st.lists(KEYS, min_size=1), small=st.floats(0, 1), large=st.floats(0, 1))
 def test_a_larger_share_holds_out_all_that_a_smaller_one_does(
     keys: list[str], small: float, large: float

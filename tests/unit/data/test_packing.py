@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from bench_packing import MIXES, best_fit, decreasing, length_bias, length_mix
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import wands.data.packing as packing
 import wands.data.step_groups as step_groups
+from tests.support.examples import examples
 from wands.data.bins import pack_bins
 from wands.data.packing import (
     EpochPlan,
@@ -58,7 +59,7 @@ def samples_of(found: EpochPlan) -> list[int]:
     return [i for step in found.steps for bin in step for i in bin]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     lens=st.lists(st.integers(1, 100), min_size=1, max_size=80),
     bins_per_step=st.integers(1, 9),
@@ -83,7 +84,7 @@ def test_invariants(lens: list[int], bins_per_step: int, seed: int, epoch: int):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lens=st.lists(st.integers(1, 100), min_size=1, max_size=60))
 def test_never_more_bins_than_best_fit_decreasing(lens: list[int]):
     reference = len(decreasing(best_fit)(np.array(lens), 100))
@@ -115,7 +116,7 @@ def test_realistic_lengths_are_packed_full_and_level(mix: str, max_tokens: int, 
     assert imbalance(random_steps.steps, 64, bin_costs(random_steps.seq_lens, SHAPE.forward_flops)) > 1.08
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lens=st.lists(st.integers(1, 100), min_size=1, max_size=80),
     level_bins=st.integers(1, 4),
@@ -161,7 +162,7 @@ def test_full_steps_keep_to_the_level():
     )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data(), num=st.integers(1, 7), allowed=st.floats(0.5, 20.0))
 def test_the_cuts_are_the_best_of_all(data: st.DataObject, num: int, allowed: float):
     draws = st.floats(0.0, 5.0)
@@ -265,7 +266,7 @@ def test_no_sample_is_an_error():
         plan([])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lens=st.lists(st.integers(1, 100), min_size=1, max_size=40),
     dp_size=st.sampled_from([1, 2, 3, 4, 6, 12]),
@@ -354,7 +355,7 @@ def places_of(num_samples: int, per_shard: int) -> np.ndarray:
     return np.stack(np.divmod(place, per_shard), axis=1)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     lens=st.lists(st.integers(1, 100), min_size=1, max_size=80),
     bins_per_step=st.integers(1, 6),

@@ -7,9 +7,10 @@ from math import ceil, floor
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from wands.data.repeats import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import ConfigError
 
@@ -36,7 +37,7 @@ def by_hand(visits: RepeatSchedule, num_epochs: int) -> list[list[tuple[int, int
     return epochs
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(sources=SOURCES, seed=st.integers(0, 9))
 def test_as_an_explicit_list_would_have_it(sources: list[tuple[int, float]], seed: int):
     visits = visits_of(sources, seed)
@@ -56,7 +57,7 @@ def test_as_an_explicit_list_would_have_it(sources: list[tuple[int, float]], see
         assert len(rows) >= visits.min_samples
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(sources=SOURCES, first=st.integers(0, 30), count=st.integers(1, 12))
 def test_every_sample_gets_its_visits_over_any_epochs(
     sources: list[tuple[int, float]], first: int, count: int
@@ -82,7 +83,7 @@ def test_a_half_is_followed_by_the_other_half():
     assert visits_of([(10, 2), (3, 1)]).is_constant
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     sources=st.lists(
         st.tuples(st.integers(0, 50), st.sampled_from([0.1, 0.25, 1, 3])), min_size=1, max_size=4

@@ -7,10 +7,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import wands.data.sampler as sampler_module
+from tests.support.examples import examples
 from wands.data.packing import assign_bins, plan_epoch
 from wands.data.repeats import RepeatSchedule, exact
 from wands.data.sampler import PlanSampler
@@ -42,7 +43,7 @@ def test_an_epoch_visits_every_sample_once_and_counts_it():
     assert first.counts == {"sample": first.num_samples, "token": first.num_tokens}
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(start=st.integers(0, 30))
 def test_a_run_goes_on_from_any_step_as_if_never_stopped(start: int):
     whole = list(build(max_steps=31).iterate())
@@ -59,7 +60,7 @@ def test_max_steps_wins_over_epochs_and_runs_into_the_next():
     assert build(max_steps=1).total_steps == 1
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(lens=st.lists(st.integers(1, 100), min_size=1, max_size=40), bins_per_step=st.integers(1, 6))
 def test_every_epoch_has_as_many_steps(lens: list[int], bins_per_step: int):
     sampler = build(lens, bins_per_step=bins_per_step, epochs=4)

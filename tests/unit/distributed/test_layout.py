@@ -6,9 +6,10 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from wands.attention.packed import PackedMeta, segment_ids_of
 from wands.distributed.layout import ContextLayout, ContextPlan, ring_rounds, split_over_ring
 
@@ -23,7 +24,7 @@ def group_of(seq_lens: list[int], ring: int, ulysses: int) -> list[ContextLayout
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(PACKS, DEGREES, DEGREES)
 def test_the_ranks_hold_every_token_once_and_the_same_number_of_rows(
     seq_lens: list[int], ring: int, ulysses: int
@@ -39,7 +40,7 @@ def test_the_ranks_hold_every_token_once_and_the_same_number_of_rows(
         assert layout.token_index.dtype == layout.segment_ids.dtype == torch.int64
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(PACKS, DEGREES, DEGREES)
 def test_a_ranks_own_numbers_agree_with_its_index(seq_lens: list[int], ring: int, ulysses: int):
     sample_of = segment_ids_of(seq_lens)
@@ -56,7 +57,7 @@ def test_a_ranks_own_numbers_agree_with_its_index(seq_lens: list[int], ring: int
         assert [i for one in ranges for i in one] == valid.tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(PACKS, DEGREES, DEGREES)
 def test_ulysses_ranks_side_by_side_are_their_row_in_order(seq_lens: list[int], ring: int, ulysses: int):
     """`chunk_lens` describes the rows that the all-to-all joins: another order would attend to the wrong sample."""
@@ -72,7 +73,7 @@ def test_ulysses_ranks_side_by_side_are_their_row_in_order(seq_lens: list[int], 
         assert (index[: sum(lens)].diff() > 0).all()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(PACKS, DEGREES)
 def test_chunks_are_even_and_short_samples_stay_whole(seq_lens: list[int], ring: int):
     chunks = split_over_ring(tuple(seq_lens), ring)
@@ -88,7 +89,7 @@ def test_chunks_are_even_and_short_samples_stay_whole(seq_lens: list[int], ring:
     assert max(totals) - min(totals) <= max([1, *shorts])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(PACKS, st.integers(2, 5))
 def test_every_pair_of_a_samples_tokens_meets_in_exactly_one_round(seq_lens: list[int], ring: int):
     """The dumb reference is the block-diagonal mask of the whole pack."""

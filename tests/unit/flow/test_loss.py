@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import wands.flow.loss as loss_module
+from tests.support.examples import examples
 from wands.attention.packed import segment_ids_of
 from wands.flow.loss import flow_matching_loss, loss_weights
 
@@ -71,7 +72,7 @@ def test_a_sample_without_tokens_here_counts_zero():
     assert torch.isfinite(per_sample).all()
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     lens=st.lists(st.integers(1, 9), min_size=2, max_size=6),
     reduction=st.sampled_from(["sample", "token"]),

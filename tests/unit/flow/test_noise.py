@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import wands.flow.noise as noise_module
+from tests.support.examples import examples
 from wands.config.recipe import FlowConfig
 from wands.distributed.layout import ContextLayout
 from wands.flow.noise import NoisyBatch, add_noise, draw_noise
@@ -69,7 +70,7 @@ def test_bf16_latents_are_corrupted_in_fp32():
     assert rounded > 0  # not bf16 numbers in fp32 clothes
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     lens=st.lists(st.integers(1, 20), min_size=2, max_size=6),
     data=st.data(),

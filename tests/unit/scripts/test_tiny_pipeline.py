@@ -39,7 +39,7 @@ def pipeline(demo_dir: Path) -> WanPipeline:
     return loaded
 
 
-@pytest.fixture(scope="module", params=sorted(tiny.SHIPPED_VAES))
+@pytest.fixture(scope="module", params=[16, pytest.param(48, marks=pytest.mark.slow)])
 def shipped_vae(request: pytest.FixtureRequest) -> AutoencoderKLWan:
     """The shipped VAE of Wan 2.1 and that of TI2V, by their channels."""
     folder = tiny.SHIPPED_VAES[request.param]
