@@ -178,7 +178,8 @@ def _check_text(sample: EncodedSample, variant: Variant) -> None:
         check_text_embeds(sample.text_embeds, variant)
     elif not clean_caption(sample.caption or ""):
         raise DataError(
-            "missing caption in the .json of the sample; write a caption, because text embeddings in pickles are never read"
+            "missing caption in the .json file of the sample; write a caption there, because wands never reads the pickle "
+            "with the text embeddings and encodes the caption itself"
         )
 
 

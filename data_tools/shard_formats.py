@@ -106,7 +106,9 @@ def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
             key = f"{base}/{sample}"
             try:
                 if missing := [f".{part}" for part in ("pth", "json") if part not in members]:
-                    raise DataError(f"the sample has no {' and no '.join(missing)}; pass shards of DFM")
+                    raise DataError(
+                        f"the sample has no {' and no '.join(missing)}; pass shards that NVIDIA DFM wrote"
+                    )
                 tensor, info = reader.read(members["pth"]), reader.read(members["json"])
                 yield _energon_sample(key, path, tensor, info)
             except DataError as error:
@@ -120,20 +122,25 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
         latents = torch.load(io.BytesIO(tensor), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many exception types for damaged files and other pickles
         raise DataError(
-            f".pth file is not a plain tensor ({one_line(error, 120)}); pass shards of DFM, "
-            "because other pickles are never opened"
+            f".pth file is not a plain tensor ({one_line(error, 120)}); pass shards that NVIDIA DFM wrote, "
+            "because wands never opens other pickles"
         ) from None
     if not isinstance(latents, Tensor):
-        raise DataError(f".pth file contains a {type(latents).__name__}, not a tensor; pass shards of DFM")
+        raise DataError(
+            f".pth file contains a {type(latents).__name__}, not a tensor; pass shards that NVIDIA DFM wrote"
+        )
     try:
         facts = json.loads(info)
     except ValueError as error:
-        raise DataError(f".json file cannot be read ({error}); pass shards of DFM") from None
+        raise DataError(f".json file cannot be read ({error}); pass shards that NVIDIA DFM wrote") from None
     if not isinstance(facts, dict) or not isinstance(facts.get("caption", ""), str):
-        raise DataError(".json file is not an object with a caption; pass shards of DFM")
+        raise DataError(".json file is not an object with a caption; pass shards that NVIDIA DFM wrote")
     version = facts.get("model_version", "wan2.1")
     if version != "wan2.1":
-        raise DataError(f"model_version={version} is not supported; use only samples of wan2.1")
+        raise DataError(
+            f"model_version={version} in the .json file is not supported; remove the sample, or encode its "
+            "clip with the VAE of Wan 2.1"
+        )
     caption = facts.get("caption", "")
     return EncodedSample(
         key,

@@ -89,8 +89,8 @@ def padded_attention(
     """Run attention inside segments whose keys are padded with copies of the key `pad_k`.
 
     The padding costs almost nothing. In the softmax, n equal keys have the weight n * exp(score). The function therefore
-    computes attention to a single padding key with the log-sum-exp score + log(n), and merges the result with the
-    attention to the other keys.
+    treats the padding as one key whose log-sum-exp is `score + log(n)`, and merges the result with the attention to the
+    other keys.
 
     Args:
         q: [Tq, H, D], for Tq rows, H heads and head dim D.

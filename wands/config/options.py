@@ -39,10 +39,10 @@ class ClipOptions(Options):
     of the table. (3) Tar archives. (4) A Hugging Face dataset: its name or its folder."""
     height: int | None = None
     """Exact height of every sample in pixels, a multiple of 16 (Wan 2.2 5B: of 32). Set --height together with --width.
-    Without both, clips keep their aspect ratio."""
+    Without --height and --width, clips keep their aspect ratio."""
     width: int | None = None
     """Exact width of every sample in pixels, a multiple of 16 (Wan 2.2 5B: of 32). Set --width together with --height.
-    Without both, clips keep their aspect ratio."""
+    Without --height and --width, clips keep their aspect ratio."""
     center_crop: bool = False
     """Scale each clip until it covers --height x --width, and crop its edges to this size. Without --center-crop, clips
     are stretched to this size."""

@@ -60,8 +60,8 @@ class ModelConfig(StrictModel):
       activations.
     - `full` keeps only the input of each block. The backward pass recomputes the whole block, which adds about one
       forward pass per step.
-    - `offload` works like `full`, but moves the tensors in `offloaded_tensors` to host memory. The copies run at the same
-      time as the computation.
+    - `offload` works like `full`, but keeps the block inputs, or the tensors in `offloaded_tensors`, in host memory. The
+      copies run at the same time as the computation.
 
     The default suits small models. Use `full` for videos on 80 GB GPUs. `wands plan` compares all four modes."""
     saved_tensors: list[SavedTensor] | None = None
@@ -188,11 +188,11 @@ class ParallelConfig(StrictModel):
     ulysses_degree: int | None = Field(default=None, ge=1)
     """Number of ranks that divide the attention heads among themselves. The number of heads must be a multiple of this
     degree. For speed, the degree should not exceed the number of GPUs in a node. If this key is unset, wands derives the
-    degree from `cp_size` and `ring_degree`. Without `cp_size`, the default is 1."""
+    degree from `cp_size` and `ring_degree`, or takes 1 if `cp_size` is unset too."""
     ring_degree: int | None = Field(default=None, ge=1)
     """Degree of ring attention: number of ranks that divide the tokens of each sample and pass keys and values around a
     ring. Set this key if a context-parallel group spans several nodes, or if the model has too few heads for a larger
-    Ulysses degree. If this key is unset, the degree is cp_size / ulysses_degree. Without `cp_size`, the default is 1."""
+    Ulysses degree. If this key is unset, the degree is cp_size / ulysses_degree, or 1 if `cp_size` is unset too."""
     fused_all_to_all: bool = True
     """Send query, key and value together in one Ulysses all-to-all. False sends them in three all-to-alls, as DeepSpeed
     does. Both values give identical results."""
@@ -278,7 +278,7 @@ class PackingConfig(StrictModel):
     buffer_size: int | None = Field(default=None, gt=0)
     """Number of samples among which wands chooses to fill the bins (packed sequences). If this key is unset, wands
     chooses among all samples of the epoch. Set this key if the storage is slow: training then reads only a few cache
-    files at a time. With the samples of a few dozen steps, the bins are filled as well as with the whole epoch."""
+    files at a time. A buffer with the samples of a few dozen steps fills the bins as completely as the whole epoch does."""
 
 
 FLOW_PRESETS: dict[str, dict[str, Any]] = {

@@ -84,7 +84,7 @@ def without_paths(value: Any) -> Any:
 
 
 def is_local(text: str) -> bool:
-    """Return whether a string looks like a path of a machine: an absolute path, a path under the home folder, or a path
+    """Return whether a string looks like a path on the user's machine: an absolute path, a path under the home folder, or a path
     that starts with a dot.
     """
     return bool(_LOCAL.match(text))

@@ -37,7 +37,7 @@ class CopyStream(Protocol):
         ...
 
     def wait(self, event: Any) -> None:
-        """Make later computation wait until the copy of `event`, and all copies before it, are done."""
+        """Make later computation wait for the copy that returned `event`, and for all copies before that copy."""
         ...
 
 

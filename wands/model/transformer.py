@@ -254,7 +254,7 @@ class PackedWanBlock(WanTransformerBlock):
             image: [samples * CLIP tokens, D], image embeddings; None without CLIP.
             table: [M, 6, D], modulation for each of M timesteps.
             rotation: complex [L, 1, head dim / 2], rotary embedding.
-            meta: positions, samples and lengths of the tokens.
+            meta: position and sample of each token, and the number of tokens of each sample.
             cross_segments: segments of the cross-attention.
             compute_dtype: dtype of matmuls and attention.
 

@@ -87,9 +87,9 @@ class Task:
         return lens
 
     def most_samples(self, max_tokens: int) -> int:
-        """Return how many clips of average length, from the shorter half of the data, fit into a bin of `max_tokens` tokens.
+        """Return an upper estimate of the number of clips in a bin (the clips of one forward pass) of `max_tokens` tokens.
 
-        A bin (the clips of one forward pass) rarely contains more clips than this number.
+        It is the number of clips that fit if each clip has the mean length of the shorter half of the data.
         """
         shorter = self.by_length[: max(len(self.by_length) // 2, 1)]
         return max(min(int(max_tokens // max(shorter.mean(), 1)), len(self.by_length)), 1)
@@ -201,7 +201,7 @@ def check_memory(task: Task, ds_name: str) -> str | None:
 
 
 def search(task: Task) -> list[Candidate]:
-    """Return all combinations of settings that fit the machine, sorted by predicted speed with the fastest first.
+    """Return all combinations of settings that the machine can run, sorted by predicted speed with the fastest first.
 
     Among equally fast combinations, the simplest settings come first. The bin size of a combination is the bin size of
     the recipe if that size fits. Otherwise the bin size is the largest that fits, and at least the length of the longest

@@ -50,7 +50,7 @@ def split_by_dtype(
     largest = max((parameter.numel() for group in narrow for parameter in group["params"]), default=0)
     if stage == 2 and reduce == "fp32" and largest > bucket:
         raise ConfigError(
-            f"zero_optimization.reduce_bucket_size={bucket} is less than the {largest} values of the largest matrix, so ZeRO-2 "
+            f"zero_optimization.reduce_bucket_size={bucket} is smaller than the largest matrix ({largest} values), so ZeRO-2 "
             f"would keep the gradient of this matrix in bf16; set the key to {largest} or more, or remove the key.",
             agreed=True,
         )

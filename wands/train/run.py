@@ -125,9 +125,10 @@ class TrainingRun:
         return len(self.experts) * (3 * forward - round(frozen * linear))
 
     def denominator(self, plan: StepPlan) -> float:
-        """Return the divisor of a step's summed loss for the gradient: mean number of samples or of trained tokens per step.
+        """Return the number by which the summed loss of a step is divided before the backward pass.
 
-        `loss.reduction` selects samples or trained tokens. First frames that are given as a condition are not trained,
+        The number is the mean number of samples, or of trained tokens, per step of the epoch. `loss.reduction` selects
+        samples or trained tokens. First frames that are given as a condition are not trained,
         and their number in a step is random. This method uses their expected number, so that every step of an epoch has
         the same divisor. See also `StepPlan.denominators`.
         """
@@ -139,7 +140,7 @@ class TrainingRun:
         return value
 
     def count(self, plan: StepPlan) -> float:
-        """Return the divisor of a step's summed loss for the log: number of samples or of trained tokens in the step."""
+        """Return the number of samples, or of trained tokens, in a step. The summed loss is divided by it to be logged."""
         value = plan.counts[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token" and self._gives_first_frames:
             for bin in plan.bins:

@@ -11,18 +11,29 @@ Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
 
 How to add a kernel:
 
-1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. For a CUDA kernel, add a `FlashBackend`
-   to `FLASH_BACKENDS`; `attention.backend=auto` tries this list from the top. For another kernel, add a `Backend` to
-   `BACKENDS` in registry.py, and add its requirements to `_unmet_requirement`. The `Backend` class sets the result of
-   rows that attend to no key, and does not call the kernel if there are no keys.
+1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. For a kernel that runs on CUDA in bf16
+   and fp16 with head dims 64 and 128 (from a package, in Triton or in CUDA), add a `FlashBackend` to `FLASH_BACKENDS`;
+   `attention.backend=auto` tries this list from the top. For any other kernel, add a `Backend` to `BACKENDS` in
+   registry.py, and add its requirements to `_unmet_requirement`; this kernel runs only if the user names it.
 2. Add the name to `AttentionConfig.backend` in wands/config/recipe.py, and run scripts/build_reference.py.
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
    package to `ONE_IMPORTER` in tests/unit/test_layering.py.
 4. Add the name to `CUDA_BACKENDS` or `CPU_DTYPES` in tests/support/plain.py. Add a fake module with the package's
-   signatures to tests/unit/attention/test_kernels.py, so that machines without a GPU test the two functions.
+   signatures to tests/unit/attention/test_kernels.py, so that machines without a GPU test the two functions. Tests of
+   that file that list kernels by name (spare rows, autocast, self-check) need the new name too.
 5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. In a
-   training run, `choose_backend` checks the kernel once per process with self_check.py and rejects a kernel whose
+   training run, `choose_backend` checks a `FlashBackend` once per process with self_check.py and rejects a kernel whose
    results are wrong.
+
+What the two functions receive and return:
+
+- q, k, v and dout can be views whose last dimension is contiguous and whose other dimensions are not. `lse` is contiguous.
+- There can be more rows than the segments contain. The rows after the last segment are padding.
+- The results are new tensors. The `Backend` class changes their rows without keys or queries in place, so these rows may
+  contain any values. The class does not call the functions if no row of q has a key.
+- The scores are q @ k times `scale`, in every formula of this file.
+- The backward pass is deterministic only if `torch.are_deterministic_algorithms_enabled()`, which training never sets:
+  on a GPU, resumed runs agree to rounding error. On a CPU, they agree bit for bit.
 """
 
 from __future__ import annotations
@@ -65,11 +76,11 @@ class Backend:
             k: [Tk, H, D].
             v: [Tk, H, D].
             segments: number of rows of q and of k in each segment.
-            scale: factor on the attention scores.
+            scale: factor of q @ k in the attention scores.
 
         Returns:
             (out, lse). out is the attention output, [Tq, H, D] in q's dtype. lse is the natural logarithm of the sum of
-            exp(scale * score) over the keys, [H, Tq] in fp32 (fp64 for fp64 inputs). Rows of q that attend to no key
+            exp(score) over the keys, [H, Tq] in fp32 (fp64 for fp64 inputs). Rows of q that attend to no key
             have out 0 and lse -inf.
         """
         if _has_no_pairs(segments):

@@ -45,8 +45,8 @@ def check_backend(
     """Compare a kernel with the reference kernel in float64, with the calls that ring attention makes.
 
     The inputs are random packed rows. The kernel first attends to all keys at once. The kernel then attends to two blocks
-    of keys, and the two results are merged. The backward pass of each block gets the merged `out` and `lse`. Two more
-    tests set `lse` to +inf, and attend to a single key. The global random state does not change.
+    of keys, and the two results are merged. The backward pass of each block gets the merged `out` and `lse`. Another
+    test sets `lse` to +inf, and the last test attends to a single key. The global random state does not change.
 
     Args:
         backend: the kernel.

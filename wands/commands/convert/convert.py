@@ -243,9 +243,9 @@ class ModelConversion:
         write_pipeline(self.out, self.root / _TOKENIZER, self.variant)
 
     def _complete_official(self) -> None:
-        """Copy the tokenizer of the source, and all other files of an official repository that were not converted.
+        """Copy the tokenizer, and the files of the official layout that the conversion did not write, to the result.
 
-        The other files come from the source `root` and from the base model `rest`.
+        The tokenizer comes from the source `root`. A file that `root` lacks comes from the base model `rest`.
         """
         if (self.root / "tokenizer").is_dir():
             copy_path(self.root / "tokenizer", self.out / _TOKENIZER)

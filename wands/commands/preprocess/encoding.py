@@ -54,8 +54,8 @@ class Done:
     """Event that reports that one caption or one clip is finished.
 
     Attributes:
-        rejections: one rejection for each caption of a rejected clip; () for a stored clip and for a caption.
-        video: digest of a rejected clip; empty for a stored clip and for a caption.
+        rejections: if the event reports a rejected clip, one rejection for each of its captions; otherwise ().
+        video: if the event reports a rejected clip, the digest of the clip; otherwise empty.
         deadly: whether the clip crashed a process or exceeded a time limit.
     """
 

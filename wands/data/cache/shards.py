@@ -95,7 +95,7 @@ def read_offsets(group: h5py.Group) -> tuple[int, ...]:
     arrays = [group[name] for name in stored_names(group)]
     offsets = [stored.id.get_offset() for stored in arrays]
     if any(at is None and stored.size for at, stored in zip(offsets, arrays, strict=True)):
-        raise OSError("an array is not stored in one piece")
+        raise OSError("an array is stored in chunks, not in one piece as wands stores it")
     return tuple(at or 0 for at in offsets)
 
 
@@ -181,7 +181,7 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Replace the errors that a damaged shard causes inside the `with` block by a CacheError that names the shard."""
+    """Raise a CacheError that names the shard, if a damaged shard causes an error inside the `with` block."""
     try:
         yield
     except (OSError, KeyError, ValueError, RuntimeError) as error:

@@ -42,7 +42,7 @@ class TrainState:
 
     Attributes:
         step: number of optimizer steps that the run has made.
-        epoch: epoch of the next step, for information only.
+        epoch: epoch of the last step, for information only.
         world_size: number of ranks that wrote the ZeRO partitions.
         zero_stage: ZeRO stage of the partitions.
         variant: name of the model's variant.

@@ -258,9 +258,9 @@ def _find_module(name: str, separator: str = ".") -> str:
 
 
 def alphas_of(metadata: Mapping[str, str], path: Path) -> dict[str, float]:
-    """Return the alpha of each expert that a trainer wrote outside the keys of the LoRA file.
+    """Return the alpha of each expert, for LoRA files that do not contain alpha as a tensor.
 
-    diffusers writes alpha into the metadata of the file. PEFT writes alpha into `adapter_config.json` next to
+    diffusers writes alpha into the metadata of the LoRA file. PEFT writes alpha into `adapter_config.json` next to
     `adapter_model.safetensors`.
 
     Args:
@@ -271,8 +271,8 @@ def alphas_of(metadata: Mapping[str, str], path: Path) -> dict[str, float]:
         A dict that maps "transformer" or "transformer_2" to alpha; {} if neither place contains an alpha.
 
     Raises:
-        CheckpointError: if the settings are damaged, or contain a method that one alpha cannot describe, such as DoRA,
-            rsLoRA or an alpha for each module.
+        CheckpointError: if the metadata or `adapter_config.json` is damaged, or names a method that one alpha cannot
+            describe, such as DoRA, rsLoRA or an alpha for each module.
     """
     peft_config = path.with_name(PEFT_CONFIG)
     is_peft = path.name == PEFT_FILE and peft_config.is_file()
