@@ -339,7 +339,8 @@ def test_zero_2_needs_an_fp32_parameter_beside_those_in_bf16():
     with pytest.raises(ConfigError, match="leave no fp32 parameter"):
         split_by_dtype([{"params": [narrow]}], {"stage": 2, "reduce_bucket_size": 4}, "fp32")
     with pytest.raises(
-        ConfigError, match=r"reduce_bucket_size=3 is smaller than the largest matrix \(4 values\).*set the key to 4 or more"
+        ConfigError,
+        match=r"reduce_bucket_size=3 is smaller than the largest matrix \(4 values\).*set the key to 4 or more",
     ):
         split_by_dtype(groups, {"stage": 2, "reduce_bucket_size": 3}, "fp32")
 

@@ -190,7 +190,7 @@ def _sum_in_child(cache: LatentCache, queue: multiprocessing.Queue) -> None:
     queue.put([float(cache.read(i).latents.float().sum()) for i in range(len(cache))])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_cache_crosses_processes(tmp_path: Path, method: str) -> None:
     samples = [make_sample(number) for number in range(4)]
     cache = LatentCache(write(tmp_path / "c", samples, max_samples=2), verify=True)

@@ -116,7 +116,14 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("name", CONTAINERS)
+# The default tier: one container with exact times, one with wrong ones, one without, and pictures of unequal duration.
+DEFAULT_CONTAINERS = ("h264.mp4", "h264.mkv", "h264.avi", "h264.ts", "raw.h264", "vp9.webm", "gif.gif")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in DEFAULT_CONTAINERS else pytest.mark.slow) for name in CONTAINERS],
+)
 def test_chooses_the_last_frame_at_or_before_each_time(name: str, tmp_path: Path) -> None:
     path = write_clip(tmp_path / name, **CONTAINERS[name])
     for start, spec in (
@@ -154,7 +161,7 @@ def sequential_choice(path: Path, times: list[float]) -> list[np.ndarray]:
     [
         ("bikes.mp4", None, 2.0),
         ("bikes.mp4", 3.3, None),
-        ("bigbuckbunny.mp4", 4.1, None),
+        pytest.param("bigbuckbunny.mp4", 4.1, None, marks=pytest.mark.slow),
         ("cityCC0.mpg", 5.7, None),
     ],
 )
