@@ -288,7 +288,9 @@ def _read_file(path: Path) -> bytes:
 def _tensor(content: bytes, pattern: str) -> Tensor:
     tensors = load(content)
     if any(name.startswith("f_indices") for name in tensors):
-        raise ValueError("f_indices is for one-frame training, which text-to-video models do not support")
+        raise ValueError(
+            "the file contains f_indices (for one-frame training), which text-to-video models do not support"
+        )
     names = [name for name in tensors if re.fullmatch(pattern, name)]
     if len(names) != 1:
         raise ValueError(f"unexpected tensors {', '.join(sorted(tensors))}")

@@ -270,7 +270,9 @@ def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
     """
     attrs = {name: group.attrs[name] for name in ("key", "dtype", "crc32", "meta")}
     if attrs["dtype"] not in ("bfloat16", b"bfloat16"):
-        raise ValueError(f"the sample has dtype {attrs['dtype']}, but a cache stores bfloat16")
+        raise ValueError(
+            f"the sample has dtype {attrs['dtype']}, but a cache stores bfloat16; encode the clip again"
+        )
     computed = num_bytes = 0
     for name in stored_names(group):
         stored = group[name]

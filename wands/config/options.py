@@ -48,8 +48,8 @@ class ClipOptions(Options):
     are stretched to this size."""
     max_pixels: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = ()
     """Largest area of a frame in pixels: height x width. Clips with larger frames are scaled down and keep their aspect
-    ratio. Give the option several times to store each clip at several sizes. A later run of the command may add or
-    remove any size except the first [default: 399360, which is 832 x 480]."""
+    ratio. Give the option several times to get each clip at several sizes. When you run `wands preprocess` again on the same
+    cache, you may add or leave out any size except the first [default: 399360, which is 832 x 480]."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
     """Largest number of frames in a sample. The number is always 4n + 1, such as 49 or 81. --clip-mode chooses the frames of a
     longer clip. 0 sets no limit: each sample is then a whole clip, except for up to 3 frames at the end."""

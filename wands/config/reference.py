@@ -43,7 +43,7 @@ class Key(NamedTuple):
 
     @property
     def limits(self) -> str:
-        """Type, limits and default of the key in square brackets, as in the help text of an option."""
+        """Text in square brackets with the type, limits and default of the key, as in the help text of an option."""
         default = self.default if self.default == "required" else f"default: {self.default}"
         return f"[{self.type}; {default}]"
 

@@ -111,7 +111,7 @@ def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int
 
 
 def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
-    """Divide the samples into parts of about `PART` samples. Each part has equally many samples of every length.
+    """Divide the samples into equal parts of about `PART` samples: all parts have the same number of samples of each length.
 
     Args:
         counts: int64 [D], number of samples of each length.

@@ -20,8 +20,8 @@ SUFFIX = re.compile(
 def clip_name(key: str) -> str:
     """Return the name of the clip that a sample belongs to.
 
-    The name is the key without time range, caption, window, size and extension. The extension is removed because a
-    key contains it only if another clip has the same name. If the name of a file ends like a time range, this end is
+    The name is the key without time range, caption, window, size and extension. Only some keys contain the extension:
+    those of clips whose names differ only in the extension. If the name of a file ends like a time range, this end is
     removed, too.
 
     Args:

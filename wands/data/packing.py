@@ -97,14 +97,14 @@ def plan_epoch(
     Bins with equally many tokens can take very different times, because the cost of attention grows with the square of
     each sample's length. `pack_bins` balances the costs of the bins as far as possible. `group_into_steps` puts bins of
     similar cost into one step. The remaining bins form the last step. They are split until every rank has a bin, or no
-    bin can be split. Empty bins () fill up the rest of the last step.
+    bin can be split. Empty bins, written as `()`, fill the remaining places of the last step.
 
     The gradient over an epoch is unbiased, because every sample is in one step and has the same weight in every step
     (`StepPlan.denominators`).
 
-    With `windows` (groups of samples that are read together), each window is packed separately. Bins of a window that
-    do not fill a step are kept, and form a step together with such bins of the next windows. So only the last step of
-    the epoch has empty bins.
+    With `windows` (groups of samples that are read together), each window is packed separately. Bins that are
+    left over from a window are kept, and form steps together with the bins that are left over from later windows. So
+    only the last step of the epoch has empty bins.
 
     The number of steps depends on the lengths (with `windows`, of each window), not on the epoch: see `count_steps`.
 
@@ -116,9 +116,9 @@ def plan_epoch(
         epoch: number of the epoch. Every epoch has different bins in a different order.
         cost: cost of a bin, as a function or as coefficients, see `Cost`.
         keys: sample ids for error messages.
-        level_bins: number of bins that must have similar costs, because their ranks wait for each other in every micro
-            step. It divides `bins_per_step`. If a step contains several such groups of bins, it gets expensive and
-            cheap groups. None means all bins of a step.
+        level_bins: number of bins that different ranks process at the same time. These bins get similar costs, because
+            the ranks wait for the slowest one. It divides `bins_per_step`. The groups of one step may differ in cost.
+            None means that all bins of a step form one group.
         windows: int64 arrays of sample indices, in the order in which the data is read. No window is empty, and no
             index occurs twice. None means one window of all samples.
 

@@ -83,8 +83,8 @@ class RepeatSchedule:
         return tuple(shares)
 
     def rows(self, epoch: int) -> np.ndarray:
-        """Return the rows (uses of samples) of an epoch, int64, ascending for each source and in the order of the
-        sources.
+        """Return the row numbers of an epoch, int64. A row is one use of one sample. The sources follow each other in their
+        order, and the rows of each source ascend.
         """
         phase, rows = self.phase(epoch), []
         for number, (repeat, num) in enumerate(zip(self.repeats, self.num_samples, strict=True)):

@@ -184,7 +184,7 @@ class PlanSampler:
         )
 
     def rows(self, epoch: int) -> np.ndarray | None:
-        """Return the numbers of the rows that an epoch uses, int64, or None for all rows. A row is one use of a
+        """Return the indices of the rows that an epoch uses, int64, or None for all rows. A row is one use of a
         sample.
         """
         return None if self.schedule is None else self.schedule.rows(epoch)

@@ -62,7 +62,8 @@ def _verify(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> 
     for name, parameter in model.named_parameters():
         if not torch.equal(parameter.detach(), weights[name].to(parameter.dtype)):
             raise CheckpointError(
-                f"export: {name} read back from {folder} differs from the checkpoint. Set --out to a folder on another disk."
+                f"export: {name} was written to {folder}, but reading the file returns other values. The disk may be faulty: set "
+                "--out to a folder on another disk."
             )
     if not torch.isfinite(stock_forward(model, dtype)).all():
         raise CheckpointError(

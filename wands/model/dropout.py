@@ -192,7 +192,7 @@ def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
 
 
 def _row_keys(samples: Tensor, side: str, segment_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return a hash of the sample's key, the kind of row and the position for each row, int64 [number of rows].
+    """Return one hash for each row, of its sample's key, its kind and its position: int64 [number of rows].
 
     Args:
         samples: int64, key of each sample.

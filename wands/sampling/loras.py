@@ -162,7 +162,7 @@ def _read(pipeline: Any, lora: Lora) -> dict[str, tuple[dict[str, Any], dict[str
 
     Returns:
         A dict that maps "transformer" or "transformer_2" to (tensors by key, settings for PEFT's `LoraConfig`). The
-        settings are None if the file has none. All keys start with "transformer.".
+        settings are None if the file has none. The keys of the tensors of both DiTs start with "transformer.".
     """
     file = lora.file
     try:

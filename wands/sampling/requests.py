@@ -88,7 +88,7 @@ def read_prompts(path: Path) -> list[SampleRequest]:
             that name a clip, such as `video`, are ignored. Relative image paths start at the folder of the prompt file.
 
     Returns:
-        One request per line, in the order of the file. Only fields that are in the line count as set.
+        One request per line, in the order of the file. A field counts as set only if its line contains it.
 
     Raises:
         ConfigError: if the file is missing, is empty, has a wrong suffix, or contains invalid lines. The error lists

@@ -40,11 +40,11 @@ def decay_after(section: EmaConfig, num_steps: int) -> float:
 
 
 class _Fragment(NamedTuple):
-    """Range of a flattened parameter that this rank averages.
+    """The part of a flattened parameter whose moving average (EMA) this rank keeps.
 
     Attributes:
         name: name of the parameter.
-        place: [first flat index of the range, shape of the whole parameter], as in the header of an average file.
+        place: [first flat index of the range, shape of the whole parameter], as in the header of a file of averages.
         master: function that returns the current fp32 values in this range.
     """
 

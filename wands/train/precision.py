@@ -56,8 +56,8 @@ def split_by_dtype(
         )
     if stage == 2 and not wide:
         raise ConfigError(
-            "precision.weights=bf16 would sum gradients in bf16 at ZeRO-2, because model.trainable and model.freeze leave no "
-            "fp32 parameter; use zero_optimization.stage=1, or precision.weights=fp32.",
+            "precision.weights=bf16 would sum gradients in bf16 at ZeRO-2, because model.trainable and model.freeze train only "
+            "bf16 parameters; use zero_optimization.stage=1, or precision.weights=fp32.",
             agreed=True,
         )
     for parameter in (parameter for group in narrow if reduce == "fp32" for parameter in group["params"]):

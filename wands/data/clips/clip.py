@@ -145,8 +145,8 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
 
     Args:
         spec: rules for the size.
-        width: displayed width of the clip in square pixels.
-        height: displayed height of the clip in square pixels.
+        width: width of the displayed clip in pixels, where pixels are square.
+        height: height of the displayed clip in pixels, where pixels are square.
 
     Raises:
         TooSmallError: if a side of the frame would be shorter than ``size_multiple`` pixels.
@@ -182,8 +182,8 @@ def plan_sizes(
     Args:
         spec: rules for the size, with the first limit.
         more_pixels: further limits, in pixels.
-        width: displayed width of the clip in square pixels.
-        height: displayed height of the clip in square pixels.
+        width: width of the displayed clip in pixels, where pixels are square.
+        height: height of the displayed clip in pixels, where pixels are square.
 
     Returns:
         A dictionary that maps the suffix of the sample's key to the size, and an error or None. The error belongs to

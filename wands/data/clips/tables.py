@@ -159,7 +159,7 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
         cells, end = _csv_row(lines, begin)
         if isinstance(cells, str):
             if names is None:
-                raise DataError(f"source={table}:{begin + 1} is an {cells}")
+                raise DataError(f"source={table}, line {begin + 1}: {cells}")
             yield begin + 1, cells
         elif not cells:
             pass  # an empty line
