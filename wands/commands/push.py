@@ -117,8 +117,8 @@ def _check_contents(directory: Path) -> FolderContents:
 def _find_loras(directory: Path) -> Iterator[LoraFile]:
     """Yield the LoRA files in the folder itself and in its subfolders for the high-noise and the low-noise expert.
 
-    Files without diffusers' key names are ignored. The keys of a file name the DiT to which the LoRA belongs. If the keys
-    name only ``transformer``, the subfolder decides to which expert the LoRA belongs.
+    Files without diffusers' key names are ignored. Each key starts with the name of the DiT to which the LoRA belongs.
+    If ``transformer`` is the only name, the subfolder decides to which expert the LoRA belongs.
     """
     for folder, expert in (("", EXPERTS[0]), *((name, expert) for expert, name in EXPERT_NAMES.items())):
         for path in sorted((directory / folder).glob("*.safetensors")):
@@ -138,7 +138,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
     """Return facts about the training run for the model card, for example base model, step and recipe.
 
-    Facts from the record file in the folder to push replace facts from the checkpoint.
+    Facts come from the checkpoint and from the record file in the folder to push. If both contain the same fact, the
+    value in the record file is used.
 
     Args:
         directory: folder to push.
@@ -262,9 +263,9 @@ def _cleaned(path: Path) -> str | None:
 
 
 def _without_origin(value: Any) -> Any:
-    """Return a copy of a JSON value without entries for the local folder from which a component was loaded.
+    """Return a copy of a JSON value without the entries that contain a local path from which a component was loaded.
 
-    diffusers and transformers store this folder in a component's config under "_name_or_path" or "name_or_path".
+    diffusers and transformers store this path in a component's config under "_name_or_path" or "name_or_path".
     """
     if isinstance(value, list):
         return [_without_origin(item) for item in value]

@@ -1,4 +1,4 @@
-"""Draw a histogram of the timesteps that are drawn during training with the `flow` section of a recipe."""
+"""Text histogram of the timesteps that a training run with a given `flow` section of the recipe would sample."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def timestep_histogram(
     num_bins: int = 20,
     sigma_range: tuple[float, float] = (0.0, 1.0),
 ) -> str:
-    """Draw a histogram of random timesteps as text. The timesteps are sampled and shifted as in training.
+    """Return a text histogram of random timesteps. The timesteps are sampled and shifted as in training.
 
     Args:
         flow: `flow` section of a recipe.

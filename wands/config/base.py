@@ -28,7 +28,8 @@ class Spelling:
         name: flag, such as `--set`. If empty, the flag is `--` and the name of the field, in which each `_` is
             replaced by `-`.
         metavar: placeholder for the value in the help text; None means click's default.
-        flag_value: value of the option if the user types the flag without a value; None requires a value.
+        flag_value: value of the option if the user types the flag without a value. None means that the user must type a
+            value after the flag.
         argument: True for a positional argument, False for an option.
         alias: earlier name of the flag. The user can still type it, but the help text does not show it. Empty means no
             alias.
@@ -46,4 +47,6 @@ ARGUMENT = Spelling(argument=True)
 
 
 class Options(StrictModel):
-    """Base class of the option models. Each command has a subclass, whose fields are the options of the command."""
+    """Base class of the pydantic models in `wands.config.options`. Each command has a subclass, whose fields are the
+    options of the command.
+    """

@@ -1,4 +1,4 @@
-"""Build click commands from the option models of `wands.config.options`."""
+"""Build click commands from the classes in `wands.config.options`, whose fields become command-line options."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def command_name(options: type[Options]) -> str:
 
 
 def build_command(options: type[Options], run: Callable[[Any], None]) -> click.Command:
-    """Return a subcommand that parses the command line into an option model and calls a function with the options.
+    """Return a subcommand that stores the parsed command line in an instance of `options`, and calls `run` with this
+    instance.
 
     The help text lists the required parameters first, and otherwise keeps the order of the fields.
 
     Args:
-        options: option model of the subcommand.
-        run: function to call with an instance of the option model.
+        options: class whose fields are the options of the subcommand.
+        run: function to call with the instance.
     """
     parameters = [_build_parameter(name, field) for name, field in options.model_fields.items()]
     return click.Command(

@@ -1,9 +1,9 @@
 """Merge the DeepSpeed JSON with the recipe.
 
-The JSON sets ZeRO stage, offload, optimizer, scheduler, buckets and profiler. wands adds the batch sizes and the
-precision. wands also adds settings of the optimizer, the scheduler and gradient clipping that the JSON does not contain.
-wands reports an error if a key of the JSON contradicts the recipe, is unknown to DeepSpeed, or has no effect in wands. The
-error names the JSON and the recipe.
+The JSON may set ZeRO stage, offload, optimizer, scheduler, buckets and profiler. wands adds the batch sizes and the
+precision. If the JSON does not contain settings of the optimizer or gradient clipping, wands takes these settings from
+the recipe. wands reports an error if a key of the JSON contradicts the recipe, is unknown to DeepSpeed, or has no
+effect in wands. The error names the JSON and the recipe.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def build_ds_config(
             JSON has a scheduler. A later call for the same recipe and world size accepts this config as `user`.
 
     Raises:
-        ConfigError: if the JSON contradicts the recipe, or has a wrong type or a key without effect. One error lists all
-            problems.
+        ConfigError: if the JSON contradicts the recipe, or contains a value of a wrong type or a key without effect.
+            One error lists all problems.
     """
     config = copy.deepcopy(dict(user))
     problems = check_json(config, names[0])
@@ -228,8 +228,10 @@ def _choose_adam(config: dict[str, Any], device_type: str) -> None:
 
 
 def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
-    """Return the peak learning rate: the learning rate in the optimizer section, scaled with the batch size by
-    `optim.scale_lr`.
+    """Return the peak learning rate of a run.
+
+    The learning rate in the optimizer section is multiplied by a factor that depends on `optim.scale_lr` and on the
+    number of bins in a step.
 
     If the DeepSpeed config has a scheduler section, `optim.scale_lr` has no effect, because the scheduler defines the
     learning rates.

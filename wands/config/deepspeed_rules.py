@@ -55,7 +55,7 @@ _UNUSED = {
     "progressive_layer_drop sparse_attention sparse_gradients disable_allgather",
 }
 UNUSED_KEYS = {key: fix for fix, keys in _UNUSED.items() for key in keys.split()}
-"""Maps each key of DeepSpeed that wands refuses, because the key has no useful effect in wands, to the fix."""
+"""Keys of DeepSpeed that wands refuses, because they have no useful effect in wands. Each key is mapped to the fix."""
 ADAM_TYPES = ("adam", "adamw")
 _ADAM_PARAMS = (
     *ADAM_KEYS,
@@ -161,8 +161,7 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
 
 
 def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why `optim.name` or `ema` cannot be used with the rest of the recipe and with the merged
-    DeepSpeed config.
+    """Return the reasons why `optim.name` or `ema` cannot be used with other recipe keys or with the DeepSpeed config.
 
     Args:
         recipe: the resolved recipe.

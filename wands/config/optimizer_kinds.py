@@ -17,7 +17,7 @@ class OptimizerKind(NamedTuple):
     Attributes:
         type: name of the optimizer in a DeepSpeed JSON.
         keys: keys of the recipe's optim section that are settings of this optimizer.
-        package: optional package that the optimizer needs; None if it needs no such package.
+        package: optional package that the optimizer needs; None if no package is needed.
     """
 
     type: str
@@ -34,10 +34,10 @@ KINDS = {
 
 
 def kind_of(type_name: str) -> str | None:
-    """Return the value of `optim.name` that selects the same optimizer as an optimizer type in a DeepSpeed JSON.
+    """Convert an optimizer type of a DeepSpeed JSON, such as "AdamW", to the value of `optim.name`, such as "adamw".
 
     Returns:
-        The value, or None if no value of `optim.name` selects this type.
+        The value of `optim.name`, or None if no value selects this type.
     """
     return next((name for name, kind in KINDS.items() if kind.type.lower() == type_name.lower()), None)
 

@@ -42,8 +42,9 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Problems) -> Recipe:
-    """Read a recipe like `load_recipe`, but add its problems to `problems` instead of raising an error, so that other
-    checks can continue.
+    """Read a recipe as `load_recipe` does, but add wrong keys and values to `problems` instead of raising an error.
+
+    Other checks can then continue, and one report can list all problems.
 
     Args:
         path: as for `load_recipe`.

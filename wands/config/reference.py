@@ -29,7 +29,8 @@ class Key(NamedTuple):
     """One recipe key and its description.
 
     Attributes:
-        name: full name, such as optim.lr. The name of a key inside list items contains [], as in data.sources[].path.
+        name: full name, such as `optim.lr`. If the section is an item of a list, `[]` follows the name of the list, as
+            in `data.sources[].path`.
         type: type and limits of the value, such as "number > 0".
         default: default as written in YAML. "required" means that there is no default, and "unset" that the default is
             empty.
@@ -116,7 +117,7 @@ def _default_text(field: FieldInfo) -> str:
 
 
 def describe_config(options: ConfigOptions) -> str:
-    """Return a text that describes recipe keys: all keys in short, or one section or key in full.
+    """Return the text that `wands config` prints: a short line for every key, or the full text of one section or key.
 
     Args:
         options: options of the command. `key` is the name of a section (optim), a full key name (optim.lr), or a key name

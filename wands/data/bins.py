@@ -26,13 +26,14 @@ import numpy as np
 from wands.flow.rng import permutation, philox
 
 Bin = tuple[int, ...]
-"""Sample indices of one forward pass. () is an empty bin, which fills up the last step of an epoch."""
+"""Sample indices of one forward pass. Empty bins, written as `()`, complete the last step of an epoch."""
 Contents = list[list[int]]
-"""Bins of lengths. Each item of a bin is an index into the ascending array of distinct lengths."""
+"""Bins that contain lengths instead of samples. Each item of a bin is an index into the ascending array of distinct
+lengths."""
 
 MAX_LENGTHS = 1024
-"""Largest number of distinct lengths. More lengths are rounded up to multiples of 1 / `ROUNDED` of a bin, so that clips
-share lengths."""
+"""Largest number of distinct lengths. If the clips have more distinct lengths, all lengths are rounded up to multiples
+of 1 / `ROUNDED` of a bin's capacity. More clips then have equal lengths."""
 ROUNDED = 4096
 """Capacity of a bin in the unit of rounded lengths."""
 PART = 20_000
@@ -44,8 +45,8 @@ SPLITS = 512
 """Number of random splits that a pair of bins tries in a round. A split divides the clips of both bins into two new
 bins."""
 EXACT = 2**32
-"""Integer cost of the most expensive clip. All costs are scaled to this range and rounded. Float64 sums of millions of
-such integers are exact."""
+"""Cost of the most expensive clip after scaling. All costs are multiplied by the same factor and rounded to integers.
+Float64 sums of millions of these integers are exact."""
 
 
 def pack_bins(
@@ -60,7 +61,7 @@ def pack_bins(
             costs.
         max_tokens: capacity of a bin in tokens.
         seed: number or text that determines the random choices, usually `train.seed`.
-        epoch: number of the epoch. Every epoch has equally many bins, but different bins.
+        epoch: number of the epoch. All epochs have the same number of bins, but the clips are combined differently.
 
     Returns:
         Bins that together contain every sample exactly once. For at most `PART` samples with at most `MAX_LENGTHS`
@@ -153,10 +154,10 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     """Pack samples of the given lengths into bins (packed batches) in three ways, and return the packing with the
     fewest bins.
 
-    The three packings are best-fit decreasing (`best_fit`), and exact filling (`fill_exactly`) with two rules for the
-    next length. The first rule takes the longest length with which the bin can still become full. This packing wastes
-    least if few clips fill a bin. The second rule takes a random length. Best fit wastes least if short clips are
-    needed to fill the last bins.
+    The first packing is best-fit decreasing (`best_fit`). It wastes the least room if short clips are needed to fill
+    the last bins. The other two packings are exact filling (`fill_exactly`) with two rules for the next length. The
+    first rule takes the longest length with which the bin can still become full. It wastes the least room if few clips
+    fill a bin. The second rule takes a random length.
 
     Args:
         lengths: int64 [D], distinct lengths, ascending.
@@ -167,7 +168,7 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
 
     def any_length(candidates: np.ndarray, left: np.ndarray) -> int:
         """Return one of `candidates` (indices of lengths) at random. The weight of a length is its number of
-        remaining samples, times the square of the number of such samples that fit into a bin.
+        remaining samples, times the square of the number of samples of this length that fit into a bin.
         """
         reached = (left[candidates] * (max_tokens // lengths[candidates]) ** 2).cumsum()
         return int(candidates[np.searchsorted(reached, next(random) % int(reached[-1]), side="right")])
@@ -282,8 +283,8 @@ def level(
     2. An expensive bin with a random cheap bin.
     3. Two random bins.
 
-    A pair tries `SPLITS` random splits of its samples into two bins. The best split that keeps both bins within
-    `max_tokens` replaces the present contents of the two bins, if it balances their costs better.
+    For each pair, `SPLITS` random splits of the pair's samples into two bins are compared. The best split that keeps
+    both bins within `max_tokens` replaces the two bins, if the two new costs are more similar than the two old costs.
 
     Args:
         bins: bins of indices into `lengths`.
@@ -329,7 +330,8 @@ def _pairs(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the pairs of bins that exchange samples in round `number`, at most 256 pairs at a time.
 
-    Each item is (numbers of the first bins, numbers of the second bins). `cost` contains the cost of each bin.
+    Each item is two arrays of bin numbers. The i-th bin of the first array and the i-th bin of the second array are a
+    pair. `cost` contains the cost of each bin.
     """
     half = len(cost) // 2
     order = np.argsort(-cost, kind="stable")

@@ -1,8 +1,8 @@
 """Decode clips in subprocesses. If a file crashes or hangs its decoder, the clip is rejected and the run continues.
 
-There are `NUM_DECODERS` threads, each with a subprocess. A thread takes the next clip and lets its subprocess decode this
-clip to windows (ranges of frames). Each thread and each subprocess keeps at most one decoded window that waits for the
-encoder.
+There are `NUM_DECODERS` threads, each with a subprocess. A thread takes the next clip, and the subprocess of the thread
+decodes this clip into windows (ranges of frames). Each thread and each subprocess keeps at most one decoded window that
+waits for the encoder.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class EncodeSettings:
         options: options of the command.
         spec: size, rate and length of the samples.
         more_pixels: second and later area limits of a frame, in pixels. `spec` contains the first limit. Each further
-            limit gives one more sample of every window, unless two sizes are equal.
-        fingerprint: digest of the settings and model files that a cache belongs to.
+            limit gives one more sample of every window, unless two limits lead to the same size.
+        fingerprint: digest of the settings and model files with which the latents in the cache are encoded.
         max_samples: largest number of samples in a shard.
         conditions: inputs of the model variant, such as "text" and "image", see `wands.variants.Variant`.
     """
@@ -70,7 +70,7 @@ class Window:
         suffix: end of the sample keys, which names the window and the size.
         meta: metadata of the samples, without the entries that differ between captions.
         pixels: float32 [3, F, H, W] in [-1, 1]; None if the cache already contains the latents.
-        encoded: arrays of the window that the cache already contains, by name; None if the window must be encoded.
+        encoded: maps names to encoded arrays of the window, read from the cache; None if the window must be encoded.
     """
 
     clip: Clip
@@ -134,9 +134,10 @@ def _decode_next_clips(
 
 
 def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSettings) -> Iterator[Window]:
-    """Decode a clip, and yield each window (range of frames) for which a caption of the clip has no sample in the cache.
+    """Decode a clip, and yield its windows (ranges of frames) that have missing samples.
 
-    If the decoder crashes, decode the clip a second time.
+    A window has one sample for each caption of the clip. The window is yielded if the cache lacks at least one of these
+    samples. If the decoder crashes, decode the clip a second time.
 
     Raises:
         Crash: if the decoder crashed twice or exceeded the time limit.
@@ -164,8 +165,8 @@ def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSetting
 def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]]:
     """Yield (decoded window, whether it is the last window of the file) for each item of `clips`.
 
-    A window (range of frames) is decoded at several sizes. All sizes are held back until the next window has been decoded,
-    because only then it is known whether the window is the last.
+    A window (range of frames) may be decoded at several sizes, and gives one item for each size. The items of a window
+    are yielded only when the next window or the end of the file is reached.
 
     Raises:
         DataError: if `clips` raises it. The windows that were decoded before the error are yielded first.

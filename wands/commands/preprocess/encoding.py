@@ -6,7 +6,8 @@ files of worker 0 are:
 
     text-0.journal       write-ahead log of text embeddings
     samples-0.journal    write-ahead log of samples that no shard contains yet
-    encoding-0           digest of the clip that is being encoded; not empty if the process was killed while encoding
+    encoding-0           digest of the clip that is being encoded, otherwise empty; if the worker process is killed, the
+                         digest shows the clip during which the process died
 """
 
 from __future__ import annotations
@@ -207,9 +208,10 @@ class _ClipEncoder:
         return None
 
     def _append(self, window: Window, encoded: dict[str, Tensor]) -> None:
-        """Append one record to the write-ahead log: the samples of a window (range of frames) for all captions of its clip.
+        """Append one record with all missing samples of a window (range of frames of a clip) to the write-ahead log.
 
-        If the process is killed while writing, either all samples of the record are stored, or none.
+        The record contains one sample for each caption of the clip that has no sample of this window in the cache. If
+        the process is killed while writing, either all samples of the record are stored, or none.
 
         Args:
             window: the encoded window.

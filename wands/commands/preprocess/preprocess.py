@@ -43,12 +43,12 @@ from wands.variants import TEXT_LEN, Variant
 
 QUARANTINE_NAME = "quarantine.jsonl"
 ROUNDS = 3
-"""Number of consecutive rounds without progress after which a run ends whose workers died.
+"""Number of consecutive rounds without progress after which a run with dying workers ends with an error.
 
 A round runs a task on all remaining captions or clips.
 """
 SUSPECT_SECONDS = 1800.0
-"""Longest time in seconds for encoding one clip again after the process that encoded the clip died."""
+"""Time limit in seconds for the second attempt to encode a clip, if a worker process died in the first attempt."""
 
 
 def preprocess(options: PreprocessOptions, *, max_samples: int = 512) -> PreprocessReport | None:
@@ -58,8 +58,8 @@ def preprocess(options: PreprocessOptions, *, max_samples: int = 512) -> Preproc
     caption or the name of a clip is new, only the caption is encoded. A run on an existing cache needs the same settings as
     the earlier run. After the run, the index of the cache contains exactly the samples of the source.
 
-    If a time range of a file has several captions, it is decoded and encoded once. The samples of these captions
-    share the latents in a shard.
+    If a time range of a file has several captions, this time range is decoded and encoded once. The samples of these
+    captions share the latents in a shard.
 
     If a clip crashes its decoder or exceeds the time limit, it is rejected and listed in `quarantine.jsonl`. Later runs skip
     the clip until its file changes or its line in `quarantine.jsonl` is deleted.
@@ -118,8 +118,8 @@ class PreprocessRun:
     The leading process assigns captions and clips to workers, collects the results, and writes the index of the cache.
 
     Attributes:
-        quarantine: maps the digest of a clip that crashed a process or exceeded a time limit to the reason why the
-            clip is rejected.
+        quarantine: maps the digest of a clip to the reason why the clip is rejected. It contains only clips that
+            crashed a process or exceeded a time limit.
     """
 
     def __init__(self, writer: CacheWriter, pool: WorkerPool, settings: EncodeSettings) -> None:
@@ -139,9 +139,9 @@ class PreprocessRun:
         self.null_text: Tensor | None = None
 
     def prepare(self) -> None:
-        """Create the work folder, and read the clips that earlier runs put into quarantine.
+        """Create the work folder, and read the list of clips that earlier runs put into quarantine.
 
-        If an earlier run was interrupted, move its samples from the work folder to shards.
+        If the work folder contains samples of an interrupted run, move these samples to shards.
 
         Raises:
             CacheError: if the disk is full, or workers of an earlier run are still alive.
@@ -160,7 +160,7 @@ class PreprocessRun:
             self.null_text = LatentCache(self.writer.path).null_text_embeds
 
     def _collect_samples(self) -> None:
-        """Move samples from write-ahead logs to shards, and add the shards that workers wrote to the cache's list of shards."""
+        """Move samples from write-ahead logs to shards. Then add all new shards to the list of the cache writer."""
         for path in sorted(self.settings.work.glob("samples-*.journal")):
             with closing(WriteAheadLog(path)):  # waits until no worker writes this log
                 self.writer.refresh()
@@ -361,7 +361,7 @@ def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any
 
 
 def _read_variant(model: str) -> Variant:
-    """Return the model variant of a pipeline. Before that, check that the pipeline's encoders fit its DiT.
+    """Check that the encoders of a pipeline fit the DiT of the pipeline, and return the model variant.
 
     Args:
         model: pipeline folder or Hub id.

@@ -22,9 +22,9 @@ class PreprocessReport:
         out: cache folder.
         variant: name of the model variant.
         num_accepted: number of samples in the index of the cache after the run.
-        num_reused: number of samples in the index that an earlier run encoded.
-        num_left_out: number of samples from earlier runs that are in shards but not in the index. Either the source no longer
-            contains their clip, or their size was not requested.
+        num_reused: number of samples from earlier runs that are in the index.
+        num_left_out: number of samples from earlier runs that are in shards but not in the index. Each of these samples
+            has a clip that the source no longer contains, or a size that was not requested.
         num_cut_captions: number of samples whose caption fills all 512 text tokens. Text after 512 tokens is lost.
         rejected: clips that cannot be used, each with the reason.
         tokens: int64 [num_accepted], number of video tokens of each sample.
@@ -33,11 +33,12 @@ class PreprocessReport:
         seconds: duration of the run.
         num_relabelled: number of samples that reuse latents from the cache, because only the caption or the name is new.
         num_workers: number of worker processes that encoded.
-        waited: share of the encoding time, 0 to 1, in which encoders waited for decoded clips; None if nothing was encoded.
+        waited: fraction (0 to 1) of the encoding time in which encoders waited for decoded clips; None if nothing was
+            encoded.
         seconds_encoding: time in seconds that the slowest worker needed for its clips, including loading the models.
         losses: one sentence for each worker that ended early, with the reason.
-        quarantine: file that lists clips that crashed a process or exceeded a time limit; None if the run rejected no such
-            clip.
+        quarantine: file with the list of clips that crashed a process or exceeded a time limit; None if the run
+            rejected no clip from this list.
     """
 
     out: Path

@@ -1,4 +1,4 @@
-"""Compare a source of clips with the latent cache, and find the clips that have samples which the cache lacks."""
+"""Compare a source of clips with the latent cache, and find the clips with samples that are missing in the cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ FromSource = TypeVar("FromSource", ClipRecord, Rejection)
 Samples = dict[str, IndexEntry]
 """Maps a sample suffix (window and size) to a cached sample. All samples come from one time range of a file.
 
-Several captions of the same window (range of frames) give several samples. The map contains any one of these samples.
+If a time range has several captions, several samples have the same suffix, and the map contains only one of these
+samples. Any of these samples can be used, because all of them contain latents of the same frames.
 """
 
 
@@ -56,8 +57,8 @@ class Clip:
         end: end of the time range in seconds; None for the end of the file.
         video: digest of the file and the time range, from which the latents are made.
         rows: captions. A clip from `SourceScan.pending` contains only captions with missing samples.
-        latents: cached latents to reuse, as (shard name, row in the shard, suffix). At least one caption lacks the sample with
-            this suffix.
+        latents: cached latents to reuse, as (shard name, row in the shard, suffix). For each of these suffixes, the
+            sample of at least one caption is missing.
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
     """
 
@@ -98,7 +99,8 @@ class SourceScan:
             rejected: rows that were rejected while the source was read.
             spec: frame rate, size and length of the samples.
             more_pixels: second and later area limits of a frame, in pixels. `spec` contains the first limit.
-            quarantine: maps the digest of a clip that crashed a process or exceeded a time limit to the reason of rejection.
+            quarantine: maps the digest of a clip to the reason why the clip is rejected. It contains only clips that
+                crashed a process or exceeded a time limit.
         """
         self.spec, self.more_pixels, self.rejected = spec, more_pixels, list(rejected)
         self.contents: dict[str, str] = {}
@@ -178,7 +180,8 @@ class SourceScan:
     def _expected(self, stored: Samples) -> set[str] | None:
         """Return the suffixes (window and size) of all samples that a clip must have.
 
-        Return None if the cached samples do not show the number of windows or the sizes, so that the clip must be decoded.
+        Return None if the number of windows or the sizes cannot be found from the cached samples. The clip must then be
+        decoded.
 
         Args:
             stored: cached samples of the clip's file and time range by suffix.
@@ -225,7 +228,8 @@ def _size_suffixes(
     Args:
         spec: settings of the samples with the first area limit.
         more_pixels: area limits after the first limit, in pixels.
-        display_size: width and height of the source in square pixels, as fractions; () if the size is unknown.
+        display_size: width and height at which a player shows the source, in pixels, as fractions; () if the size is
+            unknown.
     """
     if not display_size:
         return None
@@ -257,8 +261,8 @@ _WHOLE = 1 << 24
 
 
 def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
-    """Return two digests of a row (clip with one caption). The first is of file content, time range and caption. The
-    second is of file content and time range.
+    """Return two digests of a row (clip with one caption). The first digest depends on the file's content, the time
+    range and the caption. The second digest depends on the file's content and the time range.
 
     The digests use the content instead of the modification time, so that a copied data set is not encoded again. The
     digests do not include the settings of the samples, because all samples of a cache have the same settings.

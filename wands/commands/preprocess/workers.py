@@ -38,7 +38,7 @@ class Lost:
 
     Attributes:
         slot: number of the worker.
-        reason: the worker and why it ended, as text for the report.
+        reason: text for the report, which names the worker and the cause of its end.
         error: error that ended the worker; None if the process of the worker died.
     """
 
@@ -125,8 +125,8 @@ class WorkerPool:
             shares: maps the number of each worker to its share, a list of captions or clips.
 
         Raises:
-            WandsError: if the task raises it and there is only one worker. With several workers, a `Lost` event reports the
-                error.
+            WandsError: if there is only one worker and the task raises this error. With several workers, a `Lost` event
+                reports the error.
         """
         if self.launched:
             yield from self._run_ranks(task, settings, shares)

@@ -45,11 +45,14 @@ SEED = 0
 OUTPUT_BOUND, GRADIENT_BOUND = 1e-4, 1e-3
 """Largest relative errors of the velocity and of the gradients in fp32.
 
-The error of correct code comes from sums in a different order, through 40 blocks and their backward pass. A mistake in the
-code gives a relative error of 1e-2 or more.
+Correct code adds the same numbers in a different order, in the forward and backward pass of 40 blocks. The errors from
+this order are below these bounds. A mistake in the code gives a relative error of 1e-2 or more.
 """
 BF16_FACTOR = 1.5
-"""Largest ratio between the errors of two correct computations in bf16. Each error is relative to the result in fp32."""
+"""Largest ratio of the tested computation's error to the reference computation's error, if both use bf16.
+
+Each error is the relative difference from the reference computation in fp32.
+"""
 PARAMETERS = (
     "patch_embedding.weight",
     "condition_embedder.text_embedder.linear_1.weight",
@@ -68,19 +71,21 @@ PARAMETERS = (
 Answer = dict[str, Tensor]
 """Result of one computation, as fp32 tensors on the host.
 
-It maps "sample 0", "sample 1", ... to the velocity [tokens, P] of the sample, for P channels of a token. It maps the name of
-each parameter in `PARAMETERS` that the model has to the gradient of the parameter.
+It maps "sample 0", "sample 1", ... to the velocity [tokens, P] of the sample, for P channels of a token. It also maps
+parameter names to gradients, for those names in `PARAMETERS` that exist in the model.
 """
 
 
 class Comparison(NamedTuple):
-    """Results of a tested and a reference computation. The result of a computation is called an answer: velocities and gradients.
+    """Results of a tested and a reference computation.
+
+    The result of a computation, velocities and gradients, is called an answer.
 
     Attributes:
         tested: answer of the tested computation, in fp32 or bf16 arithmetic.
         expected: answer of the reference computation in fp32 arithmetic.
-        rounded: answer of the reference computation in the arithmetic of `tested`. For fp32, this is `expected` itself. For
-            bf16, its difference from `expected` shows the error that rounding alone causes.
+        rounded: answer of the reference computation in the arithmetic of `tested`. For fp32, `rounded` is `expected`
+            itself. For bf16, the difference between `rounded` and `expected` is the error that rounding alone causes.
         origin: name of the reference computation, for the report.
     """
 
@@ -138,7 +143,7 @@ class PackedSamples:
 
         Args:
             setup: setup with the tested DiT. Noise levels are drawn from the range that this DiT is trained on.
-            i2v_ratio: share of samples whose first frame is given, for the model TI2V.
+            i2v_ratio: fraction of samples whose first frame is given, for the model TI2V.
         """
         self.setup, self.shape, self.sigma_range = setup, setup.variant.dit, setup.expert.sigma_range
         self.flow = FlowConfig(cfg_dropout=0.0, i2v_ratio=i2v_ratio)
@@ -189,7 +194,7 @@ class PackedSamples:
     def run_stock(self, model: WanTransformer3DModel) -> Answer:
         """Run the forward pass and the backward pass of the stock model on each sample separately.
 
-        The calls of the model have the same form as in diffusers' pipelines.
+        The model is called in the same way as in diffusers' pipelines.
 
         Args:
             model: model of diffusers.
@@ -245,8 +250,8 @@ def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
     The stock model is deleted before the packed model is loaded, so that only one model is in memory at a time.
 
     Returns:
-        The comparison of ordinary samples under "packed". For the model TI2V, also the comparison of samples whose first frame
-        is given, under "first_frame".
+        A dict of comparisons. The key "packed" contains the comparison without a given first frame. For the model TI2V,
+        the key "first_frame" contains the comparison of samples whose first frame is given.
     """
     bins = {"packed": PackedSamples(setup)}
     if setup.has("first_frame"):

@@ -105,10 +105,11 @@ def check_latents(part: VaePart) -> Outcome:
 
 
 def check_statistics(part: VaePart) -> Outcome:
-    """Check the mean and standard deviation by which the VAE's config normalises latents.
+    """Check the statistics (mean and standard deviation) in the VAE's config, with which latents are normalised.
 
-    For the shape of a published model, compare the config with the published statistics. For a clip of the user, check that
-    the normalised latents of the clip have a mean and a standard deviation within `MEAN_BAND` and `STD_BAND`.
+    If the model has the shape of a published Wan model, compare the config with the published statistics. If the user
+    gives a clip, check that the mean and the standard deviation of its normalised latents are within `MEAN_BAND` and
+    `STD_BAND`.
     """
     std, mean = (float(value) for value in torch.std_mean(part.latents))
     number, passed, bounds = f"mean {mean:.3f}, std {std:.3f}", None, []

@@ -45,7 +45,7 @@ def check_boundary(setup: Setup) -> Outcome:
 def check_draws(setup: Setup) -> Outcome:
     """Check the noise levels that training draws for each expert (DiT for a range of timesteps).
 
-    At all drawn noise levels, diffusers' stock pipeline must use the same expert.
+    At each drawn noise level, diffusers' stock pipeline must use the expert for which training drew the noise level.
     """
     ratio, num_timesteps = _read_boundary(setup)
     wrong = count = 0

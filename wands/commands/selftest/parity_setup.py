@@ -77,7 +77,7 @@ class Setup:
         device: device of all computations.
         dtype: dtype of the text encoder and of the DiT's computation. The VAE and CLIP use fp32, as in `wands preprocess`.
         frames: frames of the clip, uint8 [F, H, W, 3] with F = 4k + 1 >= 5.
-        expert: tested DiT, for checks of a DiT.
+        expert: DiT that is tested by the checks that run once for each DiT.
     """
 
     options: SelftestOptions

@@ -7,7 +7,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 OFFICIAL_TEXT_LEN = 512
-"""Value of `text_len` in official Wan. The checks compare wands with this value, so it is not `wands.variants.TEXT_LEN`."""
+"""Value of `text_len` in official Wan. The constant `TEXT_LEN` of wands is not used, because the checks test it."""
 
 
 def add_conditions(
