@@ -82,8 +82,8 @@ class RankSlice:
 
     @property
     def trained_lens(self) -> tuple[int, ...]:
-        """Number of tokens of each sample that the loss uses: all tokens, on all ranks, except the conditioning
-        tokens.
+        """Number of tokens of each sample that the loss uses, counted over all ranks. The loss does not use
+        conditioning tokens.
         """
         pairs = zip(self.layout.seq_lens, self.num_cond_tokens, strict=True)
         return tuple(length - num_cond for length, num_cond in pairs)
@@ -126,7 +126,7 @@ class PackedBatch:
         keys: key of each sample, from which noise and sigma are drawn.
         weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise 1.
         num_cond_tokens: number of conditioning tokens at the start of each sample. These are the tokens of the clean
-            first frame of TI2V. 0 for samples without such a frame.
+            first frame of TI2V. 0 for samples without a clean first frame.
         condition_channels: fp32 [T, P'], see `wands.data.conditions`. None for models without conditioning channels.
         image_embeds: [S, I, E], CLIP hidden states of the conditioning frames. None for models without CLIP.
         dropout_keys: 64 random bits per sample, from which dropout masks are drawn. Empty without dropout.
@@ -252,8 +252,8 @@ class PackingCollator:
         Args:
             samples: samples of one bin. If the list is empty, the batch is one zero token with weight 0, so that all
                 ranks run the same number of forward passes.
-            repeat_indices: for each sample, how often the sample id occurs earlier in the data. The number is part of
-                the key from which the noise of the sample is drawn.
+            repeat_indices: for each sample, number of earlier occurrences of its sample id in the data. The number is
+                part of the key from which the noise of the sample is drawn.
             epoch: number of the pass over the data.
 
         Raises:

@@ -3,7 +3,7 @@
     manifest.json      schema version, variant, fingerprint of encoders and settings; written first
     shard-00000.h5     /samples/000000/{latents, text_embeds} uint16, contiguous; attributes key, crc32, meta;
                        image_latents for models with conditioning frames, image_embeds for models with CLIP
-    index.npz          keys, places, shapes, checksums, the embedding of ""; written last
+    index.npz          keys, positions, shapes, checksums, the embedding of ""; written last
 
 `shards.py` reads shards, and `index.py` contains the index.
 
@@ -70,7 +70,7 @@ def checksum(*arrays: np.ndarray) -> int:
 
 
 def digest(value: Any) -> str:
-    """Return a hash of a JSON value as 32 hex digits. Equal values have equal hashes, in any order of the keys."""
+    """Return a hash of a JSON value as 32 hex digits. The order of the keys of an object does not change the hash."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -78,15 +78,17 @@ def digest(value: Any) -> str:
 
 
 def array_names(conditions: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the arrays that each sample has for a variant with these conditions, in the order of
-    `ARRAYS`.
+    """Return the names of the arrays of a sample in a cache, in the order of `ARRAYS`.
+
+    Args:
+        conditions: conditions of the model variant for which the cache is made.
     """
     return (*ARRAYS[:2], *(name for condition, name in IMAGE_ARRAYS.items() if condition in conditions))
 
 
 def variant_contract(variant: Variant) -> dict[str, Any]:
-    """Return the properties of a variant that decide whether a cache fits a model. The name is used only in error
-    messages.
+    """Return the properties of a variant that decide whether a cache fits a model, and the variant's name. Error
+    messages use the name.
     """
     dit = variant.dit
     return {
@@ -153,7 +155,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that either the complete file exists or no file, even after a power failure.
+    """Write a file so that the file is never incomplete, even after a power failure.
 
     Raises:
         CacheError: if the disk is full or not writable.

@@ -61,11 +61,11 @@ class CacheIndex:
 
     @classmethod
     def build(cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray) -> CacheIndex:
-        """Build the index from entries (facts about one sample each) of finished shards. The index is sorted by key.
+        """Build the index of finished shards. The index is sorted by key.
 
         Args:
             path: cache folder that contains the shards.
-            entries: entries of the samples.
+            entries: entry of each sample, with its shape, checksum and other facts.
             null_text: uint16 [text tokens, width of the text encoder], bf16 bits of the embedding of "".
         """
         entries = sorted(entries, key=lambda entry: entry.key)

@@ -53,8 +53,8 @@ class LatentCache:
     at its first read, and again whenever the file has changed. Several threads can read at once. Reads bypass HDF5 and
     are as fast as reads of plain files.
 
-    A cache may be larger than memory. No shard is kept in memory or mapped into it; each read fills new arrays. Only
-    the index (some hundred bytes per sample) stays in memory.
+    A cache may be larger than memory. Only the index (some hundred bytes per sample) stays in memory. No shard is kept
+    in memory or memory-mapped: each read fills new arrays.
 
     Attributes:
         keys: sample ids, sorted. `read(i)` returns the sample `keys[i]`.
@@ -112,7 +112,7 @@ class LatentCache:
 
     @property
     def places(self) -> np.ndarray:
-        """(shard, position in the shard) of every sample, int64 [N, 2]."""
+        """(number of the shard, position in the shard) of every sample, int64 [N, 2]."""
         return np.stack([self.index.shards, self.index.rows], axis=1).astype(np.int64)
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
@@ -148,10 +148,10 @@ class LatentCache:
 
         Args:
             i: position in `keys`.
-            frames: (first, end) of the needed latent frames. Default: all frames. Latents keep their shape. The other
-                frames are zero and are not read from the file. A rank of a context-parallel group needs only the frames
-                that contain its tokens (`wands.data.patchify.frames_of_tokens`). With `verify`, the whole sample is
-                read to compute the checksum.
+            frames: (first, end) of the needed latent frames. Default: all frames. Frames outside this range are zero
+                in the returned latents, and are not read from the file. A rank of a context-parallel group needs only
+                the frames that contain its tokens (`wands.data.patchify.frames_of_tokens`). With `verify`, the whole
+                sample is read to compute the checksum.
 
         Raises:
             CacheError: if the shard cannot be read or does not match the index, or (with `verify`) the checksum is
@@ -255,11 +255,11 @@ class LatentCache:
 
     @contextmanager
     def _open(self, i: int) -> Iterator[FileIO]:
-        """Open the shard of sample `i` as a plain file. Compare the shard with the index, unless this file was compared
-        before.
+        """Open the shard of sample `i` as a plain file. Compare the shard with the index, unless an earlier call did so
+        and the file has not changed.
 
         Raises:
-            CacheError: if the shard cannot be read or does not match the index. Also if the `with` block cannot read.
+            CacheError: if the shard does not match the index, or this method or the `with` block cannot read the shard.
         """
         path = self._path(i)
         with damage_named(path), FileIO(path) as file:
@@ -275,7 +275,7 @@ class LatentCache:
         return self.path / self.index.shard_names[self.index.shards[i]]
 
     def _compare(self, i: int, file: h5py.File) -> h5py.Group:
-        """Return the HDF5 group of sample `i` in an open shard.
+        """Compare an open shard with the index, and return the HDF5 group of sample `i`.
 
         Raises:
             CacheError: if the shard differs from the index in its digest, or in the key or shapes of the sample.
@@ -293,10 +293,9 @@ class LatentCache:
         return group
 
     def _shapes(self, i: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes that the arrays of sample `i` must have according to the index and the manifest, by array
-        name.
+        """Return a dictionary that maps each array name to the shape that the array must have in sample `i`.
 
-        The names have the same order as the offsets in the index.
+        The shapes come from the index and the manifest. The names have the same order as the offsets in the index.
         """
         latents = tuple(self.index.latent_shapes[i].tolist())
         text = (int(self.index.text_lens[i]), self.null_text_embeds.shape[1])
@@ -313,14 +312,15 @@ class LatentCache:
 
 
 def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return the manifest keys whose values show that a cache lacks an array that a model needs.
+    """Compare the arrays of a cache with the arrays that a model needs, and return the manifest key of a difference.
 
     Args:
         ours: `variant_contract` (properties of the model variant) of the cache.
         theirs: `variant_contract` (properties of the model variant) of the model.
 
     Returns:
-        ["conditions"] or ["image_embeds"]; empty if the cache provides all conditions.
+        ["conditions"] if an array is missing or was made from other conditioning frames. ["image_embeds"] if the CLIP
+        states have another shape. An empty list if the cache contains all arrays that the model needs.
     """
     has, wanted = set(ours.get("conditions", ())) & GIVEN, set(theirs["conditions"]) & GIVEN
     # Latents of the first frame alone differ from latents of the first and last frame.

@@ -165,7 +165,8 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
         row: number of the sample in the shard.
 
     Returns:
-        A dictionary that maps array names to uint16 arrays, without text_embeds, and the metadata of the sample.
+        A pair. The first item maps the names of all arrays except text_embeds to uint16 arrays. The second item is the
+        metadata of the sample.
 
     Raises:
         CacheError: if the shard is damaged or belongs to another cache.
@@ -181,7 +182,9 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Raise a CacheError that names the shard, if a damaged shard causes an error inside the `with` block."""
+    """Convert an error that a damaged shard causes inside the `with` block to a CacheError. The message names the
+    shard.
+    """
     try:
         yield
     except (OSError, KeyError, ValueError, RuntimeError) as error:

@@ -72,7 +72,7 @@ class LogRecord:
 
 
 def read_records(path: Path) -> Iterator[LogRecord]:
-    """Yield every complete record of a log. Reading stops at the first incomplete record or damaged header.
+    """Yield the records of a log, up to the first incomplete record or damaged header.
 
     Args:
         path: file of the log. Another process may append to the file at the same time.

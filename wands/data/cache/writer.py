@@ -64,8 +64,7 @@ class ShardWriter:
     Attributes:
         path: cache folder.
         digest: digest of the fingerprint (encoders and settings) in the manifest. Each shard stores the digest.
-        entries: maps keys to the entries of samples in finished shards. These are the shards that this writer has
-            finished or read.
+        entries: maps the key of each sample to its index entry, for all shards that this writer has finished or read.
     """
 
     def __init__(
@@ -182,8 +181,7 @@ class ShardWriter:
                 self.add(key, latents, text_embeds, meta, **images)
 
     def finish_shard(self) -> None:
-        """Write the samples that were added since the last shard to a finished shard. Without such samples, write
-        nothing.
+        """Close the file of the open shard, and give it the final name. Remove the file if the shard has no samples.
 
         Raises:
             CacheError: if the disk is full. The shard is then removed.

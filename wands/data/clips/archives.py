@@ -28,7 +28,7 @@ def is_tar(path: Path) -> bool:
 
 
 class TarReader:
-    """An open tar archive: its samples, and the bytes of their members. Use it as a context manager.
+    """Context manager for an open tar archive. It lists the samples of the archive and reads their members.
 
     Attributes:
         samples: maps the name of each sample (folder, and file name up to the first dot) to its members, in the order

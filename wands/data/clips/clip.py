@@ -1,8 +1,9 @@
 """Plan the samples of a clip: frame sizes and time windows. The module only computes; it uses neither files nor PyAV.
 
-The key of a sample is the key of its clip and a suffix. In slide mode, the suffix of the fourth window is "#0003". A
-clip can have samples of several sizes, one for each limit of the frame area. The size for the first limit has no
-suffix. Other sizes have a suffix such as "#640x352" (width x height). Keys of clips never contain "#".
+The key of a sample is the key of its clip and a suffix. The mode `slide` cuts a clip into consecutive windows. The
+suffix then contains the number of the window: "#0003" for the fourth window. A clip can have samples of several sizes,
+one for each limit of the frame area. The size for the first limit has no suffix. Other sizes have a suffix such as
+"#640x352" (width x height). Keys of clips never contain "#".
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ClipSpec:
     resized to cover this size, and then cropped centrally.
 
     Size without ``height`` and ``width``: a frame keeps its aspect ratio. It is scaled down (never up) to at most
-    ``max_pixels``. Pixels beyond a multiple of ``size_multiple`` are cropped centrally.
+    ``max_pixels``. Then it is cropped centrally, so that both sides are multiples of ``size_multiple``.
 
     Length: 1 + k * ``frame_stride`` frames.
 
@@ -104,8 +105,8 @@ class ClipSpec:
 
         Args:
             variant: variant of the model. Its VAE and patch size give ``size_multiple`` and ``frame_stride``.
-            options: attributes of the class. The default of ``fps`` is the variant's frame rate, the default of
-                ``max_frames`` is 81. Without ``height``, the default of ``max_pixels`` is `MAX_PIXELS`.
+            options: values of other attributes of the class. The default of ``fps`` is the variant's frame rate. The
+                default of ``max_frames`` is 81. Without ``height``, the default of ``max_pixels`` is `MAX_PIXELS`.
 
         Raises:
             ConfigError: if a value is invalid or options exclude each other.
@@ -145,8 +146,8 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
 
     Args:
         spec: rules for the size.
-        width: width of the displayed clip in pixels, where pixels are square.
-        height: height of the displayed clip in pixels, where pixels are square.
+        width: displayed width of the clip in pixels, with the pixel aspect ratio applied.
+        height: displayed height of the clip in pixels.
 
     Raises:
         TooSmallError: if a side of the frame would be shorter than ``size_multiple`` pixels.
@@ -182,12 +183,12 @@ def plan_sizes(
     Args:
         spec: rules for the size, with the first limit.
         more_pixels: further limits, in pixels.
-        width: width of the displayed clip in pixels, where pixels are square.
-        height: height of the displayed clip in pixels, where pixels are square.
+        width: displayed width of the clip in pixels, with the pixel aspect ratio applied.
+        height: displayed height of the clip in pixels.
 
     Returns:
-        A dictionary that maps the suffix of the sample's key to the size, and an error or None. The error belongs to
-        the first limit at which a side of the frame would be too short.
+        A pair. The first item maps the suffix of each sample's key to its frame size. The second item is the error for
+        the first limit at which a side of the frame would be too short, or None.
 
     Raises:
         TooSmallError: if a side of the frame would be too short at every limit.
@@ -221,9 +222,9 @@ def further_specs(spec: ClipSpec, more_pixels: Sequence[int]) -> list[ClipSpec]:
 
 
 def split_suffix(suffix: str) -> tuple[str, str]:
-    """Split the suffix of a sample's key into (window, size). A window is a range of frames.
+    """Split the suffix of a sample's key into the part for the window (range of frames) and the part for the size.
 
-    The window is "" or, for example, "#0003". The size is "" or, for example, "#640x352".
+    The part for the window is "" or, for example, "#0003". The part for the size is "" or, for example, "#640x352".
     """
     match = re.fullmatch(r"((?:#\d+)?)((?:#\d+x\d+)?)", suffix)
     assert match, suffix

@@ -83,8 +83,8 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
 def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (index, row) for each row of the split `source.split`.
 
-    Column names are lower-case. A video is not decoded: it is a path, or a dictionary with "path" and "bytes". Rows are
-    streamed, so a row is read only when it is needed, and nothing is copied to the disk before.
+    Column names are lower-case. Videos are not decoded: the value is a path, or a dictionary with "path" and "bytes".
+    Each row is read when it is needed, so the dataset is not copied to the disk first.
 
     Raises:
         DataError: if the dataset cannot be loaded or lacks the split or the columns.
@@ -132,7 +132,7 @@ def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
 
     Args:
         dataset: name of the dataset, owner/name.
-        written: path in the repository, or the hf:// address that a streamed videofolder gives.
+        written: video of the row: a path in the repository, or an hf:// address.
 
     Returns:
         The path in the repository, and the local file.

@@ -81,7 +81,7 @@ class IsolatedWorker:
 
         Raises:
             Crash: if the subprocess died or took too long, or `kill` was called.
-            WandsError: if the function raised this WandsError. A MemoryError of the function is raised, too.
+            WandsError: if the function raised a WandsError. A MemoryError in the function is raised here, too.
             RuntimeError: if the function raised any other exception. The text is the traceback of the exception.
         """
         if self._pipe is None:
@@ -176,9 +176,9 @@ def _exit_with_parent() -> None:
 def run_in_threads(iterators: Sequence[Iterator[Result]]) -> Generator[Result, None, None]:
     """Run each iterator in a thread, and yield the values of all iterators when they are ready.
 
-    An iterator computes its next value while the caller uses the last value of this iterator. Python joins the threads at
-    the exit of this process. If the caller leaves the loop early, it must therefore end the call of `next` that runs in
-    each thread. All callers do this: they kill the subprocess for which the thread waits.
+    While the caller uses a value, the iterator of this value already computes its next value. Python joins the threads
+    when this process exits. So a caller that leaves the loop early must end the running calls of `next`. All callers
+    do this: they kill the subprocesses for which the threads wait.
 
     Args:
         iterators: iterators to run.

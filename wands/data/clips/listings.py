@@ -59,7 +59,7 @@ class Listing:
         file: the file that lists clips.
         source: options of the scan.
         clips: paths of the listed clips that exist.
-        other_files: normalised paths of clips and images in other columns, such as an input image.
+        other_files: normalised paths of clips and images that other columns of the rows name, such as input images.
         is_complete: whether the scan has checked every clip in the folder, listed or not.
     """
 
@@ -141,8 +141,8 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     """Yield the clips that a listing (a file such as a table) names, and rejections of clips in the folder that the
     listing does not name.
 
-    Unlisted images are rejected only if the listing names an image. If the listing names less than half of many clips
-    in a folder, the listing is probably a selection. Then one rejection is yielded for the whole folder.
+    Unlisted images are rejected only if the listing names an image. One rejection is yielded for a whole folder if it
+    has more unlisted than listed clips, and more than `_MAX_SINGLE_REPORTS` unlisted clips.
     """
     items = list(_scan_listing(listing))
     yield from items
@@ -268,8 +268,8 @@ def _scan_merged(listing: Listing) -> Iterator[ClipRecord | Rejection]:
 
 
 def _captions_of_folder(rows: list[NumberedRow]) -> dict[str, Any] | None:
-    """Return the captions of each file name in the rows of diffusion-pipe's captions.json. Return None if the table
-    has another format.
+    """Return a dictionary that maps each file name in diffusion-pipe's captions.json to its captions. Return None if
+    the table has another format, or names a file twice.
     """
     if not rows or any(isinstance(row, str) or set(row) != {"file_name", "caption"} for _, row in rows):
         return None

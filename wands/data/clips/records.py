@@ -36,9 +36,9 @@ class ClipRecord:
 
     Attributes:
         key: unique, stable name, empty until `settle_keys` sets it. The key is the path relative to the source,
-            without the extension. The extension is kept if two clips have the same path otherwise. If the row selects
-            a time range, "@start-end" follows. For the second and later captions of a clip, "~" and eight hex digits
-            of the caption's hash follow. A key never contains "#".
+            without the extension. If two clips differ only in the extension, their keys contain the extension. If the
+            row selects a time range, "@start-end" follows. For the second and later captions of a clip, "~" and eight
+            hex digits of the caption's hash follow. A key never contains "#".
         path: absolute path of the file.
         caption: text as written, without leading and trailing white space, never empty.
         start: start of the time range in seconds. None is the start of the file.
@@ -64,7 +64,7 @@ class ClipRecord:
 
     @property
     def suffix(self) -> str:
-        """Suffix of the key for the time range and, if the record is an extra caption, the caption."""
+        """Suffix of the key: the time range and, for an extra caption, a hash of the caption."""
         if not self.is_extra_caption:
             return self.range_suffix
         return f"{self.range_suffix}~{hashlib.sha256(self.caption.encode()).hexdigest()[:8]}"
@@ -125,7 +125,8 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
     clip.
 
     Returns:
-        The records with their keys, and the rejections, including rejections of duplicates and of equal keys.
+        The records with their keys, and the rejections. New rejections are added for duplicate records and for clips
+        with equal keys.
     """
     rejections: list[Rejection] = []
     unique: dict[tuple[Path, str], ClipRecord] = {}
@@ -177,8 +178,9 @@ def clip_key(name: str) -> str:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Return a name with composed accents (NFC) and with decomposed accents (NFD), because archives from macOS
-    decompose accents.
+    """Return two spellings of a name: with composed accents (NFC) and with decomposed accents (NFD).
+
+    Archives from macOS contain names with decomposed accents.
     """
     return tuple(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
 
@@ -186,9 +188,9 @@ def spellings(name: str) -> tuple[str, ...]:
 def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
     """Find the file of a clip that a table names, and return its name and its absolute path.
 
-    The first folder that contains the file is used. If no file has exactly the written name, a file is used whose
-    name differs from the written name only in composed or decomposed accents. The returned name is always the written
-    name, so the key of the clip is the same on every system.
+    The first folder that contains the file is used. If no folder contains a file with the written name, the function
+    tries the name with composed accents and with decomposed accents. The returned name always has the accents as
+    written, so the key of the clip is the same on every system.
 
     Args:
         video: path as the table writes it.
@@ -230,12 +232,12 @@ def check_file(name: str, path: Path) -> None:
 
 
 def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], label: str) -> None:
-    """Write a clip from an archive or dataset to a file, unless a file of this size exists.
+    """Write a clip from an archive or dataset to a file, unless the file exists with the right size.
 
     Args:
         path: file to write. Its name identifies the content.
         num_bytes: size of the clip.
-        write: function that writes the clip to the path that it is called with.
+        write: function that receives a path and writes the clip to this path.
         label: name of the clip in error messages.
 
     Raises:

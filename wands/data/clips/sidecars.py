@@ -1,4 +1,4 @@
-"""Folders and tar archives of clips that have their captions in files next to them. Unusable files are reported."""
+"""Folders and tar archives that contain clips and, next to each clip, a caption file. Unusable files are reported."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, list[str] | Rejection]]:
-    """Yield each folder below `folder` with the names of its visible files, in sorted order.
+    """Yield `folder` and each folder below it, with the sorted names of the visible files in the yielded folder.
 
     A folder that cannot be read is yielded with a rejection instead of file names. Each real folder is visited once, so
     that links cannot cause an endless loop.
@@ -143,10 +143,10 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str] | Rejection]]:
 
 
 def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
-    """Return the video of which an image is a preview: a video of the same name. Return None if the image is a
-    separate clip.
+    """Return the video that has the same name as an image, apart from the extension. The image is then probably a
+    preview of the video.
 
-    If a caption file has the same name, the caption belongs to the video.
+    Return None if no video has this name, or `file` is not an image.
     """
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
@@ -244,7 +244,7 @@ def _belongs_to_another(stem: str, clips: set[str]) -> bool:
 def _captions_in_file(
     name: str, read: Callable[[], bytes], source: Source
 ) -> tuple[list[str], dict[str, Any]]:
-    """Read the captions in the caption file of one clip. Of a .jsonl file, only the first line is read.
+    """Read the captions in the caption file of one clip. Only the first line of a .jsonl file is used.
 
     Returns:
         The captions, and the JSON object that contains them. The object is empty for a text file.

@@ -28,7 +28,8 @@ class Source:
         split: split of a Hugging Face dataset, or the sub-folder of a data set with one table per split.
         video_column: column that contains the clips. None takes the first existing column of `VIDEO_COLUMNS`.
         caption_column: column that contains the captions. None takes the first existing column of `CAPTION_COLUMNS`.
-        cache_dir: folder for clips that a dataset or archive contains. None is a folder in the cache of `datasets`.
+        cache_dir: folder in which clips from datasets and archives are stored as files. None is a folder in the cache
+            of the `datasets` library.
     """
 
     name: str
@@ -44,12 +45,12 @@ class Source:
 
     @property
     def video_names(self) -> tuple[str, ...]:
-        """Column names that can contain the clips, lower-case."""
+        """Lower-case names of the columns that can contain the clips."""
         return (self.video_column.lower(),) if self.video_column else VIDEO_COLUMNS
 
     @property
     def caption_names(self) -> tuple[str, ...]:
-        """Column names that can contain the captions, lower-case."""
+        """Lower-case names of the columns that can contain the captions."""
         return (self.caption_column.lower(),) if self.caption_column else CAPTION_COLUMNS
 
     def check_columns(self, present: Iterable[str]) -> None:
@@ -72,10 +73,10 @@ class Source:
 
 
 def _first_filled(row: dict[str, Any], names: Iterable[str]) -> Any:
-    """Return the first non-empty value of the named columns. If all values are empty, return the first value, or
-    None.
+    """Return the first non-empty value of the named columns. If all values are empty, return the first value. Return
+    None if the row has none of the columns.
 
-    For example, a table with a column of videos and a column of images leaves one of the two cells empty.
+    For example, in a table with a video column and an image column, each row has one empty cell.
     """
     values = [row[name] for name in names if name in row]
     return next((value for value in values if value not in (None, "")), next(iter(values), None))

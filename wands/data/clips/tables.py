@@ -26,8 +26,8 @@ unreadable row it is a string with the reason."""
 def read_range(row: dict[str, Any], path: Path) -> Range:
     """Return the time range (start, end) that a row of a table selects in its clip, in seconds.
 
-    A range in frames is converted with the clip's frame rate. If the frame rate varies, it is converted with the
-    times of the frames.
+    A range in frames is converted to seconds with the clip's frame rate or, if the frame rate varies, with the times
+    of the frames.
 
     Args:
         row: row with lower-case column names.
@@ -173,7 +173,7 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
 
 
 def _csv_row(lines: list[str], begin: int) -> tuple[list[str] | str, int]:
-    """Read the row that begins at a line.
+    """Read the row of a .csv file that begins at `lines[begin]`.
 
     Quotes are read strictly. Otherwise an unclosed double quote would move all later rows into one caption.
 

@@ -190,13 +190,13 @@ def decode_clip(
             sample of the same size exists already.
 
     Yields:
-        For each size, one clip in the modes ``head`` and ``middle``, and one clip per window in the mode ``slide``. At
-        least one clip.
+        A `DecodedClip` for each size in the modes ``head`` and ``middle``, and for each size and window in the mode
+        ``slide``. Without an error, at least one is yielded.
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is truncated or corrupt inside a window, or
-            is too short or too small. If the file is too small only for a further limit, the error is raised after all
-            clips.
+            is too short or too small. If the file is too small only for a limit in `more_pixels`, the error is raised
+            after all clips were yielded.
     """
     path = Path(path)
     try:
@@ -244,7 +244,9 @@ def _frame_times(path: Path, size: int, changed: int) -> tuple[float, ...] | Non
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Replace the errors that a damaged file causes inside the `with` block by a DataError that names the file."""
+    """Convert an error that a damaged file causes inside the `with` block to a DataError. The message names the
+    file.
+    """
     try:
         yield
     except BROKEN as error:

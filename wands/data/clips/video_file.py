@@ -72,7 +72,7 @@ class VideoInfo:
 
     @property
     def display_size(self) -> tuple[Fraction, Fraction]:
-        """Displayed (width, height) in square pixels, after the pixel aspect ratio and then the rotation are applied."""
+        """Displayed (width, height) in pixels, with the pixel aspect ratio and the rotation applied."""
         width, height = self.width * self.sar, Fraction(self.height)
         return (height, width) if self.rotation % 180 else (width, height)
 
@@ -133,8 +133,8 @@ class VideoReader:
 
     Attributes:
         reached: time in seconds up to which frames were decoded.
-        interlaced: whether a frame decoded so far is interlaced.
-        first: first frame.
+        interlaced: whether any frame decoded so far is interlaced.
+        first: first frame of the video.
         info: properties from the header and the first frame.
     """
 
@@ -207,22 +207,22 @@ class VideoReader:
 
     @property
     def variable_fps(self) -> bool:
-        """Whether the frames decoded so far have unequal distances in time. Differences by rounding of timestamps are
-        ignored.
-        """
+        """Whether the frames decoded so far have unequal distances in time. Rounding errors are ignored."""
         shortest, longest = self._steps
         return longest - shortest > max(ROUNDING, 0.1 * shortest) if longest else False
 
     def tolerance(self, duration: float) -> float:
-        """Return how many seconds the duration in a header may exceed the real duration of an undamaged file: 2 %,
-        but at least the time of two frames.
+        """Return the allowed difference between the duration in a header and the real duration, in seconds.
+
+        The difference is 2 % of the duration, but at least the duration of two frames. A file with a larger difference
+        counts as truncated.
         """
         return max(0.02 * duration, 2 / self._rate)
 
     def _duration(self) -> float:
         """Return the duration of the video in seconds.
 
-        The duration comes from the header. If the header has no exact duration, it comes from the packets.
+        The duration in the header is used if it is exact. Otherwise every packet of the file is read.
         """
         whole = float((self._container.duration or 0) / av.time_base)
         if self._container.format.name not in _GUESSED_DURATION:
@@ -292,7 +292,7 @@ class VideoReader:
         return None if self._is_even(times) else (*times, min(end, self.info.duration))
 
     def _is_even(self, times: Sequence[float]) -> bool:
-        """Return whether every frame k begins at k / frame rate, up to rounding."""
+        """Return whether the frame rate is constant: frame k begins at k / frame rate, up to rounding errors."""
         allowed = min(ROUNDING, 0.5 / self._rate)
         return all(abs(time - number / self._rate) <= allowed for number, time in enumerate(times))
 
