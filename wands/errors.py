@@ -41,22 +41,22 @@ class ConfigError(WandsError):
 
 
 class DataError(WandsError):
-    """Error of a clip, a caption or a source of clips that cannot be used."""
+    """Error because a clip, a caption or a source of clips cannot be used."""
 
 
 class CacheError(WandsError):
-    """Error of a latent cache that is missing, damaged, or made for a different model."""
+    """Error because a latent cache is missing, damaged, or made for a different model."""
 
 
 class CheckpointError(WandsError):
-    """Error of a checkpoint that is missing, incomplete, or saved by an incompatible run."""
+    """Error because a checkpoint is missing, incomplete, or saved by an incompatible run."""
 
 
 class Problems:
     """Collector for the errors of several checks, so that one exception can report all errors.
 
-    Each check has a name. A check can need the results of earlier checks. If an earlier check that it needs has failed, the
-    check is skipped.
+    Each check has a name. A check can need the results of earlier checks, and is skipped if one of these earlier checks
+    has failed.
     """
 
     def __init__(self) -> None:

@@ -79,10 +79,10 @@ def first_difference(ours: Any, theirs: Any) -> tuple[str, Any, Any] | None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`. When the block ends, rename the temporary file to `path`.
+    """Yield a temporary path next to `path`. When the `with` block ends, rename the temporary file to `path`.
 
     If the block raises an exception, the temporary file is deleted. The temporary path has the suffix of `path`,
-    because writers choose the file format by the suffix. A missing folder is created.
+    because writers choose the file format by the suffix. If the folder of `path` does not exist, it is created.
 
     Args:
         path: the file to create or replace.
@@ -107,7 +107,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`. When the block ends, rename the temporary folder to `out`.
+    """Yield a temporary folder next to `out`. When the `with` block ends, rename the temporary folder to `out`.
 
     If the block raises an exception, the temporary folder is deleted. If `out` is replaced, the old folder is kept
     until the new folder is complete. If the process is killed during the replacement, a complete folder is left, either

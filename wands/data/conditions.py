@@ -1,7 +1,7 @@
 """Conditioning channels of image-to-video models: a mask that marks the conditioning frames, and the latents of these
 frames.
 
-A conditioning frame is an image that the user gives: the first frame of the video, or the first and the last.
+Conditioning frames are images that the user gives: the first frame of the video, or its first and last frames.
 
 Letters: C latent channels, (f, h, w) latent frames, rows and columns, n tokens, P channels of a token.
 """
@@ -41,11 +41,11 @@ def image_mask(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
 def condition_channels(image_latents: Tensor, last_image: bool, patch_size: tuple[int, int, int]) -> Tensor:
     """Return the conditioning channels of each token: first the mask, then the image latents.
 
-    The model's input appends these channels to the channels of the noisy token.
+    In the model's input, these channels follow the channels of the noisy token.
 
     Args:
-        image_latents: [C, f, h, w] (latent channels, frames, rows, columns), normalised latents of a video that
-            contains the conditioning frames, and grey frames elsewhere.
+        image_latents: [C, f, h, w] (latent channels, frames, rows, columns), normalised latents of a video in which all
+            frames except the conditioning frames are grey.
         last_image: whether the last pixel frame is a conditioning frame, in addition to the first.
         patch_size: latent (frames, height, width) of one token.
 

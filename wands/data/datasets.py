@@ -1,5 +1,5 @@
-"""Open the data of a training run: mock data, or one or several caches. A cache can be repeated, and clips can be
-held out.
+"""Open the data of a training run: mock data, or at least one cache. An epoch can use a cache several times, and clips
+can be held out of training.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Data = LatentCache | MockDataset
 
 @dataclass(frozen=True)
 class SelectedSource:
-    """One source of data (a cache or mock data), with a selection of its samples for a training run.
+    """One source of data (a cache or mock data), and the samples of the source that a training run uses.
 
     Attributes:
         name: path of the source in the recipe, or "mock" for mock data.
         data: all samples of the source.
         chosen: int64, positions in `data` of the samples that `data.split` selects.
-        repeat: number of uses of each chosen sample in an epoch.
+        repeat: number of uses of each chosen sample in an epoch. With a fraction, the number is a mean over epochs.
     """
 
     name: str
@@ -49,13 +49,14 @@ class CombinedDataset:
     has two rows.
 
     Noise depends on the sample id and the repeat index, so each sample id must belong to one clip. If two sources have
-    the same key with different content, the key of the later source gets the checksum as a suffix: "key#1a2b3c4d". If
-    the content is equal, both sources contain the same clip. The rows of both sources are then numbered as repeats of
-    one sample. So the id of a sample does not change if a path changes or a source is appended.
+    the same key with different content, the checksum of the content is appended to the key of the later source:
+    "key#1a2b3c4d". If the content is equal, both sources contain the same clip. The rows of both sources are then
+    numbered as repeats of one sample. So the id of a sample does not change if a path changes or a source is appended.
 
     Args:
         sources: the sources.
-        seed: `train.seed`. It determines the order in which fractions of a source are used.
+        seed: `train.seed`. If the `repeat` of a source is a fraction, the seed determines in which epochs a sample is
+            used once more.
 
     Attributes:
         sources: the sources.
@@ -63,7 +64,7 @@ class CombinedDataset:
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         schedule: rows that each epoch uses.
         places: int64 [rows, 2], (shard, position in the shard) of each row. Shards are numbered consecutively over
-            all sources, and repeated sources get new numbers.
+            all sources, and each repeat of a source gets new shard numbers.
 
     Raises:
         ConfigError: if an epoch could be empty.
@@ -100,7 +101,7 @@ class CombinedDataset:
         return data.latent_shape(position)
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read the sample of row `i` (one use of a sample in an epoch). Its sample id belongs to no other clip.
+        """Read the sample of row `i` (one use of a sample in an epoch). No other clip has the same sample id.
 
         Args:
             i: number of the row.
@@ -127,8 +128,8 @@ def open_data(
     A single cache or mock data without repeats and without a split is returned unchanged.
 
     With `repeat` r, an epoch uses every sample of the source r times. If r is a fraction, the selected samples differ
-    from epoch to epoch (`wands.data.repeats.RepeatSchedule`). With `weight`, an epoch uses as many samples as all
-    sources together contain, counting repeated uses. The weights divide these uses between the sources.
+    from epoch to epoch (`wands.data.repeats.RepeatSchedule`). With `weight`, the number of uses in an epoch is the
+    number of samples of all sources together. The weights divide these uses between the sources.
 
     Args:
         section: `data` of the recipe.
@@ -137,7 +138,7 @@ def open_data(
         fingerprint: function that returns the fingerprint of the model's encoders. It is not called for mock data.
 
     Raises:
-        ConfigError: if the recipe names no data, or a side of the split is empty.
+        ConfigError: if the recipe names no data, or the split holds out no sample or all samples.
         CacheError: if a cache cannot be used. The error message names the cache.
     """
     configs = _configured_sources(section)
@@ -282,8 +283,8 @@ def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
 
 
 def _contents(data: Data) -> list[int]:
-    """Return one number per sample, made of checksum, text length and number of latent frames. Samples with equal
-    keys have equal content if their numbers are equal.
+    """Return one number for each sample, which combines checksum, text length and number of latent frames. Two samples
+    with the same key are the same clip if these numbers are equal, too.
     """
     assert isinstance(data, LatentCache), "mock data has one source"
     index = data.index

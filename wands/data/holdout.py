@@ -14,15 +14,15 @@ SUFFIX = re.compile(
     rf"(?:@\d+\.\d+(?:-\d+\.\d+)?|~[0-9a-f]{{8}}|{'|'.join(map(re.escape, CLIP_EXTENSIONS))})+\Z",
     re.IGNORECASE,
 )
-"""Suffixes that a clip's name has in keys: the time range and the caption (`ClipRecord.key`), and the file extension."""
+"""Suffixes that follow the clip's name in a key: time range, hash of the caption (`ClipRecord.key`), file extension."""
 
 
 def clip_name(key: str) -> str:
     """Return the name of the clip that a sample belongs to.
 
-    The name is the key without time range, caption, window, size and extension. Only some keys contain the extension:
-    those of clips whose names differ only in the extension. If the name of a file ends like a time range, this end is
-    removed, too.
+    The name is the key without time range, caption, window, size and extension. A key contains the extension only if
+    the names of two clips differ only in the extension. If the name of a file ends with text that looks like a time
+    range, this text is removed, too.
 
     Args:
         key: key of the sample.

@@ -66,8 +66,8 @@ class MockDataset:
         return self.mock.shapes[index % len(self.mock.shapes)]
 
     def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Return a sample: bf16 latents [C, f, h, w], text_embeds [n, text_dim], and image arrays if the model needs
-        them.
+        """Return a sample in bf16: latents [channels, frames, rows, columns], text_embeds [text tokens, text_dim], and
+        image latents and image embeddings if the model needs them.
 
         The same index always gives the same numbers.
 

@@ -3,8 +3,9 @@
 A bin holds the clips of one forward pass.
 
 Every function is a pure function of lengths, seed and epoch. So every rank computes the whole plan without
-communication, before it reads any data. The functions sort by raw Philox words, exact integers, and sums in a fixed
-order. So the plan is the same on every machine.
+communication, before it reads any data. The plan is the same on every machine, because the functions sort only by
+values that are equal on every machine. These values are random integers (Philox), exact integers, and sums in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class EpochPlan:
     def fill(self) -> float:
         """Share of the bins' token capacity that samples use, from 0 to 1.
 
-        The last step spreads the remaining samples over all its bins. So the last step is left out, unless the epoch
-        has only one step.
+        The last step spreads the remaining samples over all ranks, so the bins of this step are not full. The last step
+        is therefore not counted, unless the epoch has only one step.
         """
         bins = [bin for step in self.steps[: max(1, self.num_steps - 1)] for bin in step if bin]
         return sum(int(self.seq_lens[i]) for bin in bins for i in bin) / (len(bins) * self.max_tokens)
@@ -68,8 +69,8 @@ class EpochPlan:
         The measure is the Kolmogorov-Smirnov distance between the two distributions, from 0 (equal) to 1.
 
         Returns:
-            The mean distance over the steps, and the mean distance over random steps with equally many samples. The
-            second number is the value that chance gives.
+            Two numbers: the mean distance over the steps, and the mean distance if the samples are assigned to the
+            steps at random. Each random step has as many samples as the planned step.
         """
         of_step = [[i for bin in step for i in bin] for step in self.steps]
         used = np.sort(np.concatenate(of_step))
@@ -91,22 +92,19 @@ def plan_epoch(
     level_bins: int | None = None,
     windows: Sequence[np.ndarray] | None = None,
 ) -> EpochPlan:
-    """Pack every sample into a bin (one forward pass), balance the costs of the bins, and group bins of similar cost
-    into steps.
+    """Pack every sample into a bin (one forward pass), balance the costs of the bins, and group the bins into steps.
 
     Bins with equally many tokens can take very different times, because the cost of attention grows with the square of
     each sample's length. `pack_bins` balances the costs of the bins as far as possible. `group_into_steps` puts bins of
     similar cost into one step. The remaining bins form the last step. They are split until every rank has a bin, or no
     bin can be split. Empty bins, written as `()`, fill the remaining places of the last step.
 
-    The gradient over an epoch is unbiased, because every sample is in one step and has the same weight in every step
-    (`StepPlan.denominators`).
+    The gradient over an epoch is unbiased: every sample is in one step, with the same weight (`StepPlan.denominators`).
 
     With `windows` (groups of samples that are read together), each window is packed separately. Bins that are
     left over from a window are kept, and form steps together with the bins that are left over from later windows. So
-    only the last step of the epoch has empty bins.
-
-    The number of steps depends on the lengths (with `windows`, of each window), not on the epoch: see `count_steps`.
+    only the last step of the epoch has empty bins. The number of steps depends only on the sample lengths (with
+    `windows`, on the lengths in each window), and not on the epoch. See `count_steps`.
 
     Args:
         seq_lens: int [N], number of tokens of each sample.
@@ -116,9 +114,9 @@ def plan_epoch(
         epoch: number of the epoch. Every epoch has different bins in a different order.
         cost: cost of a bin, as a function or as coefficients, see `Cost`.
         keys: sample ids for error messages.
-        level_bins: number of bins that different ranks process at the same time. These bins get similar costs, because
-            the ranks wait for the slowest one. It divides `bins_per_step`. The groups of one step may differ in cost.
-            None means that all bins of a step form one group.
+        level_bins: number of bins in a group, which different ranks process at the same time; a divisor of
+            `bins_per_step`. The bins of a group get similar costs, because the ranks wait for the slowest bin. Two
+            groups of a step may differ in cost. None means that all bins of a step form one group.
         windows: int64 arrays of sample indices, in the order in which the data is read. No window is empty, and no
             index occurs twice. None means one window of all samples.
 
@@ -238,10 +236,10 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
 
 
 def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], float]) -> float:
-    """Return the cost of the slowest rank divided by the mean cost of the ranks; 1 is optimal.
+    """Return the highest cost divided by the mean cost of the bins in a micro step; 1 is optimal.
 
-    Both costs are summed over the micro steps of all steps. 1 divided by the result is the share of time in which
-    ranks do not wait.
+    The costs are summed over the micro steps of all steps before the division. The ranks wait for the most expensive
+    bin. 1 divided by the result is the share of time in which ranks do not wait.
 
     Args:
         steps: steps with equally many bins.
@@ -293,10 +291,11 @@ def _separate_rest(
 ) -> tuple[list[Bin], list[Bin]]:
     """Separate the bins (packed batches) that do not fill an optimizer step from the bins of all full steps.
 
-    The number of separated bins is the remainder of the number of bins divided by `bins_per_step`. They form the last
-    step, which spreads their samples over all ranks. In this step, every rank would wait for one long sample. So the
-    function separates the first bins in which no sample costs more than a rank's share of the last step. If there are
-    too few such bins, it adds the bins whose most expensive sample is cheapest.
+    The number of separated bins is the remainder of the number of bins divided by `bins_per_step`. The separated bins
+    form the last step, which spreads their samples over all ranks. If one of these samples were very expensive, all
+    ranks would wait for it. So the function first takes bins in which no sample costs more than a rank's share of the
+    last step. If there are too few of these bins, it also takes other bins, in the order of the cost of each bin's most
+    expensive sample.
 
     Returns:
         The separated bins, and the bins of all full steps.

@@ -12,15 +12,15 @@ from torch import Tensor
 def patchify(latents: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
     """Split latents into patches, one token per patch.
 
-    The kernel of the model's patch convolution is as large as its stride. So on tokens, the convolution is one matrix
-    product.
+    In the model's patch convolution, the kernel size equals the stride. If the input is tokens, the convolution is
+    therefore one matrix product.
 
     Args:
         latents: [C, f, h, w] (channels, frames, rows, columns). f, h and w are multiples of the patch size.
         patch_size: (pt, ph, pw), latent frames, rows and columns of one token.
 
     Returns:
-        [n, C * pt * ph * pw], tokens in (frame, row, column) order.
+        [n, C * pt * ph * pw], n tokens in (frame, row, column) order.
     """
     channels, f, h, w = latents.shape
     pt, ph, pw = patch_size
@@ -35,13 +35,13 @@ def unpatchify(
     """Convert tokens back to latents. Inverse of `patchify`.
 
     Args:
-        tokens: [n, channels * pt * ph * pw].
+        tokens: [n, channels * pt * ph * pw], n tokens in the order of `patchify`.
         grid: number of tokens along (frame, row, column). Their product is n.
         channels: number of latent channels C.
         patch_size: (pt, ph, pw), latent frames, rows and columns of one token.
 
     Returns:
-        [C, f, h, w].
+        Latents [C, f, h, w] (channels, frames, rows, columns).
     """
     nf, nh, nw = grid
     pt, ph, pw = patch_size
@@ -77,9 +77,11 @@ def frames_of_tokens(
 
 
 def blank_other_frames(latents: Tensor, frames: tuple[int, int]) -> Tensor:
-    """Set all frames of `latents` [C, f, h, w] to zero in place, except the frames from `first` to `end` - 1.
+    """Set the latent frames outside a range to zero, in place, and return the latents.
 
-    `frames` is (first, end).
+    Args:
+        latents: [C, f, h, w] (channels, frames, rows, columns).
+        frames: (first, end). The frames from first to end - 1 do not change.
     """
     first, end = frames
     assert 0 <= first <= end <= latents.shape[1], (frames, tuple(latents.shape))

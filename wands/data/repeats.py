@@ -1,8 +1,8 @@
 """Choose the rows of each epoch when some samples are repeated more often than others.
 
-A row is one possible use of a sample in an epoch. A sample that is used up to three times has three rows. All samples
-of a source are listed once before the list starts again, so the rows of a source are copies of the whole source. There
-is no state: the rows of an epoch depend only on the number of the epoch.
+A row is one possible use of a sample in an epoch. A sample that is used up to three times has three rows. The rows of
+a source are several copies of the list of its samples, one whole copy after the other. There is no state: the rows of
+an epoch depend only on the number of the epoch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class RepeatSchedule:
 
     A source of N samples with `repeat` r has ceil(r) copies of N rows each. If r is an integer, each epoch uses all
     copies. Otherwise each epoch uses the first floor(r) copies completely, and a share r - floor(r) of the last copy.
-    The rows of the last copy have a random order that depends on the seed. Each epoch takes its share after the share
-    of the epoch before, and starts again at the end of the order.
+    The rows of the last copy have a random order that depends on the seed. In this order, the share of an epoch starts
+    after the share of the previous epoch. After the last row, the order continues with the first row.
 
     Example: with r = 1.5, a sample is used once in one epoch and twice in the next. Any e consecutive epochs use each
     sample floor(e r) or ceil(e r) times.
@@ -34,7 +34,7 @@ class RepeatSchedule:
         seed: `train.seed`.
 
     Attributes:
-        sample_of: int64 [rows], sample of each row. Samples are numbered through all sources.
+        sample_of: int64 [rows], number of the sample of each row. Samples are numbered consecutively over all sources.
         min_samples: smallest number of rows of an epoch.
 
     Raises:
@@ -70,10 +70,12 @@ class RepeatSchedule:
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
     def phase(self, epoch: int) -> tuple[int, ...]:
-        """Return which share of the last copy of each source an epoch uses: (start, length) of all sources, in one
-        flat tuple.
+        """Return the share of each source's last copy that an epoch uses.
 
-        Epochs with equal results use the same rows (uses of samples).
+        Two epochs with the same result use the same rows (uses of samples).
+
+        Returns:
+            One flat tuple: start and length of the share for the first source, then for the second source, and so on.
         """
         shares: list[int] = []
         for repeat, num in zip(self.repeats, self.num_samples, strict=True):
@@ -83,9 +85,7 @@ class RepeatSchedule:
         return tuple(shares)
 
     def rows(self, epoch: int) -> np.ndarray:
-        """Return the row numbers of an epoch, int64. A row is one use of one sample. The sources follow each other in their
-        order, and the rows of each source ascend.
-        """
+        """Return the row numbers of an epoch, int64, in ascending order. A row is one use of a sample."""
         phase, rows = self.phase(epoch), []
         for number, (repeat, num) in enumerate(zip(self.repeats, self.num_samples, strict=True)):
             first, whole = self._first_rows[number], floor(repeat) * num
@@ -103,8 +103,8 @@ def exact(number: float) -> Fraction:
 def repeats_of_weights(num_samples: Sequence[int], weights: Sequence[float]) -> list[Fraction]:
     """Convert the weights of sources to repeats: how often an epoch uses each sample of a source.
 
-    An epoch uses as many samples as all sources together contain, counting repeated uses. If the weights are in the
-    ratio of the numbers of samples, every repeat is 1.
+    The number of uses in an epoch is the number of samples of all sources together. If the weights are proportional to
+    the sources' numbers of samples, every repeat is 1.
 
     Args:
         num_samples: number of samples of each source.

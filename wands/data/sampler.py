@@ -27,7 +27,7 @@ class StepPlan:
         epoch: pass over the data, from 0.
         step_in_epoch: step inside the epoch, from 0.
         bins: sample indices of every bin (one forward pass of one rank). The last step of an epoch may contain empty
-            bins ().
+            bins, written as `()`.
         num_samples: number of samples in all bins of this step.
         num_tokens: number of tokens in all bins of this step.
         mean_samples: mean number of samples per step in this epoch.
@@ -56,19 +56,19 @@ class StepPlan:
 
     @property
     def denominators(self) -> dict[str, float]:
-        """Divisors of the summed loss of this step, for the gradient. Each `loss.reduction` ("sample" or "token") is
-        mapped to its divisor.
+        """Numbers by which the summed loss of this step is divided before the backward pass, one for each
+        `loss.reduction` ("sample" or "token").
 
-        The divisor is the same in every step of an epoch, so that every sample (or token) has the same weight. Steps
+        The number is the same in every step of an epoch, so that every sample (or token) has the same weight. Steps
         of long clips have fewer samples. Dividing by the step's own number of samples would increase the weight of
-        these samples.
+        long clips.
         """
         return {"sample": self.mean_samples, "token": self.mean_tokens}
 
     @property
     def counts(self) -> dict[str, int]:
-        """Divisors of the summed loss of this step, for the reported mean. Each `loss.reduction` ("sample" or
-        "token") is mapped to its divisor.
+        """Numbers by which the summed loss of this step is divided before it is logged, one for each `loss.reduction`
+        ("sample" or "token").
         """
         return {"sample": self.num_samples, "token": self.num_tokens}
 
@@ -82,8 +82,8 @@ class PlanSampler:
     computed from the numbers of steps of the earlier epochs. So the step number remains the only state.
 
     Attributes:
-        seq_lens: int64 [N], number of tokens of every row.
-        keys: sample id of every row. An id with several rows is used several times in each epoch.
+        seq_lens: int64 [N], number of tokens of each of the N rows.
+        keys: sample id of every row. All rows of a sample have the same id.
         max_tokens: capacity of a bin in tokens.
         bins_per_step: number of bins of one optimizer step.
         seed: `train.seed`.
@@ -94,7 +94,7 @@ class PlanSampler:
         schedule: rows of each epoch. None means all rows.
         buffer_size: number of rows that are packed together (`packing.buffer_size`). None means all rows of an epoch.
         places: int64 [N, 2], (shard, position in the shard) of every row. Required with `buffer_size`.
-        steps_per_epoch: number of steps of epoch 0. Without a schedule, all epochs have this number.
+        steps_per_epoch: number of steps of epoch 0. Without a schedule, all epochs have this number of steps.
         total_steps: number of optimizer steps of the whole run.
         bin_cost: function that returns the cost of a bin of rows.
 

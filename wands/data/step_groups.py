@@ -1,7 +1,7 @@
 """Group the bins (packed batches) of an epoch into optimizer steps.
 
-The bins of a step have similar costs. Their sample lengths are distributed similarly to the lengths in the whole
-data.
+The bins of a step have similar costs. The distribution of the sample lengths in a step is similar to the distribution
+in the whole data.
 
 Ranks wait for the slowest bin of a step. Steps of bins with equal costs would avoid the waiting, but such steps would
 contain only long or only short clips. So the bins are sorted by cost and divided into ranges. The bins inside each
@@ -44,8 +44,8 @@ def group_into_steps(
 
     The bins are sorted by cost and divided into ranges. Inside a range, the bins are dealt to groups by the length of
     their longest samples. So each group gets an equal share of the bins with long samples and of the bins with short
-    samples. If a step contains several groups, it gets one group from the most expensive groups, one group from the
-    next cheaper groups, and so on.
+    samples. If a step contains several groups, these groups differ in cost: one of the most expensive groups, one of
+    the next cheaper groups, and so on.
 
     Args:
         bins: bins of all full steps, as sample indices.
@@ -53,7 +53,7 @@ def group_into_steps(
         level_bins: number of bins of a group. It divides `bins_per_step`.
         costs: cost of each sample.
         seq_lens: int64 [N], number of tokens of each sample.
-        key: key of the random choices.
+        key: (seed, epoch), the key of the random choices. The seed may be a text that also names a window.
     """
     if not bins:
         return []
@@ -131,13 +131,13 @@ def _choose_cuts(
 
 
 def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]:
-    """Divide the range 0 to G into intervals with the smallest total bias (cost of an interval), by dynamic
-    programming.
+    """Divide the range from 0 to G into intervals whose biases have the smallest sum, by dynamic programming.
 
     The total waiting cost of the intervals may not exceed `allowed`.
 
     Args:
-        bias: float64 [G, G+1]. bias[i, j] is the bias of the interval from i to j.
+        bias: float64 [G, G+1]. bias[i, j] is the bias of the interval from i to j. It measures how much the sample
+            lengths in the interval differ from the lengths in the whole data.
         waits: float64 [G, G+1]. waits[i, j] is the waiting cost of the interval from i to j, never negative.
         allowed: limit of the total waiting cost. If no division satisfies the limit, every interval has length 1.
 

@@ -27,7 +27,7 @@ def accelerator_type() -> str:
 def ranks_per_node() -> int:
     """Return the number of processes per node. Every rank returns the same number.
 
-    If nodes have different numbers of processes, the number is the mean, rounded down.
+    If nodes have different numbers of processes, the function returns the mean, rounded down.
     """
     # The context-parallel degrees depend on this number. If each rank counted the processes of its node, ranks on nodes of
     # different sizes would choose different degrees and hang.
@@ -64,7 +64,7 @@ def init_process_group() -> tuple[int, int, torch.device]:
 
 
 def check_gpus() -> None:
-    """Check that this node has one GPU for each process on this node.
+    """Check that this node has at least as many GPUs as processes.
 
     Raises:
         ConfigError: if the launcher started more processes on this node than the node has GPUs.
@@ -82,16 +82,16 @@ def check_gpus() -> None:
 
 @contextlib.contextmanager
 def start_together() -> Iterator[None]:
-    """Run the body on every rank, then exchange the errors, so that an error on one rank is raised on all ranks.
+    """Run a `with` block on every rank, then exchange the errors, so that an error on one rank is raised on all ranks.
 
     Without the exchange, one rank could fail while the ranks of other nodes wait for the failed rank. The launcher could
-    also stop the other ranks before they print their errors. Under a launcher, the process group exists after the body. Without a
-    launcher, the body runs without an exchange.
+    also stop the other ranks before they print their errors. For the exchange, all ranks join the process group after
+    the block. Without a launcher, there is no exchange.
 
     Raises:
         WandsError: on every rank, with the message of the lowest rank that failed.
-        Exception: on a rank whose body raised an exception that is not a WandsError. The other ranks raise a WandsError
-            that names this exception.
+        Exception: on a rank whose block raised an exception that is not a WandsError. The other ranks raise a
+            WandsError that names this exception.
     """
     has_launcher = os.environ.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in os.environ
     if not has_launcher:

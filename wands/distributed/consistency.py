@@ -39,7 +39,7 @@ def check_agreement(
         parts: maps a name to a text: a digest or a JSON object. For JSON objects, the error message names the first key
             that differs. A text must come before the texts that depend on this text, so that the error names the cause
             first. The names may differ between ranks.
-        device: device of this rank, from which the process group's backend can send.
+        device: device of this rank. The process group's backend must be able to send tensors of this device.
         fixes: maps a name to (class of the error, text of the fix).
 
     Raises:
@@ -111,7 +111,7 @@ def check_tensors_agree(names: Sequence[str], checksums: Tensor) -> None:
 
     Args:
         names: names of the N tensors, equal on all ranks.
-        checksums: int64 [N], from `tensor_checksum`, on a device from which the process group's backend can send.
+        checksums: int64 [N], from `tensor_checksum`. The process group's backend must be able to send this tensor.
 
     Raises:
         DataError: if a checksum differs. All ranks raise the same message with the names of the tensors and the ranks.

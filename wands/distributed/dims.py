@@ -78,7 +78,7 @@ class ContextDegrees(NamedTuple):
 
 
 def check_world(parallel: ParallelConfig, world_size: int) -> None:
-    """Check that the number of processes is a multiple of the recipe's context-parallel group size.
+    """Check that the number of processes is a multiple of the number of ranks in a context-parallel group.
 
     Raises:
         ConfigError: if the world size is not divisible by the group size.

@@ -4,9 +4,9 @@ A bin is the list of samples that are packed into one sequence for one forward p
 ring splits every sample into `ring_degree` chunks, and ring row r holds chunk r of each sample. All ring rows then have
 nearly equal numbers of tokens *and* of (query, key) pairs. A split of the whole bin into equal parts would not balance
 the pairs. Second, Ulysses splits each ring row into `ulysses_degree` equal slices. The all-to-all of Ulysses joins the
-slices in the order of the ranks, which is the order of the tokens in the ring row. The chunk lengths therefore describe
-the rows that an attention kernel gets. Padding is added only at the end of a ring row, so that all ring rows have the
-same length.
+slices in the order of the ranks, which is the order of the tokens in the ring row. So an attention kernel gets a whole
+ring row, and the chunk lengths are the lengths of the samples in this row. Padding is added only at the end of a ring
+row, so that all ring rows have the same length.
 
 Letters: L local tokens of a rank with padding, S samples, R ring degree.
 """
@@ -27,8 +27,8 @@ from wands.attention.packed import ChunkLens, segment_ids_of
 class CommBytes:
     """Number of bytes that a rank sends for one attention layer.
 
-    There is one field each for the Ulysses all-to-alls and the ring transfers, in the forward pass and in the backward
-    pass.
+    Two fields count the bytes of the Ulysses all-to-alls, in the forward pass and in the backward pass. The other two
+    fields count the bytes of the ring transfers in these passes.
     """
 
     ulysses_forward: int
@@ -100,7 +100,7 @@ class ContextPlan:
         """Predict the number of bytes that each rank sends for one attention layer.
 
         Args:
-            dim: number of heads times head dim of the model.
+            dim: number of attention heads times size of a head.
             itemsize: bytes per element of q, k and v.
             grad_itemsize: bytes per element of the gradients of k and v that the ring sends.
         """
@@ -120,7 +120,8 @@ class ContextLayout:
 
     Attributes:
         plan: split of the bin over all ranks of the context-parallel group.
-        token_index: int64 [L], index in the bin of each local token; -1 for padding, which is at the end.
+        token_index: int64 [L], index in the bin of each local token (token on this rank). Padding is at the end and has
+            the index -1.
         segment_ids: int64 [L], sample index of each local token. Padding has the index of the last sample.
         local_seq_lens: number of tokens of each sample on this rank, without padding.
         token_ranges: (start, stop) for each sample: the range of the local tokens among all tokens of the sample. The

@@ -122,7 +122,7 @@ def quiet_loading() -> Iterator[None]:
 def _is_important(record: logging.LogRecord) -> bool:
     """Return whether a log record must be shown.
 
-    The only record that is hidden is transformers' load report if every tensor of the model was found.
+    Only one kind of record is hidden: a load report of transformers that names no missing or mismatched tensor.
     """
     text = record.getMessage()
     return "LOAD REPORT" not in text or any(word in text for word in ("MISSING", "MISMATCH", "CONVERSION"))

@@ -23,7 +23,7 @@ from wands.model.files.loading import load_index
 
 
 def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
-    """Return a video that contains the first frame of a clip, optionally the last frame, and otherwise grey frames (value 0).
+    """Return a copy of a clip in which every frame is grey (value 0), except the first frame and, optionally, the last.
 
     Args:
         pixels: [3, F, H, W] in [-1, 1], for F > 1 frames of H rows and W columns.
@@ -88,7 +88,7 @@ class ImageEncoder:
 
 
 class WindowEncoder:
-    """Encoder of a window (a range of frames of a clip) to the tensors that the cache stores, except text embeddings.
+    """Encoder that turns a window (a range of frames of a clip) into the tensors of the cache, except text embeddings.
 
     CLIP stays loaded next to the VAE. CLIP needs 1.3 to 2.5 GB, which is little compared with the activations of the
     VAE. A separate pass with CLIP would decode every clip twice.

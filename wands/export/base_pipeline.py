@@ -16,9 +16,10 @@ from wands.files import read_json_object
 def check_base(
     base: Path, config: Mapping[str, Any], parts: Sequence[str], model: str, two_experts: bool | None = None
 ) -> None:
-    """Check that the pipeline of --base is the same model as a DiT, which the pipeline will complete.
+    """Check that the pipeline given as --base belongs to the same model as a DiT.
 
-    Config keys that start with "_" and keys that a config of the pipeline lacks are not compared.
+    The new pipeline consists of the DiT and the frozen models of --base. Config keys that start with "_" and keys that
+    a config of --base lacks are not compared.
 
     Args:
         base: folder of the pipeline.

@@ -18,10 +18,10 @@ COMFYUI_FILE = "comfyui.safetensors"
 def write_lora(pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write the LoRA of one DiT to two files, one with the keys of diffusers and one with the keys of ComfyUI.
 
-    Both files are read back and compared with the LoRA. The scale alpha / rank is multiplied into lora_B.
+    Both files are read back and compared with the LoRA. The written lora_B contains the scale alpha / rank.
 
     Args:
-        pairs: maps a diffusers module name to its LoRA. All modules have the same rank.
+        pairs: maps a diffusers module name to the LoRA of the module. All LoRAs have the same rank.
         folder: folder of the two files. It is created if it does not exist.
         dtype: dtype of the written tensors.
 

@@ -41,8 +41,8 @@ class LoraFile:
 
     Attributes:
         name: path of the file in the repository. The file has diffusers' keys.
-        targets: one tuple (first word of the keys, name of the DiT into which these keys are loaded) for each DiT that has
-            keys in the file.
+        targets: one pair for each DiT that has keys in the file: the first word of these keys, and the name of the DiT
+            that loads them.
     """
 
     name: str
@@ -60,8 +60,8 @@ class FolderContents:
     """Contents of a folder that is pushed to the Hub.
 
     Attributes:
-        class_name: diffusers class of the pipeline; "" for a folder of LoRAs.
-        loras: LoRA files; () for the folder of a pipeline.
+        class_name: diffusers class of the pipeline. Empty for a folder of LoRAs.
+        loras: LoRA files. Empty for the folder of a pipeline.
     """
 
     class_name: str = ""
@@ -91,7 +91,7 @@ def is_local(text: str) -> bool:
 
 
 def loss_points(record: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """Return the (step, loss) pairs of an export record whose loss is finite, or [] if there are fewer than two such pairs."""
+    """Return the (step, loss) pairs with a finite loss from an export record. Return [] if there are fewer than two."""
     points = [(int(step), float(loss)) for step, loss in record.get("loss") or []]
     points = [(step, loss) for step, loss in points if math.isfinite(loss)]
     return points if len(points) > 1 else []
@@ -190,7 +190,7 @@ def _variant_of(record: Mapping[str, Any]) -> Variant | None:
     """Return the model variant that an export record names.
 
     If the name is not a published variant, return the first published variant of the same family. Return None if no
-    published variant has this family.
+    published variant belongs to the family.
     """
     name = str(record.get("variant", ""))
     family = (row for row in VARIANTS.values() if row.name.rpartition("-")[0] == name.rpartition("-")[0])

@@ -80,7 +80,7 @@ class Hub:
         raise AssertionError("the last attempt returns or raises")
 
     def _text(self, error: BaseException) -> str:
-        """Return an error as one short line. Stars replace the token if the error contains it."""
+        """Return an error as one short line. If the error contains the token, stars replace the token."""
         message = getattr(error, "server_message", None) or str(error)
         line = one_line(ValueError(message.replace(self.token, "***")), 300)
         status = _status(error)

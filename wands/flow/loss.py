@@ -1,4 +1,4 @@
-"""Flow-matching loss as a weighted sum. The weights give every sample or every token the same weight.
+"""Flow-matching loss as a weighted sum. With these weights, all samples count equally, or all tokens count equally.
 
 The loss of a training step is a sum over all ranks and micro steps, divided by one denominator from the training plan.
 With `loss.reduction=sample`, the denominator is the epoch's mean number of samples per step. With `token`, the denominator
@@ -31,8 +31,8 @@ def flow_matching_loss(
 
     Returns:
         (loss, sample_errors). loss is the weighted sum, a scalar with gradient. sample_errors is [S] without gradient:
-        the unweighted squared errors of each sample, summed over local tokens. The sum of sample_errors over all ranks,
-        divided by the number of tokens of a sample, is the mean squared error of that sample.
+        the unweighted squared errors of each sample, summed over local tokens. To get the mean squared error of a
+        sample, sum the entry of the sample over all ranks, and divide the sum by the sample's number of tokens.
     """
     dtype = torch.promote_types(pred.dtype, torch.float32)
     errors = (pred.to(dtype) - target.to(dtype)).square().mean(dim=1)
@@ -52,11 +52,11 @@ def loss_weights(
         batch_weights: fp32 [S] for S samples, 0 for the sample of a padding bin, else 1. A padding bin has one dummy
             sample, and fills up a step that has too few bins.
         sigma_weights: fp32 [S], weight of each sample's noise level, from `sigma_weight`.
-        reduction: "sample": the weights of a sample's tokens sum to 1. "token": the weight of every token is 1. Both
-            are then multiplied by `batch_weights` and `sigma_weights`.
+        reduction: "sample": the weights of a sample's tokens sum to 1. "token": the weight of every token is 1. In both
+            cases, the weights are then multiplied by `batch_weights` and `sigma_weights`.
 
     Returns:
-        fp32 [S].
+        fp32 [S], one factor for each sample.
     """
     weights = batch_weights.to(sigma_weights.device) * sigma_weights
     if reduction == "token":

@@ -31,8 +31,8 @@ class NoisyBatch:
         target: fp32 [L, P], the velocity noise - x0.
         sigmas: fp32 [S], noise level of each sample.
         timesteps: fp32 [M] for M timesteps, 1000 * sigma for each sample. A sample with conditioning tokens has two
-            timesteps: 0 for its conditioning tokens, then 1000 * sigma. The dtype must not be bf16, whose 8 bits would
-            turn 997 into 996.
+            timesteps: 0 for its conditioning tokens, then 1000 * sigma. The dtype must not be bf16, which would round
+            997 to 996.
         trained: slice or int64 indices of the tokens in the loss: all tokens except conditioning tokens and padding at the
             end.
     """
