@@ -14,7 +14,7 @@ from typing import Any
 TEXT_LEN = 512
 """Number of text tokens that every sample attends to.
 
-The embeddings of the caption come first, then zeros, to which official Wan attends too.
+The embeddings of the caption come first, then zeros. Samples attend to the zeros too, as in official Wan.
 """
 IMAGE_LEN = 257
 """Number of CLIP tokens of one image of any size: 16 x 16 patches and the class token."""
@@ -189,7 +189,7 @@ class Variant:
     Attributes:
         name: name of the variant in wands and in recipes.
         dit: shape of the DiT, or of each expert.
-        vae_stride: number of pixels per latent in (frames, rows, columns).
+        vae_stride: factors by which the VAE divides the numbers of (frames, rows, columns) of a video.
         fps: frame rate of the training videos.
         default_shift: flow shift of official inference.
         boundary_ratio: the high-noise expert is used for timesteps >= 1000 * boundary_ratio. None for a model with one

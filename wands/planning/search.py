@@ -58,7 +58,7 @@ class Task:
 
     @property
     def usable(self) -> float:
-        """Memory of one device in bytes that tensors can use: all memory, except the memory that CUDA uses."""
+        """Bytes of one device's memory that tensors can use: the whole memory without the part that CUDA uses."""
         return self.machine.memory - (CUDA_CONTEXT if self.workload.device_type == "cuda" else 0.0)
 
     @cached_property
@@ -87,9 +87,10 @@ class Task:
         return lens
 
     def most_samples(self, max_tokens: int) -> int:
-        """Return an upper estimate of the number of clips in a bin (the clips of one forward pass) of `max_tokens` tokens.
+        """Return an upper estimate of the number of clips in a bin with at most `max_tokens` tokens.
 
-        It is the number of clips that fit if each clip has the mean length of the shorter half of the data.
+        A bin holds the clips of one forward pass. The estimate is the number of clips that fit if each clip has the
+        mean length of the shorter half of the data.
         """
         shorter = self.by_length[: max(len(self.by_length) // 2, 1)]
         return max(min(int(max_tokens // max(shorter.mean(), 1)), len(self.by_length)), 1)
@@ -129,7 +130,7 @@ class Candidate:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """Predicted time of an optimizer step of one DiT."""
+        """Predicted time of an optimizer step that trains one DiT."""
         lens = self.task.full_bin(self.workload.recipe.packing.max_tokens)
         return predict(self.workload, self.task.machine, lens)
 
@@ -157,9 +158,9 @@ class Candidate:
 
 
 def machine_here(device_type: str, ranks_per_node: int) -> Machine:
-    """Return a `Machine` with the real memory of the machine that runs this process. Bandwidths and peak are defaults.
+    """Return a `Machine` with the real memory of the machine that runs this process.
 
-    The result is for predictions of memory, which do not depend on bandwidths and peak.
+    The bandwidths and the peak FLOP/s are defaults, because predictions of memory do not use them.
 
     Args:
         device_type: "cuda" or "cpu".
@@ -181,8 +182,8 @@ def check_memory(task: Task, ds_name: str) -> str | None:
     """Check whether a run fits a machine. If the run does not fit, find the smallest change of settings that makes it fit.
 
     Args:
-        task: the run with its own DeepSpeed config and bins, and the machine. `ds_configs` contains JSONs to suggest.
-        ds_name: name of the run's JSON in `ds_configs`.
+        task: the run and the machine. `task.ds_configs` contains the DeepSpeed JSONs that may be suggested.
+        ds_name: name of the run's DeepSpeed JSON in `task.ds_configs`.
 
     Returns:
         None if the run fits. Otherwise a text with the memory that the run needs, and the change of settings.

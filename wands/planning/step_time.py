@@ -2,7 +2,7 @@
 
 The prediction uses functions that a training run also uses. `DiTShape` gives the FLOPs. `ContextPlan` gives the layout,
 the balance and the communicated bytes of a bin (the clips of one forward pass). `choose_degrees` gives the degrees.
-`LEVEL` of the packer gives the wait for the slowest rank.
+The packer's constant `LEVEL` gives the wait for the slowest rank.
 
 - Compute: kernels reach fixed fractions of the machine's peak. The backward pass of a linear layer costs 2 forward passes,
   or 1 if its weight is frozen. The backward pass of attention costs 2.5 forward passes. Recomputation adds a forward
@@ -114,7 +114,7 @@ class Prediction:
 
 
 def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Prediction:
-    """Predict the time of an optimizer step in which all context-parallel groups train on bins with the same clip lengths.
+    """Predict the time of an optimizer step in which every bin has clips of the lengths `lens`.
 
     Args:
         workload: sizes of the run.
@@ -195,7 +195,7 @@ def _zero_traffic(
 
 
 def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float) -> list[Traffic]:
-    """Return [transfers in the forward pass, transfers in the backward pass] of the ring for one layer.
+    """Return the transfers of ring attention for one layer: [forward pass, backward pass].
 
     `wands/attention/ring.py` makes these transfers.
 

@@ -1,1 +1,1 @@
-"""Sampling of videos: pipelines, LoRAs, requests, images, one video on one or several ranks, and contact sheets."""
+"""Sampling of videos: pipelines, LoRAs, sample requests, images, ranks that share a video, and contact sheets."""

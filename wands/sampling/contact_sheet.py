@@ -57,7 +57,7 @@ def pick_frames(frames: np.ndarray, count: int) -> np.ndarray:
 def save_contact_sheet(path: Path, rows: Sequence[SheetRow], frames_per_row: int = 4) -> None:
     """Draw a contact sheet with the rows below each other, and write the sheet as a PNG.
 
-    If a row has a right video, the left column gets the heading "clip" and the right column gets the heading "sample".
+    If any row has a right video, the left column has the heading "clip" and the right column the heading "sample".
 
     Args:
         path: PNG to create or replace.
@@ -98,7 +98,7 @@ def _draw_row(label: str, strips: Sequence[Image.Image], right: int, width: int)
     Args:
         label: text of the caption.
         strips: the left strip, or the left and the right strip.
-        right: column in pixels at which the right strip starts.
+        right: distance in pixels from the left edge of the row to the right strip.
         width: width of the row in pixels.
     """
     font = _font(15)
@@ -139,7 +139,10 @@ def _line_height(font: ImageFont.FreeTypeFont) -> int:
 
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Break a text at spaces into at most LABEL_LINES lines of `width` pixels. Cut a longer text and add an ellipsis."""
+    """Break a text at spaces into at most LABEL_LINES lines, each at most `width` pixels wide.
+
+    A text that does not fit is cut and gets an ellipsis.
+    """
     lines: list[str] = []
     rest = " ".join(text.split())
     while rest and len(lines) < LABEL_LINES:

@@ -1,4 +1,4 @@
-"""Read the images at which samples start or end. The images are scaled and cropped like training clips."""
+"""Read the images that sampled videos start or end with. The images are scaled and cropped like training clips."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from wands.sampling.requests import SampleRequest, flag_of
 
 @dataclass(frozen=True)
 class ConditionImages:
-    """First and last image of a video to sample, in RGB and in the size of the video. None if the user did not give an image."""
+    """First and last image of a video to sample, in RGB and in the size of the video.
+
+    An image that the user did not give is None.
+    """
 
     image: Image.Image | None = None
     last_image: Image.Image | None = None

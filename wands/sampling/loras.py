@@ -37,10 +37,10 @@ class Lora:
     """One LoRA file to add to the DiTs.
 
     Attributes:
-        path: file, folder or Hub id as the user typed it. If a folder contains one LoRA file for each expert, `path` is the
-            file instead.
+        path: file, folder or Hub id as the user typed it. For a folder with one LoRA file for each expert, the path of
+            this LoRA's file.
         file: the safetensors file on this machine.
-        subfolder: "transformer" or "transformer_2": the DiT to which keys without the name of a DiT belong.
+        subfolder: "transformer" or "transformer_2". Keys in the file that do not name a DiT belong to this DiT.
         scale: factor that multiplies the LoRA's update of the weights.
         flag: command line flag that the user typed, for error messages.
     """
@@ -158,11 +158,11 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 
 
 def _read(pipeline: Any, lora: Lora) -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Read a LoRA file, and return the tensors and settings for each DiT that the file contains.
+    """Read a LoRA file, and return its tensors and settings separately for each DiT.
 
     Returns:
         A dict that maps "transformer" or "transformer_2" to (tensors by key, settings for PEFT's `LoraConfig`). The
-        settings are None if the file has none. The keys of the tensors of both DiTs start with "transformer.".
+        settings are None if the file has none. Every key starts with "transformer.", also for "transformer_2".
     """
     file = lora.file
     try:

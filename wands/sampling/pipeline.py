@@ -251,7 +251,7 @@ def _load_trained(
 def _load_around(
     source: PipelineSource, dits: Mapping[str, torch.nn.Module], dtype: torch.dtype
 ) -> AnyPipeline:
-    """Load all models of a pipeline except the DiTs on the CPU, and build the pipeline with the given DiTs.
+    """Build a pipeline on the CPU from the given DiTs. Load all other models of the pipeline from its files.
 
     Args:
         source: result of `find_pipeline`.

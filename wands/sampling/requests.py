@@ -15,8 +15,8 @@ from wands.variants import Variant
 
 CAPTION_NAMES = ("prompt", "caption", "text", "cap")
 CLIP_NAMES = ("video", "video_path", "file_name", "path")
-"""Columns that contain the path of a clip in the metadata file of a data set. Such a metadata file is a valid prompt
-file; its clips are not read.
+"""Columns that contain the path of a clip in the metadata file of a data set. A metadata file is also a valid prompt
+file. These columns are then ignored.
 """
 FilePath = Annotated[str | None, BeforeValidator(lambda path: None if path is None else str(path))]
 
@@ -88,7 +88,8 @@ def read_prompts(path: Path) -> list[SampleRequest]:
             that name a clip, such as `video`, are ignored. Relative image paths start at the folder of the prompt file.
 
     Returns:
-        One request per line, in the order of the file. A field counts as set only if its line contains it.
+        One request per line, in the order of the file. A request overrides only the command line options for which its
+        line contains a field.
 
     Raises:
         ConfigError: if the file is missing, is empty, has a wrong suffix, or contains invalid lines. The error lists

@@ -20,7 +20,7 @@ NO_IMAGES = ConditionImages()
 
 
 def takes_images(pipeline: AnyPipeline) -> bool:
-    """Return whether a pipeline belongs to diffusers' class for sampling from images, `WanImageToVideoPipeline`."""
+    """Return whether a pipeline is a `WanImageToVideoPipeline`, the diffusers class for sampling from images."""
     return not isinstance(pipeline, WanPipeline)
 
 

@@ -5,11 +5,11 @@ of diffusers stay unchanged. Hooks select this rank's tokens and rotary angles b
 processor computes self-attention over the tokens of all ranks. A hook after the head joins the tokens of all ranks.
 
 The video differs from the video of one process only by rounding, also in bf16. `PackedWanTransformer`, the model that wands
-trains, is not used here, because it keeps the residual stream in fp32. In bf16, its video would differ more from the video of
-one process.
+trains, is not used here. It keeps the residual stream in fp32, so a video that it samples in bf16 would differ more.
 
-Letters: B samples with the same number of tokens, N tokens of a sample, L tokens of this rank including padding. H
-attention heads, D channels of a head, P output channels of a token.
+Letters in the shapes of tensors: B is the number of samples. N is the number of tokens of each sample. L is the number
+of tokens of this rank, including padding. H is the number of attention heads. D is the number of channels of a head. P
+is the number of output channels of a token.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def plan_ranks(
     Args:
         variant: variant of the model, whose attention heads are divided.
         ulysses_degree: number of ranks that share the attention heads; None chooses the largest valid degree.
-        ring_degree: number of ranks that share the tokens; None uses all ranks that the Ulysses degree leaves.
+        ring_degree: number of ranks that share the tokens; None uses the number of ranks divided by the Ulysses degree.
 
     Returns:
         (parallel dimensions of this rank, error texts). The list of error texts has at most one text, and is empty if
@@ -117,7 +117,8 @@ def share_pipeline(pipeline: AnyPipeline, dims: ParallelDims) -> None:
 def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
     """Check that the scheduler and the weights are equal on all ranks. Folders with the same name can differ between nodes.
 
-    The VAE's weights are checked only if the VAE encodes images, because all ranks encode images. Only one rank decodes.
+    The VAE's weights are checked only if the pipeline can take images. All ranks encode the images with the VAE, but
+    only one rank decodes the video.
     """
     config = pipeline.config
     parts: dict[str, Any] = {
@@ -168,8 +169,8 @@ def shard_transformer(
 ) -> None:
     """Change a diffusers transformer in place, so that the ranks of a group divide the tokens of each call.
 
-    The arguments and the results of a call keep their form. All ranks of the group must call the model with the same
-    latents, timesteps and text. Every rank gets the same velocity of all tokens, bit for bit.
+    The model is called as before the change. All ranks of the group must call the model with the same whole latents,
+    timesteps and text. Every rank gets the same velocity of all tokens, bit for bit.
 
     Args:
         transformer: diffusers model of any variant, with all weights on every rank. Timesteps may differ between
@@ -280,8 +281,8 @@ def _token_index(
         device: device of the results.
 
     Returns:
-        (metadata of this rank's tokens, indices [L] of this rank's tokens in the sample, indices [N]). The last tensor
-        selects the tokens of the sample in order from the joined tokens of all ranks, and leaves out the padding.
+        (metadata of this rank's tokens, indices [L] of this rank's tokens in the sample, positions [N]). The positions
+        give, for each token of the sample, its place among the joined tokens of all ranks.
     """
     num_tokens = grid[0] * grid[1] * grid[2]
     layouts = [

@@ -22,8 +22,8 @@ def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
     """Read and pack the samples that one rank trains on in one step, and return one rank slice per micro step.
 
     With packing, a micro step trains on one bin (the samples that are packed into one sequence). Without packing, a
-    micro step trains on one sample of these bins. Ranks with fewer samples then add micro steps whose loss has weight
-    zero, because ZeRO-3 needs the same number of forward passes on every rank. The ranks do not communicate.
+    micro step trains on one sample. A rank with fewer samples than another rank then adds micro steps whose loss has
+    weight zero, because ZeRO-3 needs the same number of forward passes on every rank. The ranks do not communicate.
 
     Args:
         run: the checked training run.
@@ -48,7 +48,7 @@ def read_slice(run: TrainingRun, bin: Bin, plan: StepPlan, grid: ParallelDims) -
 
     Args:
         run: the checked training run.
-        bin: indices of the samples; () for a bin without samples.
+        bin: indices of the samples in the bin; the empty tuple for a bin without samples.
         plan: plan of the step.
         grid: parallel dimensions of the rank.
     """

@@ -73,7 +73,9 @@ def save_checkpoint(
     state: TrainState,
     averages: Mapping[str, WeightAverage] = MappingProxyType({}),
 ) -> Path:
-    """Write a checkpoint, and delete the oldest checkpoints beyond `checkpoint.keep`. Every rank must call this function.
+    """Write a checkpoint, then delete the oldest checkpoints until `checkpoint.keep` checkpoints remain.
+
+    Every rank must call this function.
 
     Args:
         run: the checked training run.

@@ -31,7 +31,7 @@ from wands.variants import Expert
 
 
 def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """Return a function that maps the number of optimizer steps made to a factor of the peak learning rate.
+    """Return a function that maps a number of finished steps to the factor that multiplies the peak learning rate.
 
     Args:
         optim: `optim` section of the recipe. It contains the schedule, the lowest factor, and the warm-up as a number
@@ -194,10 +194,10 @@ def build_engine(
 
 
 def _share_masters(optimizer: Any) -> None:
-    """Let ZeRO-3's fp32 weights share memory with the fp32 masters, the optimizer's copies, which have the same values.
+    """Let ZeRO-3's fp32 weights share memory with the optimizer's fp32 master weights, which have the same values.
 
-    This saves one fp32 copy of each rank's partition. DeepSpeed has code for this purpose, but the code never runs: it
-    compares a device with the name of a device (stage3.py of 0.19.8).
+    The sharing saves one fp32 copy of each rank's partition. DeepSpeed has code for this purpose, but the code never
+    runs: it compares a device with the name of a device (stage3.py of 0.19.8).
     """
     partitions = zip(
         optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True

@@ -1,4 +1,4 @@
-"""Training loop. Run the optimizer steps, and after each step the metrics, checks and checkpoints."""
+"""Training loop: run the optimizer steps, write the metrics of each step, compare the ranks, and save checkpoints."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _reduce(
     """Combine the losses, the waiting time and the requests of all ranks with two small all-reduces.
 
     Args:
-        losses: [number of trained DiTs], this rank's part of the loss of each trained DiT.
+        losses: this rank's part of the loss, one value for each trained DiT.
         data_wait: seconds that this rank waited for data.
         request: requests that this rank received.
         device: device of this rank.
@@ -165,7 +165,7 @@ def _check_finite(expert: Expert, loss: float, result: StepResult, step: int) ->
 
 
 def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> TextIO | None:
-    """Open the file for the loss of each sample (`train.log_samples`), or return None if this rank does not write such a file.
+    """Open this rank's file for the loss of each sample (`train.log_samples`). Return None if this rank writes no file.
 
     Only the first rank of each context-parallel group writes a file, because the ranks of a group have the same samples.
     """

@@ -39,13 +39,17 @@ def step_metrics(
         data_wait: seconds that the slowest rank waited for data.
 
     Returns:
-        A dict with `lr`, `ema_decay`, `seconds`, `data_wait` and these values: step: number of optimizer steps made,
-            including this step. epoch: epoch of the step. loss: mean of `losses`. grad_norm: largest of `grad_norms`.
-            tokens, samples: number of video tokens and clips of the step. tokens_per_second: tokens / seconds. tflops:
-            TFLOP/s of the model per device, for forward and backward pass. Recomputation is not counted. mfu: tflops /
-            bf16 peak of the device; None if the peak is unknown. fill: tokens / (number of bins x packing.max_tokens).
-            imbalance: cost of the slowest rank / mean cost of the ranks, each summed over the micro steps. loss_NAME,
-            grad_norm_NAME: loss and norm of the trained expert NAME, for a model with two experts.
+        A dict with the arguments `lr`, `ema_decay`, `seconds`, `data_wait` and these keys:
+        `step`: number of optimizer steps made, including this step.
+        `epoch`: epoch of the step.
+        `loss`, `grad_norm`: mean of `losses`, largest of `grad_norms`.
+        `tokens`, `samples`: number of video tokens and number of clips of the step.
+        `tokens_per_second`: `tokens` / `seconds`.
+        `tflops`: TFLOP/s of the model per device, for forward and backward pass. Recomputation is not counted.
+        `mfu`: `tflops` / bf16 peak of the device; None if the peak is unknown.
+        `fill`: `tokens` / (number of bins x `packing.max_tokens`).
+        `imbalance`: cost of the slowest rank / mean cost of the ranks, each summed over the micro steps.
+        `loss_NAME`, `grad_norm_NAME`: loss and norm of the trained expert NAME, for a model with two experts.
     """
     tflops = run.step_flops(plan.bins) / seconds / run.world_size / 1e12
     peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -95,8 +99,8 @@ class MetricsWriter:
 
     Args:
         output_dir: the run folder.
-        start_step: number of optimizer steps that the run has made. Rows of later steps are removed from the file,
-            because the resumed run writes these rows again.
+        start_step: number of optimizer steps that the run has made. Rows of later steps are removed from
+            `metrics.jsonl`, because the resumed run writes these rows again.
         past: (step, loss) pairs of the checkpoint, used if the run resumes in a folder without metrics.
     """
 

@@ -23,8 +23,8 @@ def split_by_dtype(
     """Split parameter groups so that each group has one dtype, because DeepSpeed flattens each group into one tensor.
 
     The first group decides how DeepSpeed sums gradients. At ZeRO-2 the gradient buckets get the dtype of the first
-    group, so fp32 groups come first. At ZeRO-1 bf16 groups come first. Otherwise DeepSpeed would sum the gradients of
-    micro steps in the dtype of the parameters.
+    group, so fp32 groups come first. At ZeRO-1 bf16 groups come first. With the opposite order, DeepSpeed would sum the
+    gradients of micro steps in the dtype of the parameters.
 
     Args:
         groups: parameter groups of an optimizer.
@@ -33,8 +33,8 @@ def split_by_dtype(
             their gradients in fp32 instead of bf16.
 
     Raises:
-        ConfigError: at ZeRO-2, if no trained parameter is fp32. Also at ZeRO-2 with `reduce` "fp32", if a matrix does
-            not fit into a gradient bucket.
+        ConfigError: at ZeRO-2, if no trained parameter is fp32, or if `reduce` is "fp32" and a matrix does not fit into
+            a gradient bucket.
     """
     import torch
     from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME

@@ -143,7 +143,8 @@ def check_weights_agree(engine: Any, device: torch.device) -> int:
     """Compare every parameter between all ranks, bit by bit, after a step. Every rank must call this function.
 
     One all-gather sends the checksums of all parameters. The check does not change the training, and leaves no
-    parameter gathered. ZeRO partitions and optimizer states are not compared, because only one rank has them.
+    parameter gathered. ZeRO partitions and their optimizer states are not compared, because each rank has different
+    partitions.
 
     Args:
         engine: DeepSpeed engine of a DiT.

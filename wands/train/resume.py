@@ -43,8 +43,8 @@ def find_resume(output_dir: str, resume: str | None) -> Checkpoint | None:
         The checkpoint, or None for a new run.
 
     Raises:
-        ConfigError: if the path does not exist, the checkpoint was abandoned, or the run folder already contains
-            checkpoints of a different run.
+        ConfigError: if the path does not exist, the name of the checkpoint folder contains `.abandoned`, or the run
+            folder already contains checkpoints of a different run.
         CheckpointError: if there is no complete checkpoint.
     """
     folder = Path(output_dir) / "checkpoints"
@@ -82,7 +82,7 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
 
     Args:
         saved: state of the checkpoint.
-        current: result of `build_state` for the new run, for any step.
+        current: result of `build_state` for the resumed run. The steps of the two states are not compared.
         label: start of each error message, such as "--resume runs/default".
 
     Raises:
@@ -146,7 +146,7 @@ def restore(
 
     Args:
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
-        checkpoint: checkpoint to load; None does nothing.
+        checkpoint: checkpoint to load. If it is None, this function does nothing.
         output_dir: the run folder.
         rank: rank of this process.
         log: function that prints a line for the user.

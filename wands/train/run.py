@@ -36,7 +36,7 @@ class TrainingRun:
         transformer_config: diffusers config of the DiT.
         variant: variant of the model.
         experts: the trained DiTs. Each step updates these DiTs one after the other.
-        weights: parameters of one trained DiT. All trained DiTs have the same parameters.
+        weights: names, shapes and storage of the parameters of one trained DiT. They are equal for all trained DiTs.
         data: data set that the recipe names.
         sampler: sampler that plans the bins of every optimizer step.
         collator: collator that packs samples into batches.
@@ -96,8 +96,8 @@ class TrainingRun:
         """Return a digest of the properties that determine in which order training reads the samples.
 
         The properties are the keys and lengths of the samples, the repeats of each source, and, with
-        `packing.buffer_size`, the positions of the samples in the cache. A resumed run with the digest of its checkpoint
-        continues at the right position in the data.
+        `packing.buffer_size`, the positions of the samples in the cache. If a resumed run has the same digest as its
+        checkpoint, the run continues at the right position in the data.
         """
         rows = zip(self.data.keys, self.seq_lens.tolist(), strict=True)
         text = "".join([f"{key}\0{length}\n" for key, length in rows])
@@ -128,8 +128,8 @@ class TrainingRun:
         """Return the number by which the summed loss of a step is divided before the backward pass.
 
         The number is the mean number of samples, or of trained tokens, per step of the epoch. `loss.reduction` selects
-        samples or trained tokens. First frames that are given as a condition are not trained,
-        and their number in a step is random. This method uses their expected number, so that every step of an epoch has
+        samples or trained tokens. Tokens of first frames that are given as a condition are not trained. The number of
+        these tokens in a step is random. This method subtracts the expected number, so that every step of an epoch has
         the same divisor. See also `StepPlan.denominators`.
         """
         value = plan.denominators[self.recipe.loss.reduction]
@@ -140,7 +140,10 @@ class TrainingRun:
         return value
 
     def count(self, plan: StepPlan) -> float:
-        """Return the number of samples, or of trained tokens, in a step. The summed loss is divided by it to be logged."""
+        """Return the number of samples, or of trained tokens, in a step.
+
+        The summed loss of the step is divided by this number before the loss is logged.
+        """
         value = plan.counts[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token" and self._gives_first_frames:
             for bin in plan.bins:

@@ -69,7 +69,7 @@ def train_step(
         run: the checked training run.
         groups: process groups of this rank.
         device: device of the engine.
-        denominator: mean number of samples or trained tokens per step over all ranks, by which the loss is divided.
+        denominator: result of `TrainingRun.denominator`: the number by which the summed loss of the step is divided.
         sigma_range: (lowest, highest) noise level of the expert that the engine trains.
     """
     recipe = run.recipe
@@ -117,8 +117,8 @@ def _sample_losses(
     """Return the loss of each sample of a step. Samples with weight 0, which only fill empty bins, are left out.
 
     Args:
-        micro_losses: for each micro step, a tuple of the rank slice, and the noise levels and summed squared errors of
-            the samples in the slice.
+        micro_losses: for each micro step, the tuple (rank slice, noise level of each sample in the slice, sum of
+            squared errors of each sample in the slice).
         groups: process groups of this rank.
     """
     sums = torch.cat([errors for _, _, errors in micro_losses])
