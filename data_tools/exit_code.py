@@ -17,8 +17,8 @@ def exit_2_on_user_error(main: Main) -> Callable[..., int]:
     The line is printed to stderr. A user error is a `WandsError`. Any other exception is raised as usual.
 
     Args:
-        main: function of the program. It takes the arguments of the command line, or None for the arguments of the
-            process, and returns the exit code.
+        main: function of the program, which returns the exit code. It takes a list of command-line arguments. None
+            means the arguments with which the process was started.
     """
 
     @functools.wraps(main)

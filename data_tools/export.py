@@ -5,7 +5,7 @@ python -m data_tools.export CACHE OUT --format safetensors|webdataset
 OUT contains export.json (manifest of the cache), null_text.safetensors (embedding of the empty caption) and the samples.
 
 - With --format safetensors, each sample is one file with latents and text_embeds in bf16. For image-to-video models, the
-  file also contains image_latents and image_embeds. Its header contains the key, the caption and other metadata.
+  file also contains image_latents and image_embeds. The file's header contains the key, the caption and other metadata.
 - With --format webdataset, these files are in tars of about 1 GiB. Next to each file, the tar contains the caption as
   .txt and the metadata as .json.
 
@@ -53,8 +53,8 @@ def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 <<
         path: folder of the cache.
         out: folder to create.
         format: one of `FORMATS`.
-        max_bytes: size in bytes from which no further sample is added to a tar. The last sample of a tar may exceed
-            this size.
+        max_bytes: limit for the size of a tar in bytes. A tar that has reached the limit gets no further sample, so a
+            tar can exceed the limit by one sample.
 
     Returns:
         Number of samples.
@@ -100,10 +100,10 @@ def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 <<
 
 
 def file_name(i: int, key: str) -> str:
-    """Return the file name of sample `i` without extension, which every file system accepts.
+    """Return a file name for sample `i`, without extension. Every file system accepts this name.
 
-    The name consists of the number and the percent-encoded key. It contains no dot, because WebDataset reads the text
-    after the first dot as the kind of file.
+    The name consists of the number `i` and the percent-encoded key, cut to `NAME_LENGTH` characters. It contains no
+    dot, because WebDataset reads the text after the first dot as the kind of file.
     """
     readable = quote(key.encode("utf-8", "surrogateescape"), safe="").replace(".", "%2E")
     return f"{i:08d}-{readable}"[:NAME_LENGTH]

@@ -54,8 +54,8 @@ class EncodedClip:
         latents: bf16 [C, f, h, w].
         text_embeds: bf16 [L, D].
         meta: metadata of the sample, such as caption, source and fps.
-        images: maps the name of an array of conditioning frames, image_latents or image_embeds, to the array. Empty for
-            text-to-video models.
+        images: conditioning frames as {"image_latents": array, "image_embeds": array}. Each array is present only if
+            the model needs it, so the dictionary is empty for text-to-video models.
     """
 
     key: str
@@ -71,8 +71,8 @@ def import_cache(source: str | Path, out: str | Path, model: str | None = None) 
     Args:
         source: folder of an export, or cache folder of musubi-tuner.
         out: cache folder.
-        model: for a cache of musubi-tuner, pipeline folder or Hub id with the VAE and the text encoder that musubi-tuner
-            used. None for an export.
+        model: pipeline folder or Hub id with the VAE and the text encoder that musubi-tuner used. It must be None if
+            `source` is an export.
 
     Returns:
         Number of samples in the cache.
@@ -199,7 +199,10 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
 
 
 def _header(content: bytes) -> dict[str, str]:
-    """Return the metadata in the header of a safetensors file, given as bytes; empty if the header has no metadata."""
+    """Return the metadata of a safetensors file, read from the header at the start of `content`.
+
+    The result is empty if the header contains no metadata.
+    """
     size = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + size]).get("__metadata__", {})
 

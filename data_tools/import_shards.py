@@ -1,4 +1,4 @@
-"""Convert encoded shards of other trainers into a latent cache, without their videos.
+"""Convert encoded shards of other training programs into a latent cache. No videos are needed.
 
 python -m data_tools.import_shards SHARDS --model DIR_OR_HUB_ID --out CACHE [--fps N]
 
@@ -34,7 +34,10 @@ from wands.errors import ConfigError, DataError, one_line
 from wands.variants import TEXT_LEN, Variant
 
 CONTRAST, JITTER = 0.4, 0.3
-"""Assumed standard deviations of the logarithm of latent spreads: between clips, and between the channels of a clip."""
+"""Assumed variation of the standard deviation of latents, in log units.
+
+`CONTRAST` is the variation from clip to clip. `JITTER` is the variation between the channels of one clip.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class ImportReport:
 
     Attributes:
         num_samples: number of samples in the cache.
-        num_reused: number of these samples that an earlier run wrote.
+        num_reused: number of the cache's samples that an earlier run wrote and this run kept.
         rejected: samples that cannot be used, each with the reason.
     """
 
@@ -125,7 +128,7 @@ def imported_fingerprint(model: str | Path, imported: Any) -> dict[str, Any]:
 
     Args:
         model: pipeline folder or Hub id of the encoders.
-        imported: source of the latents, as a JSON value.
+        imported: JSON value that describes the encoding of the latents, for example the name of the other program.
     """
     settings = {
         "imported": imported,
@@ -202,8 +205,8 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     """Check that latents have a shape that a variant can train on, are finite, and are normalised.
 
     The standard deviation of each channel is near 1 for normalised latents, and near the VAE's `std` for latents that are
-    not normalised. The contrast of a clip scales all channels by one factor. The check therefore mainly compares the
-    ratios between channels, and less the absolute values.
+    not normalised. The contrast of a clip multiplies all standard deviations by one common factor. The check therefore
+    mainly compares the ratios between the channels' standard deviations, and less the absolute values.
 
     Args:
         latents: [C, f, h, w].
@@ -240,11 +243,10 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
 
 
 def _unlikelihood(spread: Tensor) -> float:
-    """Return how unlikely it is that all channels of a clip have a standard deviation of 1, apart from one common
-    factor. The result is a negative log-likelihood.
+    """Return the negative log-likelihood of the channels' standard deviations, assuming normalised latents.
 
-    `CONTRAST` and `JITTER` are the standard deviations of the common factor and of each channel's own factor, in log
-    units.
+    The standard deviation of a channel is assumed to be the product of a factor of the clip and a factor of the
+    channel. The logarithms of the two factors have mean 0 and the standard deviations `CONTRAST` and `JITTER`.
 
     Args:
         spread: float [C], standard deviation of each channel.

@@ -69,7 +69,7 @@ def decode(cache: LatentCache, key: str, model: str, out: Path) -> tuple[int, ..
         Shape (frames, height, width, 3) of the decoded video.
 
     Raises:
-        CacheError: if the sample does not exist or is damaged, or another VAE made the cache.
+        CacheError: if the sample does not exist or is damaged, or the VAE of `model` did not make the cache.
         ConfigError: if `out` ends in neither .mp4 nor .png, or `model` is not a pipeline.
     """
     if out.suffix.lower() not in (".mp4", ".png"):

@@ -137,7 +137,8 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
 def to_variant(contract: dict[str, Any]) -> Variant:
     """Return a model variant with the values that the manifest of a cache stores.
 
-    A cache does not contain the other sizes of the DiT, such as its depth. These sizes come from an arbitrary variant.
+    A manifest does not contain all sizes of the DiT. For example, the depth is missing. The missing sizes are copied
+    from an arbitrary variant.
 
     Args:
         contract: `variant` of the manifest: its name, latent channels, strides, patch size, conditions and embedding

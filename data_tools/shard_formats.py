@@ -1,4 +1,4 @@
-"""Read encoded samples from shards of other trainers: tars of DFM or Megatron-Bridge, and TFRecords of MaxDiffusion.
+"""Read encoded samples from shards of other programs: tars of DFM or Megatron-Bridge, and TFRecords of MaxDiffusion.
 
 torch.load reads the latents with weights_only=True, which runs no code. Files with pickled text embeddings are never
 opened.
@@ -80,7 +80,8 @@ def read_samples(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample
 
     Args:
         shards: result of `find_shards`.
-        source: file or folder in which the shards were found; keys are relative to it.
+        source: file or folder in which the shards were found. The key of a sample starts with the path of the shard
+            relative to this folder.
     """
     root = source if source.is_dir() else source.parent
     for path in shards:

@@ -28,7 +28,7 @@ _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.flo
 
 @cache
 def _byte_table() -> np.ndarray:
-    """Return the CRC-32C table, uint32 [256]: entry i is the register after a register of 0 has processed byte i."""
+    """Return the CRC-32C table, uint32 [256]. Entry i is the value of the register after byte i, if it was 0 before."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
@@ -39,8 +39,8 @@ def _byte_table() -> np.ndarray:
 def _skip_tables() -> np.ndarray:
     """Return tables that advance a CRC-32C register over `_BLOCK` zero bytes, uint32 [4, 256].
 
-    Entry [i, b] is the new register if byte i of the old register is b and its other bytes are 0. The new register of any
-    old register is the XOR of four entries, one for each byte.
+    Entry [i, b] is the new value of the register if byte i of the old value is b and the other bytes are 0. For any old
+    value, the new value is the XOR of four entries, one for each byte of the old value.
     """
     state = (np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32))[:, None]).astype(
         np.uint32
@@ -55,7 +55,8 @@ def crc32c(data: bytes) -> int:
     """Return the CRC-32C (Castagnoli) checksum of some bytes.
 
     The data is divided into blocks of `_BLOCK` bytes. All blocks are processed in parallel, one byte of each block per
-    step. Their checksums are then combined. A plain loop over all bytes would need minutes for the 28 MB of one sample.
+    step. The checksums of the blocks are then combined. A plain loop over all bytes would need minutes for the 28 MB of
+    one sample.
     """
     table, size = _byte_table(), len(data) // _BLOCK * _BLOCK
     crc = 0xFFFFFFFF
@@ -80,7 +81,7 @@ def crc32c(data: bytes) -> int:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """Return the CRC-32C of some bytes, rotated and shifted by a constant as TFRecord files store it."""
+    """Return the masked CRC-32C of some bytes, as in TFRecord files: the CRC is rotated, and a constant is added."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -160,9 +161,9 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _last(data: bytes, number: int) -> bytes | None:
-    """Return the last value of the length-delimited field with this number, or None if there is no such field.
+    """Return the value of the length-delimited field `number` of a protobuf message, or None if the field is missing.
 
-    In a protobuf message, the last of several values of a field is the valid value.
+    If the message contains several values of the field, the last value is valid.
     """
     values = [value for found, value in _fields(data) if found == number and isinstance(value, bytes)]
     return values[-1] if values else None
@@ -172,8 +173,7 @@ def parse_example(data: bytes) -> dict[str, bytes]:
     """Return the bytes features of a serialized tf.train.Example.
 
     Returns:
-        Values by feature name. If a feature has several values, only the first value is returned. Features of other
-        types are left out.
+        Dictionary that maps the name of each bytes feature to its first value. Features with numbers are left out.
 
     Raises:
         DataError: if the data is not a tf.train.Example.

@@ -2,8 +2,8 @@
 
 python -m data_tools.verify CACHE [--workers N]
 
-The exit code is 0 if there is no problem. It is 1 if there are problems. In this case, the program prints one line
-per problem, which names the sample or the file, and the fix.
+The exit code is 0 for an intact cache, 1 for a cache with problems, and 2 for a user error. For each problem, the
+program prints one line that names the sample or the file, and the fix.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class VerifyResult:
 
     Attributes:
         problems: all problems; empty for an intact cache.
-        num_samples: number of samples in the shards, also of samples that are not in the index.
-        num_bytes: number of bytes of arrays whose checksum was computed.
+        num_samples: number of samples in the shards, including samples that are not in the index.
+        num_bytes: total size in bytes of the arrays whose checksums were computed.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -86,11 +86,11 @@ def verify(
     - The index: the zip file stores checksums, and the index is compared with the shards.
     - The manifest: it stores a digest of its content.
 
-    Unused bytes, such as gaps in a shard, are not read. Changes are not found in metadata of more than 64 KiB for one
-    sample, because HDF5 stores it outside the header, without a checksum.
+    Unused bytes, such as gaps in a shard, are not read. If a sample has more than 64 KiB of metadata, HDF5 stores the
+    metadata outside the header, without a checksum. Changes in this metadata are not found.
 
     Args:
-        path: cache folder, finished or not.
+        path: folder of a finished or unfinished cache.
         workers: number of threads, which check one shard each at a time. None means the number of CPU cores, at most 4.
         advance: function that is called after each shard, for a progress bar.
 
@@ -256,13 +256,13 @@ def _check_shard(
 
 
 def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
-    """Return the data of a sample that a reader uses, and the checksum of the arrays as computed from their bytes.
+    """Return the stored values of a sample, and a checksum that is computed from the bytes of the sample's arrays.
 
     The bytes of arrays are read without HDF5, because HDF5 allows only one thread to read at a time.
 
     Args:
         group: HDF5 group of the sample.
-        descriptor: descriptor of the open shard.
+        descriptor: file descriptor of the open shard.
 
     Returns:
         Dictionary with key, shapes, lengths, offsets, num_bytes, `crc32` (stored checksum) and `computed` (checksum
@@ -299,7 +299,7 @@ def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
 def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> Iterator[Problem]:
     """Yield a `Problem` for each value of a sample that differs between the index and the shard.
 
-    The values in the shard have passed their checksums, so the index is wrong if they differ.
+    The values in the shard have passed their checksums. A difference therefore means that the index is wrong.
 
     Args:
         name: name of the shard and key of the sample, for messages.

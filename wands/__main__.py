@@ -1,4 +1,4 @@
-"""``python -m wands`` is the same as ``wands``: launchers such as deepspeed and torchrun start it this way."""
+"""``python -m wands`` is the same as ``wands``. Launchers such as deepspeed and torchrun start wands this way."""
 
 from wands.cli import main
 

@@ -26,7 +26,7 @@ from wands.errors import WandsError
 
 
 class _CommandGroup(click.Group):
-    """Group of the `wands` subcommands. The help page lists the subcommands in the order of their declaration.
+    """Group of the `wands` subcommands. The help page lists the subcommands in the order in which they were added.
 
     If a subcommand raises a WandsError, the group prints the message and exits with code 2. If all ranks of a node or of the
     process group raise the same error, only one of these ranks prints the message.
@@ -166,9 +166,10 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.ConvertOptions: "wands.commands.convert.convert:convert",
     opts.SelftestOptions: _selftest,
 }
-"""Maps the option model of each subcommand to the function that runs the subcommand, in the order of the help page.
+"""Maps the class with a subcommand's options to the function that runs the subcommand, in the order of the help page.
 
-If a value is the name of a function, wands imports the function when the subcommand runs, and prints the result.
+A value is a function or the name of a function. A function given by name is imported when the subcommand runs, and its
+result is printed.
 """
 
 for _options, _run in COMMANDS.items():

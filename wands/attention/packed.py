@@ -125,8 +125,8 @@ class PackedMeta:
         local_seq_lens: number of tokens of each sample on this rank, without the padding that can follow the last
             sample.
         text_lens: number of text tokens of each sample, without padding.
-        timestep_lens: number of tokens on this rank for each timestep, if a sample can have several timesteps. Empty
-            means that every sample has one timestep.
+        timestep_lens: number of tokens on this rank that have each timestep, if a sample can have several timesteps.
+            Empty means that every sample has one timestep.
         timestep_samples: sample index of each timestep. Empty means that every sample has one timestep.
         dropout_keys: 64 random bits for each sample, from which the sample's dropout masks are computed. Empty without
             dropout.

@@ -4,10 +4,10 @@ A bin is the list of samples that are packed into one sequence. A ring row is th
 A block is the keys and values of one ring row. The blocks travel around the ring, and every rank attends to each block that
 the rank receives.
 
-The forward pass and the backward pass are custom operators, so activation checkpointing sees each pass as one node.
-Activation checkpointing can then keep the result of the forward pass instead of repeating the ring. torch.compile uses
-the registered gradient. An operator takes only tensors, numbers and strings. The chunk lengths are therefore one flat
-list, and process groups are passed by name.
+The forward pass and the backward pass are custom operators, so activation checkpointing sees each pass as one
+operation, and can keep the result of the forward pass instead of running the ring again. torch.compile uses the
+registered gradient. A custom operator takes only tensors, numbers, strings and lists of numbers. The table of chunk
+lengths is therefore passed as one flat list, and process groups are passed by name.
 
 Letters: N tokens of a ring row, H heads, D head dim, R ring degree, S samples.
 Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers". Backward pass: Dao et al. 2022, "FlashAttention",
@@ -248,7 +248,7 @@ def _split_rows(lens: tuple[int, ...], degree: int) -> ChunkLens:
 
 @lru_cache(maxsize=512)
 def _segments(lens_q: tuple[int, ...], lens_k: tuple[int, ...], device: torch.device) -> Segments:
-    """Return segments that all layers share. A cache avoids that each layer copies the cumulative lengths to the device."""
+    """Build segments. All layers share the cached result, so that the lengths are copied to the device only once."""
     return Segments.build(lens_q, lens_k, device)
 
 

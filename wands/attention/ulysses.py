@@ -1,7 +1,8 @@
 """Ulysses attention: DeepSpeed's DistributedAttention with ring attention as the local attention.
 
-The two all-to-alls are custom operators, and each is the gradient of the other. Activation checkpointing therefore sees each
-all-to-all as one node, and can keep the received tensors instead of sending them again.
+The two all-to-alls, `to_heads` and `to_tokens`, are custom operators. The backward pass of `to_heads` is `to_tokens`,
+and vice versa. Activation checkpointing sees each all-to-all as one operation, and can keep the received tensors
+instead of sending them again.
 
 Letters: L local tokens of a rank, U Ulysses degree, N = L * U tokens of a Ulysses group, H heads, D head dim.
 Sources: Jacobs et al. 2023, "DeepSpeed Ulysses"; Fang and Zhao 2024, "USP".

@@ -41,7 +41,9 @@ def varlen_attention(
 
 @dataclass(frozen=True)
 class PaddedSegments:
-    """Attention segments whose keys are padded to a common length with copies of one padding key, which are not stored.
+    """Attention segments whose keys are padded to a common length. The padding consists of copies of one key.
+
+    The copies are not stored.
 
     Attributes:
         segments: rows of q and of k in each segment, without padding.

@@ -45,7 +45,7 @@ def read_source(options: ClipOptions) -> tuple[list[ClipRecord], list[Rejection]
     """List the clips of the source (folder, table, archive or data set) that `options` names.
 
     Returns:
-        One record for each usable clip and caption, and the rejections of unusable clips.
+        A pair: the records of the usable clips (one for each caption), and the rejections of the unusable clips.
 
     Raises:
         DataError: if the source does not exist or contains no clip.
@@ -56,7 +56,7 @@ def read_source(options: ClipOptions) -> tuple[list[ClipRecord], list[Rejection]
 
 
 def plan_samples(options: ClipOptions, variant: Variant) -> tuple[ClipSpec, tuple[int, ...]]:
-    """Return the settings by which clips become samples.
+    """Return the settings for cutting and resizing clips into samples.
 
     Args:
         options: options of the command.

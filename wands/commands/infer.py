@@ -94,9 +94,9 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
         One result per request, in order. Ranks other than the first return an empty list.
 
     Raises:
-        ConfigError: before weights are read, if the model cannot be used, an option is invalid, or an image cannot be
-            read. Also if the ranks cannot share a video, the folder is not writable, or the ranks have different
-            options.
+        ConfigError: if the model cannot be used, an option is invalid, or an image cannot be read. Also if the ranks
+            cannot share a video, the folder is not writable, or the ranks have different options. The error is raised
+            before weights are read.
         CheckpointError: if the checkpoint is missing or incomplete, does not fit its config, or has no moving average
             although `options.ema` is set.
         WandsError: if a file cannot be written, or a sample has values that are not finite.
@@ -219,7 +219,8 @@ def _find_trained(checkpoint: Path, model: str, ema: bool) -> dict[str, DiTSourc
 
     Args:
         checkpoint: step folder or run folder.
-        model: folder or Hub id of the pipeline, the base model of a LoRA.
+        model: folder or Hub id of the pipeline. The base weights of a LoRA run are read from this pipeline, unless the
+            run initialised the base weights at random.
         ema: whether to use the moving average of the weights.
     """
     step, state = find_checkpoint(checkpoint)
@@ -294,8 +295,8 @@ def check_ranks(
     other ranks would wait forever.
 
     Args:
-        source: result of `find_pipeline`. Each rank has found its newest checkpoint separately, so the checkpoints can
-            differ.
+        source: result of `find_source`. Each rank searches for the newest checkpoint separately, so two ranks can find
+            different checkpoints.
         origin: facts about the weights, from `_describe_weights`.
         requests: requests to sample.
         images: images of each request, whose pixels are compared.
@@ -347,7 +348,10 @@ def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origi
 
 
 def _next_number(out_dir: Path) -> int:
-    """Return the number for the next file name in a folder: one more than the largest number in its file names, or 0."""
+    """Return the number for the next file name in a folder.
+
+    The number is one more than the largest number in the folder's file names, or 0 if no file name has a number.
+    """
     names = [path.name for path in out_dir.iterdir()] if out_dir.is_dir() else []
     used = [int(match[1]) for name in names if (match := re.match(r"(?:contact_sheet_)?(\d{3,})[_.]", name))]
     return max(used, default=-1) + 1

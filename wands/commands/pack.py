@@ -13,7 +13,7 @@ from wands.train.prepare import load_run
 from wands.train.run import TrainingRun
 
 FORMAT = "wands-plan-1"
-"""Name of the file format, in the first line of a plan file. A change of the file's keys changes the number."""
+"""Name of the file format, in the first line of a plan file. The number at the end changes when the keys change."""
 
 
 def pack(options: PackOptions) -> str:
@@ -25,14 +25,14 @@ def pack(options: PackOptions) -> str:
     - sources (see `list_sources`), split and holdout.
     - num_samples and num_tokens of the epoch, num_bins, num_steps, bins_per_step, max_tokens and buffer_size.
     - fill: used share of the bins' token capacity. The last step counts only if it is the only step.
-    - efficiency: maps each possible dp_size to the mean cost of the ranks / the cost of the slowest rank.
+    - efficiency: maps each possible dp_size to the mean cost of a rank, divided by the cost of the slowest rank.
     - length_bias and length_bias_of_chance, see `EpochPlan.length_bias`.
     - cost: [a, b] in FLOPs. The forward pass of a bin costs a * sum(L) + b * sum(L^2) for sample lengths L.
-    - data_fingerprint: the value that checkpoints also contain.
+    - data_fingerprint: digest of the data, also stored in checkpoints (see `TrainingRun.data_fingerprint`).
 
     Each further line describes one optimizer step with the keys step, num_samples, num_tokens, fill, efficiency and
-    bins. Each bin has the keys, indices and tokens of its samples. The cost of a bin is relative to the mean cost of
-    the epoch's bins.
+    bins. Each bin lists the keys, indices and token counts of its samples. It also contains the bin's cost, divided by
+    the mean cost of all bins of the epoch.
 
     Args:
         options: options of the command; they name the recipe, the epoch and the file.

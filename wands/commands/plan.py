@@ -46,9 +46,9 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
 def plan(options: PlanOptions) -> str:
     """Find settings with which a recipe fits a machine, and return a report as text.
 
-    The report lists the best settings, describes the first of these settings in detail, and shows the command that starts the
-    training run. With `options.out`, the recipe and the DeepSpeed JSON of the first settings are written to this folder.
-    With `options.table`, the function only returns the tables of `what_fits`.
+    The report lists a few settings that fit, best first. It describes the best settings in detail, and shows the
+    command that starts the training run. If `options.out` is set, the recipe and the DeepSpeed JSON of the best
+    settings are written to this folder. With `options.table`, the function only returns the tables of `what_fits`.
 
     Args:
         options: options of the command; they name the recipe and the machine.
@@ -156,8 +156,8 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
 def _find_model(recipe: Recipe, options: PlanOptions) -> tuple[Variant, tuple[Expert, ...], dict[str, Any]]:
     """Find the model that the recipe trains.
 
-    The name of a published model is enough, from `options.variant` or from the name of a shipped recipe. Otherwise the
-    function reads the config files in `model.path` of the recipe.
+    The name of a published model is enough: no file is read. The name comes from `options.variant`, or from the name of
+    a shipped recipe if the user does not override `model.path`. Otherwise, the config files in `model.path` are read.
 
     Returns:
         Model variant, trained experts (DiTs, each for a range of noise levels), and config of the DiT.

@@ -5,8 +5,8 @@
 Letters: T rows, H heads, D head dim, S segments. All tensors are packed, [T, H, D], without a batch axis.
 
 The backward pass takes `out` and `lse` as arguments instead of computing `out` and `lse` again. A ring merges the results of
-several blocks of keys and passes the *merged* `out` and `lse`. exp(score - lse) is then the probability over all keys
-of a row. The backward pass of a block therefore returns exactly the summand of the gradient that comes from this block.
+several blocks of keys and passes the *merged* `out` and `lse`. exp(score - lse) is then the attention probability of a
+key among the keys of all blocks. The backward pass of a block therefore returns the block's summand of the gradient.
 Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
 
 How to add a kernel:
@@ -29,11 +29,13 @@ What the two functions receive and return:
 
 - q, k, v and dout can be views whose last dimension is contiguous and whose other dimensions are not. `lse` is contiguous.
 - There can be more rows than the segments contain. The rows after the last segment are padding.
-- The results are new tensors. The `Backend` class changes their rows without keys or queries in place, so these rows may
-  contain any values. The class does not call the functions if no row of q has a key.
+- The results are new tensors. Rows of q without keys, and rows of k without queries, may have any values in the
+  results: the `Backend` class overwrites these values in place. The class does not call the functions if no row of q
+  has a key.
 - The scores are q @ k times `scale`, in every formula of this file.
-- The backward pass is deterministic only if `torch.are_deterministic_algorithms_enabled()`, which training never sets:
-  on a GPU, resumed runs agree to rounding error. On a CPU, they agree bit for bit.
+- The backward pass is deterministic only if `torch.are_deterministic_algorithms_enabled()`. Training never enables it.
+  On a GPU, a resumed run therefore equals an uninterrupted run up to rounding errors. On a CPU, the runs are equal bit
+  for bit.
 """
 
 from __future__ import annotations
@@ -112,7 +114,8 @@ class Backend:
             k: [Tk, H, D], keys of this block.
             v: [Tk, H, D], values of this block.
             out: [Tq, H, D], attention output over all blocks.
-            lse: [H, Tq], log-sum-exp of the scores over all blocks. A row with +inf contributes to no gradient.
+            lse: [H, Tq], log-sum-exp of the scores over all blocks. A row of q whose `lse` is +inf contributes to no
+                gradient.
             segments: number of rows of q and of k in each segment. Rows of q attend only to rows of k in the same
                 segment.
             scale: factor on the attention scores.
@@ -138,7 +141,7 @@ def _has_no_pairs(segments: Segments) -> bool:
 
 
 def _new_lse(q: Tensor) -> Tensor:
-    """Return -inf, the log-sum-exp of rows that attend to no key: [heads, rows] for q of shape [rows, heads, head dim]."""
+    """Return a log-sum-exp tensor [heads, rows] for q [rows, heads, head dim], filled with -inf (rows without keys)."""
     return q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_score_dtype(q))
 
 

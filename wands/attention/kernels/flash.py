@@ -1,9 +1,9 @@
 """Flash attention kernels: PyTorch's kernels for CPUs and for CUDA, and the flash-attn packages 2, 3 and 4.
 
 Letters: T rows, H heads, D head dim. The calls use the signatures of torch 2.11 to 2.13, flash-attn 2.8.3, flash-attn-4
-4.0.0b36, and the ``flash_attn_interface.py`` of flash-attn 3 since September 2025. Earlier versions of flash-attn 3
-have no defaults and fail the self-check. For packed rows, every kernel returns the log-sum-exp as natural logarithms,
-fp32 [H, T].
+4.0.0b36, and the ``flash_attn_interface.py`` of flash-attn 3 since September 2025. Functions of earlier versions of
+flash-attn 3 have no default arguments and fail the self-check. For packed rows, every kernel returns the log-sum-exp as
+natural logarithms, fp32 [H, T].
 """
 
 from __future__ import annotations

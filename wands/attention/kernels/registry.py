@@ -1,8 +1,8 @@
 """Select the attention kernel: the kernel that `attention.backend` names, or the fastest kernel that gives right results.
 
 A kernel for CUDA is used only after a check of its results (self_check.py), once per process. The check
-compares the kernel's output, log-sum-exp and gradients with exact ones, also for several blocks of keys as in ring
-attention. The check runs on this GPU, in the dtype and head dim of the training run, with the installed versions.
+compares the kernel's output, log-sum-exp and gradients with exact values. It also tests several blocks of keys, as in
+ring attention. The check runs on the user's GPU, in the dtype and head dim of the training run.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class KernelError(Exception):
 def check_backend(
     backend: Backend, device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
 ) -> float:
-    """Compare a kernel with the reference kernel in float64, with the calls that ring attention makes.
+    """Compare a kernel with the reference kernel in float64. The kernel is called as in ring attention.
 
     The inputs are random packed rows. The kernel first attends to all keys at once. The kernel then attends to two blocks
     of keys, and the two results are merged. The backward pass of each block gets the merged `out` and `lse`. Another
@@ -50,7 +50,7 @@ def check_backend(
 
     Args:
         backend: the kernel.
-        device: device of the kernel. The reference runs on the CPU, so the device's matmul precision does not matter.
+        device: device of the kernel. The reference always runs on the CPU.
         dtype: dtype of q, k and v.
         head_dim: last dimension of q, k and v.
 
@@ -117,7 +117,7 @@ def check_backend(
 class _Comparer:
     """Callable that compares a tensor with the exact tensor and raises KernelError if the tensor is wrong.
 
-    The attribute `worst` is the largest error of the tensors that were right.
+    The attribute `worst` is the largest error so far that was within the tolerance.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -1,8 +1,8 @@
 """The command `wands check`: predict the samples that `wands preprocess` will write for each clip of a source.
 
 The command also reports problems of the clips. It needs no model. `wands check` and `wands preprocess` decode with the same
-function, so that both accept the same clips. Decoding runs in subprocesses. If a file crashes or hangs its decoder, the clip
-is rejected and the check continues.
+function, so that both accept the same clips. Decoding runs in subprocesses. If the decoder of a clip crashes or exceeds
+the time limit, the clip is rejected and the check continues.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ KEPT_THUMBNAILS = 20_000  # 100 MB; an HTML page shows fewer
 
 
 def check(options: CheckOptions) -> CheckReport:
-    """Decode every clip of a source, and report its samples, its warnings and the reason if the clip is rejected.
+    """Decode every clip of a source, and report each clip's samples, warnings and, if it is rejected, the reason.
 
     With equal options, `wands preprocess` decodes the clips in the same way. Thumbnails are made only for --html.
 
@@ -156,7 +156,8 @@ class _Task:
 _Finding = tuple[CheckedClip, tuple[str, ...]]
 """Result of decoding one clip: (clip, digest of the frames of each sample).
 
-The clip has neither key nor caption yet. The keys of its samples consist of the suffix only.
+The key and the caption of the clip are still empty. `CheckedSample.key` contains only the end of a sample's key. The
+key of the clip is put in front of it later.
 """
 
 
@@ -218,7 +219,8 @@ def _decode_all(tasks: Sequence[_Task | None], num_workers: int | None) -> list[
     """Decode each distinct clip once in worker processes, and return one finding (result of decoding) for each task.
 
     Args:
-        tasks: clips to decode. None stands for a rejected row without a file; its finding is empty.
+        tasks: clips to decode. None stands for a rejected entry of the source that has no clip file. The finding for
+            None is empty.
         num_workers: number of worker processes; None starts one process per CPU core.
     """
     findings: list[_Finding] = [(CheckedClip("", ""), ())] * len(tasks)
@@ -246,9 +248,9 @@ def _decode_all(tasks: Sequence[_Task | None], num_workers: int | None) -> list[
 
 
 def _is_clip(path: str) -> bool:
-    """Return whether the path of a rejected row is an absolute path of an existing video or image file.
+    """Return whether `path`, from a rejected entry of the source, is the absolute path of an existing video or image.
 
-    For example, a row without a caption is rejected, but its file can be decoded for the report.
+    For example, an entry without a caption is rejected, but its file can be decoded for the report.
     """
     try:
         return os.path.isabs(path) and path.lower().endswith(CLIP_EXTENSIONS) and os.path.isfile(path)
@@ -261,7 +263,7 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
 
     Args:
         path: the file.
-        clip: last decoded window of the file.
+        clip: the last window (range of frames) that was decoded from the file.
         longest: number of frames of the longest sample from the file.
         spec: rate, size and length of the samples.
     """

@@ -57,7 +57,7 @@ class CheckedClip:
         source: properties of the file; None if the file cannot be read or was not decoded.
         samples: samples of the clip. A rejected clip may have samples that were decoded before the error.
         warnings: unusual properties of the clip and their consequences.
-        reason: why the clip is rejected, and the fix; empty for an accepted clip.
+        reason: reason for the rejection of the clip, and the fix; empty for an accepted clip.
         thumbnail: JPEG image of the middle frame of the first sample; empty if no thumbnail was made.
     """
 
@@ -88,7 +88,7 @@ class PackingForecast:
         bins_per_step: number of bins in one optimizer step.
         fill: used share of the bins' capacity, 0 to 1.
         steps_per_epoch: number of optimizer steps in one epoch.
-        problem: why the samples cannot be packed; empty if they can be packed.
+        problem: reason why the samples cannot be packed into bins; empty if they can be packed.
     """
 
     max_tokens: int
@@ -111,7 +111,7 @@ class CheckReport:
         cache_bytes: expected size in bytes of the shards that `wands preprocess` will write.
         packing: prediction of the bins in training; None if there is no sample.
         seconds: duration of the check.
-        more_pixels: area limits of --max-pixels after the first limit, in pixels. `spec` contains the first limit.
+        more_pixels: second and further values of --max-pixels. `spec` contains the first value.
     """
 
     source: str

@@ -18,7 +18,7 @@ class ComponentSummary:
         written: number of tensors in the result.
         renamed: number of written tensors whose name differs from the name in the source.
         num_bytes: size of the written tensors in bytes.
-        unused: names of the source's tensors that the new layout does not have.
+        unused: names of the source's tensors that were not converted, because the new layout does not have them.
         forward: text about the comparison of the DiT's outputs before and after the conversion; "" if no outputs were
             compared.
     """

@@ -35,8 +35,8 @@ def find_loras(root: Path) -> dict[str | None, Path]:
 
     Raises:
         CheckpointError: if a file cannot be read.
-        ConfigError: if a folder has several files that could be the LoRA of an expert. Also if a folder with LoRAs of
-            experts contains a further safetensors file.
+        ConfigError: if a folder has several files that could be the LoRA of an expert, or has LoRAs of experts and
+            further safetensors files.
     """
     usual = [root] if root.is_file() else [root / name for name in (LORA_FILE, PEFT_FILE)]
     files: dict[str | None, Path] = dict([(None, path) for path in usual if path.is_file()][:1])

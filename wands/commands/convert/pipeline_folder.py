@@ -34,7 +34,7 @@ def build_stock(component: str, config: Mapping[str, Any]) -> Any:
 
 
 def write_stock_config(component: str, config: Mapping[str, Any], folder: Path) -> None:
-    """Write a component's config.json as its library, diffusers or transformers, would write it.
+    """Write config.json of a component exactly as diffusers or transformers would write this file.
 
     Args:
         component: name of the component in a diffusers pipeline, such as "transformer" or "vae".

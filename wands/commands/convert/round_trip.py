@@ -40,7 +40,7 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
     """Run diffusers' DiT with the source's tensors and with the result's tensors, and compare the two outputs bit for bit.
 
     Args:
-        mapping: tensors of the source, by their names in the new layout. The source must be open.
+        mapping: tensors of the source, by their names in the new layout. The files of the source must be open.
         tensors: tensors that were written. The source's tensors are cast to the dtypes of these tensors.
         files: files that were written.
 

@@ -29,13 +29,13 @@ class ComponentKind:
         stem: name of the weight files in a diffusers folder, without suffix.
         signs: (tensor name that only official files of this kind have, tensor name that only diffusers files of this kind
             have). wands recognises a file by these names.
-        names: function that returns the name map. Its arguments are the names of all tensors, and the name of the files
-            for error messages.
-        config: function that returns the diffusers config. Its arguments are the shapes by official name, the official
-            config, and the name of the files for error messages.
+        names: function that returns the map between official and diffusers tensor names. Its arguments are the names of
+            all tensors, and a name of the files for error messages.
+        config: function that returns the diffusers config. Its arguments are a dict of shapes by official tensor name,
+            the official config, and a name of the files for error messages.
         official_files: glob pattern of the file in an official repository, without suffix; "" if the repository has a
             folder instead.
-        unused: words. A tensor with one of these words in its name is not converted.
+        unused: parts of tensor names. A tensor is not converted if its name contains one of these parts.
     """
 
     stem: str
@@ -228,7 +228,7 @@ def map_component(component: SourceComponent, files: TensorFiles, to: str) -> Co
 
 
 def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Split and reshape the tensors of an official CLIP file, so that each tensor has a name in CLIP's name map.
+    """Split and reshape the tensors of an official CLIP file: each attn.to_qkv becomes attn.q, attn.k and attn.v.
 
     The tensors of all other models are returned unchanged.
 
@@ -236,7 +236,7 @@ def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         stored: maps a tensor name without ComfyUI's prefix to the tensor.
 
     Returns:
-        A dict that maps names of the name map to tensors. Each tensor keeps its name in the file as `LazyTensor.name`.
+        A dict that maps the new tensor names to tensors. `LazyTensor.name` is still the name of the tensor in the file.
     """
     sources: dict[str, LazyTensor] = {}
     for name, value in stored.items():
