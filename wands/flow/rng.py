@@ -31,8 +31,8 @@ class SampleKey:
 def philox(*parts: int | str) -> np.random.Generator:
     """Return a new Philox random number generator, keyed by the 128-bit blake2b digest of `parts`.
 
-    The digest is computed from JSON, which distinguishes ("a", "bc") from ("ab", "c"), and 1 from "1". Python's
-    ``hash`` is not used, because the values of ``hash`` change from process to process.
+    The digest is computed from `parts` as JSON. JSON distinguishes ("a", "bc") from ("ab", "c"), and 1 from "1".
+    Python's ``hash`` is not used, because the values of ``hash`` change from process to process.
     """
     digest = hashlib.blake2b(json.dumps(parts).encode("ascii"), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
@@ -51,10 +51,10 @@ def rng(seed: int, key: SampleKey, purpose: str) -> np.random.Generator:
 
 
 def permutation(length: int, *parts: int | str) -> np.ndarray:
-    """Return a random permutation of 0..length-1, int64, keyed by `parts`.
+    """Return a random permutation of the integers from 0 to length - 1, int64, keyed by `parts`.
 
-    The permutation sorts raw Philox words. numpy guarantees that raw words have the same bits in every numpy version.
-    numpy does not guarantee this for ``Generator.permutation``.
+    The permutation is the order that sorts `length` random words of Philox. numpy guarantees that these words are the
+    same in every numpy version, but gives no such guarantee for ``Generator.permutation``.
     """
     words = philox(*parts).bit_generator.random_raw(length)
     return np.argsort(np.asarray(words, dtype=np.uint64), kind="stable")

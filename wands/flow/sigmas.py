@@ -1,8 +1,8 @@
 """Functions that draw, shift and weight noise levels (sigma).
 
 sigma is the fraction of noise in x_t = (1 - sigma) * x0 + sigma * noise, where x0 is the clean sample. The timestep
-that the model gets is 1000 * sigma. Python floats (float64) are used on the host, and every returned sigma is exact in
-fp32.
+that the model gets is 1000 * sigma. The functions on single values of sigma compute with Python floats (float64).
+`sample_sigma` rounds its result to fp32.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def sample_sigma(
 ) -> float:
     """Draw a noise level from the recipe's distribution, truncated to the range from `low` to `high`.
 
-    The range applies to sigma after the shift. The function truncates the inverse CDF instead of rejecting draws, so every
-    call takes two numbers from the generator. With `mix_uniform`, sigma sometimes comes from a uniform distribution, with
-    a probability equal to the fraction of the range's probability mass that is uniform.
+    The range applies to sigma after the shift. The function truncates the inverse CDF instead of rejecting draws
+    outside the range, so every call takes two numbers from the generator. `mix_uniform` mixes a uniform distribution
+    into the recipe's distribution. The range truncates this mixture as a whole.
 
     Args:
         generator: source of two uniform numbers.
@@ -48,7 +48,7 @@ def sample_sigma(
         high: largest sigma. It is excluded unless it is 1, so that adjacent ranges do not overlap.
 
     Returns:
-        sigma, exact in fp32.
+        sigma, rounded to fp32 inside the range.
     """
     assert 0.0 <= low < high <= 1.0, f"low={low} and high={high} must satisfy 0 <= low < high <= 1"
     pick = generator.random()
@@ -67,8 +67,9 @@ def sample_sigma(
 def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
     """Return the loss weight of each noise level, according to `flow.weighting`.
 
-    "none": 1. "linear": 1 + flow_shift * sigma. "bell": g(sigma) - g(0) with g(sigma) = exp(-2 (sigma - 1/2)^2), so that
-    the weight is 0 at sigma 0 and 1. The result is scaled so that its mean over uniform sigma is 1.
+    "none": 1. "linear": 1 + flow_shift * sigma. "bell": c (g(sigma) - g(0)) with g(sigma) = exp(-2 (sigma - 1/2)^2).
+    The weight "bell" is 0 at sigma 0 and at sigma 1. The factor c makes the mean of "bell" over sigma from 0 to 1 equal
+    to 1.
 
     Args:
         sigmas: fp32 [S] for S samples.
@@ -97,7 +98,9 @@ def _mass(flow: FlowConfig, low: float, high: float) -> float:
 
 
 def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -> float:
-    """Return the inverse CDF, at `quantile`, of the distribution of sigma before the shift, truncated to [low, high].
+    """Return sigma before the shift at a quantile of the recipe's distribution, truncated to the range [low, high].
+
+    `quantile` is a probability. The quantiles 0 and 1 return the two ends of the range, in either order.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
     """
@@ -117,8 +120,8 @@ def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -
 def _z_bounds(flow: FlowConfig, low: float, high: float) -> tuple[float, float]:
     """Return `low` and `high` as logits, in standard deviations from the mean logit.
 
-    If the range is above the mean, both numbers are negated and swapped, because float64 has too few digits for a CDF
-    near 1.
+    If the range is above the mean, both numbers are negated and swapped. The CDF is then near 0 instead of near 1.
+    float64 has too few digits near 1.
     """
     z = [(_logit(bound) - flow.logit_mean) / flow.logit_std for bound in (low, high)]
     return (-z[1], -z[0]) if _mirrored(flow, low) else (z[0], z[1])

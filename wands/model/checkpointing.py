@@ -2,14 +2,15 @@
 
 Under `torch.utils.checkpoint`, each block runs twice: first in the forward pass, then again in the backward pass.
 Tensors that are kept by name are not computed again in the second run. A kept tensor stays on the device (saved) or in
-host memory (offloaded). The names belong to self-attention and the feed-forward:
+host memory (offloaded). The tensor names are:
 
 block_input       residual stream before the block; always kept, on the device or in host memory
 query_proj        result of attn1.to_q, before norm and rotation
 key_proj          result of attn1.to_k, before norm and rotation
 value_proj        result of attn1.to_v
 attn_input        q, k and v after the Ulysses all-to-all; does not exist without Ulysses
-attn_output       result of the attention kernel or ring, with its log-sum-exp, and the result of the all-to-all after it
+attn_output       result and log-sum-exp of the attention kernel or ring; with Ulysses, also that result in the layout
+                  after the second all-to-all
 ffn_activation    hidden state of the feed-forward, before the non-linearity
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
@@ -46,17 +47,18 @@ _MATMULS = frozenset((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, 
 
 
 class SelectiveCheckpoint:
-    """Activation checkpointing that runs blocks and keeps selected tensors by name.
+    """Callable that runs a block under activation checkpointing, and keeps the tensors that are selected by name.
 
     Under activation checkpointing, each block runs again in the backward pass. A kept tensor is not computed again.
 
     Args:
-        blocks: blocks of the model. Their linear layers have hooks until `close` is called.
+        blocks: blocks of the model. The linear layers of the blocks have hooks until `close` is called.
         saved: names of tensors that stay on the device.
         offloaded: names of tensors that are offloaded to host memory.
-        operators: maps a name to the operators whose results have this name, in addition to `PROJECTIONS`.
+        operators: maps a tensor name to the operators that compute this tensor. The names in `PROJECTIONS` are known
+            without this argument.
         offloader: host memory for offloaded tensors. None makes a new offloader in the first forward pass. Two models
-            can share an offloader if no model runs between the forward pass and the backward pass of the other model.
+            can share an offloader if each backward pass ends before the forward pass of the other model starts.
 
     Attributes:
         offloader: host memory for offloaded tensors. If no offloader was given, this is None before the first forward
@@ -121,7 +123,7 @@ class SelectiveCheckpoint:
         yield linear.register_forward_hook(leave, always_call=True)  # an exception ends the second run early
 
     def _offload_input(self, hidden: Tensor) -> AbstractContextManager[Any]:
-        """Return a context that offloads the block's input `hidden`. Other tensors that autograd saves stay on the device."""
+        """Return a context manager in which autograd offloads the block's input `hidden`, and no other saved tensor."""
         assert self.offloader is not None
         # The hooks exist as long as the graph, so they must not hold a reference to the tensor.
         put, address, shape = self.offloader.put, hidden.data_ptr(), hidden.shape
@@ -162,7 +164,7 @@ class _SavedTensor:
 
 
 class _FirstRun(TorchDispatchMode):
-    """Dispatch mode for the first run of a block: keep the selected results with their operators, in order."""
+    """Dispatch mode for the first run of a block: append each selected result and its operator to the queue `kept`."""
 
     def __init__(self, selection: SelectiveCheckpoint, kept: deque[tuple[OpOverload, Any]]) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
 """Dropout whose masks depend only on the sample, the layer, the row's position in its sample, and the channel.
 
+A row contains the channels of one token or one timestep.
+
 A mask is a hash, not a stream of random numbers. A sample therefore has the same mask in every bin, on every rank,
 after a restart, and on CPU and GPU. The mask is also the same when activation checkpointing runs a block again in the
 backward pass. The backward pass of dropout computes the mask again, so that no mask is stored.
@@ -25,8 +27,8 @@ _SIDES = {"tokens": 1, "text": 2, "image": 3, "time": 4}
 class RowKeys:
     """Hash keys of the rows in one forward pass, from which all dropout layers of a model compute their masks.
 
-    There are keys for four kinds of rows, which `side` names: "tokens" (video tokens), "text" (text tokens), "image"
-    (CLIP tokens) and "time" (timesteps).
+    A row is one token or one timestep. There are four kinds of rows: "tokens" (video tokens), "text" (text tokens),
+    "image" (CLIP tokens) and "time" (timesteps).
     """
 
     def __init__(self) -> None:
@@ -88,8 +90,8 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Drop values in training: map x [..., C] to a tensor of the same shape.
 
-        All dimensions except the last are rows, and their number and order match the row keys. In a layer for text, the
-        last row is the padding of all samples. No value of this row is dropped.
+        The last dimension of x contains the C channels of a row. x has one row for each row key, in the order of the
+        keys. Text has one more row at the end, the padding of all samples. No value of the padding is dropped.
         """
         if not self.training or self.p == 0:
             return x
@@ -125,7 +127,7 @@ def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
 
 
 def side_of(name: str) -> str:
-    """Return the kind of rows that a layer computes, from the layer's name: "image", "text", "time" or "tokens"."""
+    """Return the kind of rows in the input of a layer with this name: "image", "text", "time" or "tokens"."""
     if "image_embedder" in name or ".add_k_proj" in name or ".add_v_proj" in name:
         return "image"
     if "text_embedder" in name or ".attn2.to_k" in name or ".attn2.to_v" in name:
@@ -160,7 +162,7 @@ def _drop(x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
 
 
 def keep_probability(p: float) -> float:
-    """Return 1 - p, rounded to a multiple of 2**-16."""
+    """Return the probability that a value is kept: 1 - p, rounded to a multiple of 2**-16."""
     return 1 - _threshold(p) / 2**16
 
 
@@ -171,8 +173,8 @@ def _threshold(p: float) -> int:
 def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
     """Return a mask that is True for the values that dropout keeps, bool [N, C] for N rows and C channels.
 
-    A hash of the row and a hash of each pair of channels are mixed to 32 bits. Each channel of the pair uses 16 of
-    these bits.
+    For each row and each pair of channels, the hash of the row and the hash of the pair are mixed to 32 bits. Each
+    channel of the pair uses 16 of these bits.
 
     Args:
         rows: int64 [N], row keys.
@@ -204,7 +206,7 @@ def _row_keys(samples: Tensor, side: str, segment_ids: Tensor, positions: Tensor
 
 
 def _mix64(z: Tensor) -> Tensor:
-    """Apply the finalizer of splitmix64 to int64 values. int64 overflows in the same way as unsigned integers.
+    """Apply the finalizer of splitmix64 to int64 values. Products that overflow have the same bits in int64 and uint64.
 
     Source: Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators.
     """

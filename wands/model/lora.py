@@ -109,8 +109,8 @@ def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair]
         Number of parameters of the LoRA.
 
     Raises:
-        ConfigError: if `lora.targets` selects no layer, a pattern in it matches no layer, or a layer of `start` does
-            not fit the model or the rank.
+        ConfigError: if `lora.targets` selects no layer or contains a pattern that matches no layer. Also if a layer of
+            `start` does not fit the model or the rank.
     """
     targets = find_targets(model, lora.targets)
     if not targets:
@@ -186,8 +186,8 @@ class MergedLoras:
         """Check that every LoRA fits the layers of a model.
 
         Raises:
-            ConfigError: if a layer of a LoRA is not a linear layer of the model, or has another shape than the layer of
-                the model.
+            ConfigError: if a layer of a LoRA is not a linear layer of the model, or if the model's layer has a
+                different shape.
         """
         linears = find_targets(model, "all-linear")
         for _, pairs in self._loras:

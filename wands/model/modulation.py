@@ -48,7 +48,10 @@ def gated_add(residual: Tensor, update: Tensor, gate: Tensor, lens: Sequence[int
 
 
 class _ScaledAdd(torch.autograd.Function):
-    """Compute base + x * factor. The base has one row per timestep, as the factor, or one row per token, as x."""
+    """Autograd function for base + x * factor. x has one row per token, and factor has one row per timestep.
+
+    If `base_per_timestep` is set, base has one row per timestep. Otherwise base has one row per token.
+    """
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """Activation offloading to host memory, with copies that run in parallel with the computation.
 
 A group is the set of tensors that one block of the model offloads. The backward pass uses the groups in reverse order.
-When the backward pass uses a tensor of block n, the copies of the tensors of block n - 1 back to the device start. The last
+When the backward pass uses a tensor of block n, the copies of the tensors of block n - 1 to the device start. The last
 two groups also stay on the device, because the backward pass needs these groups first, before a copy could be done.
 """
 
@@ -171,7 +171,7 @@ class _Group:
             offloaded.leave_device()
 
     def prefetch(self) -> None:
-        """Start the copies back to the device for the tensors of this group, then for the tensors of the previous group."""
+        """Start to copy this group's tensors back to the device, and after them the tensors of the previous group."""
         previous = self._previous() if self._previous else None
         for group in (self, *([previous] if previous else [])):
             for offloaded in group:
@@ -242,7 +242,7 @@ def _copy_to_device(tensor: Tensor, pages: list[Tensor]) -> None:
 
 
 def _parts(tensor: Tensor, pages: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (slice of the tensor, slice of a page) for each page, both as bytes and of equal length."""
+    """Yield (slice of the tensor, slice of a page) for each page. Both slices are uint8 and have the same length."""
     if not pages:
         return
     for part, page in zip(tensor.view(-1).view(torch.uint8).split(len(pages[0])), pages, strict=True):

@@ -39,7 +39,7 @@ def load_library() -> Any:
 class Int8:
     """Codec that stores a weight as integers from -127 to 127 with one fp32 scale per row.
 
-    The error is at most 1/254 of the row's largest absolute value.
+    The rounding error of a weight is at most 1/254 of the largest absolute value in its row.
     """
 
     @staticmethod
@@ -73,7 +73,7 @@ class Int8:
 class NormalFloat4:
     """Codec that stores a weight as 4-bit codes, two per byte, with one fp32 scale per `BLOCK_SIZE` weights.
 
-    The codes stand for the 16 values of QLoRA's NormalFloat.
+    Each code selects one of the 16 values of QLoRA's NormalFloat.
     """
 
     @staticmethod
@@ -81,8 +81,7 @@ class NormalFloat4:
         """Allocate memory for a quantized weight on the default device.
 
         Returns:
-            (codes, scales): uint8 [out_features, in_features / 2], and fp32 with one scale for each 64 weights, rounded
-            up.
+            (codes, scales): uint8 [out_features, in_features / 2], and fp32 [number of weights / 64, rounded up].
         """
         assert in_features % 2 == 0, f"nf4 needs an even number of in features, not {in_features}"
         num_blocks = -(-out_features * in_features // BLOCK_SIZE)
@@ -96,7 +95,7 @@ class NormalFloat4:
             weight: fp32 [O, I] on the CPU, for O out features and I in features.
 
         Returns:
-            (codes, scales): uint8 [O, I / 2], and fp32 with one scale for each 64 weights, rounded up.
+            (codes, scales): uint8 [O, I / 2], and fp32 [O * I / 64, rounded up].
         """
         codes, state = load_library().quantize_4bit(weight, blocksize=BLOCK_SIZE, quant_type="nf4")
         return codes.view(len(weight), -1), state.absmax
@@ -121,8 +120,8 @@ class QuantizedLinear(nn.Linear):
     """Frozen linear layer that stores a quantized weight as codes (small integers) and scales.
 
     The result is equal, bit for bit, to the result of a linear layer with the decoded weight. The forward pass and the
-    backward pass each decode the weight. Between the two passes, only the codes and scales are stored. ZeRO-3 also
-    releases the gathered codes and scales.
+    backward pass each decode the weight. Between the two passes, only the codes and scales are stored. Under ZeRO-3, a
+    rank stores only its partition of the codes and scales between the passes.
     """
 
     codec: Codec

@@ -14,7 +14,8 @@ def rotations_of(rope: WanRotaryPosEmbed, positions: Tensor) -> Tensor:
     """Return the rotation of each pair of channels for each token, as complex numbers with absolute value 1.
 
     Args:
-        rope: the model's table of angles. The first channels are for the frame, then the row, then the column.
+        rope: the model's table of angles. The first channels are for the frame, the next channels for the row, and the
+            last channels for the column.
         positions: int64 [L, 3], (frame, row, column) of each of L tokens.
 
     Returns:

@@ -92,7 +92,8 @@ class PackedWanTransformer(WanTransformer3DModel):
                 `offloaded`, in host memory.
             saved: names of tensors that stay on the device.
             offloaded: names of tensors that are offloaded to host memory.
-            operators: maps a tensor name to operators, such as `wands.attention.ulysses.OPERATORS`.
+            operators: maps a tensor name to the operators that compute this tensor. An example is
+                `wands.attention.ulysses.OPERATORS`.
             offloader: host memory for offloaded tensors, see `SelectiveCheckpoint`. None makes a new offloader.
         """
         assert saved or mode != "selective", "selective checkpointing needs names of tensors to save"
@@ -134,8 +135,8 @@ class PackedWanTransformer(WanTransformer3DModel):
             timesteps: fp32 [M] for M timesteps, 1000 * sigma. There is one timestep for each entry of
                 `meta.timestep_lens`, or one for each sample if `meta.timestep_lens` is empty.
             text_embeds: [sum of meta.text_lens, text_dim], without padding.
-            image_embeds: [S, I, image_dim], CLIP hidden states: S samples, I CLIP tokens. Required for models with CLIP
-                only.
+            image_embeds: [S, I, image_dim], CLIP hidden states: S samples, I CLIP tokens. None for a model without
+                CLIP.
 
         Returns:
             [L, noisy channels of a token] in the dtype of the residual stream, with the channels in the order of
@@ -299,7 +300,7 @@ class SelfAttentionProcessor:
 
 
 class CrossAttentionProcessor:
-    """Attention processor for cross-attention to text that is zero-padded to 512 tokens, and to images.
+    """Attention processor for cross-attention to images and to text. The text is zero-padded to 512 tokens.
 
     Tokens attend to the padding, as in official Wan. The padding is computed as one key with a larger weight. Images
     have separate keys and values. The results of text attention and image attention are added.
@@ -359,7 +360,7 @@ class Fp32Linear(nn.Linear):
 
 
 class PatchLinear(nn.Conv3d):
-    """The patch embedding for tokens from `patchify`.
+    """Patch embedding that takes the tokens of `wands.data.patchify` instead of a video.
 
     A convolution whose kernel size equals its stride is a linear layer on patches.
     """

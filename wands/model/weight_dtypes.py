@@ -52,6 +52,6 @@ def stored_bytes(model: nn.Module) -> dict[torch.dtype, int]:
 
 
 def stock_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the parameter `name` when diffusers loads a DiT with `dtype`. Some layers always stay in fp32."""
+    """Return the dtype that parameter `name` has after diffusers loads a DiT in `dtype`. Some layers stay in fp32."""
     keeps_fp32 = set(WanTransformer3DModel._keep_in_fp32_modules) & set(name.split("."))
     return torch.float32 if keeps_fp32 else dtype

@@ -1,4 +1,4 @@
-"""Predict activation memory: the tensors that a block keeps for its backward pass, and their bytes during the backward pass.
+"""Predict the memory of activations and their gradients at each moment of the backward pass.
 
 Letters: D width of the residual stream, F hidden width of the feed-forward layer. A row is a tensor with D or F values for
 each token.
@@ -48,13 +48,14 @@ class Activations:
                 yield left, held + max(block + working, head if last else 0.0) + ends
 
     def on_host(self) -> dict[str, float]:
-        """Return {"activations": bytes that all blocks keep in host memory}, or {} if no activation is kept in host memory."""
+        """Return {"activations": bytes that all blocks keep in host memory}, or an empty dict if there are none."""
         sizes = sum(self._named(name) for name in self.recipe.model.kept_on_host)
         return {"activations": sizes * self.shape.num_layers} if sizes else {}
 
     def _held_on_device(self, left: int) -> float:
-        """Return the device bytes that all blocks keep while one block is recomputed. The recomputed activations are
-        not included.
+        """Return the bytes that all blocks keep on the device while one block is recomputed.
+
+        The recomputed activations are not included.
 
         Args:
             left: number of blocks whose backward pass remains, including the recomputed block.
@@ -68,7 +69,7 @@ class Activations:
         return (left - 1) * sum(kept) + min(left, 2) * sum(on_host)
 
     def _named(self, name: str) -> float:
-        """Return the bytes of one tensor in one block. `name` is a name that `model.saved_tensors` accepts."""
+        """Return the bytes of one tensor in one block. `wands.model.checkpointing` lists the names."""
         shape, exchanged = self.shape, self.exchanged
         rows = {
             "block_input": FP32 * shape.dim,

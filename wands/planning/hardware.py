@@ -1,4 +1,4 @@
-"""Describe machines as data: memory, peak FLOP/s, bandwidths, and the fractions of the peak that kernels reach.
+"""Numbers that describe a machine: memory, peak FLOP/s, bandwidths, and the fractions of the peak that kernels reach.
 
 Peaks and memory sizes are from the vendors' data sheets. The bandwidth of a link is the bandwidth that collectives reach
 for one GPU and one direction. The fractions of the peak are typical of large matmuls and attention kernels. Replace these

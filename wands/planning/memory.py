@@ -45,7 +45,7 @@ class Memory:
 
     @property
     def needed(self) -> float:
-        """Bytes of device memory that the run needs: the peak multiplied by the allocator's margin."""
+        """Bytes of device memory that the run needs: the property `peak` multiplied by `MARGIN`."""
         return self.peak * MARGIN
 
 
@@ -102,7 +102,7 @@ class _States:
         self.gradients = self._gradients()
 
     def during_backward(self, blocks_left: int) -> dict[str, float]:
-        """Return the device bytes of each component, except activations, during the backward pass.
+        """Return the bytes of each component on the device during the backward pass. Activations are not included.
 
         Args:
             blocks_left: number of blocks whose backward pass remains.
@@ -121,7 +121,7 @@ class _States:
         return held
 
     def during_update(self) -> dict[str, float]:
-        """Return the device bytes of each component, except activations, during the optimizer's update."""
+        """Return the bytes of each component on the device during the optimizer's update, without activations."""
         held = self._during_step()
         held["gradients"] += self.gradients
         if self.stage and not self.optimizer_away:
@@ -147,7 +147,7 @@ class _States:
         return host
 
     def _during_step(self) -> dict[str, float]:
-        """Return the device bytes of each component that are in use during the whole step."""
+        """Return the bytes that each component uses on the device during the whole step."""
         models, held = self.workload.num_models, defaultdict(float)
         held["weights"] = 0.0 if self.weights_away else self.weights
         if not self.optimizer_away:

@@ -1,6 +1,6 @@
 """Read the checkpoints that `wands train` saves: the state file, the trained weights, and their moving average.
 
-One process reads a checkpoint, whatever the number of ranks that wrote it.
+One process can read a checkpoint that any number of ranks wrote.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TrainState:
         variant: name of the model's variant.
         parts: subfolders of the trained DiTs in the diffusers pipeline, such as "transformer". The checkpoint has a
             folder with each of these names.
-        transformer_config: diffusers config of the DiT, enough to rebuild it. All trained DiTs of a run have the same
-            config.
+        transformer_config: diffusers config from which the DiT can be built again. All trained DiTs of a run have the
+            same config.
         data_fingerprint: digest of the keys and lengths of all training samples, in order.
         data_summary: numbers about the training data for the model card.
         recipe: the recipe of the run, with all defaults filled in.
@@ -57,9 +57,9 @@ class TrainState:
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
         files: maps the name of every other file in the checkpoint folder to its size in bytes. A checkpoint is complete
             if every listed file has its listed size.
-        base_on_hub: whether `base` is a Hub id. The value is None in checkpoints of older versions, which did not
-            record it. When wands reads such a checkpoint and `base` could be a folder, wands writes "./" in front of
-            `base`, so that it never searches for this name on the Hub.
+        base_on_hub: whether `base` is a Hub id. Checkpoints of older versions lack this value, and it is None. With
+            None, `base` is treated as a folder unless it starts with "Wan-AI/": wands writes "./" in front of a
+            relative folder, and therefore never searches for it on the Hub.
     """
 
     step: int
@@ -103,7 +103,7 @@ class Checkpoint(NamedTuple):
 
 
 def step_name(step: int) -> str:
-    """Return the name of the checkpoint folder of a step. If such names are sorted as text, the steps are in ascending order."""
+    """Return the name of the checkpoint folder of a step. Sorting these names as text sorts the folders by step."""
     return f"step_{step:08d}"
 
 
@@ -115,7 +115,7 @@ def list_steps(folder: Path) -> list[Path]:
 
 
 def load_state(checkpoint: Path) -> TrainState:
-    """Read `wands_state.json` of a step folder, and check the size of every file that this state lists.
+    """Read `wands_state.json` of a step folder, and check the size of every file that `wands_state.json` lists.
 
     Raises:
         CheckpointError: if the folder has no `wands_state.json`, this file is damaged, or a listed file is missing or
@@ -315,7 +315,7 @@ def load_full_weights(
 def average_file(rank: int) -> str:
     """Return the name of the file in which a rank stores its fragments (slices) of the moving average of the weights.
 
-    Each DiT folder of a checkpoint contains one file with fragments per rank.
+    Every rank writes one file of fragments to each DiT folder of a checkpoint.
     """
     return f"ema_rank_{rank:05d}.safetensors"
 
@@ -347,8 +347,9 @@ def read_average_header(files: TensorFiles, path: Path) -> dict[str, Any]:
         path: path of this file, for error messages.
 
     Returns:
-        A dict with the keys "first_step", "last_step" and "fragments". "fragments" maps a parameter name to [start,
-        shape]: the first flat index of the fragment, and the shape of the whole parameter.
+        A dict with the keys "first_step", "last_step" and "fragments". "fragments" maps a parameter name to a list
+        [start, shape]. start is the index of the fragment's first value in the flattened parameter. shape is the shape
+        of the whole parameter.
 
     Raises:
         CheckpointError: if the file has no such metadata, so that `wands train` did not write it.
@@ -362,7 +363,9 @@ def read_average_header(files: TensorFiles, path: Path) -> dict[str, Any]:
 
 
 def load_average(folder: Path) -> dict[str, Tensor]:
-    """Join the fragments of the weights' moving average that the ranks wrote. Only one file is open at a time.
+    """Read the moving average of the weights, and join the fragments (slices) that the ranks wrote.
+
+    Only one file is open at a time.
 
     Args:
         folder: DiT folder of a checkpoint that contains a moving average.

@@ -67,10 +67,10 @@ def load_config(
 
 
 def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
-    """Read `model_index.json` of a pipeline. Return {} for a folder that contains only one DiT.
+    """Read `model_index.json` of a pipeline. Return an empty dict for a model of one DiT without `model_index.json`.
 
-    An official repository has no `model_index.json`. If the repository has two experts (DiTs for high and low noise),
-    return the two entries that describe the experts: "boundary_ratio" and "transformer_2". Otherwise return {}.
+    An official repository has no `model_index.json`. For an official repository with two experts (DiTs for high and low
+    noise), return only the entries that describe the experts: "boundary_ratio" and "transformer_2".
 
     Args:
         path: folder or Hub id of a pipeline, a DiT or an official repository.
@@ -112,8 +112,8 @@ def load_transformer(
             Wan does.
         seed: seed of random weights. The weights do not depend on the number of ranks.
         zero_init_context: `deepspeed.zero.Init(...)`, which partitions each parameter as soon as it has values. With
-            this context, every rank must call this function, and only rank 0 reads the weights. None does not
-            partition.
+            this context, every rank must call this function, and only rank 0 reads the weights. With None, no parameter
+            is partitioned.
         merge: function that gets a parameter's name and fp32 value, and returns the value to store. An example is
             `wands.model.lora.MergedLoras`.
         storage: policy that chooses the dtype in which each parameter is stored after `merge`. The dtypes in the files
@@ -168,7 +168,7 @@ def build_empty(config: dict[str, Any]) -> PackedWanTransformer:
 
 
 def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
-    """Check that the files of a DiT contain every weight with the right shape. Read only the headers of the files.
+    """Check that the files of a DiT contain every weight with the right shape. Only the headers of the files are read.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
@@ -280,8 +280,8 @@ def _fill(
         model: DiT on the meta device.
         merge: function that gets a parameter's name and value, and returns the value to store.
         storage: policy that chooses the dtype of each parameter.
-        zero_init_context: `deepspeed.zero.Init(...)`; None does not partition.
-        make: function that gets a parameter's name and shape, and returns its value before `merge`.
+        zero_init_context: `deepspeed.zero.Init(...)`. With None, no parameter is partitioned.
+        make: function that gets a parameter's name and shape, and returns the value that is passed to `merge`.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     storage.apply(model)
@@ -312,7 +312,7 @@ def _fill(
 
 
 def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return official Wan's random initial value of a parameter. The output layer `proj_out` is zero.
+    """Return an initial value for a parameter, drawn as in official Wan. Parameters of the layer `proj_out` are zero.
 
     The value depends only on the seed and on the parameter's name and shape. Source: `init_weights` of the official Wan
     2.1 model.

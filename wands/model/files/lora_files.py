@@ -30,8 +30,8 @@ PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 """Name of the file next to `PEFT_FILE` in which PEFT stores the settings of a LoRA, such as alpha."""
 EXPERT_NAMES = dict(zip(EXPERTS, ("high_noise", "low_noise"), strict=True))
-"""Maps a DiT of a pipeline to a word: "high_noise" or "low_noise". `wands export` and most publishers write this word
-into the name of the LoRA's file or folder.
+"""Maps "transformer" to "high_noise" and "transformer_2" to "low_noise". `wands export` and most publishers write
+"high_noise" or "low_noise" into the name of the LoRA's file or folder.
 """
 
 _PART = re.compile(r"\.(?:lora_(?P<half>A|B|down|up)(?:\.[\w-]+)?\.weight|(?P<alpha>alpha))$")
@@ -46,7 +46,7 @@ class LoraPair:
     Attributes:
         lora_A: matrix [R, I].
         lora_B: matrix [O, R].
-        scale: factor of the product, which is alpha / R.
+        scale: factor by which the product lora_B @ lora_A is multiplied, equal to alpha / R.
     """
 
     lora_A: Tensor
@@ -76,7 +76,8 @@ def experts_in(folder: Path) -> list[str]:
     A LoRA belongs to an expert if the name of its file or subfolder contains "high_noise" or "low_noise".
 
     Returns:
-        A list with "transformer" for the high-noise expert and "transformer_2" for the low-noise expert, if found.
+        A list with "transformer" if the high-noise expert has a LoRA, and "transformer_2" if the low-noise expert has a
+        LoRA.
     """
     return [expert for expert, name in EXPERT_NAMES.items() if _with_name(folder, name)]
 
@@ -132,11 +133,11 @@ def is_lora(names: Iterable[str]) -> bool:
 def read_lora_file(files: TensorFiles) -> dict[str, dict[str, LoraPair]]:
     """Read the LoRA in an open file of any layout that `parse_lora` supports.
 
-    If the trainer wrote alpha into the file's metadata or into PEFT's `adapter_config.json`, this alpha is used.
+    Modules without an alpha tensor get the alpha in the file's metadata or in PEFT's `adapter_config.json`.
 
     Returns:
-        A dict {"transformer": {diffusers module: pair}}. It has an entry "transformer_2" if the file contains this
-        expert.
+        A dict {"transformer": {diffusers module name: pair}}. Modules whose keys have the prefix `transformer_2.` are
+        under "transformer_2" instead.
 
     Raises:
         CheckpointError: if the file is damaged, is not a LoRA of Wan, or has settings that wands does not support.
@@ -166,8 +167,8 @@ def parse_lora(
         where: name of the file for error messages.
 
     Returns:
-        A dict {"transformer": {diffusers module: pair}}. It has an entry "transformer_2" if the file contains this
-        expert.
+        A dict {"transformer": {diffusers module name: pair}}. Modules whose keys have the prefix `transformer_2.` are
+        under "transformer_2" instead.
 
     Raises:
         CheckpointError: if a key is not a LoRA key of Wan, or two keys name the same matrix. Also if a module lacks one of
@@ -215,10 +216,10 @@ def parse_lora(
 
 
 def pairs_of(loras: Mapping[str, dict[str, LoraPair]], expert: str) -> dict[str, LoraPair] | None:
-    """Return the LoRA of one expert (DiT for high or low noise), or None if a LoRA file contains only the second expert.
+    """Return the LoRA of one expert (DiT for high or low noise), or None if a LoRA file is only for the other expert.
 
-    Most LoRA files do not name their expert, and their keys start with "transformer". If all keys of a file start with
-    "transformer", its LoRA is therefore returned for either expert.
+    Most LoRA files do not name an expert, and `parse_lora` returns their LoRA under the key "transformer". If
+    "transformer" is the only key of `loras`, its LoRA is therefore returned for either expert.
 
     Args:
         loras: result of `parse_lora`.
@@ -228,7 +229,7 @@ def pairs_of(loras: Mapping[str, dict[str, LoraPair]], expert: str) -> dict[str,
 
 
 def _module_of(key: str) -> tuple[str, str]:
-    """Return (expert, diffusers module name) for a LoRA key without its suffix, such as ".lora_A.weight".
+    """Return (expert, diffusers module name) for a LoRA key from which a suffix such as ".lora_A.weight" was removed.
 
     Raises:
         KeyError: if the DiT has no such module.
@@ -265,10 +266,11 @@ def alphas_of(metadata: Mapping[str, str], path: Path) -> dict[str, float]:
 
     Args:
         metadata: metadata of the safetensors file.
-        path: path of this file.
+        path: path of the safetensors file.
 
     Returns:
-        A dict that maps "transformer" or "transformer_2" to alpha; {} if neither place contains an alpha.
+        A dict that maps "transformer" or "transformer_2" to alpha. The dict is empty if neither the metadata nor
+        `adapter_config.json` contains an alpha.
 
     Raises:
         CheckpointError: if the metadata or `adapter_config.json` is damaged, or names a method that one alpha cannot
@@ -306,8 +308,8 @@ def alphas_of(metadata: Mapping[str, str], path: Path) -> dict[str, float]:
 def lora_tensors(pairs: Mapping[str, LoraPair], layout: str = "diffusers") -> dict[str, Tensor]:
     """Return the contents of a LoRA file as a dict of tensors by key. The scale alpha / rank is multiplied into lora_B.
 
-    The dict has no alpha keys, because diffusers rejects an alpha key outside the blocks. All loaders expect the keys
-    of "transformer" for either expert. A model with two experts therefore needs one file for each expert.
+    The dict has no alpha keys, because diffusers rejects an alpha key outside the blocks. Loaders expect the same keys
+    for both experts. A model with two experts therefore needs one file for each expert.
 
     Args:
         pairs: maps a diffusers module name of one DiT to its LoRA.

@@ -27,9 +27,9 @@ COMFYUI_LORA = "diffusion_model."
 
 @dataclass(frozen=True)
 class NameMap:
-    """One-to-one map between the official module names of one model and its names in diffusers or transformers.
+    """One-to-one map between a model's official module names and its module names in diffusers or transformers.
 
-    The rest of a tensor name, such as ".weight", does not change.
+    In a tensor name, a suffix after the module name, such as ".weight", does not change.
 
     Attributes:
         outside: maps official names to diffusers names, for modules and parameters outside the numbered blocks.
@@ -156,8 +156,8 @@ def vae_structure(names: Iterable[str], where: str) -> tuple[int, bool]:
         where: name of the files for error messages.
 
     Returns:
-        (number of residual blocks in a level of the encoder, whether each level has its own list of layers as in Wan
-        2.2).
+        (num_res_blocks, nested). num_res_blocks is the number of residual blocks in each level of the encoder. nested
+        is True if each level has a separate list of layers, as in Wan 2.2.
 
     Raises:
         CheckpointError: if the VAE has no downsampling layer, so that it is not a Wan VAE.
@@ -184,7 +184,7 @@ def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
 
     Args:
         num_res_blocks: number of residual blocks in a level of the encoder. A level of the decoder has one more block.
-        nested: whether each level has its own list of layers in the official file, as in Wan 2.2.
+        nested: whether each level has a separate list of layers in the official file, as in Wan 2.2.
     """
     table = {"conv1": "quant_conv", "conv2": "post_quant_conv"}
 
@@ -232,8 +232,8 @@ def rename_all(names: Iterable[str], rename: Callable[[str], str], where: str) -
 
     Args:
         names: names to translate.
-        rename: function that returns the new name and raises KeyError for an unknown name, such as a method of
-            `NameMap`.
+        rename: function that maps a name to its new name, such as `NameMap.to_diffusers`. The function raises KeyError
+            for an unknown name.
         where: name of the files for error messages.
 
     Raises:

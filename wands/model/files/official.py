@@ -1,7 +1,7 @@
 """Find the models in official Wan repositories, and translate their configs to diffusers and transformers.
 
-An official `config.json` lacks some numbers, because they are constants in the official code: text width, patch size
-and norms. wands reads these numbers from the shapes of the weights.
+An official `config.json` lacks some settings, because they are constants in the official code: text width, patch size
+and the kinds of norms. wands derives these settings from the names and shapes of the weights.
 
 Sources: `wan/configs/`, `WanModel`, `vae.py`, `vae2_2.py`, `t5.py` and `clip.py` of Wan 2.1 and 2.2.
 """
@@ -73,11 +73,11 @@ def find_expert(root: Path, expert: str) -> Path | None:
 def boundary_of(official_config: Mapping[str, Any]) -> float:
     """Return the boundary_ratio of a model with two experts (DiTs for high and low noise), a number between 0 and 1.
 
-    The high-noise expert is used at timesteps of at least boundary_ratio times 1000, and the low-noise expert below. The
-    ratio is a constant in the official code, which depends on the model_type in the config.
+    The high-noise expert is used at timesteps of at least boundary_ratio times 1000, and the low-noise expert at
+    smaller timesteps. The ratio is a constant in the official code, one for text-to-video and one for image-to-video.
 
     Args:
-        official_config: the official config.json of either expert.
+        official_config: the official config.json of one of the experts, of which only "model_type" is read.
     """
     return _BOUNDARY.get(official_config.get("model_type", ""), _BOUNDARY["t2v"])
 
@@ -85,7 +85,7 @@ def boundary_of(official_config: Mapping[str, Any]) -> float:
 def dit_config(
     shapes: Shapes, official_config: Mapping[str, Any] | None = None, *, where: str
 ) -> dict[str, Any]:
-    """Return the diffusers config of a DiT in an official layout.
+    """Return the diffusers config of a DiT whose weights have official names.
 
     Args:
         shapes: maps official names of the weights to their shapes.

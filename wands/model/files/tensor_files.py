@@ -73,8 +73,8 @@ class LazyTensor:
 class TensorFiles:
     """Tensors of several files, opened with a `with` statement. A tensor is read only when `read` is called.
 
-    The safetensors package maps a file into memory. Tensors that were read stay in memory as long as the file is open,
-    so a model would be in memory twice. Therefore `read` opens the file, copies one tensor and closes the file.
+    While a safetensors file is open, the tensors that were read from it stay in memory. If a model's file stayed open,
+    the whole model would be in memory twice. Therefore `read` opens the file, copies one tensor and closes the file.
 
     Args:
         files: safetensors files, or pickles that contain only tensors.
@@ -164,7 +164,7 @@ def find_weights(folder: Path, stem: str) -> list[Path]:
     """Return the safetensors files of a model.
 
     A model has one file, several files that an index lists, or numbered files without an index. If the folder contains no
-    weights, return [].
+    weights, return an empty list.
 
     Args:
         folder: folder of the model.
@@ -223,8 +223,8 @@ def write_safetensors(
 ) -> None:
     """Write one safetensors file, with at most one tensor in memory at a time.
 
-    The safetensors package is not used to write the file, because the package needs all tensors in memory and makes the
-    file readable only for its owner. This function uses the permissions that the umask allows.
+    The safetensors package is not used to write the file. The package needs all tensors in memory, and makes the file
+    readable only for its owner. Here, the file gets the permissions that the umask allows.
 
     Source: the description of the format in the README of the safetensors repository.
     """
@@ -250,7 +250,7 @@ def write_safetensors(
 
 
 def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command: str) -> None:
-    """Read written files and compare their tensors bit for bit with the tensors that were to be written.
+    """Read files that were just written, and compare their tensors bit for bit with the tensors that were written.
 
     Args:
         tensors: tensors that were to be written.
@@ -274,5 +274,5 @@ def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command:
 
 
 def as_bytes(value: Tensor) -> Tensor:
-    """Return the bytes of a tensor as a flat uint8 tensor. Two tensors with NaN are compared by bytes, because NaN != NaN."""
+    """Return the bytes of a tensor as a flat uint8 tensor. Comparisons use bytes, because NaN is not equal to NaN."""
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
