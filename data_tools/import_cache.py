@@ -191,7 +191,7 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
             )
         crc32 = checksum(*map(to_bits, tensors.values()))
         if crc32 != int(header["crc32"], 16):
-            raise ValueError(f"wrong checksum ({crc32:08x}, not {header['crc32']})")
+            raise ValueError(f"wrong checksum ({crc32:08x}, but the file says {header['crc32']})")
         latents, text = tensors.pop("latents"), tensors.pop("text_embeds")
         return EncodedClip(json.loads(header["key"]), latents, text, json.loads(header["meta"]), tensors)
     except (ValueError, KeyError, TypeError, SafetensorError) as error:

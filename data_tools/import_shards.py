@@ -237,8 +237,8 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     if raw < normalised:
         raise DataError(
             "latents seem to be the VAE's output, not normalised (the standard deviations of the channels, "
-            f"{spread.min():.2f} to {spread.max():.2f}, are like latents_std of the VAE). DFM does not normalise clips of "
-            "low contrast; encode the clip again"
+            f"{spread.min():.2f} to {spread.max():.2f}, are like latents_std of the VAE). NVIDIA DFM does not normalise "
+            "clips of low contrast; encode the clip with wands preprocess instead"
         )
 
 

@@ -39,8 +39,8 @@ def split(
         out_a: folder for the samples in `keys`, or for the clips whose hash is below `fraction`.
         out_b: folder for the other samples.
         fraction: fraction of the clips for `out_a`, between 0 and 1. A hash of the clip's name decides, so all samples of
-            a clip go to the same folder. If clips are added to the cache, the old clips stay in the same folders. If
-            the fraction is larger, clips only move from `out_b` to `out_a`.
+            a clip go to the same folder. If clips are added to the cache, the old clips stay in the same folders. A
+            second split with a larger fraction puts the same clips into `out_a`, and some more.
         keys: keys of the samples for `out_a`.
 
     Returns:

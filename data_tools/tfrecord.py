@@ -141,7 +141,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif kind in (1, 2, 5):
             length, place = _varint(data, place) if kind == 2 else (8 if kind == 1 else 4, place)
             if place + length > len(data):
-                raise ValueError("a field is longer than its message")
+                raise ValueError("the record is damaged: a field is longer than the record")
             yield number, data[place : place + length]
             place += length
         else:
@@ -157,7 +157,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
         value, place = value | (byte & 0x7F) << shift, place + 1
         if byte < 0x80:
             return value, place
-    raise ValueError("a number in the message has no end")
+    raise ValueError("the record is damaged: a number has no end")
 
 
 def _last(data: bytes, number: int) -> bytes | None:

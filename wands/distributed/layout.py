@@ -81,7 +81,7 @@ class ContextPlan:
 
     @property
     def num_pads(self) -> int:
-        """Number of padding tokens, summed over all ranks of the group."""
+        """Number of padding tokens, summed over all ranks of the context-parallel group."""
         return self.ring_degree * self.row_len - sum(self.seq_lens)
 
     def cost_balance(self) -> float:
@@ -175,7 +175,7 @@ class ContextLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens on this rank, with padding. The number is equal on all ranks of the group."""
+        """Number of tokens on this rank, with padding. The number is equal on all ranks of the context-parallel group."""
         return len(self.token_index)
 
     @property

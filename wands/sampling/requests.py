@@ -250,7 +250,7 @@ def _join_prompts(problems: Iterable[tuple[int, str, str]], num_prompts: int) ->
 
 
 def _rules(error: ValidationError) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, value as text, broken rule) for every error that pydantic found in a request."""
+    """Yield (key, value as text, broken rule) for every error that pydantic found in the options of one video."""
     for item in error.errors():
         key = ".".join(map(str, item["loc"]))
         rule = f"is invalid: {item['msg'][0].lower()}{item['msg'][1:]}."

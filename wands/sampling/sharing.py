@@ -196,7 +196,7 @@ class ShardedAttentionProcessor:
 
     Args:
         self_attention: function that computes self-attention inside a sample whose tokens are divided among ranks.
-        cut: hooks of the model, which hold the metadata of this rank's tokens.
+        cut: the hooks that give each rank its part of the tokens. They hold the metadata of these tokens.
     """
 
     def __init__(self, self_attention: SelfAttention, cut: _Cut) -> None:

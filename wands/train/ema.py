@@ -1,7 +1,7 @@
 """Exponential moving average of the trained weights, divided among the ranks like the optimizer's fp32 master weights.
 
-A fragment is the range of a flattened parameter that one rank averages, fp32 [N]. At ZeRO stage 0, the ranks also divide
-each parameter among themselves.
+A fragment is the range of a flattened parameter that one rank averages, fp32 [N]. At ZeRO stage 0,
+every rank has all weights, but each rank averages only its own range of every parameter.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
     """Return the inputs of a run that must be equal on all ranks, as a dict from the name of an input to a JSON text.
 
     `check_agreement` compares these texts before the ranks build their engines. Short inputs are written in full, so that
-    an error can name the key that differs. Inputs that grow with the data are hashed. Paths are compared as text, so a
-    local copy must have the same path on every node.
+    an error can name the key that differs. Inputs that grow with the data are hashed. Paths are compared as text:
+    if every node has its own copy of the model or the cache, the copies must have the same path.
 
     Args:
         run: the checked training run.

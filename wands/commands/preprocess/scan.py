@@ -57,8 +57,8 @@ class Clip:
         end: end of the time range in seconds; None for the end of the file.
         video: digest of the file and the time range, from which the latents are made.
         rows: captions. A clip from `SourceScan.pending` contains only captions with missing samples.
-        latents: cached latents to reuse, as (shard name, row in the shard, suffix). For each of these suffixes, the
-            sample of at least one caption is missing.
+        latents: cached latents to reuse, as (shard name, row in the shard, suffix). The suffix is the end of the sample
+            keys, which names the window and the size. Only windows that lack the sample of a caption are listed.
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
     """
 

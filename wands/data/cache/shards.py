@@ -107,7 +107,7 @@ def shard_id(entries: Sequence[IndexEntry]) -> str:
 
 
 def read_shard_id(path: Path) -> str:
-    """Read the digest of all samples that a finished shard stores, see `shard_id`.
+    """Read the digest that a finished shard stores. The digest covers all samples of the shard, see `shard_id`.
 
     Raises:
         CacheError: if the shard is damaged.

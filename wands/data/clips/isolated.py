@@ -12,10 +12,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from typing import Any, Literal, Self, TypeVar
 
 from wands.errors import WandsError
@@ -174,7 +174,7 @@ def _exit_with_parent() -> None:
 
 
 def run_in_threads(iterators: Sequence[Iterator[Result]]) -> Generator[Result, None, None]:
-    """Run each iterator in a thread, and yield the values of all iterators when they are ready.
+    """Run each iterator in a thread, and yield the values of all iterators in the order in which they are ready.
 
     While the caller uses a value, the iterator of this value already computes its next value. Python joins the threads
     when this process exits. So a caller that leaves the loop early must end the running calls of `next`. All callers
@@ -186,17 +186,25 @@ def run_in_threads(iterators: Sequence[Iterator[Result]]) -> Generator[Result, N
     Raises:
         BaseException: the first exception that an iterator raises.
     """
-    end = object()
+    end, running = object(), dict[Future[Any], Iterator[Result]]()
+    # First in, first out: the order of the values, and so of the samples in a cache, must not depend on hashes.
+    finished = SimpleQueue[Future[Any]]()
     pool = ThreadPoolExecutor(max(1, len(iterators)), thread_name_prefix="run_in_threads")
+
+    def start(iterator: Iterator[Result]) -> None:
+        future = pool.submit(next, iterator, end)
+        running[future] = iterator
+        future.add_done_callback(finished.put)
+
     try:
-        running: dict[Future[Any], Iterator[Result]]
-        running = {pool.submit(next, iterator, end): iterator for iterator in iterators}
+        for iterator in iterators:
+            start(iterator)
         while running:
-            for future in wait_for_futures(running, return_when=FIRST_COMPLETED).done:
-                iterator, value = running.pop(future), future.result()
-                if value is not end:
-                    running[pool.submit(next, iterator, end)] = iterator
-                    yield value
+            future = finished.get()
+            iterator, value = running.pop(future), future.result()
+            if value is not end:
+                start(iterator)
+                yield value
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

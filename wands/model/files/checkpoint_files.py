@@ -57,9 +57,9 @@ class TrainState:
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
         files: maps the name of every other file in the checkpoint folder to its size in bytes. A checkpoint is complete
             if every listed file has its listed size.
-        base_on_hub: whether `base` is a Hub id. Checkpoints of older versions lack this value, and it is None. With
-            None, `base` is treated as a folder unless it starts with "Wan-AI/": wands writes "./" in front of a
-            relative folder, and therefore never searches for it on the Hub.
+        base_on_hub: whether `base` is a Hub id. None in checkpoints of older versions: `base` is then a
+            Hub id if it starts with "Wan-AI/", and a folder otherwise. wands writes "./" in front of a relative folder,
+            so that the folder is not looked up on the Hub.
     """
 
     step: int
