@@ -16,7 +16,7 @@ from tests.launch.test_preprocess_workers import wait_for
 from tests.support.commands import preprocess
 from wands.commands.preprocess import decoding, workers
 from wands.commands.preprocess import preprocess as module
-from wands.commands.preprocess.decoding import NUM_DECODERS
+from wands.commands.preprocess.decoding import NUM_DECODERS, NUM_READY
 from wands.commands.preprocess.workers import WorkerPool
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError, WandsError
@@ -37,7 +37,7 @@ def source(clips_dir: Path, tmp_path: Path) -> Path:
 def test_decoding_runs_ahead_but_not_away(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoded windows wait for the encoder, never more than one of each thread."""
+    """Decoded windows wait for the encoder, never more than the queue and the threads have room for."""
     to_pixels, encode, mutex = decoding.to_pixels, WanVideoEncoder.encode, threading.Lock()
     counts = {"decoded": 0, "encoded": 0}
     ahead: list[int] = []
@@ -47,7 +47,7 @@ def test_decoding_runs_ahead_but_not_away(
         with mutex:
             counts["decoded"] += 1
             ahead.append(counts["decoded"] - counts["encoded"])
-            if ahead[-1] == NUM_DECODERS + 1:
+            if ahead[-1] == NUM_READY + NUM_DECODERS + 1:
                 full.set()
         return to_pixels(frames)
 
@@ -63,8 +63,8 @@ def test_decoding_runs_ahead_but_not_away(
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
     assert report is not None
     assert report.num_accepted == counts["encoded"] > 20
-    # The encoder has one window, and each thread has one.
-    assert max(ahead) == NUM_DECODERS + 1
+    # The encoder has one window, each thread has one, the queue has the others.
+    assert max(ahead) == NUM_READY + NUM_DECODERS + 1
     assert report.waited is not None
     assert f"encoder waited {report.waited:.1%} of the time for decoding" in str(report)
 
@@ -76,7 +76,7 @@ def test_a_failure_in_a_thread_ends_the_run(
         patch.setattr(decoding, "to_pixels", None)
         with pytest.raises(TypeError, match="not callable"):
             preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
-    wait_for(lambda: not any(thread.name.startswith("run_in_threads") for thread in threading.enumerate()))
+    wait_for(lambda: not any(thread.name == "run_in_threads" for thread in threading.enumerate()))
     preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
     preprocess(str(source), tmp_path / "whole", tiny_pipeline, **WINDOWS)
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")

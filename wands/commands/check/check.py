@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -229,12 +229,11 @@ def _decode_all(tasks: Sequence[_Task | None], num_workers: int | None) -> list[
         if task:
             numbers.setdefault(task, []).append(number)
     distinct = list(numbers)
-    limit = clip_rules.LIMIT_SECONDS
-    results = map_isolated(
-        _decode, distinct, num_workers=num_workers, limit_seconds=limit, preload=[__name__]
-    )
-    with progress("clips", len(distinct)) as advance, closing(results):
-        for index, result in results:
+    with progress("clips", len(distinct)) as advance:
+        limit = clip_rules.LIMIT_SECONDS
+        for index, result in map_isolated(
+            _decode, distinct, num_workers=num_workers, limit_seconds=limit, preload=[__name__]
+        ):
             task = distinct[index]
             if isinstance(result, Crash):
                 reason = clip_rules.crash_reason(task.path, result)

@@ -1,8 +1,8 @@
 """Decode clips in subprocesses. If a file crashes or hangs its decoder, the clip is rejected and the run continues.
 
 There are `NUM_DECODERS` threads, each with a subprocess. A thread takes the next clip, and the subprocess of the thread
-decodes this clip into windows (ranges of frames). Each thread and each subprocess keeps at most one decoded window that
-waits for the encoder.
+decodes this clip into windows (ranges of frames). At most `NUM_READY` decoded windows wait in a queue for the encoder. In
+addition, each thread and each subprocess keeps at most one decoded window.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 WORK_NAME = ".work"
 NUM_DECODERS = 2
+NUM_READY = 2
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,9 @@ def decode_clips(clips: Sequence[Clip], settings: EncodeSettings) -> Generator[W
     remaining = iter(clips)  # shared by the threads: next() of a sequence's iterator is atomic
     workers = [IsolatedWorker([DecodedClip.__module__]) for _ in range(min(NUM_DECODERS, len(clips)))]
     try:
-        yield from run_in_threads([_decode_next_clips(worker, remaining, settings) for worker in workers])
+        yield from run_in_threads(
+            [_decode_next_clips(worker, remaining, settings) for worker in workers], NUM_READY
+        )
     finally:
         for worker in workers:
             worker.kill()

@@ -217,9 +217,8 @@ class PreprocessRun:
             # Events of other ranks arrive only at the end. The progress bar therefore counts the items of this rank.
             total = len(shares[slots[0]]) if self.pool.launched else len(items)
             name = f"{label} of rank 0" if self.pool.launched else label
-            events = self.pool.run(task, self.settings, shares)
-            with progress(name, total) as advance, closing(events):
-                for event in events:
+            with progress(name, total) as advance:
+                for event in self.pool.run(task, self.settings, shares):
                     if isinstance(event, Done) and (total := total - 1) >= 0:
                         advance()
                     self._handle(event)

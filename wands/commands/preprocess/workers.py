@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -114,7 +114,7 @@ class WorkerPool:
 
     def run(
         self, task: Task, settings: EncodeSettings, shares: Mapping[int, Sequence[Any]]
-    ) -> Generator[Event, None, None]:
+    ) -> Iterator[Event]:
         """Run a task on the share of every worker, and yield the events of all workers.
 
         Events are yielded when they happen. Under a launcher, the events of ranks other than rank 0 are yielded at the end.

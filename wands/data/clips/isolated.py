@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from queue import SimpleQueue
 from typing import Any, Literal, Self, TypeVar
 
 from wands.errors import WandsError
@@ -173,40 +172,52 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def run_in_threads(iterators: Sequence[Iterator[Result]]) -> Generator[Result, None, None]:
+def run_in_threads(
+    iterators: Sequence[Iterator[Result]], num_waiting: int = 0
+) -> Generator[Result, None, None]:
     """Run each iterator in a thread, and yield the values of all iterators in the order in which they are ready.
-
-    While the caller uses a value, the iterator of this value already computes its next value. Python joins the threads
-    when this process exits. So a caller that leaves the loop early must end the running calls of `next`. All callers
-    do this: they kill the subprocesses for which the threads wait.
 
     Args:
         iterators: iterators to run.
+        num_waiting: largest number of values that wait for the caller. 0 sets no limit.
 
     Raises:
         BaseException: the first exception that an iterator raises.
     """
-    end, running = object(), dict[Future[Any], Iterator[Result]]()
-    # First in, first out: the order of the values, and so of the samples in a cache, must not depend on hashes.
-    finished = SimpleQueue[Future[Any]]()
-    pool = ThreadPoolExecutor(max(1, len(iterators)), thread_name_prefix="run_in_threads")
+    # A thread pool with one outstanding `next` per iterator would be shorter, but would not decode the next clip while the
+    # encoder works: the end marker of a clip would take the only place.
+    results: queue.Queue[tuple[bool, Any]] = queue.Queue(num_waiting)
+    stopped = threading.Event()
 
-    def start(iterator: Iterator[Result]) -> None:
-        future = pool.submit(next, iterator, end)
-        running[future] = iterator
-        future.add_done_callback(finished.put)
+    def put(ended: bool, value: Any) -> None:
+        while not stopped.is_set():
+            with suppress(queue.Full):
+                return results.put((ended, value), timeout=0.1)
 
+    def run(iterator: Iterator[Result]) -> None:
+        try:
+            for value in iterator:
+                put(False, value)
+                if stopped.is_set():
+                    return
+            put(True, None)
+        except BaseException as error:
+            put(True, error)
+
+    for iterator in iterators:
+        threading.Thread(target=run, args=(iterator,), name="run_in_threads", daemon=True).start()
+    num_running = len(iterators)
     try:
-        for iterator in iterators:
-            start(iterator)
-        while running:
-            future = finished.get()
-            iterator, value = running.pop(future), future.result()
-            if value is not end:
-                start(iterator)
+        while num_running:
+            ended, value = results.get()
+            if not ended:
                 yield value
+                continue
+            if value is not None:
+                raise value
+            num_running -= 1
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        stopped.set()
 
 
 def map_isolated(
@@ -216,7 +227,7 @@ def map_isolated(
     num_workers: int | None = None,
     limit_seconds: float,
     preload: Sequence[str] = (),
-) -> Generator[tuple[int, Result | Crash], None, None]:
+) -> Iterator[tuple[int, Result | Crash]]:
     """Call a function on each item in subprocesses, and yield the results in the order in which the calls finish.
 
     Args:
