@@ -129,7 +129,7 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
     return found
 
 
-def check(cases: list[Case], of_ranks: list[list[tuple[int, Memory]]]) -> None:
+def assert_estimated(cases: list[Case], of_ranks: list[list[tuple[int, Memory]]]) -> None:
     assert len(cases) == len(of_ranks[0])
     wrong = []
     for one, ranks in zip(cases, zip(*of_ranks, strict=True), strict=True):
@@ -144,25 +144,25 @@ def check(cases: list[Case], of_ranks: list[list[tuple[int, Memory]]]) -> None:
 
 @pytest.mark.slow
 def test_one_rank(tmp_path, new_world):
-    check(ALONE, new_world(1, measure, tmp_path, ALONE))
+    assert_estimated(ALONE, new_world(1, measure, tmp_path, ALONE))
 
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path, new_world):
-    check(PAIRS, new_world(2, measure, tmp_path, PAIRS))
+    assert_estimated(PAIRS, new_world(2, measure, tmp_path, PAIRS))
 
 
 @pytest.mark.slow
 def test_accumulated_gradients(tmp_path, new_world):
     cases = [case(0, "full", "fp32"), case(2, "none", "fp32")]
-    check(cases, new_world(1, measure, tmp_path, cases, 2))
+    assert_estimated(cases, new_world(1, measure, tmp_path, cases, 2))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", range(4))
 def test_the_whole_grid(tmp_path, new_world, stage):
     cases = [one for one in GRID if one[1]["zero_optimization"]["stage"] == stage]
-    check(cases, new_world(2, measure, tmp_path, cases, timeout=1800.0))
+    assert_estimated(cases, new_world(2, measure, tmp_path, cases, timeout=1800.0))
 
 
 @pytest.mark.slow
