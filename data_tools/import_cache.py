@@ -100,11 +100,11 @@ def import_cache(source: str | Path, out: str | Path, model: str | None = None) 
         return _import_musubi(source, Path(out), model)
     if pickles := sorted(path for path in source.glob("*") if path.suffix in PICKLES):
         raise DataError(
-            f"source={source} contains pickles such as {pickles[0].name}, as DiffSynth writes them; opening a pickle can run "
+            f"SOURCE={source} contains pickles such as {pickles[0].name}, as DiffSynth writes them; opening a pickle can run "
             "any program, so run wands preprocess on the videos instead."
         )
     raise DataError(
-        f"source={source} has neither {EXPORT_NAME} nor *_wan.safetensors; pass a folder that data_tools.export wrote, or "
+        f"SOURCE={source} has neither {EXPORT_NAME} nor *_wan.safetensors; pass a folder that data_tools.export wrote, or "
         "the cache_directory of musubi-tuner."
     )
 
@@ -116,10 +116,13 @@ def _import_export(source: Path, out: Path) -> int:
         variant, fingerprint = to_variant(stored["variant"]), stored["fingerprint"]
         null_text = load((source / NULL_NAME).read_bytes())["text_embeds"]
         if manifest["format"] != EXPORT_FORMAT or layout not in FORMATS:
-            raise ValueError(f"format {manifest['format']}, layout {layout}")
+            raise ValueError(
+                f"format={manifest['format']} must be {EXPORT_FORMAT}, and "
+                f"layout={layout} must be one of {', '.join(FORMATS)}"
+            )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(
-            f"source={source} has a damaged {EXPORT_NAME} or {NULL_NAME} ({reason(error)}); export the cache again."
+            f"SOURCE={source} has a damaged {EXPORT_NAME} or {NULL_NAME} ({reason(error)}); export the cache again."
         ) from None
     names = array_names(variant.conditions)
     items = _read_folder(source, names) if layout == "safetensors" else _read_tars(source, names)
@@ -128,14 +131,14 @@ def _import_export(source: Path, out: Path) -> int:
         for item in items:
             if item.key in seen:
                 raise DataError(
-                    f"source={source} contains the sample {item.key} twice; export the cache again."
+                    f"SOURCE={source} contains the sample {item.key} twice; export the cache again."
                 )
             seen.add(item.key)
             if not writer.has(item.key, item.meta["content"]):
                 writer.add(item.key, item.latents, item.text_embeds, item.meta, **item.images)
         if len(seen) != count:
             raise DataError(
-                f"source={source} has {len(seen):,} of {count:,} samples; restore the missing files, or export the cache again."
+                f"SOURCE={source} has {len(seen):,} of {count:,} samples; restore the missing files, or export the cache again."
             )
         writer.commit(null_text, seen)
     return count
@@ -187,11 +190,13 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
         tensors = {name: stored[name] for name in names}
         if any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
             raise ValueError(
-                f"dtypes must be bf16, not {' and '.join(str(t.dtype) for t in tensors.values())}"
+                f"its tensors are {' and '.join(str(t.dtype) for t in tensors.values())}, but data_tools.export writes bf16"
             )
         crc32 = checksum(*map(to_bits, tensors.values()))
         if crc32 != int(header["crc32"], 16):
-            raise ValueError(f"wrong checksum ({crc32:08x}, but the file says {header['crc32']})")
+            raise ValueError(
+                f"wrong checksum: the tensors have {crc32:08x}, but the file's header contains {header['crc32']}"
+            )
         latents, text = tensors.pop("latents"), tensors.pop("text_embeds")
         return EncodedClip(json.loads(header["key"]), latents, text, json.loads(header["meta"]), tensors)
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -292,11 +297,13 @@ def _tensor(content: bytes, pattern: str) -> Tensor:
     tensors = load(content)
     if any(name.startswith("f_indices") for name in tensors):
         raise ValueError(
-            "the file contains f_indices (for one-frame training), which text-to-video models do not support"
+            "it contains f_indices, which musubi-tuner writes for one-frame training; wands cannot train on such clips"
         )
     names = [name for name in tensors if re.fullmatch(pattern, name)]
     if len(names) != 1:
-        raise ValueError(f"unexpected tensors {', '.join(sorted(tensors))}")
+        raise ValueError(
+            f"exactly one tensor name must match {pattern}, but the names are {', '.join(sorted(tensors))}"
+        )
     return tensors[names[0]].to(torch.bfloat16)
 
 

@@ -93,7 +93,7 @@ def import_shards(
     if first is None:
         reason = f" (first: {rejected[0].reason})" if rejected else ""
         raise DataError(
-            f"source={source} contains no usable sample: {len(rejected)} rejected{reason}. Correct or replace the samples."
+            f"SHARDS={source} contains no usable sample: {len(rejected)} rejected{reason}. Correct or replace the samples."
         )
     rejected.clear()
     fingerprint = imported_fingerprint(model, first.encoding)
@@ -181,8 +181,8 @@ def _check_text(sample: EncodedSample, variant: Variant) -> None:
         check_text_embeds(sample.text_embeds, variant)
     elif not clean_caption(sample.caption or ""):
         raise DataError(
-            "missing caption in the .json file of the sample; write a caption there, because wands never reads the pickle "
-            "with the text embeddings and encodes the caption itself"
+            "missing caption in the .json file of the sample; write a caption there. wands encodes this caption and never "
+            "opens the pickled text embeddings"
         )
 
 
@@ -205,8 +205,8 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     """Check that latents have a shape that a variant can train on, are finite, and are normalised.
 
     The standard deviation of each channel is near 1 for normalised latents, and near the VAE's `std` for latents that are
-    not normalised. The contrast of a clip multiplies all standard deviations by one common factor. The check therefore
-    mainly compares the ratios between the channels' standard deviations, and less the absolute values.
+    not normalised. The contrast of a clip multiplies all standard deviations by one common factor. The ratios
+    between the channels' standard deviations therefore have more influence on the check than their absolute values.
 
     Args:
         latents: [C, f, h, w].
@@ -236,9 +236,9 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     raw, normalised = _unlikelihood(spread / std), _unlikelihood(spread)
     if raw < normalised:
         raise DataError(
-            "latents seem to be the VAE's output, not normalised (the standard deviations of the channels, "
-            f"{spread.min():.2f} to {spread.max():.2f}, are like latents_std of the VAE). NVIDIA DFM does not normalise "
-            "clips of low contrast; encode the clip with wands preprocess instead"
+            "latents seem to be the VAE's output and not normalised: the channels have standard deviations from "
+            f"{spread.min():.2f} to {spread.max():.2f}, similar to latents_std of the VAE. Encode the clip with wands "
+            "preprocess, because NVIDIA DFM does not normalise clips of low contrast"
         )
 
 

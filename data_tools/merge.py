@@ -57,7 +57,7 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
 
     Raises:
         CacheError: if the caches have different fingerprints (the message names the difference), or a cache is damaged.
-        ConfigError: if samples with the same key differ, or `out` contains samples of no given cache.
+        ConfigError: if samples with the same key differ, or `out` contains a sample that is in none of the caches.
     """
     caches = [LatentCache(path, verify=True) for path in paths]
     if any(cache.path.resolve() == Path(out).resolve() for cache in caches):
@@ -113,8 +113,8 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
     keys = {cache.keys[i] for cache, i in places}
     if (out / INDEX_NAME).exists() and (others := sorted(set(LatentCache(out).keys) - keys)):
         raise ConfigError(
-            f"OUT={out} is a finished cache with {len(others):,} sample(s) of no given cache, such as {others[0]}; "
-            "pass a new folder, or also pass the cache that contains these samples."
+            f"OUT={out} is a finished cache with {len(others):,} sample(s) that are in none of the caches to copy, such as "
+            f"{others[0]}; pass a new folder as OUT, or add the cache that contains these samples to the command."
         )
     copied = 0
     with CacheWriter(out, to_variant(like.manifest["variant"]), like.fingerprint) as writer:
@@ -168,12 +168,12 @@ def _check_alike(first: LatentCache, other: LatentCache) -> None:
     if difference := first_difference(ours, theirs):
         name, one, two = difference
         raise CacheError(
-            f"cache={other.path} has {name}={two}, but {first.path} has {name}={one}; only caches of the same "
-            "model and settings can be merged. Encode one of the two again, or train on both with data.sources."
+            f"CACHE={other.path} has {name}={two}, but CACHE={first.path} has {name}={one}; only caches of the same "
+            "model and settings can be merged. Encode one of the two caches again, or train on both with data.sources."
         )
     if to_bits(first.null_text_embeds).tobytes() != to_bits(other.null_text_embeds).tobytes():
         raise CacheError(
-            f"cache={other.path} and {first.path} have different embeddings of the empty caption; one of the "
+            f"CACHE={other.path} and CACHE={first.path} have different embeddings of the empty caption; one of the "
             "two caches was changed. Check both with python -m data_tools.verify."
         )
 

@@ -61,10 +61,10 @@ def find_shards(source: Path) -> list[Path]:
     if not shards:
         looked_for = f"looked for {' '.join(TAR_EXTENSIONS)} .tfrec .tfrecord"
         what = looked_for if source.exists() else "no such folder"
-        raise DataError(f"source={source} contains no shards ({what}); pass a folder that contains shards")
+        raise DataError(f"SHARDS={source} contains no shards ({what}); pass a folder that contains shards")
     if len({is_tar(path) for path in shards}) > 1:
         raise DataError(
-            f"source={source} contains both tars and TFRecords; pass a folder with one kind of shards"
+            f"SHARDS={source} contains both tars and TFRecords; pass a folder with one kind of shards"
         )
     return shards
 

@@ -60,8 +60,8 @@ def split(
         wanted = set(keys)
         if missing := sorted(wanted - set(cache.keys)):
             raise ConfigError(
-                f"keys={', '.join(missing[:SHOWN])} are not in cache={path} ({len(missing):,} of {len(wanted):,}); "
-                "correct the keys. python -m data_tools.inspect CACHE --rows N lists N keys."
+                f"{len(missing):,} of the {len(wanted):,} keys in --keys-file are not in CACHE={path}, such as "
+                f"{', '.join(missing[:SHOWN])}; correct the keys. python -m data_tools.inspect CACHE --rows N lists N keys."
             )
     else:
         assert fraction is not None
@@ -71,7 +71,7 @@ def split(
     sides = [[i for i, key in enumerate(cache.keys) if (key in wanted) == side] for side in (True, False)]
     if not all(sides):
         raise ConfigError(
-            f"cache={path} would be split into {len(sides[0]):,} and {len(sides[1]):,} samples, but each new cache needs a "
+            f"CACHE={path} would be split into {len(sides[0]):,} and {len(sides[1]):,} samples, but each new cache needs a "
             "sample; change --fraction or --keys-file."
         )
     for out, places in zip((out_a, out_b), sides, strict=True):

@@ -28,7 +28,7 @@ _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.flo
 
 @cache
 def _byte_table() -> np.ndarray:
-    """Return the CRC-32C table, uint32 [256]. Entry i is the value of the register after byte i, if it was 0 before."""
+    """Return the CRC-32C table, uint32 [256]. Entry i is the new value of a register that was 0 before byte i."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
@@ -116,7 +116,7 @@ def read_records(path: Path) -> Iterator[bytes | DataError]:
                 yield data if intact else DataError("checksum of the record is wrong; replace the file")
     except OSError as error:
         raise DataError(
-            f"source={path} cannot be read ({error.strerror}); fix the permissions of the file"
+            f"the shard {path} of SHARDS cannot be read ({error.strerror}); fix the permissions of the file"
         ) from None
 
 
@@ -141,11 +141,13 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif kind in (1, 2, 5):
             length, place = _varint(data, place) if kind == 2 else (8 if kind == 1 else 4, place)
             if place + length > len(data):
-                raise ValueError("the record is damaged: a field is longer than the record")
+                raise ValueError(
+                    "the protobuf message is damaged: a field is longer than the message; replace the file"
+                )
             yield number, data[place : place + length]
             place += length
         else:
-            raise ValueError(f"unknown wire type {kind}")
+            raise ValueError(f"the protobuf message is damaged: unknown wire type {kind}; replace the file")
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
@@ -157,13 +159,15 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
         value, place = value | (byte & 0x7F) << shift, place + 1
         if byte < 0x80:
             return value, place
-    raise ValueError("the record is damaged: a number has no end")
+    raise ValueError(
+        "the protobuf message is damaged: the last byte of an integer is missing; replace the file"
+    )
 
 
 def _last(data: bytes, number: int) -> bytes | None:
     """Return the value of the length-delimited field `number` of a protobuf message, or None if the field is missing.
 
-    If the message contains several values of the field, the last value is valid.
+    If the message contains several values of the field, return the last value.
     """
     values = [value for found, value in _fields(data) if found == number and isinstance(value, bytes)]
     return values[-1] if values else None

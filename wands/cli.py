@@ -133,7 +133,7 @@ def _process_group_formed() -> bool:
 
 
 def _exit_rank(code: int = 0) -> None:
-    """Exit this process with an exit code; return to the caller if the code is 0 and this is the only process.
+    """Exit this process with an exit code. If the code is 0 and the run is not distributed, return.
 
     A process of a distributed run exits without the shutdown of the Python interpreter. During this shutdown, threads of the
     communication library gloo can abort a process that has finished its work.

@@ -294,7 +294,7 @@ def test_nothing_accepted_is_an_error(
     else:
         (folder / "a.mp4").write_text("no video" if kind == "text" else "")
         (folder / "a.txt").write_text("a caption")
-    with pytest.raises(DataError, match=r"gave no sample, 1 clips rejected \(first: ") as caught:
+    with pytest.raises(DataError, match=r"gave no sample: 1 clip\(s\) were rejected \(first: ") as caught:
         preprocess(str(folder), tmp_path / "cache", tiny_pipeline, **SMALL)
     assert "\n" not in str(caught.value)
     assert len((tmp_path / "cache" / "rejects.jsonl").read_text().splitlines()) == 1

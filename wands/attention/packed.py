@@ -26,7 +26,7 @@ class Segments:
     Segments are contiguous: each segment starts at the row after the previous segment.
 
     Attributes:
-        lens_q: number of rows of q in each segment. The numbers are host integers, so that planning never waits for a GPU.
+        lens_q: number of rows of q in each segment. The numbers are Python integers, so reading them never waits for a GPU.
         lens_k: number of rows of k in each segment. Numbers in `lens_q` and `lens_k` can be 0.
         cu_seqlens_q: int32 [S+1] for S segments, cumulative sum of `lens_q`, starting with 0.
         cu_seqlens_k: int32 [S+1] for S segments, cumulative sum of `lens_k`, starting with 0.

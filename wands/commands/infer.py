@@ -79,8 +79,9 @@ class InferResult:
 def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) -> list[InferResult]:
     """Sample every prompt. Write the videos, one contact sheet and `samples.jsonl` into the folder `options.out_dir`.
 
-    The numbers in the file names continue after the numbers of files in the folder, so no earlier video or contact
-    sheet is replaced. On one machine, a request always gives the same video bit for bit, whatever was sampled before.
+    File names contain a number. New numbers start after the largest number in the folder, so no earlier video or
+    contact sheet is replaced. On one machine, a request always gives the same video bit for bit, whatever was sampled
+    before.
 
     Under a launcher, every rank calls this function, and the ranks sample each video together. The video equals the
     video of one process up to rounding.

@@ -25,7 +25,8 @@ def pack(options: PackOptions) -> str:
     - sources (see `list_sources`), split and holdout.
     - num_samples and num_tokens of the epoch, num_bins, num_steps, bins_per_step, max_tokens and buffer_size.
     - fill: used share of the bins' token capacity. The last step counts only if it is the only step.
-    - efficiency: maps each possible dp_size to the mean cost of a rank, divided by the cost of the slowest rank.
+    - efficiency: maps each possible dp_size (number of data-parallel ranks, at least 2) to an efficiency. The efficiency is
+      the mean cost of a rank, divided by the cost of the slowest rank.
     - length_bias and length_bias_of_chance, see `EpochPlan.length_bias`.
     - cost: [a, b] in FLOPs. The forward pass of a bin costs a * sum(L) + b * sum(L^2) for sample lengths L.
     - data_fingerprint: digest of the data, also stored in checkpoints (see `TrainingRun.data_fingerprint`).

@@ -204,7 +204,7 @@ def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarr
     tokens = variant.num_tokens(legal_frames(options.frames), height, width)
     if tokens < 1:
         raise ConfigError(
-            f"--size {size} is smaller than a video token of {variant.name}; use a larger size."
+            f"--size {size} is smaller than one video token of {variant.name}; use a larger size, such as 480p."
         )
     return np.full(options.clips, tokens, np.int64)
 

@@ -25,7 +25,7 @@ def check_base(
         base: folder of the pipeline.
         config: diffusers config of the DiT.
         parts: subfolders of the pipeline's DiTs whose configs are compared, such as "transformer".
-        model: name of the DiT's model for error messages, such as "SRC's model".
+        model: name of the DiT's model for error messages, such as "SOURCE's model".
         two_experts: whether the model has two experts (DiTs for high and low noise). None accepts one or two experts.
 
     Raises:

@@ -244,7 +244,7 @@ def test_a_wrong_table_is_found_by_the_forward(
     )
     monkeypatch.setattr(name_maps, "DIT", wrong)
     with pytest.raises(
-        CheckpointError, match="the output of the converted DiT differs from the output of SRC"
+        CheckpointError, match="the output of the converted DiT differs from the output of SOURCE's DiT"
     ):
         convert(str(pipelines["wan2.1-t2v-1.3b"]), tmp_path / "out", to="official")
     assert list(tmp_path.iterdir()) == []
@@ -384,7 +384,7 @@ def test_sources_that_are_no_model(tmp_path: Path, pipelines: dict[str, Path]):
     with pytest.raises(ConfigError, match="contains no Wan model"):
         convert(str(tmp_path), tmp_path / "out", to="official")
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
-    with pytest.raises(ConfigError, match=r"a\.safetensors contains no model of Wan, but a\."):
+    with pytest.raises(ConfigError, match=r"a\.safetensors contains no model of Wan: its tensors are a\."):
         convert(str(tmp_path / "a.safetensors"), tmp_path / "out", to="official")
     torch.save({"a": Path}, tmp_path / "code.pth")
     with pytest.raises(CheckpointError, match="is a pickle of more than tensors"):
@@ -394,8 +394,8 @@ def test_sources_that_are_no_model(tmp_path: Path, pipelines: dict[str, Path]):
         convert(str(tmp_path), tmp_path / "out", to="official")
     source = pipelines["wan2.1-t2v-1.3b"]
     for rest, says in (
-        (pipelines["wan2.2-ti2v-5b"], "is not SRC's model: in_channels=48 instead of 16"),
-        (pipelines["wan2.2-i2v-a14b"], "is not SRC's model: .*2 experts instead of 1; set --base to"),
+        (pipelines["wan2.2-ti2v-5b"], "is not SOURCE's model: in_channels=48 instead of 16"),
+        (pipelines["wan2.2-i2v-a14b"], "is not SOURCE's model: .*2 experts instead of 1; set --base to"),
         (tmp_path, r"is not a complete diffusers pipeline: model_index\.json cannot be read"),
     ):
         with pytest.raises(ConfigError, match=says):
@@ -532,17 +532,18 @@ def test_a_folder_with_a_lora_for_each_expert(
 
 def test_folders_of_experts_that_are_not_clear(pipelines: dict[str, Path], tmp_path: Path):
     (tmp_path / "high_noise").mkdir()
-    with pytest.raises(ConfigError, match=r"SRC=\S*high_noise contains no \.safetensors file"):
+    with pytest.raises(ConfigError, match=r"SOURCE=\S*high_noise contains no \.safetensors file"):
         convert(str(tmp_path), tmp_path / "out", to="comfyui")
     write_lora(tmp_path / "high_noise" / LORA_FILE, pipelines["wan2.2-i2v-a14b"], EXPERTS[1:])
     with pytest.raises(
         CheckpointError,
-        match=r"has the name or folder of a LoRA for transformer, but contains a LoRA for transformer_2\.",
+        match=r"contains a LoRA for transformer_2, but the name of its file or folder belongs to transformer\.",
     ):
         convert(str(tmp_path), tmp_path / "out", to="comfyui")
     write_lora(tmp_path / "other.safetensors", pipelines["wan2.2-i2v-a14b"])
     with pytest.raises(
-        ConfigError, match=r"contains LoRAs of experts and the further file other\.safetensors\. Set SRC"
+        ConfigError,
+        match=r"contains LoRAs of the experts and also other\.safetensors, which is none .* set SOURCE",
     ):
         convert(str(tmp_path), tmp_path / "out", to="comfyui")
 

@@ -206,19 +206,19 @@ class Wrong:
 
 MISTAKES = {
     "ignores the scale": "out is off by",
-    "ignores the segments": "out must be 0 in rows without a key or query",
+    "ignores the segments": "out must be 0 in rows that have no key or no query",
     "lse in log2": "lse is off by",
     "lse without the scale": "lse is off by",
     "lse in bf16": "lse is off by",
     "lse of another dtype": "lse is torch.bfloat16",
     "lse [T, H]": "lse is torch.float32 .438, 2., but must be torch.float32 .2, 438.",
-    "lse +inf in empty rows": "lse must be -inf in rows without a key or query",
-    "garbage in empty rows": "out must be 0 in rows without a key or query",
+    "lse +inf in empty rows": "lse must be -inf in rows that have no key or no query",
+    "garbage in empty rows": "out must be 0 in rows that have no key or no query",
     "nan": "out is off by nan",
     "backward recomputes lse": "d[qkv] summed over two blocks is off by",
     "backward recomputes out": "d[qkv] summed over two blocks is off by",
     "backward takes out for dout": "d[qkv] summed over two blocks is off by",
-    "garbage in gradients of empty rows": "dk summed over two blocks must be 0 in rows without a key or query",
+    "garbage in gradients of empty rows": "dk summed over two blocks must be 0 in rows that have no key or no query",
     "dq without the scale": "dq summed over two blocks is off by",
     "+inf is not a closed row": "dv of rows whose lse is .inf",
 }

@@ -109,7 +109,8 @@ def test_what_is_in_out_is_never_lost(parts: list[Path], tmp_path: Path) -> None
     merge(tmp_path / "out", parts[:2])
     before = contents(tmp_path / "out")
     with pytest.raises(
-        ConfigError, match=r"finished cache with 21 sample\(s\) of no given cache, such as clip/009"
+        ConfigError,
+        match=r"finished cache with 21 sample\(s\) that are in none of the caches to copy, such as clip/009",
     ):
         merge(tmp_path / "out", [parts[0], parts[2]])
     with pytest.raises(ConfigError, match="is one of the caches to merge"):
@@ -213,7 +214,10 @@ def test_split_by_keys_file(parts: list[Path], tmp_path: Path, capsys: pytest.Ca
     assert len(LatentCache(tmp_path / "b")) == 19
     (tmp_path / "keys").write_text("clip/010\nclip/999")
     assert split_module.main(command) == 2
-    assert "keys=clip/999 are not in cache" in capsys.readouterr().err
+    assert (
+        f"1 of the 2 keys in --keys-file are not in CACHE={parts[1]}, such as clip/999;"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ How to add a kernel:
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
    package to `ONE_IMPORTER` in tests/unit/test_layering.py.
 4. Add the name to `CUDA_BACKENDS` or `CPU_DTYPES` in tests/support/plain.py. Add a fake module with the package's
-   signatures to tests/unit/attention/test_kernels.py, so that machines without a GPU test the two functions. Tests of
-   that file that list kernels by name (spare rows, autocast, self-check) need the new name too.
+   signatures to tests/unit/attention/test_kernels.py, so that machines without a GPU test the two functions. Some
+   tests in that file list kernels by name (for padding rows, autocast and self-check); add the new name there too.
 5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. In a
    training run, `choose_backend` checks a `FlashBackend` once per process with self_check.py and rejects a kernel whose
    results are wrong.

@@ -129,13 +129,16 @@ class _Comparer:
         dtype = torch.promote_types(self.dtype, torch.float32) if is_lse else self.dtype
         if result.shape != exact.shape or result.dtype != dtype:
             raise KernelError(
-                f"the kernel's {name} is {result.dtype} {list(result.shape)}, but must be {dtype} {list(exact.shape)}"
+                f"the kernel's {name} is {result.dtype} {list(result.shape)}, but must be {dtype} {list(exact.shape)}; use "
+                "another attention.backend"
             )
         result, exact = result.double().cpu(), exact.double()
         idle = (exact == 0) | exact.isneginf()  # rows of q without keys, or of k without queries
         if not torch.equal(result[idle], exact[idle]):
             value = "-inf" if is_lse else "0"
-            raise KernelError(f"the kernel's {name} must be {value} in rows without a key or query")
+            raise KernelError(
+                f"the kernel's {name} must be {value} in rows that have no key or no query; use another attention.backend"
+            )
         result, exact = result[~idle], exact[~idle]
         if not exact.numel():
             return
@@ -143,7 +146,8 @@ class _Comparer:
         allowed = (LSE_TOLERANCE if is_lse else TOLERANCE)[self.dtype]
         if not error <= allowed:  # also true for nan
             raise KernelError(
-                f"the kernel's {name} is off by {error:.2g}, but the largest allowed error is {allowed:g}"
+                f"the kernel's {name} is off by {error:.2g}, but the largest allowed error is {allowed:g}; use another "
+                "attention.backend"
             )
         self.worst = max(self.worst, error)
 
@@ -160,11 +164,11 @@ def _draw(head_dim: int) -> list[Tensor]:
 
 
 def _blocks() -> list[tuple[Tensor, Segments]]:
-    """Split the keys of the check into two blocks.
+    """Split the keys that the check uses into two blocks, as in ring attention with two ranks.
 
     Returns:
         (rows, segments) for each block. `rows` are the indices of the block's rows in k. `segments` contains the number
-        of rows of q and of the block in each segment. Each block ends with the rows that follow the last segment.
+        of rows of q and of the block in each segment. Both blocks end with the padding rows after the last segment.
     """
     starts = [0, *accumulate(LENS_K)]
     rows: tuple[list[int], list[int]] = ([], [])

@@ -364,6 +364,7 @@ def _token_counter(model: str | None) -> Callable[[str], int]:
         tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer", CONFIG_FILES))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--model={model}: the tokenizer cannot be loaded ({one_line(error)}); download the folder tokenizer again."
+            f"--model={model}: the tokenizer cannot be loaded ({one_line(error)}); download the "
+            "pipeline's subfolder tokenizer again."
         ) from None
     return lambda caption: len(tokenizer(caption, verbose=False).input_ids)  # no warning above 512 tokens

@@ -229,7 +229,7 @@ def describe_source(clip: CheckedClip) -> str:
 
 
 def describe_samples(clip: CheckedClip) -> str:
-    """Return the number of a clip's samples, their frames, size and tokens as text.
+    """Return text with the number of a clip's samples, their total frames and tokens, and the size of the first sample.
 
     Return an empty text if the clip has no samples.
     """

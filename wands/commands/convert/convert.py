@@ -77,7 +77,9 @@ def convert(options: ConvertOptions) -> ConvertResult:
     """
     result, source, base = ConvertResult(options.out.resolve()), options.source, options.base
     with atomic_folder(result.out) as unfinished:
-        root = Path(source) if Path(source).is_file() else fetch_model(source, key="SRC", allow=_SOURCE_FILES)
+        root = (
+            Path(source) if Path(source).is_file() else fetch_model(source, key="SOURCE", allow=_SOURCE_FILES)
+        )
         loras = find_loras(root)
         if base and (options.to == "comfyui" or loras):
             layout = "a LoRA" if loras else "ComfyUI's layout"
@@ -223,7 +225,7 @@ class ModelConversion:
         """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:
-            check_base(rest, self.dit_config, EXPERTS[:1], "SRC's model", self.two_experts)
+            check_base(rest, self.dit_config, EXPERTS[:1], "SOURCE's model", self.two_experts)
             for path in sorted(rest.iterdir()):
                 if not path.name.startswith((".", "README")) and not (self.out / path.name).exists():
                     copy_path(path, self.out / path.name)
@@ -235,7 +237,7 @@ class ModelConversion:
             missing.append("tokenizer")
         if missing:
             self.result.notes.append(
-                f"the result is not a whole pipeline, because SRC has no {', '.join([*missing, 'scheduler'])}. --base DIR "
+                f"the result is not a whole pipeline, because SOURCE has no {', '.join([*missing, 'scheduler'])}. --base DIR "
                 "copies these parts from a diffusers pipeline of the same model."
             )
             return

@@ -41,15 +41,16 @@ def find_loras(root: Path) -> dict[str | None, Path]:
     usual = [root] if root.is_file() else [root / name for name in (LORA_FILE, PEFT_FILE)]
     files: dict[str | None, Path] = dict([(None, path) for path in usual if path.is_file()][:1])
     if not files and not (root / "model_index.json").is_file():
-        files = {expert: find_lora_file(root, "SRC", expert) for expert in experts_in(root)}
+        files = {expert: find_lora_file(root, "SOURCE", expert) for expert in experts_in(root)}
     for path in files.values():
-        with TensorFiles([path], f"SRC {path}") as tensors:
+        with TensorFiles([path], f"SOURCE {path}") as tensors:
             if not is_lora(tensors.shapes):
                 return {}
     others = sorted(set(root.glob("*.safetensors")) - set(files.values())) if None not in files else []
     if files and others:
         raise ConfigError(
-            f"SRC {root} contains LoRAs of experts and the further file {others[0].name}. Set SRC to one of these files."
+            f"SOURCE={root} contains LoRAs of the experts and also {others[0].name}, which is none of these LoRAs. Move "
+            f"{others[0].name} out of the folder, or set SOURCE to a single file."
         )
     return files
 
@@ -73,14 +74,14 @@ def convert_lora(
         CheckpointError: if `source` is not a LoRA of Wan or contains no LoRA of `expert`. Also if a written file differs
             from `source`.
     """
-    with TensorFiles([source], f"SRC {source}") as files:
+    with TensorFiles([source], f"SOURCE {source}") as files:
         loras, old_names = read_lora_file(files), files.tensors.keys()
     if expert is not None:
         pairs = pairs_of(loras, expert)
         if pairs is None:
             raise CheckpointError(
-                f"SRC {source} has the name or folder of a LoRA for {expert}, but contains a LoRA for {', '.join(loras)}. Set "
-                "SRC to this file instead of its folder."
+                f"SOURCE {source} contains a LoRA for {', '.join(loras)}, but the name of its file or folder belongs to "
+                f"{expert}. Set SOURCE to the file itself. The name then has no effect."
             )
         loras = {expert: pairs}
     several = expert is not None or len(loras) > 1

@@ -61,7 +61,8 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
         first, second = (_forward(mapping.config, dtypes, stored) for stored in (before, after))
     if not torch.equal(as_bytes(first), as_bytes(second)):
         raise CheckpointError(
-            "convert: the output of the converted DiT differs from the output of SRC. Report this error with the model's name."
+            "convert: the output of the converted DiT differs from the output of SOURCE's DiT. Report this error with the "
+            "model's name."
         )
     if not torch.isfinite(first).all():
         return "the DiT's output in a forward pass is unchanged, but not finite: the model has diverged"

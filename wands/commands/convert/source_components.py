@@ -97,7 +97,7 @@ class SourceComponent(NamedTuple):
     def open(self) -> TensorFiles:
         """Return the tensor files of the component, for use in a `with` statement."""
         path = self.files[0].parent if len(self.files) > 1 else self.files[0]
-        return TensorFiles(self.files, f"SRC {path}")
+        return TensorFiles(self.files, f"SOURCE {path}")
 
 
 class ComponentMapping(NamedTuple):
@@ -139,12 +139,12 @@ def find_components(source: Path) -> list[SourceComponent]:
             components += [SourceComponent(name, (file,), None) for file in files[:1]]
     if not components:
         raise ConfigError(
-            f"SRC {source} contains no Wan model (no model_index.json, config.json or high_noise_model). Set SRC to a diffusers "
-            "pipeline, an official repository, or one file of weights."
+            f"SOURCE={source} contains no Wan model (no model_index.json, config.json or high_noise_model). Set SOURCE to a "
+            "diffusers pipeline, an official repository, or one file of weights."
         )
     empty = [component.name for component in components if not component.files]
     if empty:
-        raise CheckpointError(f"SRC {source} has no weights of {', '.join(empty)}. Download SRC again.")
+        raise CheckpointError(f"SOURCE={source} has no weights of {', '.join(empty)}. Download SOURCE again.")
     return components
 
 
@@ -159,7 +159,8 @@ def _find_dits(source: Path) -> list[SourceComponent]:
         class_name = config.get("_class_name", official.OFFICIAL_CLASS)
         if class_name not in (official.OFFICIAL_CLASS, official.DIFFUSERS_CLASS):
             raise ConfigError(
-                f"SRC {source} contains a {class_name}, not a Wan DiT. Set SRC to a diffusers or official Wan 2.1 or 2.2 model."
+                f"SOURCE={source} contains a {class_name}, not a Wan DiT. Set SOURCE to a diffusers or official Wan 2.1 or 2.2 "
+                "model."
             )
         components.append(SourceComponent(expert, tuple(find_weights(folder, official.DIT_STEM)), config))
     return components
@@ -167,19 +168,20 @@ def _find_dits(source: Path) -> list[SourceComponent]:
 
 def _component_of_file(path: Path) -> SourceComponent:
     config = _read_config(path.parent) if (path.parent / "config.json").is_file() else None
-    with TensorFiles([path], f"SRC {path}") as files:
+    with TensorFiles([path], f"SOURCE {path}") as files:
         names = set(name_maps.strip_prefix(files.shapes))
     for name, kind in KINDS.items():
         if names.intersection(kind.signs):
             return SourceComponent(name, (path,), config)
     raise ConfigError(
-        f"SRC {path} contains no model of Wan, but {shorten(names, 3)}. Set SRC to a DiT, VAE, UMT5, CLIP or LoRA of Wan 2.1/2.2."
+        f"SOURCE={path} contains no model of Wan: its tensors are {shorten(names, 3)}. Set SOURCE to a DiT, VAE, UMT5, CLIP or "
+        "LoRA of Wan 2.1 or 2.2."
     )
 
 
 def _read_config(folder: Path) -> _Config:
     path = folder / "config.json"
-    return read_json_object(path, label=f"SRC {path}")
+    return read_json_object(path, label=f"SOURCE {path}")
 
 
 def map_component(component: SourceComponent, files: TensorFiles, to: str) -> ComponentMapping:

@@ -137,10 +137,9 @@ def _decode_next_clips(
 
 
 def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSettings) -> Iterator[Window]:
-    """Decode a clip, and yield its windows (ranges of frames) that have missing samples.
+    """Decode a clip, and yield its windows (ranges of frames) whose samples are not all in the cache.
 
-    A window has one sample for each caption of the clip. The window is yielded if the cache lacks at least one of these
-    samples. If the decoder crashes, decode the clip a second time.
+    A window has one sample for each caption of the clip. If the decoder crashes, decode the clip a second time.
 
     Raises:
         Crash: if the decoder crashed twice or exceeded the time limit.

@@ -98,7 +98,7 @@ def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, starte
         out /= "part-{}-of-{}".format(*part)
         if not rows:
             raise DataError(
-                f"--part {options.part} contains no clip of source={options.source}. Use fewer parts."
+                f"--part {options.part} contains no clip of SOURCE={options.source}. Use fewer parts: a smaller N in --part I/N."
             )
     fingerprint = fingerprint_pipeline(options.model) | {"settings": _fingerprint_of(spec, options)}
     with CacheWriter(out, variant, fingerprint, max_samples=max_samples) as writer:
@@ -160,7 +160,7 @@ class PreprocessRun:
             self.null_text = LatentCache(self.writer.path).null_text_embeds
 
     def _collect_samples(self) -> None:
-        """Move samples from write-ahead logs to shards. Then add all new shards to the list of the cache writer."""
+        """Move samples from write-ahead logs to shards. Then let the cache writer read the index entries of all new shards."""
         for path in sorted(self.settings.work.glob("samples-*.journal")):
             with closing(WriteAheadLog(path)):  # waits until no worker writes this log
                 self.writer.refresh()
@@ -305,7 +305,7 @@ class PreprocessRun:
             shutil.rmtree(self.settings.work)
             first = f" (first: {self.rejected[0].reason})" if self.rejected else ""
             raise DataError(
-                f"source={self.settings.options.source} gave no sample, {len(self.rejected)} clips rejected{first}. "
+                f"SOURCE={self.settings.options.source} gave no sample: {len(self.rejected)} clip(s) were rejected{first}. "
                 f"Correct the clips: {writer.path / REJECTS_NAME} lists every reason."
             )
         writer.commit(null_text, accepted)
