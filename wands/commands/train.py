@@ -30,7 +30,7 @@ def run_train(options: TrainOptions, log: Log) -> None:
 
     Args:
         options: options of the command.
-        log: prints a text for the user. Only rank 0 calls this function.
+        log: function that prints a text for the user. This command calls the function only on rank 0.
 
     Raises:
         WandsError: if the run cannot start or fails. One message lists all problems with recipe, model and data.

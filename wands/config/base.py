@@ -21,12 +21,12 @@ class StrictModel(BaseModel):
 
 @dataclass(frozen=True)
 class Spelling:
-    """Command-line spelling of an option field: flag, placeholder and alias. A field without a `Spelling` gets its flag
-    from its name.
+    """Command-line spelling of an option field: flag, placeholder and alias. A field without a `Spelling` uses the
+    default of every attribute.
 
     Attributes:
-        name: flag, such as `--set`. If empty, the flag is `--` and the name of the field, in which each `_` is
-            replaced by `-`.
+        name: flag, such as `--set`. If empty, the flag is made from the name of the field: `max_frames` becomes
+            `--max-frames`.
         metavar: placeholder for the value in the help text; None means click's default.
         flag_value: value of the option if the user types the flag without a value. None means that the user must type a
             value after the flag.

@@ -64,16 +64,15 @@ def build_ds_config(
 ) -> dict[str, Any]:
     """Complete the user's DeepSpeed JSON with the settings of the recipe.
 
-    A recipe key counts as set by the user if the value of the key differs from the default, because the recipe.yaml in a
-    run folder contains all defaults. The JSON can therefore override a default value without an error, even if the user
-    wrote this value in the recipe.
+    The JSON can override `optim` keys of the recipe that have their default values. It does not matter whether the user
+    wrote a default in the recipe, because the recipe.yaml in a run folder contains all defaults.
 
     Args:
         user: the JSON as read from the file. A key with the value "auto" counts as missing.
         recipe: the resolved recipe.
         world_size: number of ranks.
         device_type: "cuda" or "cpu".
-        names: names of the JSON and of the recipe in errors.
+        names: names of the JSON and of the recipe, for error messages.
 
     Returns:
         A config for `deepspeed.initialize`. It contains the optimizer and gradient clipping, and the scheduler if the

@@ -208,7 +208,12 @@ def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
 
 
 def check_weight_dtypes(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why `precision.weights` or `lora.quantize` cannot be used with the `zero_optimization` section."""
+    """Return the reasons why `precision.weights` or `lora.quantize` cannot be used with other settings.
+
+    Args:
+        recipe: the resolved recipe.
+        zero: section `zero_optimization` of the DeepSpeed JSON.
+    """
     bf16, quantize = recipe.precision.weights == "bf16", recipe.lora.quantize if recipe.lora else "none"
     stage, key = int(zero.get("stage", 0)), "precision.weights=bf16"
     narrow = key if bf16 else f"lora.quantize={quantize}" if quantize != "none" else ""

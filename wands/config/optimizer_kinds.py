@@ -1,4 +1,4 @@
-"""Table of the values of `optim.name`: DeepSpeed type, settings and memory of the states of each optimizer."""
+"""Optimizers that `optim.name` can select: their DeepSpeed types, their settings and the memory of their states."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
 def state_bytes_per_param(
     name: str, parameters: Iterable[tuple[str, Sequence[int]]], zero_stage: int
 ) -> float:
-    """Return the bytes of an optimizer's states on all ranks together, divided by the number of parameters.
+    """Return the bytes per trained parameter that an optimizer needs for its states, summed over all ranks.
 
     Master weights are not included.
 

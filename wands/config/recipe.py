@@ -392,7 +392,7 @@ class OptimConfig(StrictModel):
 
 
 class TrainConfig(StrictModel):
-    """Training loop: length, step size and logs."""
+    """Training loop: seed, number of steps, batch size and logs."""
 
     seed: int = 0
     """Seed of the sample order, the noise, the dropout and random initial weights. Two runs with equal seeds give equal
@@ -458,9 +458,9 @@ class Recipe(StrictModel):
 
 
 def inner_section(annotation: Any) -> type[BaseModel] | None:
-    """Return the pydantic model of the recipe section that a type annotation contains, or None if there is no section.
+    """Return the pydantic model of the recipe section in a type annotation, or None if the annotation has no section.
 
-    The section can be the annotation itself, or a member of an optional type or of a list type.
+    The annotation can be a section such as `LoraConfig`, an optional section, or a list of sections.
     """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation

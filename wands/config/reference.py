@@ -63,7 +63,7 @@ class Section(NamedTuple):
 
 
 def list_sections() -> list[Section]:
-    """Return all sections of the recipe. Each nested section comes after the section that contains the nested section."""
+    """Return all sections of the recipe. A section comes before the sections that are nested in it."""
     return list(_walk(Recipe, "", str(inspect.getdoc(Recipe))))
 
 

@@ -112,14 +112,16 @@ def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int
 
 
 def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
-    """Divide the samples into equal parts of about `PART` samples: all parts have the same number of samples of each length.
+    """Divide the samples into equal parts of about `PART` samples, and a remainder.
+
+    Equal parts contain the same lengths: if one part has three samples of 80 tokens, every equal part has three.
 
     Args:
         counts: int64 [D], number of samples of each length.
 
     Returns:
-        Two pairs. The first is (number of samples of each length in one part, number of parts). The second is (number
-        of remaining samples of each length, 1).
+        Two pairs (number of samples of each length in a part, number of parts). The first pair is for the equal parts.
+        The second pair is for the remainder, which is one part.
     """
     num_parts = max(1, int(counts.sum()) // PART)
     return (counts // num_parts, num_parts), (counts % num_parts, 1)
@@ -154,10 +156,11 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     """Pack samples of the given lengths into bins (packed batches) in three ways, and return the packing with the
     fewest bins.
 
-    The first packing is best-fit decreasing (`best_fit`). It wastes the least room if short clips are needed to fill
-    the last bins. The other two packings are exact filling (`fill_exactly`) with two rules for the next length. The
-    first rule takes the longest length with which the bin can still become full. It wastes the least room if few clips
-    fill a bin. The second rule takes a random length.
+    1. Best-fit decreasing (`best_fit`). It suits data whose short clips must fill the gaps in the last bins.
+    2. `fill_exactly`, which adds the longest candidate length to a bin. It suits data where few clips fill a bin.
+    3. `fill_exactly`, which adds a random candidate length to a bin.
+
+    A candidate is a length with which the bin can still become as full as possible.
 
     Args:
         lengths: int64 [D], distinct lengths, ascending.
@@ -185,7 +188,13 @@ def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Conten
     """Pack the longest clips first. Each clip goes into the fullest bin (packed batch) that has room for the clip, or
     into a new bin.
 
-    A bin is returned as a list of indices into `lengths`. `counts` contains the number of clips of each length.
+    Args:
+        lengths: int64 [D], distinct lengths, ascending.
+        counts: int64 [D], number of clips of each length.
+        max_tokens: capacity of a bin in tokens.
+
+    Returns:
+        Bins as lists. For each clip, the list of its bin contains the index of the clip's length in `lengths`.
     """
     bins: Contents = []
     with_room: dict[int, list[int]] = {}
@@ -212,16 +221,16 @@ def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Conten
 def fill_exactly(
     lengths: np.ndarray, counts: np.ndarray, max_tokens: int, choose: Callable[[np.ndarray, np.ndarray], int]
 ) -> Contents:
-    """Fill one bin (packed batch) after the other. Each bin starts with the longest remaining length. Then lengths
-    are added whose sum is as close as possible to the free room.
+    """Fill the bins (packed batches) one by one. A bin starts with the longest sample that is not packed yet. The
+    next samples of the bin are chosen so that the bin becomes as full as possible.
 
     Args:
         lengths: int64 [D], distinct lengths, ascending.
         counts: int64 [D], number of samples of each length.
         max_tokens: capacity of a bin in tokens.
-        choose: function that chooses the next length of a bin. Its arguments are the indices of the lengths that lead
-            to the best sum, and the number of remaining samples of every length. The function returns one of these
-            indices.
+        choose: function that chooses the length of a bin's next sample from candidates. After adding any candidate,
+            the bin can still become as full as possible. The arguments are the indices of the candidates in `lengths`,
+            ascending, and the number of remaining samples of every length. The result is the index of a candidate.
     """
     left = counts.copy()
     bins: Contents = []
@@ -251,10 +260,7 @@ def fill_exactly(
 
 
 class _Sums:
-    """Table of the numbers of tokens, up to `max_tokens`, that a bin can reach with samples of the given lengths.
-
-    Each length may occur any number of times.
-    """
+    """Table of the sums up to `max_tokens` of the given lengths. A sum may contain a length several times."""
 
     def __init__(self, lengths: np.ndarray, max_tokens: int) -> None:
         bits, mask = 1, (1 << (max_tokens + 1)) - 1

@@ -31,7 +31,8 @@ class PreprocessReport:
         num_shards: number of HDF5 files.
         num_bytes: total size of the HDF5 files in bytes.
         seconds: duration of the run.
-        num_relabelled: number of samples that reuse latents from the cache, because only the caption or the name is new.
+        num_relabelled: number of samples that reuse latents from the cache, because only the caption or the name of the
+            clip is new.
         num_workers: number of worker processes that encoded.
         waited: fraction (0 to 1) of the encoding time in which encoders waited for decoded clips; None if nothing was
             encoded.

@@ -35,10 +35,11 @@ class Row:
     """One caption of a clip, with the digest and the cached samples of this caption.
 
     Attributes:
-        key: key of the row. The key of a sample is this key and a suffix for window and size, see `wands.data.clips.clip`.
+        key: key of the clip and its caption. The key of a sample is this key and a suffix, for example "#0003#640x352".
+            The suffix names the window (range of frames) and the size, see `wands.data.clips.clip`.
         caption: cleaned caption.
         content: digest of the file, the time range and the caption, from which the samples are made.
-        present: suffixes of the samples of this caption that the cache contains.
+        present: suffixes of the cached samples of this caption.
     """
 
     key: str
@@ -55,10 +56,10 @@ class Clip:
         path: the video or image file.
         start: start of the time range in seconds; None for the beginning of the file.
         end: end of the time range in seconds; None for the end of the file.
-        video: digest of the file and the time range, from which the latents are made.
+        video: digest of the file and the time range. Clips with equal digests have equal latents.
         rows: captions. A clip from `SourceScan.pending` contains only captions with missing samples.
-        latents: cached latents to reuse, as (shard name, row in the shard, suffix). The suffix is the end of the sample
-            keys, which names the window and the size. Only windows that lack the sample of a caption are listed.
+        latents: cached latents to reuse, as (shard name, number of the sample in the shard, suffix). The suffix names
+            the window (range of frames) and the size. Latents are left out if every caption has a sample with them.
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
     """
 
@@ -144,7 +145,7 @@ class SourceScan:
 
         Args:
             clip: clip with all its captions.
-            stored: cached samples of the clip's file and time range by suffix.
+            stored: maps suffixes (window and size) to the cached samples of the clip's file and time range.
             entries: all samples of the cache by key.
 
         Returns:
@@ -178,13 +179,13 @@ class SourceScan:
         )
 
     def _expected(self, stored: Samples) -> set[str] | None:
-        """Return the suffixes (window and size) of all samples that a clip must have.
+        """Return the suffixes of all samples that a clip must have. A suffix names a window (range of frames) and a
+        size.
 
-        Return None if the number of windows or the sizes cannot be found from the cached samples. The clip must then be
-        decoded.
+        Return None if the cached samples do not show the number of windows or the sizes. The clip must then be decoded.
 
         Args:
-            stored: cached samples of the clip's file and time range by suffix.
+            stored: maps suffixes to the cached samples of the clip's file and time range.
         """
         by_size: dict[str, Samples] = defaultdict(dict)
         for suffix, entry in stored.items():
@@ -222,13 +223,13 @@ def _size_suffixes(
     """Return the suffixes that name the sizes of a clip's samples. The suffix is "" for the first area limit, and a
     text such as "#640x352" for each further limit.
 
-    Return None if the display size is unknown, or if the clip is too small for an area limit. A clip that is too small is
-    decoded, and decoding rejects the clip.
+    Return None if the display size is unknown, or if the clip is too small for an area limit. The clip must then be
+    decoded. The decoder rejects a clip that is too small.
 
     Args:
-        spec: settings of the samples with the first area limit.
+        spec: settings of the samples, with the first area limit.
         more_pixels: area limits after the first limit, in pixels.
-        display_size: width and height at which a player shows the source, in pixels, as fractions; () if the size is
+        display_size: width and height in pixels at which a player shows the clip, such as ("2560/3", "480"); () if
             unknown.
     """
     if not display_size:

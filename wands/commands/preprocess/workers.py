@@ -103,7 +103,7 @@ class WorkerPool:
         return Devices(vae, _device("--text-device", self._text_device, number) if self._text_device else vae)
 
     def limit(self, num_items: int) -> None:
-        """Reduce the number of workers to the number of captions or clips. Under a launcher, keep all ranks.
+        """Use at most one worker for each caption or clip. Under a launcher, keep all ranks.
 
         Args:
             num_items: number of captions or clips to encode.

@@ -77,15 +77,15 @@ parameter names to gradients, for those names in `PARAMETERS` that exist in the 
 
 
 class Comparison(NamedTuple):
-    """Results of a tested and a reference computation.
+    """Results of a tested computation and of a reference computation.
 
-    The result of a computation, velocities and gradients, is called an answer.
+    An answer contains the velocities and the gradients that a computation returns.
 
     Attributes:
-        tested: answer of the tested computation, in fp32 or bf16 arithmetic.
-        expected: answer of the reference computation in fp32 arithmetic.
-        rounded: answer of the reference computation in the arithmetic of `tested`. For fp32, `rounded` is `expected`
-            itself. For bf16, the difference between `rounded` and `expected` is the error that rounding alone causes.
+        tested: answer of the tested computation, in fp32 or bf16.
+        expected: answer of the reference computation, in fp32.
+        rounded: answer of the reference computation in the dtype of the tested computation. In bf16, the difference
+            between `rounded` and `expected` is the error of rounding. In fp32, both are the same dict.
         origin: name of the reference computation, for the report.
     """
 

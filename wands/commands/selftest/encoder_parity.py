@@ -279,9 +279,10 @@ def check_pads(part: TextPart) -> Outcome:
 
 
 def check_length(part: TextPart) -> Outcome:
-    """Check that `wands preprocess` cuts long captions at 512 tokens, and compare their embeddings with diffusers' pipeline.
+    """Check that `wands preprocess` cuts captions after 512 tokens. Compare its embeddings of two long captions with
+    the embeddings of diffusers' stock pipeline.
 
-    The default of diffusers' `encode_prompt` would cut captions at 226 tokens.
+    By default, diffusers' `encode_prompt` cuts captions after 226 tokens.
     """
     tokens_per_phrase = (len(part.tokenizer(WORDS * 10).input_ids) - len(part.tokenizer(WORDS).input_ids)) / 9
     captions = (WORDS * round(350 / tokens_per_phrase), WORDS * round(700 / tokens_per_phrase))

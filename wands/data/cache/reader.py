@@ -48,21 +48,19 @@ FIX = "encode again with wands preprocess --model MODEL --out OTHER, where MODEL
 class LatentCache:
     """Random access to the samples of a finished cache.
 
-    Each read opens the shard and closes it again, so a cache can be passed to worker processes of any start method. The
-    index contains a digest of each shard's content and the position of each sample. A shard is compared with the index
-    at its first read, and again whenever the file has changed. Several threads can read at once. Reads bypass HDF5 and
-    are as fast as reads of plain files.
+    Each read opens the shard and closes it again, so a cache can be passed to worker processes of any start method.
+    Several threads can read at once. The first read of a shard compares the shard with the index. If the file of the
+    shard changes, the next read compares it again.
 
-    A cache may be larger than memory. Only the index (some hundred bytes per sample) stays in memory. No shard is kept
-    in memory or memory-mapped: each read fills new arrays.
+    A cache may be larger than memory. Only the index (some hundred bytes per sample) stays in memory.
 
     Attributes:
         keys: sample ids, sorted. `read(i)` returns the sample `keys[i]`.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         index: shapes, lengths and positions of all samples.
         manifest: content of manifest.json, with the variant and the fingerprint.
-        conditions: conditions of a model variant, such as "image", which decide the arrays that `read` returns.
-            Before `serve` is called, these are the conditions of the variant for which the cache was made.
+        conditions: names of conditions, such as "image". `read` returns the arrays that these conditions need. The
+            default is the conditions of the variant for which the cache was made. `serve` sets another variant.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:
@@ -91,8 +89,9 @@ class LatentCache:
         self._names = array_names(self.conditions)
         if len(self) and self.index.offsets.shape[1] != len(self._names):
             raise CacheError(
-                f"cache={self.path} has an {INDEX_NAME} with {self.index.offsets.shape[1]} arrays per sample, but the "
-                f"arrays must be {', '.join(self._names)}; run the same wands preprocess command again, which rebuilds the index."
+                f"cache={self.path} has a wrong {INDEX_NAME}: it lists {self.index.offsets.shape[1]} arrays per "
+                f"sample, but each sample has {len(self._names)} ({', '.join(self._names)}); run the same wands "
+                "preprocess command again, which rebuilds the index."
             )
         self._check_shards()
         self._compared: dict[str, tuple[int, ...]] = {}  # file name of a shard -> identity of the file
@@ -255,11 +254,12 @@ class LatentCache:
 
     @contextmanager
     def _open(self, i: int) -> Iterator[FileIO]:
-        """Open the shard of sample `i` as a plain file. Compare the shard with the index, unless an earlier call did so
-        and the file has not changed.
+        """Open the shard of sample `i` as a plain file. Compare the shard with the index at the first call, and again
+        if the file has changed.
 
         Raises:
-            CacheError: if the shard does not match the index, or this method or the `with` block cannot read the shard.
+            CacheError: if the shard does not match the index or cannot be read. Read errors inside the `with` block are
+                also converted to this error.
         """
         path = self._path(i)
         with damage_named(path), FileIO(path) as file:
@@ -312,15 +312,16 @@ class LatentCache:
 
 
 def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Compare the arrays of a cache with the arrays that a model needs, and return the manifest key of a difference.
+    """Return the reason why a cache lacks arrays that a model needs, as a list of at most one key of the manifest.
 
     Args:
-        ours: `variant_contract` (properties of the model variant) of the cache.
-        theirs: `variant_contract` (properties of the model variant) of the model.
+        ours: properties of the variant for which the cache was made (see `variant_contract`).
+        theirs: properties of the model's variant (see `variant_contract`).
 
     Returns:
-        ["conditions"] if an array is missing or was made from other conditioning frames. ["image_embeds"] if the CLIP
-        states have another shape. An empty list if the cache contains all arrays that the model needs.
+        ["conditions"] if the cache lacks an array, or made an array from other frames than the model needs.
+        ["image_embeds"] if the CLIP states of the cache and of the model have different shapes. [] if the cache lacks
+        nothing.
     """
     has, wanted = set(ours.get("conditions", ())) & GIVEN, set(theirs["conditions"]) & GIVEN
     # Latents of the first frame alone differ from latents of the first and last frame.

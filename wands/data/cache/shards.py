@@ -54,8 +54,8 @@ def shard_number(path: Path) -> int:
 
 
 def sample_path(row: int) -> str:
-    """Return the HDF5 path of sample number `row` of a shard. The path has no key, because keys may contain any
-    character.
+    """Return the HDF5 path of sample number `row` of a shard. The path contains the number and not the sample's key,
+    because keys may contain any character.
     """
     return f"samples/{row:06d}"
 
@@ -75,7 +75,7 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
     file = h5py.File(path, "r", locking=False)
     if file.attrs.get("fingerprint") != fingerprint:
         file.close()
-        raise OSError("the shard belongs to a cache with another fingerprint")
+        raise OSError("the shard has another fingerprint (encoders and settings) than the cache")
     return file
 
 
@@ -95,7 +95,7 @@ def read_offsets(group: h5py.Group) -> tuple[int, ...]:
     arrays = [group[name] for name in stored_names(group)]
     offsets = [stored.id.get_offset() for stored in arrays]
     if any(at is None and stored.size for at, stored in zip(offsets, arrays, strict=True)):
-        raise OSError("an array is stored in chunks, not in one piece as wands stores it")
+        raise OSError("an array is stored in chunks, but wands stores each array in one piece")
     return tuple(at or 0 for at in offsets)
 
 

@@ -49,7 +49,7 @@ class LogRecord:
 
     @property
     def end(self) -> int:
-        """Position in bytes at which the arrays end in the file."""
+        """Position in bytes in the log file at which the arrays of this record end."""
         return self.offset + 2 * sum(math.prod(shape) for shape in self.shapes)
 
     def read(self) -> list[np.ndarray]:

@@ -120,11 +120,11 @@ class ShardWriter:
                 made from, including the caption). Usual: `caption`, `source`, the range of frames, `video` (digest of what
                 the latents were made from) and `last` (whether the sample is the last window of its clip).
             image_latents: bf16 [C, f, h, w], latents of the conditioning frames, for variants with conditioning frames.
-            image_embeds: bf16 [I, E], CLIP hidden states of the conditioning frames, for variants with CLIP. I is the
-                number of CLIP tokens, and E is the width of CLIP.
+            image_embeds: bf16 [CLIP tokens, width of CLIP], states of the conditioning frames, for variants with CLIP.
 
         Raises:
-            CacheError: if the disk is full. The unfinished shard is then removed, or finished without this sample.
+            CacheError: if the disk is full. If the space could not be reserved, the shard is finished without this
+                sample. If a write failed, the unfinished shard is removed.
         """
         assert (latents.ndim, text_embeds.ndim) == (4, 2), (latents.shape, text_embeds.shape)
         assert image_latents is None or image_latents.shape == latents.shape, image_latents.shape
@@ -310,8 +310,8 @@ class CacheWriter(ShardWriter):
             max_bytes: size in bytes at which a shard is finished.
 
         Raises:
-            CacheError: if the folder contains files that are not a cache, or a cache with another variant or
-                fingerprint, or another process writes to the folder. The error message names the differing values.
+            CacheError: if another process writes to the folder, or the folder contains files that are not a cache. Also
+                if it contains a cache with another variant or fingerprint; the message names the differing values.
         """
         manifest = build_manifest(variant, fingerprint)
         super().__init__(Path(path), digest(manifest["fingerprint"]), max_samples, max_bytes)

@@ -1,8 +1,8 @@
 """Read the clips of tar archives (WebDataset, diffusion-pipe), and store these clips in files with safe names.
 
-The members of an archive that have the same folder and the same file name up to the first dot form one sample. Links,
-devices and names that lead out of the archive are refused. Data sets do not need such members, and attackers have
-used such members to overwrite files.
+The members of an archive that have the same folder and the same file name up to the first dot form one sample. A member
+is refused if it is a link or a device, or if its name leads out of the archive. Attackers have used such members to
+overwrite files.
 """
 
 from __future__ import annotations
@@ -102,11 +102,12 @@ class TarReader:
                 target.write(block)
         except (EOFError, tarfile.TarError, ValueError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(
-                f"a file cannot be read from the archive ({one_line(error)}); replace the archive"
+                f"{member.name} cannot be read from {self._path.name} ({one_line(error)}); replace the archive"
             ) from None
         if size != member.size:
             raise DataError(
-                f"a file is cut off in the archive ({size:,} of {member.size:,} bytes); replace the archive"
+                f"{member.name} is cut off in {self._path.name} ({size:,} of {member.size:,} bytes); replace the "
+                "archive"
             )
 
     def _list(self) -> dict[str, dict[str, tarfile.TarInfo]]:
@@ -130,7 +131,7 @@ class TarReader:
     def _members(self) -> Iterator[tarfile.TarInfo]:
         """Yield members up to the end mark of the archive, and reject the archive if the end mark is missing.
 
-        `tarfile` alone would take damage between two members for the end of the archive.
+        Without this check, `tarfile` would treat damage between two members as the end of the archive.
         """
         try:
             while (member := self._tar.next()) is not None:
