@@ -290,7 +290,7 @@ class PackingCollator:
         """Return the number of conditioning tokens of a sample: the number of tokens of its first frame, or 0.
 
         Args:
-            key: key of the sample. A random fraction `flow.i2v_ratio` of all keys has conditioning tokens.
+            key: key of the random choice. With probability `flow.i2v_ratio`, the sample gets conditioning tokens.
             grid: number of tokens along (frame, row, column).
         """
         if "first_frame" not in self.conditions or grid[0] == 1:  # an image would have no trained token
@@ -312,8 +312,9 @@ class PackingCollator:
         return torch.cat([condition_channels(x, last, patch_size) for x in latents])
 
     def _text_of(self, sample: Sample, key: SampleKey) -> Tensor:
-        """Return the embedding of a sample's caption. For a random fraction `flow.cfg_dropout` of all keys, return
-        the embedding of the empty caption instead.
+        """Return the embedding of a sample's caption or, with probability `flow.cfg_dropout`, of the empty caption.
+
+        The random choice depends only on the seed and on `key`.
         """
         if rng(self.seed, key, "cfg_dropout").random() < self.flow.cfg_dropout:
             return self.null_text_embeds.to(sample.text_embeds.dtype)

@@ -19,8 +19,8 @@ def image_mask(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
     """Return the mask that marks the conditioning frames. The mask has four channels, because a latent frame encodes
     four pixel frames.
 
-    The causal VAE encodes the first pixel frame alone as latent frame 0. So all four channels of latent frame 0 stand
-    for this pixel frame. Each later latent frame encodes four pixel frames.
+    The causal VAE encodes the first pixel frame alone as latent frame 0. So all four channels of latent frame 0 mark
+    this pixel frame. Each later latent frame encodes four pixel frames.
 
     Args:
         latent_shape: (f, h, w), number of latent frames, rows and columns.

@@ -33,7 +33,7 @@ class SelectedSource:
         name: path of the source in the recipe, or "mock" for mock data.
         data: all samples of the source.
         chosen: int64, positions in `data` of the samples that `data.split` selects.
-        repeat: number of uses of each chosen sample in an epoch. With a fraction, the number is a mean over epochs.
+        repeat: number of uses of each chosen sample in an epoch. A fraction is the mean over all epochs.
     """
 
     name: str
@@ -55,8 +55,8 @@ class CombinedDataset:
 
     Args:
         sources: the sources.
-        seed: `train.seed`. If the `repeat` of a source is a fraction, the seed determines in which epochs a sample is
-            used once more.
+        seed: `train.seed`. If the `repeat` of a source is a fraction, the seed determines the samples that an epoch
+            uses once more than other samples of the source.
 
     Attributes:
         sources: the sources.
@@ -101,7 +101,7 @@ class CombinedDataset:
         return data.latent_shape(position)
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read the sample of row `i` (one use of a sample in an epoch). No other clip has the same sample id.
+        """Read the sample of row `i` (one use of a sample in an epoch). Different clips have different sample ids.
 
         Args:
             i: number of the row.
@@ -128,8 +128,9 @@ def open_data(
     A single cache or mock data without repeats and without a split is returned unchanged.
 
     With `repeat` r, an epoch uses every sample of the source r times. If r is a fraction, the selected samples differ
-    from epoch to epoch (`wands.data.repeats.RepeatSchedule`). With `weight`, the number of uses in an epoch is the
-    number of samples of all sources together. The weights divide these uses between the sources.
+    from epoch to epoch (`wands.data.repeats.RepeatSchedule`). With `weight`, the length of an epoch, with
+    repeats, is the number of samples of all sources together. The share of a source in the epoch is proportional to
+    its weight.
 
     Args:
         section: `data` of the recipe.
@@ -283,8 +284,8 @@ def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
 
 
 def _contents(data: Data) -> list[int]:
-    """Return one number for each sample, which combines checksum, text length and number of latent frames. Two samples
-    with the same key are the same clip if these numbers are equal, too.
+    """Return for each sample one number that combines checksum, text length and number of latent frames. Two samples
+    with equal keys and equal numbers are the same clip.
     """
     assert isinstance(data, LatentCache), "mock data has one source"
     index = data.index

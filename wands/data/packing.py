@@ -70,7 +70,7 @@ class EpochPlan:
 
         Returns:
             Two numbers: the mean distance over the steps, and the mean distance if the samples are assigned to the
-            steps at random. Each random step has as many samples as the planned step.
+            steps at random. The random steps have the same numbers of samples as the planned steps.
         """
         of_step = [[i for bin in step for i in bin] for step in self.steps]
         used = np.sort(np.concatenate(of_step))
@@ -177,8 +177,8 @@ def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.
     (`packing.buffer_size`).
 
     The shards are put in random order, and each shard is read in its stored order. Every `buffer_size` samples of this
-    sequence form a window. The windows are the same in every epoch, so every epoch has equally many steps. Only the
-    order of windows changes.
+    sequence form a window. The windows are the same in every epoch, so every epoch has the same number of steps.
+    Only the order of the windows changes.
 
     Args:
         places: int64 [N, 2], (shard, position in the shard) of each sample.
@@ -236,14 +236,15 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
 
 
 def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], float]) -> float:
-    """Return the highest cost divided by the mean cost of the bins in a micro step; 1 is optimal.
+    """Return the highest cost of a bin in a micro step divided by the mean cost of the bins; 1 is optimal.
 
-    The costs are summed over the micro steps of all steps before the division. The ranks wait for the most expensive
-    bin. 1 divided by the result is the share of time in which ranks do not wait.
+    In a micro step, each rank processes one bin, and all ranks wait for the most expensive bin. The highest costs and
+    the mean costs are summed over all micro steps before the division. 1 divided by the result is the share of time in
+    which ranks do not wait.
 
     Args:
-        steps: steps with equally many bins.
-        dp_size: number of data-parallel ranks. It divides the number of bins of a step.
+        steps: optimizer steps.
+        dp_size: number of data-parallel ranks. It divides the number of bins of every step.
         bin_cost: function from `bin_costs` that returns the cost of a bin.
     """
     mean = slowest = 0.0
@@ -293,9 +294,9 @@ def _separate_rest(
 
     The number of separated bins is the remainder of the number of bins divided by `bins_per_step`. The separated bins
     form the last step, which spreads their samples over all ranks. If one of these samples were very expensive, all
-    ranks would wait for it. So the function first takes bins in which no sample costs more than a rank's share of the
-    last step. If there are too few of these bins, it also takes other bins, in the order of the cost of each bin's most
-    expensive sample.
+    ranks would wait for this sample. The limit for the cost of a sample is the expected mean cost of a bin in the last
+    step. The function first takes bins without a sample above this limit. If these bins are too few, the function
+    continues with the other bins, in ascending order of the cost of their most expensive sample.
 
     Returns:
         The separated bins, and the bins of all full steps.

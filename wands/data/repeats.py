@@ -1,8 +1,8 @@
 """Choose the rows of each epoch when some samples are repeated more often than others.
 
 A row is one possible use of a sample in an epoch. A sample that is used up to three times has three rows. The rows of
-a source are several copies of the list of its samples, one whole copy after the other. There is no state: the rows of
-an epoch depend only on the number of the epoch.
+a source are numbered copy by copy: first one row for each sample, then a second row for each sample, and so on. There
+is no state: the number of an epoch determines the rows of the epoch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from wands.flow.rng import permutation
 class RepeatSchedule:
     """Selection of the rows (uses of samples) of each epoch.
 
-    A source of N samples with `repeat` r has ceil(r) copies of N rows each. If r is an integer, each epoch uses all
-    copies. Otherwise each epoch uses the first floor(r) copies completely, and a share r - floor(r) of the last copy.
-    The rows of the last copy have a random order that depends on the seed. In this order, the share of an epoch starts
-    after the share of the previous epoch. After the last row, the order continues with the first row.
+    A source of N samples with `repeat` r has ceil(r) copies. A copy is N rows, one row for each sample. If r is an
+    integer, each epoch uses all copies. Otherwise each epoch uses the first floor(r) copies completely, and on
+    average (r - floor(r)) * N rows of the last copy. The seed determines a random order of these N rows. Each epoch
+    takes the rows that follow the rows of the previous epoch in this order. After the last row, the order starts again.
 
     Example: with r = 1.5, a sample is used once in one epoch and twice in the next. Any e consecutive epochs use each
     sample floor(e r) or ceil(e r) times.
@@ -66,16 +66,17 @@ class RepeatSchedule:
 
     @property
     def is_constant(self) -> bool:
-        """Whether every epoch uses every row. This is the case if all repeats are integers."""
+        """Whether every epoch uses every row (use of a sample). This is the case if all repeats are integers."""
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
     def phase(self, epoch: int) -> tuple[int, ...]:
-        """Return the share of each source's last copy that an epoch uses.
+        """Return the part of the last copy (one row for each sample) that an epoch uses, for each source.
 
         Two epochs with the same result use the same rows (uses of samples).
 
         Returns:
-            One flat tuple: start and length of the share for the first source, then for the second source, and so on.
+            One flat tuple: start and length of the part for the first source, then for the second source, and so on.
+            The start is a position in the random order of the copy. The length is 0 if `repeat` is an integer.
         """
         shares: list[int] = []
         for repeat, num in zip(self.repeats, self.num_samples, strict=True):
@@ -103,8 +104,9 @@ def exact(number: float) -> Fraction:
 def repeats_of_weights(num_samples: Sequence[int], weights: Sequence[float]) -> list[Fraction]:
     """Convert the weights of sources to repeats: how often an epoch uses each sample of a source.
 
-    The number of uses in an epoch is the number of samples of all sources together. If the weights are proportional to
-    the sources' numbers of samples, every repeat is 1.
+    The length of an epoch, with repeats, is the number of samples of all sources together. The share of a source in
+    the epoch is proportional to its weight. If the weights are proportional to the sources' numbers of samples, every
+    repeat is 1.
 
     Args:
         num_samples: number of samples of each source.

@@ -194,9 +194,10 @@ class PlanSampler:
         return (self.step_plan(step) for step in range(start_step, self.total_steps))
 
     def _windows_of(self, epoch: int) -> list[np.ndarray] | None:
-        """Return the windows of an epoch for `plan_epoch`, or None if the epoch is one window of all rows.
+        """Return the windows of an epoch for `plan_epoch`. A window is an array of rows (uses of samples) that are
+        packed together.
 
-        A window is an array of rows (uses of samples) that are packed together.
+        Return None if the epoch consists of one window with all rows.
         """
         rows = self.rows(epoch)
         if self._windows is None:

@@ -42,10 +42,10 @@ def group_into_steps(
 ) -> list[Step]:
     """Form full optimizer steps from groups of `level_bins` bins (packed batches) with similar costs.
 
-    The bins are sorted by cost and divided into ranges. Inside a range, the bins are dealt to groups by the length of
-    their longest samples. So each group gets an equal share of the bins with long samples and of the bins with short
-    samples. If a step contains several groups, these groups differ in cost: one of the most expensive groups, one of
-    the next cheaper groups, and so on.
+    The bins are sorted by cost and divided into ranges. Inside a range, the bins are sorted by their longest samples
+    and distributed to the groups. So each group gets equal numbers of bins with long samples and of bins with short
+    samples. If a step contains several groups, the costs of these groups differ. The step then gets one of the most
+    expensive groups, one of the next cheaper groups, and so on.
 
     Args:
         bins: bins of all full steps, as sample indices.
@@ -90,10 +90,11 @@ def group_into_steps(
 def _choose_cuts(
     bins: Sequence[Bin], costs: np.ndarray, level_bins: int, seq_lens: np.ndarray
 ) -> list[tuple[int, int]]:
-    """Divide the bins, sorted by cost, into ranges from which the steps are formed.
+    """Divide the bins, sorted by cost, into ranges. `group_into_steps` forms each group from the bins of one range.
 
-    The efficiency of the steps is at least `LEVEL`. Within this limit, the sample lengths in each range are
-    distributed as similarly as possible to the lengths in the whole data.
+    The efficiency of the groups (mean cost of the bins divided by the highest cost) is at least `LEVEL`, if any
+    division reaches this limit. Within the limit, the distribution of the sample lengths in each range is as similar as
+    possible to the distribution in the whole data.
 
     Args:
         bins: bins of all full steps, the most expensive bin first.

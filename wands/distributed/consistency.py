@@ -85,9 +85,9 @@ def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None
 
 
 def _first_key(odd: str | None, usual: str | None) -> str:
-    """Return the first key at which two JSON objects differ, with both values, such as " (train.seed=3, not 0)".
+    """Return the first key at which the JSON texts `odd` and `usual` differ, such as " (train.seed=3, not 0)".
 
-    Return an empty text if the two texts are digests, and " (missing)" if `odd` is None.
+    Return " (missing)" if `odd` is None. Return an empty text if `usual` is None, or if the texts are digests.
     """
     if odd is None or usual is None:
         return " (missing)" if odd is None else ""

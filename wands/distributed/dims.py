@@ -35,7 +35,7 @@ class ParallelDims:
 
     @property
     def cp_size(self) -> int:
-        """Number of ranks in a context-parallel group. These ranks share the samples of one packed sequence."""
+        """Number of ranks in a context-parallel group. These ranks divide the tokens of one packed sequence."""
         return self.ulysses_degree * self.ring_degree
 
     @property
@@ -138,7 +138,7 @@ class ProcessGroups:
         ring: ranks that exchange keys and values, for send and receive.
         ring_grad: a second communicator over the ranks of `ring`, for the gradients of keys and values. With a single
             communicator, transfers of keys and values would wait for transfers of gradients.
-        cp: all ranks of the context-parallel group, which share the samples of one packed sequence.
+        cp: all ranks of the context-parallel group. These ranks divide the tokens of one packed sequence.
     """
 
     dims: ParallelDims

@@ -27,8 +27,8 @@ from wands.attention.packed import ChunkLens, segment_ids_of
 class CommBytes:
     """Number of bytes that a rank sends for one attention layer.
 
-    Two fields count the bytes of the Ulysses all-to-alls, in the forward pass and in the backward pass. The other two
-    fields count the bytes of the ring transfers in these passes.
+    The fields count the bytes of the Ulysses all-to-alls and the bytes of the ring transfers, each for the forward pass
+    and for the backward pass.
     """
 
     ulysses_forward: int

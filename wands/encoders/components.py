@@ -69,14 +69,16 @@ def read_variant(model: str | Path) -> Variant:
 
 @contextmanager
 def loading_part(model: str | Path, part: str) -> Iterator[None]:
-    """Hide library notices while the block loads a component of a pipeline, and raise a clear error if loading fails.
+    """Hide library notices inside a `with` block that loads a component of a pipeline.
+
+    If loading fails, raise an error that names the model and the component.
 
     Args:
         model: diffusers pipeline folder or Hub id.
         part: name of the component, for error messages.
 
     Raises:
-        ConfigError: if the block fails to load the component.
+        ConfigError: if the code in the `with` block fails to load the component.
     """
     try:
         with quiet_loading():
@@ -89,7 +91,7 @@ def loading_part(model: str | Path, part: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Hide notices of diffusers and transformers while the block loads models. Without a terminal, hide progress bars too.
+    """Hide notices of diffusers and transformers inside a `with` block. Without a terminal, hide progress bars, too.
 
     The hidden notices are about unused config keys, unused tensors and fallbacks of image processors. Reports of
     missing tensors are still shown. `wands --verbose` shows all notices. Progress bars are hidden in log files because

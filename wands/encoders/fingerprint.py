@@ -138,7 +138,7 @@ def _file_sha256(model: str, folder: Path, name: str) -> str:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigError(
             f"model={model}: the Hub gives no SHA-256 of {folder.name}/{name} ({one_line(error)}). Check the network and your "
-            "access."
+            "access to the model."
         ) from None
     return str(etag)
 

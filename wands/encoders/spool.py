@@ -32,7 +32,7 @@ def store_text(log: WriteAheadLog, caption: str, embeds: Tensor) -> None:
 
 
 class TextSpool:
-    """Reader of the text embeddings in write-ahead logs, by caption.
+    """Reader that finds the text embedding of a caption in write-ahead logs.
 
     Only the positions of the embeddings are in memory, because a million embeddings would need 800 GB.
     """

@@ -49,9 +49,9 @@ class ClipSpec:
         max_pixels: largest height x width of a frame in pixels. It cannot be combined with ``height``.
         max_frames: largest number of frames of a window. None takes the whole clip.
         clip_mode: ``head`` takes the first frames of a clip, and ``middle`` takes the central frames. ``slide`` takes
-            consecutive windows without overlap. The last window may be shorter. A window after the first that has at
-            most ``frame_stride`` frames is dropped.
-        size_multiple: number of which height and width are multiples: VAE stride x patch size, 16 for Wan 2.1.
+            consecutive windows without overlap. The last window may be shorter. If a shorter last window has only one
+            frame, it is dropped, unless the clip has no other window.
+        size_multiple: number that divides height and width: VAE stride x patch size, 16 for Wan 2.1.
         frame_stride: temporal stride of the VAE.
 
     Raises:

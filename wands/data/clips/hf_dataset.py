@@ -29,7 +29,7 @@ from wands.errors import DataError, one_line
 
 
 def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a dataset on the Hub, named owner/name. Return its clips, or None if the source has another form.
+    """Layout: a dataset on the Hub, named owner/name. Return its clips, or None if the source has no such name.
 
     If a local folder "owner" exists, the source is taken for a mistyped path and not for a dataset.
     """
@@ -106,7 +106,7 @@ def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]
     except Exception as error:  # each cause (no connection, no such split, damaged files) has its own type
         raise DataError(
             f"source={name} could not be loaded as a Hugging Face dataset ({_first_line(error)}); check the name, "
-            f"the split ({source.split}) and the network, or pass a folder of clips"
+            f"--split={source.split} and the network, or pass a folder of clips"
         ) from error
 
 

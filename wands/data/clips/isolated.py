@@ -2,7 +2,7 @@
 
 `IsolatedWorker` streams the values of a generator function from one subprocess. `map_isolated` calls a function on
 many items in several subprocesses. The packages concurrent.futures and pebble return one result per call. With these
-packages, all windows of a long video would be in memory at once.
+packages, all decoded windows (ranges of frames) of a long video would be in memory at once.
 """
 
 from __future__ import annotations

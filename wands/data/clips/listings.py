@@ -1,4 +1,6 @@
-"""Files that list clips: tables, line-aligned text files, FastVideo's merge.txt, and diffusion-pipe's captions.json."""
+"""Files that list clips: tables, pairs of text files (paths and captions), FastVideo's merge.txt, and diffusion-pipe's
+captions.json.
+"""
 
 from __future__ import annotations
 
@@ -122,8 +124,8 @@ def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:
         captions = [path for path in map(file.with_name, CAPTION_LINES) if path.is_file()]
         if len(captions) != 1:
             raise DataError(
-                f"source={file.parent} contains {len(captions)} caption files for {file.name}, but exactly one is "
-                f"needed; keep one of {', '.join(CAPTION_LINES)}"
+                f"source={file.parent} contains {len(captions)} caption files for {file.name}; the folder must contain "
+                f"exactly one of {', '.join(CAPTION_LINES)}"
             )
         listing.source = replace(listing.source, video_column=None, caption_column=None)
         yield from _scan_rows(listing, file, read_pairs(file, captions[0]), file.parent)
@@ -141,8 +143,8 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     """Yield the clips that a listing (a file such as a table) names, and rejections of clips in the folder that the
     listing does not name.
 
-    Unlisted images are rejected only if the listing names an image. One rejection is yielded for a whole folder if it
-    has more unlisted than listed clips, and more than `_MAX_SINGLE_REPORTS` unlisted clips.
+    Unlisted images are rejected only if the listing names an image. If a folder has more unlisted than listed clips,
+    and more than `_MAX_SINGLE_REPORTS` unlisted clips, one rejection is yielded for the whole folder.
     """
     items = list(_scan_listing(listing))
     yield from items
@@ -268,8 +270,9 @@ def _scan_merged(listing: Listing) -> Iterator[ClipRecord | Rejection]:
 
 
 def _captions_of_folder(rows: list[NumberedRow]) -> dict[str, Any] | None:
-    """Return a dictionary that maps each file name in diffusion-pipe's captions.json to its captions. Return None if
-    the table has another format, or names a file twice.
+    """Convert the rows of diffusion-pipe's captions.json to a dictionary from file name to captions.
+
+    Return None if the rows have other columns than file_name and caption, or name a file twice.
     """
     if not rows or any(isinstance(row, str) or set(row) != {"file_name", "caption"} for _, row in rows):
         return None

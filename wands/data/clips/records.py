@@ -37,7 +37,7 @@ class ClipRecord:
     Attributes:
         key: unique, stable name, empty until `settle_keys` sets it. The key is the path relative to the source,
             without the extension. If two clips differ only in the extension, their keys contain the extension. If the
-            row selects a time range, "@start-end" follows. For the second and later captions of a clip, "~" and eight
+            record has a time range, "@start-end" follows. For the second and later captions of a clip, "~" and eight
             hex digits of the caption's hash follow. A key never contains "#".
         path: absolute path of the file.
         caption: text as written, without leading and trailing white space, never empty.
@@ -64,7 +64,7 @@ class ClipRecord:
 
     @property
     def suffix(self) -> str:
-        """Suffix of the key: the time range and, for an extra caption, a hash of the caption."""
+        """Suffix of the key: the time range and, from the second caption of a clip on, a hash of the caption."""
         if not self.is_extra_caption:
             return self.range_suffix
         return f"{self.range_suffix}~{hashlib.sha256(self.caption.encode()).hexdigest()[:8]}"
@@ -96,7 +96,7 @@ class Rejection:
 
 
 def reject(key: str, path: object, reason: object) -> Rejection:
-    """Return a `Rejection` with these texts. Characters that cannot be printed or stored are escaped."""
+    """Return a `Rejection` with the arguments as texts. Characters that cannot be printed or stored are escaped."""
     return Rejection(*(printable(str(text)) for text in (key, path, reason)))
 
 
@@ -228,7 +228,7 @@ def check_file(name: str, path: Path) -> None:
     """Raise DataError if the name of a file is not UTF-8, or the file does not exist."""
     check_name(name)
     if not path.is_file():
-        raise DataError("no such file, or a broken link; restore the file, or remove its entry")
+        raise DataError("no such file, or a broken link; restore the file, or remove the link")
 
 
 def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], label: str) -> None:

@@ -66,8 +66,8 @@ def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | N
 
     Return the clips of the folder, or None if the folder contains neither clips nor archives.
 
-    A folder with parquet or arrow files does not have this layout if no clip has a caption file. Its clips are then
-    images of a README, or clips that the rows of the parquet or arrow files name.
+    A folder with parquet or arrow files does not have this layout if no clip has a caption file. The clips in such a
+    folder are images of a README, or the rows in the parquet or arrow files name the clips.
     """
     items = list(_scan_folder(source)) if source.path.is_dir() else []
     records = any(isinstance(item, ClipRecord) for item in items)
@@ -79,8 +79,8 @@ def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | N
 def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
     """Yield records and rejections for the clips of a folder and of the archives in it.
 
-    None is yielded for each clip and each archive, usable or not, so that the caller knows whether the folder
-    contains clips or archives.
+    In addition, one None is yielded for each clip and for each archive, usable or not. So the caller knows whether
+    the folder contains clips or archives.
     """
     folder = source.path
     for root, files in walk(folder):
@@ -176,9 +176,9 @@ def _reject_unread(
 ) -> Iterator[Rejection | None]:
     """Yield rejections of files that cannot be read as clips, and of caption files without a clip.
 
-    None is yielded for each video or image in a format that is not read. Two kinds of text files without a clip are not
-    rejected: text files named like a document (README, LICENSE), and text files in a folder in which no clip has a
-    caption file.
+    After the rejection of a video or image in an unsupported format, None is yielded, too (see `_scan_folder`). Two
+    kinds of text files without a clip are not rejected: text files named like a document (README, LICENSE), and text
+    files in a folder in which no clip has a caption file.
 
     Args:
         root: folder that contains the files.
@@ -272,8 +272,8 @@ def _captions_in_file(
 def name_in_captions(name: str, captions: Container[str], present: Container[str]) -> str | None:
     """Return the name of a clip as captions.json writes it, or None if captions.json does not contain the clip.
 
-    The written name may have composed accents where the clip's name has decomposed accents, or the reverse. A name that
-    belongs to another file is never returned.
+    The two names may differ in how accents are stored (composed or decomposed characters). A name that belongs to
+    another file is never returned.
 
     Args:
         name: name of the clip.
@@ -292,7 +292,10 @@ def scan_tar(
     captions: dict[str, Any] | None = None,
     used: set[str] | None = None,
 ) -> Iterator[ClipRecord | Rejection]:
-    """Yield a clip record for each usable clip of a tar archive, and a rejection for each unusable sample.
+    """Yield a clip record for each caption of each usable sample in a tar archive, and a rejection for each unusable
+    sample.
+
+    A sample is a group of members with the same name, apart from the extension: a clip and its caption.
 
     Args:
         archive: file of the archive.
@@ -333,11 +336,11 @@ def scan_tar(
 
 
 def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
-    """Return (extension, member) of each video in a sample, then of each image. The first item is the clip of the
-    sample.
+    """Return (extension, member) of each video in a sample of a tar archive, then of each image. Only the first item
+    is used as the clip.
 
     Raises:
-        DataError: if the sample has no clip.
+        DataError: if the sample has no video and no image.
     """
     shortest_first = sorted(members.items(), key=lambda item: (len(item[0]), item[0]))
     clips = [
@@ -351,9 +354,12 @@ def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
     names = ", ".join(sorted(members))
     if "pth" in members:
         raise DataError(
-            f"sample contains latents ({names}) instead of a clip; import the shards with python -m data_tools.import_shards"
+            f"sample in the archive contains latents ({names}), not a clip; import the archive with python -m "
+            "data_tools.import_shards"
         )
-    raise DataError(f"sample has no clip (its files are {names}); add a clip, or remove the sample")
+    raise DataError(
+        f"sample in the archive has no clip (its files have the extensions {names}); add a clip, or remove the sample"
+    )
 
 
 def _captions_of_sample(
@@ -379,4 +385,4 @@ def _captions_of_sample(
         for extension in (f"{inner}.{ending}".strip("."), ending):
             if member := members.get(extension):
                 return _captions_in_file(f"{sample}.{extension}", partial(reader.read, member), source)
-    raise DataError("missing caption; add a .txt or .json file of the same name to the archive")
+    raise DataError("missing caption; add a .txt or .json file with the name of the clip to the archive")

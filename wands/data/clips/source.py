@@ -1,4 +1,4 @@
-"""The source of a scan: its name, and the options that every dataset layout receives."""
+"""Source of clips (a folder, table, archive or Hugging Face dataset), with the options for reading the clips."""
 
 from __future__ import annotations
 

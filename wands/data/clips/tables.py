@@ -1,4 +1,7 @@
-"""Tables of clips: read .csv, .jsonl, .json and line-aligned .txt files as rows, and read the time range of a row."""
+"""Tables of clips: read the rows of a .csv, .jsonl or .json file, or of a pair of .txt files (paths and captions).
+
+The module also reads the time range that a row selects in its clip.
+"""
 
 from __future__ import annotations
 
@@ -223,7 +226,10 @@ def _json_rows(table: Path) -> Iterator[NumberedRow]:
             for name, value in rows.items()
         ]
     if not isinstance(rows, list):
-        raise ValueError(f"the file contains a value of type {type(rows).__name__}, not a list of objects")
+        raise ValueError(
+            f"the file contains a value of type {type(rows).__name__}, not a list of objects; write an object with video "
+            "and caption for each clip"
+        )
     for number, row in enumerate(rows, start=1):
         yield (
             number,

@@ -1,8 +1,9 @@
 """Decode clips to uint8 frames [F, H, W, 3] (frames, height, width, RGB), and encode frames to mp4.
 
-Times are seconds from the first timestamp of the video stream. Frames are chosen by timestamp, never by number. Headers
-and seek tables can be wrong, so the code uses only those parts that were right in measurements. torch is imported only
-inside the functions that use it, because the processes of `wands check` do not need it.
+Times are seconds from the first timestamp of the video stream. Frames are chosen by timestamp, never by number.
+Durations in headers, and seek tables, can be wrong. The code relies on them only in container formats in which they
+proved correct. torch is imported only inside the functions that use it, because the processes of `wands check` do not
+need it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class DecodedClip:
         fps: frames per second of ``frames``.
         start_seconds: time of ``frames[0]``.
         suffix: suffix of the sample's key. In slide mode, the suffix starts with the number of the window ("#0000",
-            "#0001", ...). A size such as "#640x352" follows, unless the size belongs to the first limit of the frame
-            area.
+            "#0001", ...). For all limits of the frame area (values of --max-pixels) except the first, a size such
+            as "#640x352" follows.
         source: properties of the file.
         variable_fps: whether the frames read so far have unequal distances in time.
         interlaced: whether some of the frames read so far are interlaced: alternate lines show two different moments.
@@ -89,7 +90,7 @@ def _choose(
 
 
 class _Renderer:
-    """Converter from decoded images to upright RGB images of one planned size."""
+    """Function that converts decoded images to upright RGB images, scaled and cropped to one `FrameSize`."""
 
     def __init__(self, reader: VideoReader, size: FrameSize) -> None:
         self.size = size.target[::-1]  # height and width of the result
@@ -191,7 +192,7 @@ def decode_clip(
 
     Yields:
         A `DecodedClip` for each size in the modes ``head`` and ``middle``, and for each size and window in the mode
-        ``slide``. Without an error, at least one is yielded.
+        ``slide``. Without an error, at least one `DecodedClip` is yielded.
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is truncated or corrupt inside a window, or
@@ -222,11 +223,10 @@ def probe(path: Path) -> VideoInfo:
 
 
 def frame_times(path: Path) -> tuple[float, ...] | None:
-    """Return the start of each frame of a clip with a variable frame rate, in seconds. The last item is the end of the
-    clip.
+    """Return the start of each frame of a clip in seconds and, as last item, the end of the clip.
 
-    Returns:
-        None for a constant frame rate, where frame k begins at k / `VideoInfo.fps`.
+    Return None if the file has no usable timestamps, or if the frame rate is constant. With a constant frame rate,
+    frame k begins at k / `VideoInfo.fps`.
 
     Raises:
         DataError: if the file cannot be opened, or has no video or no decodable frame.
@@ -275,7 +275,8 @@ def to_frames(pixels: torch.Tensor) -> np.ndarray:
 
 
 def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Write an H.264 mp4 that every player opens (yuv420p, BT.709, index first). The file is either complete or absent.
+    """Write an H.264 mp4 that every player opens (yuv420p, BT.709, index before the frames). The file is complete
+    or absent.
 
     Args:
         path: file to write. It ends in .mp4, and its folder is created.

@@ -1,8 +1,8 @@
 """Read video files with PyAV: properties from the header, decoded frames in display order, seeking, and detection of
 damage.
 
-Times are seconds from the first timestamp of the video stream. Headers and seek tables can be wrong, so the code uses
-only those parts that were right in measurements.
+Times are seconds from the first timestamp of the video stream. Durations in headers, and seek tables, can be wrong. The
+code relies on them only in container formats in which they proved correct.
 """
 
 from __future__ import annotations

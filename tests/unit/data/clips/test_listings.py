@@ -485,7 +485,10 @@ def test_webdataset_tars(
     assert set(rejected) == {"shard-000000/000002", "shard-000000/000003"} | others
     assert all("__key__/000004.mp4 belongs to the same sample" in rejected[other] for other in others)
     assert "missing caption" in rejected["shard-000000/000002"]
-    assert "sample has no clip (its files are txt)" in rejected["shard-000000/000003"]
+    assert (
+        "sample in the archive has no clip (its files have the extensions txt)"
+        in rejected["shard-000000/000003"]
+    )
     by_key = {row.key: row.path for row in load_source(str(source), cache_dir=cache)[0]}
     assert by_key["shard-000000/000000"].read_bytes() == mp4[0]
     assert by_key["shard-000000/000001"].read_bytes() == mp4[1]
