@@ -169,8 +169,8 @@ def _check_replaceable(out: Path, old: Path, replaceable: str | None) -> None:
         raise ConfigError(f"--out {out} contains files{allowed}; choose a new or an empty folder.")
     if old.exists():
         raise ConfigError(
-            f"--out {out}: the folder {old} already exists, perhaps from a process that was killed; delete {old}, or "
-            f"rename it to {out.name} if {out.name} is missing."
+            f"--out {out}: the folder {old} already exists. A process that was killed may have left the earlier {out.name} "
+            f"there. If {out} contains files, delete {old}; otherwise rename {old.name} to {out.name}."
         )
 
 

@@ -41,8 +41,8 @@ class LoraFile:
 
     Attributes:
         name: path of the file in the repository. The file has diffusers' keys.
-        targets: one pair for each DiT that has keys in the file: the first word of these keys, and the name of the DiT
-            that loads them.
+        targets: a pair (prefix, DiT) for each DiT that has keys in the file. These keys start with the prefix. DiT is
+            "transformer" or "transformer_2", the part of the pipeline that loads the keys.
     """
 
     name: str

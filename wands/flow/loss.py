@@ -1,4 +1,4 @@
-"""Flow-matching loss as a weighted sum. With these weights, all samples count equally, or all tokens count equally.
+"""Flow-matching loss: a weighted sum of squared errors. Either all samples or all tokens have equal weight.
 
 The loss of a training step is a sum over all ranks and micro steps, divided by one denominator from the training plan.
 With `loss.reduction=sample`, the denominator is the epoch's mean number of samples per step. With `token`, the denominator

@@ -61,7 +61,7 @@ def add_noise(
     Args:
         tokens: [L, P], clean tokens of this rank, with L tokens of P channels. Padding must be zero and stays zero.
         layout: positions of this rank's tokens in the bin.
-        keys: random key of each sample of the bin.
+        keys: for each sample of the bin, the key of its random numbers.
         flow: distribution of sigma.
         seed: `train.seed`.
         num_cond_tokens: number of conditioning tokens at the start of each sample, which get no noise. Empty means 0 for all

@@ -51,10 +51,10 @@ def rng(seed: int, key: SampleKey, purpose: str) -> np.random.Generator:
 
 
 def permutation(length: int, *parts: int | str) -> np.ndarray:
-    """Return a random permutation of the integers from 0 to length - 1, int64, keyed by `parts`.
+    """Return a random permutation of the integers from 0 to length - 1 (int64) that depends only on the arguments.
 
-    The permutation is the order that sorts `length` random words of Philox. numpy guarantees that these words are the
-    same in every numpy version, but gives no such guarantee for ``Generator.permutation``.
+    The permutation is the order that sorts `length` random 64-bit integers of Philox. These integers are the same in
+    every numpy version. The result of numpy's ``Generator.permutation`` can change with the version.
     """
     words = philox(*parts).bit_generator.random_raw(length)
     return np.argsort(np.asarray(words, dtype=np.uint64), kind="stable")

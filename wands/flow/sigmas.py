@@ -88,7 +88,10 @@ def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
 
 
 def _mass(flow: FlowConfig, low: float, high: float) -> float:
-    """Return the probability that sigma before the shift is between `low` and `high`, under the recipe's distribution."""
+    """Return the probability that the recipe's distribution draws a sigma between `low` and `high`.
+
+    All values are for sigma before the shift by `flow.flow_shift`.
+    """
     if flow.timestep_sampling == "uniform":
         return high - low
     if flow.timestep_sampling == "logit_normal":
@@ -98,9 +101,10 @@ def _mass(flow: FlowConfig, low: float, high: float) -> float:
 
 
 def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -> float:
-    """Return sigma before the shift at a quantile of the recipe's distribution, truncated to the range [low, high].
+    """Return the sigma at a quantile of the recipe's distribution, truncated to the range [low, high].
 
-    `quantile` is a probability. The quantiles 0 and 1 return the two ends of the range, in either order.
+    All values are for sigma before the shift by `flow.flow_shift`. `quantile` is a probability. Quantile 0 gives one
+    end of the range, and quantile 1 gives the opposite end. The distribution decides which end is first.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
     """
@@ -120,8 +124,8 @@ def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -
 def _z_bounds(flow: FlowConfig, low: float, high: float) -> tuple[float, float]:
     """Return `low` and `high` as logits, in standard deviations from the mean logit.
 
-    If the range is above the mean, both numbers are negated and swapped. The CDF is then near 0 instead of near 1.
-    float64 has too few digits near 1.
+    If the range is above the mean, both numbers are negated and swapped. The CDF is then near 0 instead of near 1,
+    where float64 has too few digits.
     """
     z = [(_logit(bound) - flow.logit_mean) / flow.logit_std for bound in (low, high)]
     return (-z[1], -z[0]) if _mirrored(flow, low) else (z[0], z[1])
@@ -158,7 +162,7 @@ def _mode_inverse(value: float, scale: float) -> float:
 
 
 def _to_fp32_inside(sigma: float, low: float, high: float) -> float:
-    """Round sigma to fp32 so that sigma and the fp32 timestep of sigma stay inside the range from `low` to `high`.
+    """Round sigma to fp32 so that sigma, and the timestep computed from sigma in fp32, stay between `low` and `high`.
 
     In a model with two experts, `low` and `high` are the range of one expert. Ordinary rounding could move a sample into
     the range of the other expert.

@@ -9,8 +9,8 @@ query_proj        result of attn1.to_q, before norm and rotation
 key_proj          result of attn1.to_k, before norm and rotation
 value_proj        result of attn1.to_v
 attn_input        q, k and v after the Ulysses all-to-all; does not exist without Ulysses
-attn_output       result and log-sum-exp of the attention kernel or ring; with Ulysses, also that result in the layout
-                  after the second all-to-all
+attn_output       result and log-sum-exp of the attention kernel or ring; with Ulysses, also the result of the second
+                  all-to-all
 ffn_activation    hidden state of the feed-forward, before the non-linearity
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".

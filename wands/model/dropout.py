@@ -43,7 +43,7 @@ class RowKeys:
         return self._keys[side]
 
     def set(self, meta: PackedMeta, image_len: int) -> None:
-        """Compute the keys of the rows of packed samples. The keys are valid until the next call.
+        """Compute the keys of all rows (tokens and timesteps) of packed samples. The next call replaces the keys.
 
         Args:
             meta: metadata of the packed samples, with `dropout_keys`.
@@ -71,12 +71,12 @@ class RowKeys:
 
 
 class KeyedDropout(nn.Module):
-    """Dropout layer like `torch.nn.Dropout`, but with masks that are hashes of row keys instead of random numbers.
+    """Dropout layer like `torch.nn.Dropout`, but with masks that are hashes instead of random numbers.
 
     Args:
         p: dropout probability.
         name: name of the layer. Layers with different names have independent masks.
-        keys: keys of the rows.
+        keys: keys of the layer's input rows (tokens or timesteps), from which the hashes are computed.
     """
 
     def __init__(self, p: float, name: str, keys: RowKeys) -> None:
@@ -90,8 +90,8 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Drop values in training: map x [..., C] to a tensor of the same shape.
 
-        The last dimension of x contains the C channels of a row. x has one row for each row key, in the order of the
-        keys. Text has one more row at the end, the padding of all samples. No value of the padding is dropped.
+        x has C channels for each row (token or timestep). The rows are in the order of their keys. If the rows are text
+        tokens, x ends with one more row, for the padding of all samples. No value of the padding is dropped.
         """
         if not self.training or self.p == 0:
             return x
@@ -151,7 +151,7 @@ class _Drop(torch.autograd.Function):
 
 
 def _drop(x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
-    """Return a copy of x [..., C] with dropout applied to the first len(rows) rows. The other rows are unchanged."""
+    """Return a copy of x [..., C] with dropout. `rows` are the keys of the first rows; later rows do not change."""
     out = x.clone(memory_format=torch.contiguous_format)
     flat, step = out.view(-1, x.shape[-1]), max(_CHUNK // x.shape[-1], 1)
     for begin in range(0, len(rows), step):
@@ -177,7 +177,7 @@ def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
     channel of the pair uses 16 of these bits.
 
     Args:
-        rows: int64 [N], row keys.
+        rows: int64 [N], key of each row (token or timestep).
         salt: hash of the layer's name.
         channels: number of channels, C.
         p: dropout probability.
@@ -194,7 +194,9 @@ def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
 
 
 def _row_keys(samples: Tensor, side: str, segment_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return one hash for each row, of its sample's key, its kind and its position: int64 [number of rows].
+    """Return the key of each row (token or timestep), int64 [number of rows].
+
+    The key is a hash of the sample's key, the kind of the row, and the position of the row in the sample.
 
     Args:
         samples: int64, key of each sample.

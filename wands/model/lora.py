@@ -103,14 +103,19 @@ def add_lora(
 
 
 def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair] | None = None) -> int:
-    """Check the arguments of `add_lora` without changing the model, which may be on the meta device.
+    """Check the arguments of `add_lora` without changing the model.
+
+    Args:
+        model: packed DiT, which may be on the meta device.
+        lora: rank, alpha and targets.
+        start: initial lora_A and lora_B by layer name.
 
     Returns:
         Number of parameters of the LoRA.
 
     Raises:
         ConfigError: if `lora.targets` selects no layer or contains a pattern that matches no layer. Also if a layer of
-            `start` does not fit the model or the rank.
+            `start` is not selected by `lora.targets`, or does not fit the model or the rank.
     """
     targets = find_targets(model, lora.targets)
     if not targets:
@@ -122,7 +127,12 @@ def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair]
 
 
 def lora_pairs(state: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, LoraPair]:
-    """Return the LoRA matrices in a checkpoint's weights, as a dict from the name of a layer to its `LoraPair`."""
+    """Return the LoRA in the weights of a checkpoint, as a dict that maps a layer name to its two LoRA matrices.
+
+    Args:
+        state: maps a parameter name to its value. Parameters that do not belong to the LoRA are left out.
+        lora: LoRA settings of the run that wrote the checkpoint.
+    """
     weights = {name: tensor for name, tensor in state.items() if ".lora_" in name}
     alphas = {"transformer": lora.scaled_alpha}
     return parse_lora(weights, alphas=alphas, where="the checkpoint")["transformer"]
@@ -166,7 +176,8 @@ class MergedLoras:
     A merged weight is the base weight plus the sum of scale * alpha / rank * lora_B @ lora_A over all LoRAs.
 
     Args:
-        loras: (scale, pairs) of each LoRA. The pairs are the LoRA matrices by layer name.
+        loras: (scale, pairs) of each LoRA. scale is the user's factor for the LoRA. pairs maps a layer name to the
+            LoRA matrices of the layer.
     """
 
     def __init__(self, loras: Sequence[tuple[float, Mapping[str, LoraPair]]]) -> None:

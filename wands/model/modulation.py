@@ -2,8 +2,8 @@
 
 The tokens of a timestep are contiguous, so each row of the table applies to a slice of tokens. The backward pass sums
 each slice in a fixed order. The backward pass is therefore deterministic, and the gradient of a sample does not depend on
-the other packed samples. Tokens are saved for the backward pass only if the table needs a gradient. In LoRA training, the table
-needs no gradient.
+the other packed samples. Tokens are saved for the backward pass only if the table needs a gradient. With a LoRA of only
+attention and feed-forward, the table needs no gradient.
 
 Letters: L tokens, M timesteps, D width.
 """
@@ -48,9 +48,10 @@ def gated_add(residual: Tensor, update: Tensor, gate: Tensor, lens: Sequence[int
 
 
 class _ScaledAdd(torch.autograd.Function):
-    """Autograd function for base + x * factor. x has one row per token, and factor has one row per timestep.
+    """Autograd function for base + x * factor, where all tokens of a timestep share one row of factor.
 
-    If `base_per_timestep` is set, base has one row per timestep. Otherwise base has one row per token.
+    x has one row per token. If `base_per_timestep` is set, base has one row per timestep. Otherwise base has one row
+    per token.
     """
 
     @staticmethod

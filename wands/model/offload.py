@@ -37,7 +37,7 @@ class CopyStream(Protocol):
         ...
 
     def wait(self, event: Any) -> None:
-        """Make later computation wait for the copy that returned `event`, and for all copies before that copy."""
+        """Make later computation wait until the copy whose `run` returned `event`, and all earlier copies, are done."""
         ...
 
 
@@ -171,7 +171,10 @@ class _Group:
             offloaded.leave_device()
 
     def prefetch(self) -> None:
-        """Start to copy this group's tensors back to the device, and after them the tensors of the previous group."""
+        """Start to copy this group's tensors back to the device.
+
+        The copies of the group that was opened just before this group follow.
+        """
         previous = self._previous() if self._previous else None
         for group in (self, *([previous] if previous else [])):
             for offloaded in group:
@@ -210,7 +213,7 @@ class OffloadedTensor:
             self._fetch()
 
     def leave_device(self) -> None:
-        """Free the tensor's device memory once the copy to the host is done."""
+        """Free the tensor's device memory after the copy to the host is done."""
         if self._on_device is not None:
             self._offloader.copy_stream.wait(self._copied)
             self._release(self._on_device)
@@ -242,7 +245,11 @@ def _copy_to_device(tensor: Tensor, pages: list[Tensor]) -> None:
 
 
 def _parts(tensor: Tensor, pages: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (slice of the tensor, slice of a page) for each page. Both slices are uint8 and have the same length."""
+    """Yield (slice of the tensor, host memory of this slice). Both are uint8 tensors of the same length.
+
+    `pages` are blocks of host memory of equal size. Each slice fills one page, except the last slice, which may be
+    shorter than a page.
+    """
     if not pages:
         return
     for part, page in zip(tensor.view(-1).view(torch.uint8).split(len(pages[0])), pages, strict=True):

@@ -70,7 +70,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         Args:
             self_attention: self-attention of packed tokens, such as the result of
                 `wands.attention.ulysses.context_attention`.
-            backend: attention kernel of the cross-attention, which needs no tokens of other ranks.
+            backend: attention kernel of the cross-attention. Cross-attention needs no tokens of other ranks.
         """
         for block in self.blocks:
             block.attn1.set_processor(SelfAttentionProcessor(self_attention))
@@ -216,12 +216,14 @@ class PackedWanTransformer(WanTransformer3DModel):
 
 @dataclass(frozen=True)
 class CrossSegments:
-    """Segments of the cross-attention, the same in every block. Each sample is one segment.
+    """Queries and keys that attend to each other in cross-attention, the same in every block.
+
+    Each sample is one segment. The queries of a segment attend only to the keys of the segment.
 
     Attributes:
-        text: segments with a sample's video tokens as queries, and the sample's padded text tokens as keys.
-        image: segments with a sample's video tokens as queries, and the CLIP tokens of the sample's images as keys.
-            None for a model without CLIP.
+        text: segments whose queries are a sample's video tokens, and whose keys are the sample's padded text tokens.
+        image: segments whose queries are a sample's video tokens, and whose keys are the CLIP tokens of the sample's
+            images. None for a model without CLIP.
     """
 
     text: PaddedSegments

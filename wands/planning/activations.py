@@ -1,7 +1,7 @@
 """Predict the memory of activations and their gradients at each moment of the backward pass.
 
-Letters: D width of the residual stream, F hidden width of the feed-forward layer. A row is a tensor with D or F values for
-each token.
+Letters: D width of the residual stream, F hidden width of the feed-forward layer. In comments, a "row of D" is one
+tensor with D values for each token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Activations:
     """Sizes in bytes of one rank's activations during the backward pass.
 
     Args:
-        workload: sizes of the run.
+        workload: model, recipe, parallel degrees and bin size of the run.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -48,7 +48,7 @@ class Activations:
                 yield left, held + max(block + working, head if last else 0.0) + ends
 
     def on_host(self) -> dict[str, float]:
-        """Return {"activations": bytes that all blocks keep in host memory}, or an empty dict if there are none."""
+        """Return the bytes of activations in host memory, as {"activations": bytes}. Return {} without offloading."""
         sizes = sum(self._named(name) for name in self.recipe.model.kept_on_host)
         return {"activations": sizes * self.shape.num_layers} if sizes else {}
 
@@ -69,7 +69,7 @@ class Activations:
         return (left - 1) * sum(kept) + min(left, 2) * sum(on_host)
 
     def _named(self, name: str) -> float:
-        """Return the bytes of one tensor in one block. `wands.model.checkpointing` lists the names."""
+        """Return the bytes of the tensor `name` in one block. `wands.model.checkpointing` lists the tensor names."""
         shape, exchanged = self.shape, self.exchanged
         rows = {
             "block_input": FP32 * shape.dim,
@@ -111,7 +111,7 @@ class Activations:
         """Return the bytes of the bf16 copies that autocast makes of a block's fp32 weights.
 
         The backward pass needs these copies. Under ZeRO-3 there are no copies, because DeepSpeed's linear layer keeps
-        the weight instead.
+        the weight instead of a copy.
         """
         shape, precision = self.shape, self.recipe.precision
         casts = precision.compute == "bf16" and precision.weights == "fp32"

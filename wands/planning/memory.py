@@ -69,7 +69,7 @@ class _States:
     """Memory of weights, gradients and optimizer states on one rank. All sizes are in bytes.
 
     Args:
-        workload: sizes of the run.
+        workload: model, recipe, parallel degrees and bin size of the run.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -163,8 +163,8 @@ class _States:
     def _masters(self) -> float:
         """Return the bytes of this rank's fp32 master weights.
 
-        Stage 0 has no master weights, because the optimizer updates the weights directly. At stage 3, fp32 weights need
-        no separate masters, because `build_engine` lets weights and masters share memory.
+        At ZeRO stage 0 there are no master weights, because the optimizer updates the weights directly. At ZeRO stage
+        3, fp32 weights need no separate masters, because `build_engine` lets weights and masters share memory.
         """
         if self.stage < 3:
             return self.share if self.stage else 0.0

@@ -39,11 +39,11 @@ class Task:
     """Training run for which the search looks for settings, and the machine that the run must fit.
 
     Attributes:
-        workload: sizes of the run. For each combination of settings, the search replaces recipe keys, DeepSpeed config,
-            degrees and bin size.
-        seq_lens: number of tokens of each clip in the data, int64 [N].
+        workload: model, recipe, DeepSpeed config, parallel degrees and bin size of the run. The search replaces all of
+            these except the model.
+        seq_lens: number of tokens of each clip in the data, int64 [N] for N clips.
         machine: GPUs and links.
-        ds_configs: maps a name to a DeepSpeed JSON that the search tries.
+        ds_configs: maps the name of each DeepSpeed JSON that the search tries to the contents of this JSON.
     """
 
     workload: Workload
@@ -103,7 +103,7 @@ class Candidate:
     Attributes:
         task: the run and the machine.
         ds_name: name of the DeepSpeed JSON in `task.ds_configs`.
-        workload: sizes of the run with the settings of this combination.
+        workload: `task.workload` with the settings of this combination.
     """
 
     task: Task
@@ -227,9 +227,9 @@ def search(task: Task) -> list[Candidate]:
 def _sort_key(candidate: Candidate) -> int:
     """Return a number for sorting combinations by speed.
 
-    Combinations with nearly the same speed (two percent) get the same number, so that they stay in the order of the
-    search, from simple to complex. A combination with offloading counts as 15 % slower than predicted. The reason is
-    that the speed of a busy host is the least certain part of the prediction.
+    The predicted speed is rounded in steps of two percent. Combinations with equal rounded speed stay in the order of
+    the search, from simple to complex. A combination with offloading counts as 15 % slower than predicted, because the
+    speed of a busy host is the least certain part of the prediction.
     """
     speed = candidate.tokens_per_second * (0.85 if candidate.memory.host else 1.0)
     return -round(float(np.log(speed)) * 50)
@@ -327,11 +327,11 @@ def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
 
 
 def find_cure(task: Task, ds_name: str) -> str:
-    """Return, as text for an error message, the smallest change of settings with which a run fits its machine.
+    """Find the smallest change of settings that makes a run fit its machine. Return a text for an error message.
 
     Args:
-        task: the run and the machine. `ds_configs` contains the run's JSON under `ds_name`, and other JSONs to try.
-        ds_name: name of the run's JSON.
+        task: the run and the machine. `task.ds_configs` contains the run's DeepSpeed JSON and other JSONs to try.
+        ds_name: name of the run's DeepSpeed JSON in `task.ds_configs`.
     """
     recipe, longest = task.workload.recipe, task.longest
     sizes = [recipe.parallel.group_size]

@@ -57,9 +57,9 @@ class TrainState:
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
         files: maps the name of every other file in the checkpoint folder to its size in bytes. A checkpoint is complete
             if every listed file has its listed size.
-        base_on_hub: whether `base` is a Hub id. None in checkpoints of older versions: `base` is then a
-            Hub id if it starts with "Wan-AI/", and a folder otherwise. wands writes "./" in front of a relative folder,
-            so that the folder is not looked up on the Hub.
+        base_on_hub: whether `base` is a Hub id. None in checkpoints of older wands versions. With None, `base` is a
+            Hub id if it starts with "Wan-AI/", and a folder otherwise. If this folder is relative, "./" is put in front
+            of `base`, so that wands does not search for the folder on the Hub.
     """
 
     step: int
@@ -130,7 +130,7 @@ def load_state(checkpoint: Path) -> TrainState:
         ) from None
     except (ValueError, TypeError) as error:
         raise CheckpointError(
-            f"checkpoint={checkpoint}: {STATE_FILE} is damaged ({error}); use an older step."
+            f"checkpoint={checkpoint}: {STATE_FILE} is damaged ({error}); use an older step_* folder."
         ) from None
     for name, size in state.files.items():
         path = checkpoint / name
@@ -138,7 +138,7 @@ def load_state(checkpoint: Path) -> TrainState:
         if actual != size:
             problem = "is missing" if actual is None else f"has {actual}"
             raise CheckpointError(
-                f"checkpoint={checkpoint}: {name} should have {size} bytes but {problem}; use an older step."
+                f"checkpoint={checkpoint}: {name} should have {size} bytes but {problem}; use an older step_* folder."
             )
     return state
 
@@ -352,13 +352,13 @@ def read_average_header(files: TensorFiles, path: Path) -> dict[str, Any]:
         of the whole parameter.
 
     Raises:
-        CheckpointError: if the file has no such metadata, so that `wands train` did not write it.
+        CheckpointError: if the file has no such metadata, which means that `wands train` did not write the file.
     """
     try:
         return dict(json.loads(files.metadata[AVERAGE_METADATA]))
     except (KeyError, ValueError):
         raise CheckpointError(
-            f"{path} was not written by wands train (no {AVERAGE_METADATA} metadata); use an older step."
+            f"{path} was not written by wands train (no {AVERAGE_METADATA} metadata); use an older step_* folder."
         ) from None
 
 
@@ -392,6 +392,6 @@ def load_average(folder: Path) -> dict[str, Tensor]:
             covered = max(covered, end) if start <= covered else covered
         if covered != whole[name].numel():
             raise CheckpointError(
-                f"checkpoint={folder.parent}: the moving average of {name} is incomplete; use an older step."
+                f"checkpoint={folder.parent}: the moving average of {name} is incomplete; use an older step_* folder or no --ema."
             )
     return whole

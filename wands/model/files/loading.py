@@ -217,9 +217,9 @@ def _read_object(where: str, file: Path) -> dict[str, Any]:
 def _freed_is_returned() -> Iterator[None]:
     """Make the C library return the memory of freed tensors to the operating system at once, inside a `with` block.
 
-    By default, glibc raises its mmap threshold when the first large tensor is freed, and then allocates tensors on its
-    heap. ZeRO-3 allocates its partitions between these tensors, so the heap cannot shrink. Four ranks that load one
-    model would then use the memory of more than three copies of the model.
+    By default, glibc raises its mmap threshold when the first large tensor is freed, and allocates later tensors on its
+    heap. ZeRO-3 allocates its partitions between these tensors, so the heap cannot shrink. Without this function, four
+    ranks that load one model use the memory of more than three copies of the model.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -44,9 +44,9 @@ class LoraPair:
     """LoRA of one module: two matrices, which add `scale * lora_B @ lora_A` to the module's weight.
 
     Attributes:
-        lora_A: matrix [R, I].
-        lora_B: matrix [O, R].
-        scale: factor by which the product lora_B @ lora_A is multiplied, equal to alpha / R.
+        lora_A: matrix [rank, in_features].
+        lora_B: matrix [out_features, rank].
+        scale: factor of the product lora_B @ lora_A: alpha / rank, or 1 if the LoRA has no alpha.
     """
 
     lora_A: Tensor
@@ -54,7 +54,7 @@ class LoraPair:
     scale: float = 1.0
 
     def folded(self) -> LoraPair:
-        """Multiply the scale into lora_B and return the new pair, which has scale 1.
+        """Return an equivalent pair with scale 1, whose lora_B is multiplied by the scale of this pair.
 
         Every loader can read a pair with scale 1. The multiplication is exact if the scale is a power of two.
         """
@@ -63,7 +63,7 @@ class LoraPair:
         return LoraPair(self.lora_A, (self.lora_B.double() * self.scale).to(self.lora_B.dtype))
 
     def delta(self) -> Tensor:
-        """Return the matrix that the LoRA adds to the module's weight, float64 [O, I]."""
+        """Return the matrix that the LoRA adds to the module's weight, float64 [out_features, in_features]."""
         return self.scale * (self.lora_B.double() @ self.lora_A.double())
 
 
@@ -86,7 +86,7 @@ def find_lora_file(path: Path, key: str, expert: str | None = None) -> Path:
     """Return the safetensors file of one DiT's LoRA.
 
     Args:
-        path: a file, a folder with one file, or a folder with one file or subfolder for each expert.
+        path: a file, a folder with one file, or a folder that has one file or one subfolder for each expert.
         key: option or recipe key that the user typed, for error messages.
         expert: "transformer" or "transformer_2" for a model with two experts; None for a model with one DiT.
 
@@ -216,10 +216,10 @@ def parse_lora(
 
 
 def pairs_of(loras: Mapping[str, dict[str, LoraPair]], expert: str) -> dict[str, LoraPair] | None:
-    """Return the LoRA of one expert (DiT for high or low noise), or None if a LoRA file is only for the other expert.
+    """Return the LoRA of one expert (DiT for high or low noise). Return None if the LoRA file is not for this expert.
 
-    Most LoRA files do not name an expert, and `parse_lora` returns their LoRA under the key "transformer". If
-    "transformer" is the only key of `loras`, its LoRA is therefore returned for either expert.
+    Most LoRA files do not name an expert, and `parse_lora` returns their LoRA under the key "transformer". If `loras`
+    has only the key "transformer", the LoRA under this key is therefore returned for either expert.
 
     Args:
         loras: result of `parse_lora`.

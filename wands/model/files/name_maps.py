@@ -183,7 +183,8 @@ def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
     decoder's layers into blocks.
 
     Args:
-        num_res_blocks: number of residual blocks in a level of the encoder. A level of the decoder has one more block.
+        num_res_blocks: number of residual blocks in a level of the encoder. A level of the decoder has one block more
+            than a level of the encoder.
         nested: whether each level has a separate list of layers in the official file, as in Wan 2.2.
     """
     table = {"conv1": "quant_conv", "conv2": "post_quant_conv"}

@@ -250,7 +250,7 @@ def write_safetensors(
 
 
 def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command: str) -> None:
-    """Read files that were just written, and compare their tensors bit for bit with the tensors that were written.
+    """Read files that were just written, and check that they contain the tensors in `tensors`, bit for bit.
 
     Args:
         tensors: tensors that were to be written.
