@@ -127,7 +127,7 @@ class DiTShape:
         return self.num_layers * (block + cross) + ends
 
     def linear_flops_per_sample(self) -> int:
-        """Return the FLOPs per sample, in one forward pass, of the layers whose cost does not depend on the video tokens.
+        """Return the FLOPs per sample, in one forward pass, of the layers that do not process video tokens.
 
         These layers compute the embeddings of text, images and timestep, and the keys and values of text and images.
         """
@@ -180,11 +180,13 @@ class Expert:
 class Variant:
     """A published Wan model.
 
-    The names in `conditions` mean: "text" is the caption, which every model has. "image" is the first frame, as 4 mask
-    channels and the latents of a video that consists of this frame and grey frames. "last_image" is the last frame, in
-    the same channels as "image". "clip" are CLIP's hidden states of the first frame, and of the last frame with
-    "last_image", for the cross-attention. "first_frame" is the clean first latent frame, whose tokens have timestep 0.
-    A sample may have no "first_frame".
+    A model has one or more of these conditions, which are additional inputs:
+
+    - "text": the caption. Every model has this condition.
+    - "image": the first frame, as 4 mask channels and the latents of a video with this frame and grey frames.
+    - "last_image": the last frame, in the same channels as "image".
+    - "clip": CLIP's hidden states of the first frame, and for FLF2V also of the last frame, for the cross-attention.
+    - "first_frame": the clean first latent frame, whose tokens have timestep 0. This condition is optional per sample.
 
     Attributes:
         name: name of the variant in wands and in recipes.
@@ -194,7 +196,7 @@ class Variant:
         default_shift: flow shift of official inference.
         boundary_ratio: the high-noise expert is used for timesteps >= 1000 * boundary_ratio. None for a model with one
             DiT.
-        conditions: names of the inputs of the model besides noise.
+        conditions: names of the conditions from the list above.
     """
 
     name: str

@@ -48,17 +48,17 @@ class ClipOptions(Options):
     are stretched to this size."""
     max_pixels: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = ()
     """Largest area of a frame in pixels: height x width. Clips with larger frames are scaled down and keep their aspect
-    ratio. Give the option several times to get each clip at several sizes. When you run `wands preprocess` again on the same
-    cache, you may add or leave out any size except the first [default: 399360, which is 832 x 480]."""
+    ratio. Give the option several times to get each clip at several sizes. If you run `wands preprocess` again on the
+    same cache, keep the first size; you may add or remove other sizes [default: 399360, which is 832 x 480]."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
-    """Largest number of frames in a sample. The number is always 4n + 1, such as 49 or 81. --clip-mode chooses the frames of a
-    longer clip. 0 sets no limit: each sample is then a whole clip, except for up to 3 frames at the end."""
+    """Largest number of frames in a sample. Every sample has 4n + 1 frames, such as 49 or 81. --clip-mode chooses the
+    frames of a longer clip. 0 sets no limit: each sample is then a whole clip, except for up to 3 frames at the end."""
     clip_mode: Literal["head", "middle", "slide"] = "head"
-    """Select the frames to use of a clip that is longer than --max-frames. head uses the first frames, and middle uses
-    the central frames. slide divides the whole clip into several samples."""
+    """Choose the frames to use if a clip is longer than --max-frames. head uses the first frames, and middle uses the
+    central frames. slide divides the whole clip into several samples."""
     split: str = "train"
-    """Name of the split to read from a Hugging Face dataset, such as train or test. In a data set with one folder per
-    split, it is the name of the folder."""
+    """Name of the split to read from a Hugging Face dataset, such as train or test. If the dataset has one folder per
+    split, give the name of the folder."""
     video_column: str | None = None
     """Name of the column that contains the videos, in a table or dataset [default: the first column with a usual name
     such as video or file_name]."""
@@ -162,8 +162,8 @@ class PreprocessOptions(ClipOptions):
     a fixed part of the clips."""
     part: Annotated[str | None, Spelling(metavar="I/N")] = None
     """Encode only part I of N of the clips, such as 3/16, into the folder part-I-of-N inside --out. Use this option on a
-    cluster without a common launcher. Run one part on each node, then join the parts with
-    `python -m data_tools.merge CACHE OUT/part-*`."""
+    cluster without a common launcher. Run one part on each node. Then join the parts into the folder CACHE with
+    `python -m data_tools.merge CACHE OUT/part-*`, where OUT is the value of --out."""
 
 
 class PackOptions(RecipeOptions):
@@ -224,7 +224,7 @@ class PlanOptions(RecipeOptions):
     out: Path | None = None
     """Write the fastest settings to the files recipe.yaml and deepspeed.json in this folder."""
     table: bool = False
-    """Print a table that lists the published models and the GPUs that each model fits, and exit."""
+    """Print tables of the settings with which each published model can be trained on common GPUs, and exit."""
 
 
 class TrainOptions(RecipeOptions):
@@ -242,7 +242,7 @@ class TrainOptions(RecipeOptions):
     """DeepSpeed config to use: a JSON file, or a name in ds_configs/ such as zero3 [default: a config with ZeRO-2]."""
     resume: Annotated[str | None, Spelling(metavar="[PATH]", flag_value="auto")] = None
     """Resume from the newest checkpoint in the recipe's output_dir. If output_dir has no checkpoint, a new run starts.
-    With PATH, resume from this run folder or from this step folder of a run."""
+    With PATH, resume from PATH, which is a run folder or one of its step folders."""
     dry_run: bool = False
     """Run all checks, print the settings of the run, and exit without training."""
     force: bool = False
@@ -302,8 +302,8 @@ class InferOptions(Options):
     """File with the last frame: an image, or a video whose last frame is used. The frame is scaled and cropped to
     --height x --width. Give the option several times to set one value per prompt."""
     transformer: Path | None = None
-    """Folder of a diffusers transformer that replaces the transformer of --model. The folder can also be a pipeline that
-    contains a transformer."""
+    """Folder of a diffusers transformer that replaces the transformer of --model, or its high-noise expert. The folder
+    can also be a pipeline that contains a transformer."""
     transformer_2: Path | None = None
     """Folder of a diffusers transformer that replaces the low-noise expert of --model. The folder can also be a pipeline
     with two experts."""
@@ -396,8 +396,8 @@ class PushOptions(Options):
     endpoint: str | None = None
     """URL of the Hub server [default: the value of HF_ENDPOINT, else https://huggingface.co]."""
     training: Path | None = None
-    """Run folder or step folder of the training that produced DIRECTORY. The model card takes facts that DIRECTORY does
-    not contain, such as the training step, from this folder."""
+    """Run folder or step folder of the training that produced DIRECTORY. wands reads facts for the model card from this
+    folder if DIRECTORY does not contain them, such as the training step."""
 
 
 class ConvertOptions(Options):

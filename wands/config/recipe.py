@@ -33,17 +33,17 @@ class ModelConfig(StrictModel):
     """Diffusers pipeline folder or Hub id of the model to train. wands trains the transformer of this model, and reads
     the model variant from the transformer's config. This key is required for training."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """Start training from the pretrained weights or from random weights. `pretrained` loads the weights at `path`.
-    `random` reads only the config at `path` and initialises the weights as Wan does. Use `random` to pretrain a model
-    from scratch."""
+    """Start training from the pretrained weights or from random weights. `pretrained` loads the weights at
+    `model.path`. `random` reads only the config there, and initialises the weights as official Wan does. Use `random`
+    to pretrain a model from scratch."""
     experts: Literal["high", "low", "both"] | None = None
     """Choose the experts to train in a model with two experts (A14B). `high` trains the high-noise expert, `low` the
     low-noise expert, and `both` trains both. If this key is unset, both are trained. Each expert draws the noise level
     sigma from its own range. With `both`, each step updates first the high-noise and then the low-noise expert, on the
     same clips. Training one expert needs half the memory of training both."""
     merge_loras: list[MergeConfig] = Field(default_factory=list)
-    """List the LoRAs here to train on top of them. The checkpoints of a full finetune, and exports with `--merge`,
-    contain the merged LoRAs. An empty list merges no LoRA."""
+    """LoRAs to merge into the base weights before training. The checkpoints of a full finetune, and exports with
+    `--merge`, contain the merged LoRAs. An empty list merges no LoRA."""
     trainable: list[str] = Field(default_factory=list)
     """Train only the parameters whose names match these patterns, such as `blocks.*.attn1.*`. The key cannot be used
     together with a `lora` section. An empty list trains all parameters. Set this key, for example, to train only the
@@ -245,8 +245,8 @@ class DataConfig(StrictModel):
     you use `cache` or `mock`."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the clips to hold out of training, for evaluation. 0 holds out no clip, and 0.02, for example, holds
-    out one clip in 50. A hash of the clip's name decides, so all samples of a clip are held out together. New clips do
-    not change the decision for other clips."""
+    out one clip in 50. A hash of the clip's name decides whether the clip is held out, so all samples of a clip are
+    held out together. If you add clips, the decision for the other clips does not change."""
     split: Literal["train", "holdout", "all"] = "train"
     """Choose the clips to use. `data.holdout` sets how many clips are held out from training. The value `train` uses all
     other clips, the value `holdout` uses only the held-out clips, and the value `all` uses both."""
@@ -271,14 +271,14 @@ class PackingConfig(StrictModel):
     of one clip of 832 x 480 pixels and 81 frames. Increase the capacity until the GPU memory is full. The capacity must
     be at least the number of tokens of the longest sample."""
     level_bins: int | None = Field(default=None, gt=0)
-    """Number of bins in a balancing group. A bin holds the clips of one forward pass. All bins of a group get about the
-    same amount of work. `train.bins_per_step` must be a multiple of this number. If this key is unset, all bins of a step
-    form one group. If a step has several micro steps, set this key to dp_size (number of ranks / cp_size). wands then
-    balances only the bins of one micro step, and a step can contain a wider range of clip lengths."""
+    """Number of bins in a group. wands gives all bins of a group about the same amount of work. A bin holds the clips
+    of one forward pass. `train.bins_per_step` must be a multiple of this number. If this key is unset, all bins of a
+    step form one group. If each rank processes several bins per step, set this key to dp_size (number of ranks /
+    cp_size). Then each micro step is one group, and a step can contain a wider range of clip lengths."""
     buffer_size: int | None = Field(default=None, gt=0)
-    """Number of samples among which wands chooses to fill the bins (packed sequences). If this key is unset, wands
-    chooses among all samples of the epoch. Set this key if the storage is slow: training then reads only a few cache
-    files at a time. A buffer with the samples of a few dozen steps fills the bins as completely as the whole epoch does."""
+    """Number of samples in the buffer from which wands fills the bins (packed sequences). If this key is unset, the
+    buffer contains all samples of the epoch. Set this key if the storage is slow: training then reads only a few cache
+    files at a time. The samples of a few dozen steps are enough to fill the bins as completely as without this key."""
 
 
 FLOW_PRESETS: dict[str, dict[str, Any]] = {
@@ -293,7 +293,7 @@ class FlowConfig(StrictModel):
     """
 
     preset: Literal["pretrain", "finetune"] = "finetune"
-    """Choose the values of timestep_sampling, flow_shift and mix_uniform if the recipe does not set these keys.
+    """Preset that sets the keys timestep_sampling, flow_shift and mix_uniform if the recipe does not set these keys.
     `finetune` means timestep_sampling uniform, flow_shift 3.0 and mix_uniform 0. `pretrain` means timestep_sampling
     logit_normal, flow_shift 2.5 and mix_uniform 0.2."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
@@ -309,8 +309,8 @@ class FlowConfig(StrictModel):
     levels more often."""
     mode_scale: float = Field(default=1.29, ge=-1.0, le=1.75192)
     """Strength of the preference for middle noise levels, used by `timestep_sampling: mode`. Negative values prefer low
-    and high levels instead. Outside the limits, the formula is not monotone. The value is the scale s in eq. 20 of Esser
-    et al. 2024 (arXiv 2403.03206)."""
+    and high levels instead. The value is the scale s in eq. 20 of Esser et al. 2024 (arXiv 2403.03206), whose formula
+    is monotone only for values from -1 to 1.75192."""
     flow_shift: float = Field(default=3.0, gt=0)
     """Shift s of the drawn noise levels: sigma becomes s * sigma / (1 + (s - 1) * sigma). Values above 1 train more at
     high noise. Larger videos need larger shifts. The shipped recipes use the shift of Wan's official inference."""
@@ -364,13 +364,13 @@ class OptimConfig(StrictModel):
     """Peak learning rate. The default suits full finetunes; use about 1e-4 for LoRAs. The value has the same meaning for
     all optimizers, because the updates of Muon are scaled to the size of AdamW's updates."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    """Decay rates of AdamW's first and second moments. With `name: muon`, they apply to the parameters that AdamW
-    updates."""
+    """Decay rates of AdamW's first and second moments. With `optim.name: muon`, these rates apply only to the
+    parameters that AdamW updates."""
     eps: float = Field(default=1e-8, gt=0)
     """Small number that AdamW adds to the denominator of its update, for numerical stability."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Strength of the decoupled weight decay, which each step multiplies by the learning rate. 0 disables weight decay;
-    0.1 is usual for pretraining."""
+    """Strength of the decoupled weight decay: each step multiplies a weight by 1 - learning rate * weight_decay. 0
+    disables weight decay; 0.1 is usual for pretraining."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Choose how the learning rate changes after the warm-up. `constant` keeps the learning rate at its peak. `cosine`
     and `linear` lower the learning rate to lr * min_lr_ratio at the last step."""

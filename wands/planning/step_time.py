@@ -66,13 +66,13 @@ class Prediction:
     Attributes:
         workload: sizes of the run.
         machine: GPUs and links.
-        plan: layout of a bin over the ranks.
+        plan: division of a bin's tokens among the ranks that share the bin.
         flops: FLOPs of a micro step on one rank, without recomputation.
         compute: seconds of compute in a micro step on one rank.
         all_to_all: transfers of Ulysses in a micro step.
         ring_traffic: transfers of the ring in a micro step.
         zero: transfers of ZeRO and of offloaded activations in a micro step.
-        once: seconds that each optimizer step needs in addition to its micro steps.
+        once: seconds per optimizer step outside the micro steps, for example to gather the updated weights.
     """
 
     workload: Workload
@@ -161,9 +161,9 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
 def _zero_traffic(
     workload: Workload, machine: Machine, compute: Sequence[tuple[float, Traffic]]
 ) -> tuple[Traffic, float]:
-    """Return (ZeRO's transfers in a micro step, seconds that each optimizer step needs in addition to its micro steps).
+    """Return (ZeRO's transfers in a micro step, seconds per optimizer step outside the micro steps).
 
-    The transfers overlap with the compute that does not already overlap with the ring.
+    ZeRO's transfers overlap with compute, except with compute that already overlaps with transfers of the ring.
 
     Args:
         workload: sizes of the run.
@@ -200,7 +200,7 @@ def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float
     `wands/attention/ring.py` makes these transfers.
 
     Args:
-        plan: layout of a bin over the ranks.
+        plan: division of a bin's tokens among the ranks that share the bin.
         dim: width of the residual stream.
         attention: seconds of one layer's attention on one rank, in the forward pass.
         bandwidth: bandwidth of the slowest link in bytes/s.

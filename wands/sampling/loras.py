@@ -96,7 +96,7 @@ def _parse(text: str, flag: str) -> tuple[str, float]:
 def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
     """Find the LoRA files at `path`: one file, or one file for each expert (DiT for high or low noise).
 
-    A file belongs to an expert if the name of the file or its subfolder contains "high_noise" or "low_noise".
+    A file belongs to an expert if its file name, or the name of its subfolder, contains "high_noise" or "low_noise".
     """
     on_hub = is_hub_id(path)
     root = _fetch(path, flag) if on_hub else Path(path)

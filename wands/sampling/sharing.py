@@ -157,7 +157,7 @@ def _checksums(module: torch.nn.Module, device: torch.device) -> dict[str, str]:
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a diffusers config without the keys that start with "_", such as the version of diffusers."""
+    """Return a diffusers config without the keys that start with "_", such as "_diffusers_version"."""
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
@@ -196,7 +196,7 @@ class ShardedAttentionProcessor:
 
     Args:
         self_attention: function that computes self-attention inside a sample whose tokens are divided among ranks.
-        cut: the hooks that give each rank its part of the tokens. They hold the metadata of these tokens.
+        cut: hooks that select this rank's tokens, and that store the metadata of the selected tokens.
     """
 
     def __init__(self, self_attention: SelfAttention, cut: _Cut) -> None:
@@ -222,7 +222,7 @@ class ShardedAttentionProcessor:
 
 
 class _Cut:
-    """Hooks of one DiT that select this rank's tokens before the first block, and join all ranks' tokens after the last layer."""
+    """Hooks of one DiT: select this rank's tokens before the blocks, and gather all ranks' outputs after the head."""
 
     def __init__(self, patch_size: tuple[int, int, int], dims: ParallelDims, group: dist.ProcessGroup | None):
         self.patch_size, self.dims, self.group = patch_size, dims, group
@@ -259,7 +259,7 @@ class _Cut:
         return hidden[:, self._mine], *others
 
     def join(self, _: Any, _args: Any, output: Tensor) -> Tensor:
-        """Join the last layer's outputs [B, L, P] of all ranks to the outputs [B, N, P] of all tokens, without padding."""
+        """Gather the last layer's outputs [B, L, P] of all ranks, and return the outputs [B, N, P] without padding."""
         pieces = [output]
         if self.group is not None:
             pieces = [torch.empty_like(output) for _ in range(self.group.size())]
@@ -271,7 +271,7 @@ class _Cut:
 def _token_index(
     grid: tuple[int, int, int], dims: ParallelDims, device: torch.device
 ) -> tuple[PackedMeta, Tensor, Tensor]:
-    """Choose the tokens of this rank, and find where the joined tokens of all ranks belong in the sample.
+    """Choose the tokens of this rank, and find each token of the sample among the gathered tokens of all ranks.
 
     If a rank needs padding, the padding consists of copies of token 0. No token attends to these copies.
 
@@ -281,8 +281,8 @@ def _token_index(
         device: device of the results.
 
     Returns:
-        (metadata of this rank's tokens, indices [L] of this rank's tokens in the sample, positions [N]). The positions
-        give, for each token of the sample, its place among the joined tokens of all ranks.
+        (metadata of this rank's tokens, indices [L], positions [N]). The indices are the positions of this rank's
+        tokens in the sample. The positions give, for each token of the sample, its index among the gathered tokens.
     """
     num_tokens = grid[0] * grid[1] * grid[2]
     layouts = [

@@ -22,8 +22,8 @@ def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
     """Read and pack the samples that one rank trains on in one step, and return one rank slice per micro step.
 
     With packing, a micro step trains on one bin (the samples that are packed into one sequence). Without packing, a
-    micro step trains on one sample. A rank with fewer samples than another rank then adds micro steps whose loss has
-    weight zero, because ZeRO-3 needs the same number of forward passes on every rank. The ranks do not communicate.
+    micro step trains on one sample. ZeRO-3 needs the same number of forward passes on every rank, so a rank with fewer
+    samples adds micro steps whose loss has weight zero. This function does not communicate with other ranks.
 
     Args:
         run: the checked training run.
@@ -67,7 +67,11 @@ def read_slice(run: TrainingRun, bin: Bin, plan: StepPlan, grid: ParallelDims) -
 
 
 def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequence[Bin]]) -> None:
-    """Assert that all ranks together train on exactly the bins of the plan, and on each repeat of a sample only once."""
+    """Assert that all ranks together train on exactly the bins of the plan.
+
+    Also assert that the step contains each (sample, repeat) only once. An epoch can use a sample several times; each
+    use is a repeat.
+    """
     bins = sorted(bin for rank_bins in bins_of_ranks for bin in rank_bins)
     assert bins == sorted(plan.bins), (
         f"step {plan.step} has bins {sorted(plan.bins)}, but the ranks have {bins}"

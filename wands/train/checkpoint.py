@@ -222,7 +222,7 @@ def _load_engine(engine: Any, checkpoint: Path, part: str) -> None:
         path, reason = None, str(error)
     if path is None:
         raise CheckpointError(
-            f"checkpoint={checkpoint}: DeepSpeed cannot use the partitions of this checkpoint ({reason}); use the DeepSpeed JSON "
+            f"--resume {checkpoint}: DeepSpeed cannot use the partitions of this checkpoint ({reason}); use the DeepSpeed JSON "
             "of the run that wrote the checkpoint.",
             agreed=True,
         )

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 
 class ControlRequest(NamedTuple):
-    """Requests to a training run that arrived since the last step.
+    """Actions that were requested from a training run since its last step.
 
     Attributes:
         save: whether to write a checkpoint now.
         quit: whether to stop after the checkpoint is written.
-        check: whether to compare the plan and the weights between the ranks.
+        check: whether to compare the packing plan and the weights between the ranks.
     """
 
     save: bool = False
@@ -47,7 +47,10 @@ class ControlRequests:
         self._terminated = True
 
     def poll(self, rank: int) -> ControlRequest:
-        """Return the requests that this rank received. Only rank 0 reads the request files, and then removes them."""
+        """Return the requests that this rank received: from SIGTERM, and on rank 0 also from the request files.
+
+        Rank 0 removes the request files.
+        """
         names = {"save_quit"} if self._terminated else set()
         for name in ("save", "save_quit", "check") if rank == 0 else ():
             if (self._dir / name).exists():

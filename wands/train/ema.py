@@ -30,9 +30,9 @@ _BLOCK = 2**28  # elements: 1 GiB
 
 
 def decay_after(section: EmaConfig, num_steps: int) -> float:
-    """Return the decay of the average in the optimizer step that comes `num_steps` steps after the start of the average.
+    """Return the decay of the moving average, `num_steps` optimizer steps after the average started.
 
-    With warm-up, the decay of the first steps is below `section.decay`.
+    With warm-up, the decay is below `section.decay` in the first steps.
 
     Source: the warm-up follows TensorFlow's ExponentialMovingAverage(num_updates) and diffusers' EMAModel.
     """
@@ -40,12 +40,13 @@ def decay_after(section: EmaConfig, num_steps: int) -> float:
 
 
 class _Fragment(NamedTuple):
-    """The part of a flattened parameter whose moving average (EMA) this rank keeps.
+    """Range of elements of a flattened parameter. This rank keeps the moving average (EMA) of these elements.
 
     Attributes:
         name: name of the parameter.
-        place: [first flat index of the range, shape of the whole parameter], as in the header of a file of averages.
-        master: function that returns the current fp32 values in this range.
+        place: [index of the first element in the flattened parameter, shape of the whole parameter]. The header of the
+            file with the averages contains the same list.
+        master: function that returns the current fp32 values of these elements.
     """
 
     name: str
@@ -78,17 +79,17 @@ class WeightAverage:
 
     @property
     def num_bytes(self) -> int:
-        """Size of this rank's part of the average in bytes."""
+        """Size in bytes of this rank's part of the moving average."""
         return sum(average.nbytes for average in self._averages)
 
     @property
     def decay(self) -> float:
-        """Decay that the last update used. During the warm-up, this decay is lower than `ema.decay`."""
+        """Decay of the moving average in its last update. During the warm-up, this decay is lower than `ema.decay`."""
         return decay_after(self.section, self._last - self._first)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the average after an optimizer step. Do nothing unless `step` is a multiple of `ema.every`.
+        """Update the moving average after an optimizer step. Do nothing unless `step` is a multiple of `ema.every`.
 
         The formula is average += (1 - decay ** n) * (weights - average), where n is the number of steps since the last
         update.
@@ -109,7 +110,7 @@ class WeightAverage:
                 average.copy_(updated, non_blocking=master.is_cuda)
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part of the average into the DiT's folder of an unfinished checkpoint.
+        """Write this rank's part of the moving average into the DiT's folder of an unfinished checkpoint.
 
         Raises:
             OSError: if the disk is full or not writable.
@@ -125,18 +126,18 @@ class WeightAverage:
         write_safetensors(folder / average_file(dist.get_rank()), entries, metadata)
 
     def load(self, folder: Path) -> None:
-        """Restore this rank's part of the average from the DiT's folder of a checkpoint.
+        """Restore this rank's part of the moving average from the DiT's folder of a checkpoint.
 
         Raises:
-            CheckpointError: if the ranks divide the parameters differently than when the checkpoint was written, for
-                example after a change of the ZeRO stage.
+            CheckpointError: if the ranks of this run divide the parameters differently than the ranks that wrote the
+                checkpoint, for example after a change of the ZeRO stage.
         """
         path = folder / average_file(dist.get_rank())
-        with TensorFiles([path], f"checkpoint={folder.parent}") as files:
+        with TensorFiles([path], f"--resume {folder.parent}") as files:
             header = read_average_header(files, path)
             if header["fragments"] != self._places:
                 raise CheckpointError(
-                    f"checkpoint={folder.parent}: the moving average in {path.name} is partitioned differently from this run's "
+                    f"--resume {folder.parent}: the moving average in {path.name} is partitioned differently from this run's "
                     "weights; use the DeepSpeed JSON of the run that wrote the checkpoint."
                 )
             for average, fragment in zip(self._averages, self._fragments, strict=True):
@@ -184,9 +185,9 @@ def build_averages(
 
 
 def _fragments_of(engine: Any) -> list[_Fragment]:
-    """Return this rank's fragments of all trained parameters.
+    """Return the range of each trained parameter whose moving average this rank keeps.
 
-    Each fragment refers to the fp32 master weights in the engine, and therefore always has the values after the last update.
+    A fragment describes one range. It refers to the engine's fp32 master weights, so its values are always current.
     """
     fragments = [
         _fragment(engine, name, parameter)

@@ -93,7 +93,10 @@ def build_model(
     expert: Expert | None = None,
     store: ActivationOffloader | None = None,
 ) -> torch.nn.Module:
-    """Load a DiT for training: weights, attention, LoRA or frozen parameters, dropout and activation checkpointing.
+    """Load a DiT and prepare it for training.
+
+    This function loads the weights and sets the attention kernel, dropout and activation checkpointing. It also adds a
+    LoRA or freezes parameters, as the recipe requires.
 
     Under ZeRO-3, each tensor is partitioned as soon as it is read.
 

@@ -134,11 +134,11 @@ def _reduce(
     Args:
         losses: this rank's part of the loss, one value for each trained DiT.
         data_wait: seconds that this rank waited for data.
-        request: requests that this rank received.
+        request: requests to save, stop or check that this rank received.
         device: device of this rank.
 
     Returns:
-        (losses summed over the ranks, waiting time of the slowest rank, requests of all ranks together).
+        (losses summed over the ranks, longest waiting time of a rank, requests that any rank received).
     """
     summed = losses.to(torch.float64)
     maxima = torch.tensor([data_wait, *request], dtype=torch.float64, device=device)

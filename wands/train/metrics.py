@@ -101,7 +101,7 @@ class MetricsWriter:
         output_dir: the run folder.
         start_step: number of optimizer steps that the run has made. Rows of later steps are removed from
             `metrics.jsonl`, because the resumed run writes these rows again.
-        past: (step, loss) pairs of the checkpoint, used if the run resumes in a folder without metrics.
+        past: (step, loss) pairs from the checkpoint. They are used only if `metrics.jsonl` has no earlier rows.
     """
 
     def __init__(self, output_dir: Path, start_step: int, past: Sequence[tuple[int, float]] = ()) -> None:

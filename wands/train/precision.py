@@ -11,8 +11,9 @@ from wands.model.weight_dtypes import WeightDtypePolicy
 
 
 def weight_dtype_policy(recipe: Recipe) -> WeightDtypePolicy:
-    """Return the policy that chooses the dtype in which each weight is stored, from the recipe's `precision` and `lora`
-    sections.
+    """Return the policy that chooses the storage dtype of each weight.
+
+    The policy follows the sections `precision` and `lora` of the recipe.
     """
     return WeightDtypePolicy(recipe.precision.weights, recipe.lora.quantize if recipe.lora else "none")
 
@@ -22,9 +23,10 @@ def split_by_dtype(
 ) -> list[dict[str, Any]]:
     """Split parameter groups so that each group has one dtype, because DeepSpeed flattens each group into one tensor.
 
-    The first group decides how DeepSpeed sums gradients. At ZeRO-2 the gradient buckets get the dtype of the first
-    group, so fp32 groups come first. At ZeRO-1 bf16 groups come first. With the opposite order, DeepSpeed would sum the
-    gradients of micro steps in the dtype of the parameters.
+    The dtype of the first group decides how DeepSpeed sums the gradients of micro steps. At ZeRO-2 the result has the
+    fp32 groups first, because the gradient buckets get the dtype of the first group. At ZeRO-1 the result has the bf16
+    groups first. With the opposite order at either stage, DeepSpeed would sum the gradients in the dtype of the
+    parameters.
 
     Args:
         groups: parameter groups of an optimizer.
@@ -51,13 +53,14 @@ def split_by_dtype(
     if stage == 2 and reduce == "fp32" and largest > bucket:
         raise ConfigError(
             f"zero_optimization.reduce_bucket_size={bucket} is smaller than the largest matrix ({largest} values), so ZeRO-2 "
-            f"would keep the gradient of this matrix in bf16; set the key to {largest} or more, or remove the key.",
+            f"would keep the gradient of this matrix in bf16; in the DeepSpeed JSON, set the key to {largest} or more, or "
+            "remove the key.",
             agreed=True,
         )
     if stage == 2 and not wide:
         raise ConfigError(
-            "precision.weights=bf16 would sum gradients in bf16 at ZeRO-2, because model.trainable and model.freeze train only "
-            "bf16 parameters; use zero_optimization.stage=1, or precision.weights=fp32.",
+            "precision.weights=bf16 would sum gradients in bf16 at ZeRO-2, because model.trainable and model.freeze leave only "
+            "bf16 parameters to train; use precision.weights=fp32, or ZeRO-1 (zero_optimization.stage=1 in the DeepSpeed JSON).",
             agreed=True,
         )
     for parameter in (parameter for group in narrow if reduce == "fp32" for parameter in group["params"]):

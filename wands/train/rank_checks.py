@@ -1,4 +1,8 @@
-"""Check that all ranks of a training run agree: on the inputs before the first step, on plan and weights after a step."""
+"""Check that all ranks of a training run agree.
+
+Before the first step, the ranks compare the inputs of the run. After a step, they compare the packing plan and the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
     Args:
         run: the checked training run.
         step: number of optimizer steps that the run has made. This function uses the sampler, so it must run before the
-            thread that reads ahead starts.
+            prefetch thread starts, which also uses the sampler.
     """
     epoch = run.sampler.epoch_of(step)
     parts: dict[str, Any] = {
@@ -173,8 +177,8 @@ def check_step(engine: Any, plan: StepPlan, device: torch.device) -> int:
 
     Args:
         engine: DeepSpeed engine of a DiT.
-        plan: packing plan of the last step. The plan is an argument because the thread that reads ahead is using the
-            sampler.
+        plan: packing plan of the last step. It is an argument because this function must not use the sampler, which the
+            prefetch thread is using.
         device: device of this rank.
 
     Returns:

@@ -127,10 +127,10 @@ class TrainingRun:
     def denominator(self, plan: StepPlan) -> float:
         """Return the number by which the summed loss of a step is divided before the backward pass.
 
-        The number is the mean number of samples, or of trained tokens, per step of the epoch. `loss.reduction` selects
-        samples or trained tokens. Tokens of first frames that are given as a condition are not trained. The number of
-        these tokens in a step is random. This method subtracts the expected number, so that every step of an epoch has
-        the same divisor. See also `StepPlan.denominators`.
+        All steps of an epoch have the same divisor. With `loss.reduction: sample`, it is the mean number of samples per
+        step. With `token`, it is the mean number of tokens per step, minus the expected number of tokens in first
+        frames that are given as a condition. Such tokens are not trained, and their number per step is random. See also
+        `StepPlan.denominators`.
         """
         value = plan.denominators[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token" and self._gives_first_frames:
@@ -140,9 +140,10 @@ class TrainingRun:
         return value
 
     def count(self, plan: StepPlan) -> float:
-        """Return the number of samples, or of trained tokens, in a step.
+        """Return the number by which the summed loss of a step is divided before the loss is logged.
 
-        The summed loss of the step is divided by this number before the loss is logged.
+        With `loss.reduction: sample`, this is the number of samples in the step. With `token`, it is the number of
+        trained tokens in the step.
         """
         value = plan.counts[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token" and self._gives_first_frames:
@@ -188,7 +189,10 @@ class TrainingRun:
 
     @cached_property
     def _first_frames(self) -> np.ndarray:
-        """Number of tokens in the first frame of every sample, int64 [N]; 0 for a sample with a single frame."""
+        """Number of tokens in the first frame of each of the N samples, int64 [N].
+
+        The number is 0 for a sample with a single frame, because its first frame is always trained.
+        """
         shapes = (self.data.latent_shape(i) for i in range(len(self.data.keys)))
         grids = (grid_size(shape, self.shape.patch_size) for shape in shapes)
         return np.array([rows * columns if frames > 1 else 0 for frames, rows, columns in grids], np.int64)

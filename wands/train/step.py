@@ -25,7 +25,7 @@ class SampleLoss:
         repeat_index: 0 for the first use of the sample in the epoch, 1 for the second use, and so on.
         epoch: epoch of the step.
         sigma: noise level of the sample.
-        loss: mean squared error over the trained tokens, without weights.
+        loss: mean squared error over the trained tokens, before the multiplication by the loss weight.
     """
 
     sample_id: str

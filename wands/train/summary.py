@@ -73,7 +73,9 @@ def start_block(run: TrainingRun) -> str:
 
 
 def _trained(run: TrainingRun) -> list[str]:
-    """Return lines about merged LoRAs, the trained LoRA, frozen parameters, dropout, experts and the moving average."""
+    """Return the lines that describe what is trained: merged LoRAs, the trained LoRA, frozen parameters, dropout,
+    experts and the moving average.
+    """
     recipe, lines = run.recipe, []
     if recipe.model.merge_loras:
         merged = ", ".join(f"{merge.path} x {merge.scale:g}" for merge in recipe.model.merge_loras)
@@ -106,7 +108,9 @@ def _trained(run: TrainingRun) -> list[str]:
 
 
 def _storage(recipe: Recipe) -> list[str]:
-    """Return lines about the dtypes of weights, fp32 masters, gradients and the quantised base."""
+    """Return the lines that list the dtypes of the weights, the fp32 master weights, the gradients and the quantised
+    base model of a LoRA.
+    """
     weights, compute = recipe.precision.weights, recipe.precision.compute
     lines = [f"weights {weights}"]
     if weights == "bf16":

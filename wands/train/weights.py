@@ -68,7 +68,7 @@ def choose_experts(variant: Variant, name: str | None) -> tuple[Expert, ...]:
 def list_weights(
     recipe: Recipe, config: dict[str, Any], experts: Sequence[Expert], is_new: bool = True
 ) -> tuple[Weight, ...]:
-    """Return names, shapes and stored dtypes of a trained DiT's parameters. For a LoRA run, include the LoRA's parameters.
+    """Return the name, shape and storage size of each parameter of a trained DiT, including the LoRA's in a LoRA run.
 
     Args:
         recipe: recipe, which contains the LoRA, the frozen parameters and the storage dtypes.
