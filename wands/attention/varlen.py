@@ -1,4 +1,4 @@
-"""Variable-length attention on packed rows, with gradients. All tokens must be on this rank.
+"""Variable-length attention on packed rows, with gradients. All keys of this rank's queries must be on this rank.
 
 The model uses these functions for cross-attention. Self-attention goes through ring.py, also on a single rank.
 

@@ -166,6 +166,8 @@ class Wrong:
             scale = q.shape[-1] ** -0.5
         if self.mistake == "ignores the segments":
             segments = Segments.build([len(q)], [len(k)])
+        if self.mistake == "ignores the strides":
+            q = q.as_strided(q.shape, (q.shape[1] * q.shape[2], q.shape[2], 1))
         out, lse = REFERENCE.forward(q, k, v, segments, scale)
         if self.mistake == "lse in log2":
             lse = lse / torch.tensor(2.0, dtype=lse.dtype).log()
@@ -192,6 +194,8 @@ class Wrong:
             out = REFERENCE.forward(q, k, v, segments, scale)[0]
         if self.mistake == "backward takes out for dout":
             dout, out = out, dout
+        if self.mistake == "backward ignores the strides":
+            dout = dout.as_strided(dout.shape, (dout.shape[1] * dout.shape[2], dout.shape[2], 1))
         dq, dk, dv = REFERENCE.backward(dout, q, k, v, out, lse, segments, scale)
         if self.mistake == "garbage in gradients of empty rows":
             dk[-1] = 1e-3
@@ -207,6 +211,8 @@ class Wrong:
 MISTAKES = {
     "ignores the scale": "out is off by",
     "ignores the segments": "out must be 0 in rows that have no key or no query",
+    "ignores the strides": "out is off by",
+    "backward ignores the strides": "d[qkv] summed over two blocks is off by",
     "lse in log2": "lse is off by",
     "lse without the scale": "lse is off by",
     "lse in bf16": "lse is off by",

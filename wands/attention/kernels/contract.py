@@ -11,31 +11,42 @@ Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
 
 How to add a kernel:
 
-1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. For a kernel that runs on CUDA in bf16
-   and fp16 with head dims 64 and 128 (from a package, in Triton or in CUDA), add a `FlashBackend` to `FLASH_BACKENDS`;
-   `attention.backend=auto` tries this list from the top. For any other kernel, add a `Backend` to `BACKENDS` in
-   registry.py, and add its requirements to `_unmet_requirement`; this kernel runs only if the user names it.
-2. Add the name to `AttentionConfig.backend` in wands/config/recipe.py, and run scripts/build_reference.py.
+1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. Triton or CUDA code goes into a new file
+   next to flash.py, which the two functions import.
+   For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
+   tries this list from the top, and skips a kernel that raises an error for the run's dtype or head dim.
+   For any other kernel, add a `Backend` to `BACKENDS` in registry.py, and add its requirements to
+   `_unmet_requirement`. This kernel is not checked at the start of a run, and runs only if the user names it.
+2. Add the name to `AttentionConfig.backend` in wands/config/recipe.py, and run scripts/build_reference.py. The budget
+   of code lines in tests/unit/test_size.py may need a new value, with a line in CHANGELOG.md.
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
    package to `ONE_IMPORTER` in tests/unit/test_layering.py.
-4. Add the name to `CUDA_BACKENDS` or `CPU_DTYPES` in tests/support/plain.py. Add a fake module with the package's
-   signatures to tests/unit/attention/test_kernels.py, so that machines without a GPU test the two functions. Some
-   tests in that file list kernels by name (for padding rows, autocast and self-check); add the new name there too.
+4. Add a CUDA kernel to `CUDA_BACKENDS`, and a CPU kernel to `CPU_DTYPES`, in tests/support/plain.py. Then edit
+   tests/unit/attention/test_kernels.py. For a CUDA kernel from a package, add a fake module with the package's
+   signatures, so that machines without a GPU test the two functions, and add the name to the tests of `auto`. For a CPU
+   kernel, add the name to the tests of padding rows, autocast and self-check.
 5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. In a
    training run, `choose_backend` checks a `FlashBackend` once per process with self_check.py and rejects a kernel whose
    results are wrong.
 
-What the two functions receive and return:
+What the two functions receive:
 
-- q, k, v and dout can be views whose last dimension is contiguous and whose other dimensions are not. `lse` is contiguous.
+- q, k, v, dout and out can be views whose last dimension is contiguous and whose other dimensions are not. `lse` is
+  contiguous.
 - There can be more rows than the segments contain. The rows after the last segment are padding.
-- The results are new tensors. Rows of q without keys, and rows of k without queries, may have any values in the
-  results: the `Backend` class overwrites these values in place. The class does not call the functions if no row of q
-  has a key.
+- A segment can have no rows of q, no rows of k, or a single row of k (the padding of a text). The functions are not
+  called if no row of q has a key.
+- In the backward pass, `lse` can be +inf for a row of q, which must then add nothing to any gradient. This happens in
+  attention to the padding of a text without padding (varlen.py).
+
+What the two functions return:
+
+- New tensors, with any strides. Rows of q without keys, and rows of k without queries, may have any values: the
+  `Backend` class overwrites these values in place.
 - The scores are q @ k times `scale`, in every formula of this file.
-- The backward pass is deterministic only if `torch.are_deterministic_algorithms_enabled()`. Training never enables it.
-  On a GPU, a resumed run therefore equals an uninterrupted run up to rounding errors. On a CPU, the runs are equal bit
-  for bit.
+- The same bits for the same arguments, in the forward pass. The backward pass must have this property only if
+  `torch.are_deterministic_algorithms_enabled()`, which training never enables. On a GPU, a resumed run therefore equals
+  an uninterrupted run up to rounding errors. On a CPU, the runs are equal bit for bit.
 """
 
 from __future__ import annotations

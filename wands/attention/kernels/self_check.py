@@ -62,13 +62,12 @@ def check_backend(
         KernelError: if the shape, dtype or values of a result are wrong. The message contains the numbers.
     """
     scale = 1.5 * head_dim**-0.5  # not the default scale, so that a kernel that ignores the scale fails
-    q, k, v, dout = (x.to(dtype) for x in _draw(head_dim))
+    q, k, v, dout = _draw(head_dim, dtype, device)
     whole = Segments.build(LENS_Q, LENS_K)
-    q64, k64, v64, dout64 = (x.double() for x in (q, k, v, dout))
+    q64, k64, v64, dout64 = (x.double().cpu() for x in (q, k, v, dout))
     exact_out, exact_lse = REFERENCE.forward(q64, k64, v64, whole, scale)
     exact_grads = REFERENCE.backward(dout64, q64, k64, v64, exact_out, exact_lse, whole, scale)
 
-    q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
     compare = _Comparer(dtype)
     out, lse = backend.forward(q, k, v, whole.to(device), scale)
     compare("out", out, exact_out)
@@ -152,15 +151,13 @@ class _Comparer:
         self.worst = max(self.worst, error)
 
 
-def _draw(head_dim: int) -> list[Tensor]:
-    """Return random q, k, v and dout for the check, each fp32 [rows, heads, head dim], as views that are not contiguous."""
+def _draw(head_dim: int, dtype: torch.dtype, device: torch.device | str) -> list[Tensor]:
+    """Return random q, k, v and dout for the check, each [rows, heads, head dim], as views that are not contiguous."""
     generator = torch.Generator().manual_seed(0)
     rows_q, rows_k = sum(LENS_Q) + SPARE_ROWS, sum(LENS_K) + SPARE_ROWS
     shapes = [(rows, NUM_HEADS, 2 * head_dim) for rows in (rows_q, rows_k, rows_k, rows_q)]
-    return [
-        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")[..., :head_dim]
-        for shape in shapes
-    ]
+    wide = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
+    return [x.to(device, dtype)[..., :head_dim] for x in wide]  # cut last: a cast makes a view contiguous
 
 
 def _blocks() -> list[tuple[Tensor, Segments]]:

@@ -170,7 +170,10 @@ class ModelConversion:
             low_noise = self.components[EXPERTS[1]].config or {}
             model_type = "t2v" if config["in_channels"] == config["out_channels"] else "i2v"
             index["boundary_ratio"] = official.boundary_of({"model_type": model_type} | low_noise)
-        return variant_of(config, index)
+        try:
+            return variant_of(config, index)
+        except ValueError as error:
+            raise ConfigError(f"SOURCE={self.options.source}: {error}. Set SOURCE to a Wan model.") from error
 
     def _target(self, component: SourceComponent, config: Mapping[str, Any]) -> Path:
         """Return the path for the tensors of a component: a folder, or a single file if the layout stores the component

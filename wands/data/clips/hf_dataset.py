@@ -105,7 +105,7 @@ def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]
         raise
     except Exception as error:  # each cause (no connection, no such split, damaged files) has its own type
         raise DataError(
-            f"source={name} could not be loaded as a Hugging Face dataset ({_first_line(error)}); check the name, "
+            f"SOURCE={name} could not be loaded as a Hugging Face dataset ({_first_line(error)}); check the name, "
             f"--split={source.split} and the network, or pass a folder of clips"
         ) from error
 
@@ -123,7 +123,7 @@ def _load(source: Source, name: str) -> Any:
     if source.split in data:
         return data[source.split]
     raise DataError(
-        f"source={name} has no split {source.split}; set --split to one of {', '.join(sorted(data))}"
+        f"SOURCE={name} has no split {source.split}; set --split to one of {', '.join(sorted(data))}"
     )
 
 

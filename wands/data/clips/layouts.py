@@ -60,7 +60,7 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
     """
     if not source.strip():
         raise DataError(
-            "source= is empty; pass a folder, a table, a tar archive or the name of a dataset as SOURCE"
+            "SOURCE= is empty; pass a folder, a table, a tar archive or the name of a dataset as SOURCE"
         )
     request = Source(source, **options)
     for layout in LAYOUTS:
@@ -68,9 +68,9 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
             return settle_keys(items)
     path = request.path
     if path.is_dir():
-        raise DataError(f"source={source} contains no clip; {_missing_clips(path)}")
+        raise DataError(f"SOURCE={source} contains no clip; {_missing_clips(path)}")
     raise DataError(
-        f"source={source} does not exist (looked for {path}); correct the path, or name a Hugging Face dataset as "
+        f"SOURCE={source} does not exist (looked for {path}); correct the path, or name a Hugging Face dataset as "
         "owner/name"
     )
 

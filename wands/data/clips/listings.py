@@ -107,7 +107,7 @@ def _find_listing(source: Source) -> Path | None:
             files = [folder / _MERGE]
         if len(files) > 1:
             raise DataError(
-                f"source={source.name} contains {' and '.join(file.name for file in files)}, which list clips; "
+                f"SOURCE={source.name} contains {' and '.join(file.name for file in files)}, which list clips; "
                 "pass the path of one of these files as SOURCE"
             )
         if files:
@@ -124,7 +124,7 @@ def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:
         captions = [path for path in map(file.with_name, CAPTION_LINES) if path.is_file()]
         if len(captions) != 1:
             raise DataError(
-                f"source={file.parent} contains {len(captions)} caption files for {file.name}; the folder must contain "
+                f"SOURCE={file.parent} contains {len(captions)} caption files for {file.name}; the folder must contain "
                 f"exactly one of {', '.join(CAPTION_LINES)}"
             )
         listing.source = replace(listing.source, video_column=None, caption_column=None)
@@ -210,7 +210,7 @@ def _scan_rows(
     """
     source = listing.source
     if not rows:
-        raise DataError(f"source={table} lists no clip; add rows with a video and a caption")
+        raise DataError(f"SOURCE={table} lists no clip; add rows with a video and a caption")
     readable = [row for _, row in rows if isinstance(row, dict)]
     if readable:
         source.check_columns({name for row in readable for name in row})

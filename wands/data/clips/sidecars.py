@@ -110,7 +110,8 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
                     )
                 if (sidecar := _sidecar_of(siblings)) is None:
                     raise DataError(
-                        f"missing caption; write a caption in {path.stem}.txt or {path.stem}.json next to the clip"
+                        f"missing caption; write a caption in {path.stem}.txt or {path.stem}.json next to the clip, or, if a "
+                        "table contains the captions, set SOURCE to the table"
                     )
                 captions, row = _captions_in_file(sidecar, path.with_name(sidecar).read_bytes, source)
                 yield from records_of_clip(name, path, captions, sidecar, read_range(row, path))

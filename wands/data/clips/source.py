@@ -59,7 +59,7 @@ class Source:
         for kind, wanted in (("video", self.video_names), ("caption", self.caption_names)):
             if not names.intersection(wanted):
                 raise DataError(
-                    f"source={self.name} has no {kind} column: expected one of {', '.join(wanted)}, found "
+                    f"SOURCE={self.name} has no {kind} column: expected one of {', '.join(wanted)}, found "
                     f"{', '.join(sorted(names)) or 'none'}; set --{kind}-column to the name of the column"
                 )
 

@@ -102,7 +102,7 @@ def read_lines(file: Path) -> list[str]:
     try:
         lines = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n").rstrip("\n").split("\n")
     except (OSError, ValueError) as error:
-        raise DataError(f"source={file} cannot be read ({error}); save the file as UTF-8 text") from error
+        raise DataError(f"SOURCE={file} cannot be read ({error}); save the file as UTF-8 text") from error
     return [line.strip() for line in lines]
 
 
@@ -116,7 +116,7 @@ def read_pairs(videos: Path, captions: Path) -> list[NumberedRow]:
     paths, texts = read_lines(videos), read_lines(captions)
     if len(paths) != len(texts):
         raise DataError(
-            f"source={videos.parent}: {videos.name} has {len(paths):,} lines and {captions.name} has "
+            f"SOURCE={videos.parent}: {videos.name} has {len(paths):,} lines and {captions.name} has "
             f"{len(texts):,}, but line n of both files must describe one clip; correct the files"
         )
     pairs = enumerate(zip(paths, texts, strict=True), start=1)
@@ -135,12 +135,12 @@ def read_table(table: Path) -> list[NumberedRow]:
     kind = table.suffix.lower()
     readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".json": _json_rows}
     if kind not in readers:
-        raise DataError(f"source={table} is not a table; pass a .csv, .jsonl or .json file, or a folder")
+        raise DataError(f"SOURCE={table} is not a table; pass a .csv, .jsonl or .json file, or a folder")
     try:
         rows = list(readers[kind](table))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
         raise DataError(
-            f"source={table} cannot be read ({error}); save the file as UTF-8 {kind[1:]}"
+            f"SOURCE={table} cannot be read ({error}); save the file as UTF-8 {kind[1:]}"
         ) from error
     return [(number, row if isinstance(row, str) else lower_names(row)) for number, row in rows]
 
@@ -162,7 +162,7 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
         cells, end = _csv_row(lines, begin)
         if isinstance(cells, str):
             if names is None:
-                raise DataError(f"source={table}, line {begin + 1}: {cells}")
+                raise DataError(f"SOURCE={table}, line {begin + 1}: {cells}")
             yield begin + 1, cells
         elif not cells:
             pass  # an empty line

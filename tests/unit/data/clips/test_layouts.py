@@ -500,7 +500,7 @@ def test_rows_of_a_csv_are_numbered_by_the_line_where_they_begin(tmp_path: Path)
 @pytest.mark.parametrize(
     ("files", "source", "message"),
     [
-        ({}, "gone", r"source=.*gone does not exist .*; correct the path"),
+        ({}, "gone", r"SOURCE=.*gone does not exist .*; correct the path"),
         ({}, "gone.csv", "does not exist"),
         ({"notes.txt": "x"}, "", r"contains no clip; wands looked for .*\.mp4"),
         (
@@ -539,7 +539,7 @@ def test_mistyped_paths_are_not_sought_on_the_hub(tmp_path: Path, monkeypatch: p
     for source in ("clips", "data/clip", "./owner/name", "a/b/c", "~/nothing/here"):
         with pytest.raises(DataError, match="does not exist"):
             load_source(source)
-    with pytest.raises(DataError, match="source= is empty"):
+    with pytest.raises(DataError, match="SOURCE= is empty"):
         load_source(" ")
 
 
@@ -744,7 +744,7 @@ def test_a_stream_that_breaks_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -
 
     stream = datasets.IterableDataset.from_generator(rows)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
-    with pytest.raises(DataError, match=r"source=o/n could not be loaded .* \(reset by peer\); check"):
+    with pytest.raises(DataError, match=r"SOURCE=o/n could not be loaded .* \(reset by peer\); check"):
         load_source("o/n")
 
 
@@ -758,7 +758,7 @@ def test_no_network_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> No
         load_source("nobody/nothing-of-this-name")
     message = str(caught.value)
     assert message.startswith(
-        "source=nobody/nothing-of-this-name could not be loaded as a Hugging Face dataset ("
+        "SOURCE=nobody/nothing-of-this-name could not be loaded as a Hugging Face dataset ("
     )
     assert message.endswith("the network, or pass a folder of clips")
     assert "\n" not in message
