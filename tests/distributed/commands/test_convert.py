@@ -378,6 +378,20 @@ def test_what_published_files_carry_for_nothing(pipelines: dict[str, Path], tmp_
     assert extra in str(row)
 
 
+def test_channels_of_no_wan_model(pipelines: dict[str, Path], tmp_path: Path):
+    source, name = tmp_path / "transformer", "patch_embedding.weight"
+    shutil.copytree(pipelines["wan2.1-t2v-1.3b"] / "transformer", source)
+    spoil(source, lambda weights: weights.update({name: torch.cat([weights[name], weights[name][:, :4]], 1)}))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"in_channels": config["in_channels"] + 4}))
+    with pytest.raises(
+        ConfigError,
+        match=r"SOURCE=.*: the transformer's config has in_channels=20.*Set SOURCE to a Wan model",
+    ):
+        convert(str(source), tmp_path / "out", to="official")
+    assert os.listdir(tmp_path) == ["transformer"]
+
+
 def test_sources_that_are_no_model(tmp_path: Path, pipelines: dict[str, Path]):
     with pytest.raises(ConfigError, match="neither a folder nor a Hub id"):
         convert("no/such/thing", tmp_path / "out", to="official")
