@@ -190,7 +190,7 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
         tensors = {name: stored[name] for name in names}
         if any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
             raise ValueError(
-                f"its tensors are {' and '.join(str(t.dtype) for t in tensors.values())}, but data_tools.export writes bf16"
+                f"the tensors are {' and '.join(str(t.dtype) for t in tensors.values())}, but data_tools.export writes bf16"
             )
         crc32 = checksum(*map(to_bits, tensors.values()))
         if crc32 != int(header["crc32"], 16):
@@ -297,12 +297,12 @@ def _tensor(content: bytes, pattern: str) -> Tensor:
     tensors = load(content)
     if any(name.startswith("f_indices") for name in tensors):
         raise ValueError(
-            "it contains f_indices, which musubi-tuner writes for one-frame training; wands cannot train on such clips"
+            "the file contains f_indices, which musubi-tuner writes for one-frame training; wands cannot train on such clips"
         )
     names = [name for name in tensors if re.fullmatch(pattern, name)]
     if len(names) != 1:
         raise ValueError(
-            f"exactly one tensor name must match {pattern}, but the names are {', '.join(sorted(tensors))}"
+            f"the file must contain exactly one tensor with a name like {pattern}, but the names are {', '.join(sorted(tensors))}"
         )
     return tensors[names[0]].to(torch.bfloat16)
 

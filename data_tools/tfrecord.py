@@ -141,13 +141,11 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif kind in (1, 2, 5):
             length, place = _varint(data, place) if kind == 2 else (8 if kind == 1 else 4, place)
             if place + length > len(data):
-                raise ValueError(
-                    "the protobuf message is damaged: a field is longer than the message; replace the file"
-                )
+                raise ValueError("a field of the record is longer than the record")
             yield number, data[place : place + length]
             place += length
         else:
-            raise ValueError(f"the protobuf message is damaged: unknown wire type {kind}; replace the file")
+            raise ValueError(f"the record has the unknown wire type {kind}")
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
@@ -159,9 +157,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
         value, place = value | (byte & 0x7F) << shift, place + 1
         if byte < 0x80:
             return value, place
-    raise ValueError(
-        "the protobuf message is damaged: the last byte of an integer is missing; replace the file"
-    )
+    raise ValueError("the record ends inside an integer")
 
 
 def _last(data: bytes, number: int) -> bytes | None:
@@ -194,7 +190,7 @@ def parse_example(data: bytes) -> dict[str, bytes]:
                 features[name.decode()] = value
     except ValueError as error:
         raise DataError(
-            f"record is not a tf.train.Example ({error}); pass shards that MaxDiffusion wrote"
+            f"the record is not a tf.train.Example ({error}); copy the shard again, or pass shards that MaxDiffusion wrote"
         ) from None
     return features
 
@@ -217,15 +213,16 @@ def parse_tensor(data: bytes) -> Tensor:
         content = _last(data, 4) or b""
     except ValueError as error:
         raise DataError(
-            f"array is not a serialized tensor ({error}); pass shards that MaxDiffusion wrote"
+            f"an array of the record is not a serialized tensor ({error}); copy the shard again, or pass shards of "
+            "MaxDiffusion"
         ) from None
     if kind not in _DTYPES:
         raise DataError(
-            f"tensor has TensorFlow's type {kind}, which is not a float; pass shards that MaxDiffusion wrote"
+            f"an array of the record has TensorFlow's type {kind}, which is not a float; pass shards that MaxDiffusion wrote"
         )
     wanted = int(np.prod(shape, dtype=object)) * _DTYPES[kind].itemsize
     if wanted != len(content) or not content:
         raise DataError(
-            f"tensor of shape {shape} has {len(content):,} bytes instead of {wanted:,}; replace the file"
+            f"an array of the record has the shape {shape} and {len(content):,} bytes instead of {wanted:,}; copy the shard again"
         )
     return torch.frombuffer(bytearray(content), dtype=_DTYPES[kind]).reshape(shape)

@@ -244,7 +244,7 @@ def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], flo
 
     Args:
         steps: optimizer steps.
-        dp_size: number of data-parallel ranks. It divides the number of bins of every step.
+        dp_size: number of data-parallel ranks. The number of bins of every step is a multiple of dp_size.
         bin_cost: function from `bin_costs` that returns the cost of a bin.
     """
     mean = slowest = 0.0

@@ -42,18 +42,18 @@ def group_into_steps(
 ) -> list[Step]:
     """Form full optimizer steps from groups of `level_bins` bins (packed batches) with similar costs.
 
-    The bins are sorted by cost and divided into ranges. Inside a range, the bins are sorted by their longest samples
-    and distributed to the groups. So each group gets equal numbers of bins with long samples and of bins with short
-    samples. If a step contains several groups, the costs of these groups differ. The step then gets one of the most
-    expensive groups, one of the next cheaper groups, and so on.
+    The bins are sorted by cost and cut into ranges of bins with similar costs. Each range is divided into several groups.
+    Inside a range, the bins are sorted by their longest samples and dealt out to the groups in turn, so that each group
+    gets as many bins with long samples as every other group of the range. A step with several groups gets one of the
+    most expensive groups of all ranges, one of the next cheaper groups, and so on.
 
     Args:
         bins: bins of all full steps, as sample indices.
-        bins_per_step: number of bins of a step. It divides the number of bins.
-        level_bins: number of bins of a group. It divides `bins_per_step`.
+        bins_per_step: number of bins of a step. The number of all bins is a multiple of this number.
+        level_bins: number of bins of a group. `bins_per_step` is a multiple of this number.
         costs: cost of each sample.
         seq_lens: int64 [N], number of tokens of each sample.
-        key: (seed, epoch), the key of the random choices. The seed may be a text that also names a window.
+        key: (seed, epoch), the key of the random choices. The seed can be a number or a text.
     """
     if not bins:
         return []

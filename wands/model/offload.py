@@ -37,7 +37,10 @@ class CopyStream(Protocol):
         ...
 
     def wait(self, event: Any) -> None:
-        """Make later computation wait until the copy whose `run` returned `event`, and all earlier copies, are done."""
+        """Make later computation wait until a copy and all earlier copies are done.
+
+        `event` is what `run` returned for this copy.
+        """
         ...
 
 

@@ -191,7 +191,7 @@ class TrainingRun:
     def _first_frames(self) -> np.ndarray:
         """Number of tokens in the first frame of each of the N samples, int64 [N].
 
-        The number is 0 for a sample with a single frame, because its first frame is always trained.
+        A sample with a single frame counts 0, because only first frames of longer samples can be left out of the loss.
         """
         shapes = (self.data.latent_shape(i) for i in range(len(self.data.keys)))
         grids = (grid_size(shape, self.shape.patch_size) for shape in shapes)

@@ -152,7 +152,7 @@ def _has_no_pairs(segments: Segments) -> bool:
 
 
 def _new_lse(q: Tensor) -> Tensor:
-    """Return a log-sum-exp tensor [heads, rows] for q [rows, heads, head dim], filled with -inf (rows without keys)."""
+    """Return a log-sum-exp tensor [heads, rows] for q [rows, heads, head dim], in which every value is -inf."""
     return q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_score_dtype(q))
 
 

@@ -165,7 +165,7 @@ def _blocks() -> list[tuple[Tensor, Segments]]:
 
     Returns:
         (rows, segments) for each block. `rows` are the indices of the block's rows in k. `segments` contains the number
-        of rows of q and of the block in each segment. Both blocks end with the padding rows after the last segment.
+        of rows of q and of the block in each segment. The padding rows of k are at the end of both blocks.
     """
     starts = [0, *accumulate(LENS_K)]
     rows: tuple[list[int], list[int]] = ([], [])

@@ -80,8 +80,8 @@ def convert_lora(
         pairs = pairs_of(loras, expert)
         if pairs is None:
             raise CheckpointError(
-                f"SOURCE {source} contains a LoRA for {', '.join(loras)}, but the name of its file or folder belongs to "
-                f"{expert}. Set SOURCE to the file itself. The name then has no effect."
+                f"SOURCE {source} contains a LoRA for {', '.join(loras)}, but the name of the LoRA's file or folder is "
+                f"the name for {expert}. Set SOURCE to the file itself: the name is then ignored."
             )
         loras = {expert: pairs}
     several = expert is not None or len(loras) > 1

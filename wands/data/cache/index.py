@@ -110,7 +110,7 @@ class CacheIndex:
             index = cls(**{**arrays, **{name: _split(arrays[name]) for name in TEXTS}})
             wrong = {name for name in SAMPLE_ARRAYS if len(arrays[name]) != len(index)}
             if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
-                raise ValueError("the arrays of the index have different lengths")
+                raise ValueError("the cache's index is damaged: its arrays have different lengths")
         except (*DAMAGE, zipfile.BadZipFile, zlib.error) as error:
             raise CacheError(
                 f"cache={path.parent} has a damaged {path.name} ({reason(error)}); run the same wands "

@@ -95,7 +95,9 @@ def read_offsets(group: h5py.Group) -> tuple[int, ...]:
     arrays = [group[name] for name in stored_names(group)]
     offsets = [stored.id.get_offset() for stored in arrays]
     if any(at is None and stored.size for at, stored in zip(offsets, arrays, strict=True)):
-        raise OSError("an array is stored in chunks, but wands stores each array in one piece")
+        raise OSError(
+            "another program has changed the shard: an array is stored in chunks, but wands stores each array in one piece"
+        )
     return tuple(at or 0 for at in offsets)
 
 

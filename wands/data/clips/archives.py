@@ -49,7 +49,7 @@ class TarReader:
             self._tar = tarfile.open(path, "r:*")  # noqa: SIM115 - closed by __exit__
         except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
             raise DataError(
-                f"the file is not a readable tar archive ({one_line(error)}); replace the file"
+                f"the tar archive cannot be read ({one_line(error)}); copy or pack the archive again"
             ) from None
         self.rejections: list[Rejection] = []
         self.samples = self._list()
