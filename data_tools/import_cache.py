@@ -190,12 +190,14 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
         tensors = {name: stored[name] for name in names}
         if any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
             raise ValueError(
-                f"the tensors are {' and '.join(str(t.dtype) for t in tensors.values())}, but data_tools.export writes bf16"
+                f"the tensors are {' and '.join(str(t.dtype) for t in tensors.values())}, but data_tools.export writes "
+                "bf16; export the cache again"
             )
         crc32 = checksum(*map(to_bits, tensors.values()))
         if crc32 != int(header["crc32"], 16):
             raise ValueError(
-                f"wrong checksum: the tensors have {crc32:08x}, but the file's header contains {header['crc32']}"
+                f"the file is damaged: its tensors have the checksum {crc32:08x}, but its header contains "
+                f"{header['crc32']}; export the cache again"
             )
         latents, text = tensors.pop("latents"), tensors.pop("text_embeds")
         return EncodedClip(json.loads(header["key"]), latents, text, json.loads(header["meta"]), tensors)
@@ -297,7 +299,8 @@ def _tensor(content: bytes, pattern: str) -> Tensor:
     tensors = load(content)
     if any(name.startswith("f_indices") for name in tensors):
         raise ValueError(
-            "the file contains f_indices, which musubi-tuner writes for one-frame training; wands cannot train on such clips"
+            "the file contains f_indices, which musubi-tuner writes for one-frame training; encode the clips with wands "
+            "preprocess"
         )
     names = [name for name in tensors if re.fullmatch(pattern, name)]
     if len(names) != 1:

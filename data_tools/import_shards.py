@@ -236,9 +236,9 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     raw, normalised = _unlikelihood(spread / std), _unlikelihood(spread)
     if raw < normalised:
         raise DataError(
-            "latents seem to be the VAE's output and not normalised: the channels have standard deviations from "
-            f"{spread.min():.2f} to {spread.max():.2f}, similar to latents_std of the VAE. Encode the clip with wands "
-            "preprocess, because NVIDIA DFM does not normalise clips of low contrast"
+            "latents are not normalised: the channels have standard deviations from "
+            f"{spread.min():.2f} to {spread.max():.2f}, similar to latents_std of the VAE (NVIDIA DFM writes such latents for "
+            "clips of low contrast); encode the clip with wands preprocess"
         )
 
 

@@ -123,23 +123,27 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
         latents = torch.load(io.BytesIO(tensor), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many exception types for damaged files and other pickles
         raise DataError(
-            f".pth file is not a plain tensor ({one_line(error, 120)}); pass shards that NVIDIA DFM wrote, "
+            f"the sample's .pth file is not a plain tensor ({one_line(error, 120)}); pass shards that NVIDIA DFM wrote, "
             "because wands never opens other pickles"
         ) from None
     if not isinstance(latents, Tensor):
         raise DataError(
-            f".pth file contains a {type(latents).__name__}, not a tensor; pass shards that NVIDIA DFM wrote"
+            f"the sample's .pth file contains a {type(latents).__name__}, not a tensor; pass shards that NVIDIA DFM wrote"
         )
     try:
         facts = json.loads(info)
     except ValueError as error:
-        raise DataError(f".json file cannot be read ({error}); pass shards that NVIDIA DFM wrote") from None
+        raise DataError(
+            f"the sample's .json file cannot be read ({error}); pass shards that NVIDIA DFM wrote"
+        ) from None
     if not isinstance(facts, dict) or not isinstance(facts.get("caption", ""), str):
-        raise DataError(".json file is not an object with a caption; pass shards that NVIDIA DFM wrote")
+        raise DataError(
+            "the sample's .json file is not an object with a caption; pass shards that NVIDIA DFM wrote"
+        )
     version = facts.get("model_version", "wan2.1")
     if version != "wan2.1":
         raise DataError(
-            f"model_version={version} in the .json file is not supported; remove the sample, or encode its "
+            f"model_version={version} in the sample's .json file is not supported; remove the sample, or encode its "
             "clip with the VAE of Wan 2.1"
         )
     caption = facts.get("caption", "")
@@ -173,7 +177,7 @@ def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample]:
             features = parse_example(record)
             if missing := {"latents", "encoder_hidden_states"} - set(features):
                 raise DataError(
-                    f"record has no {' and no '.join(sorted(missing))}; pass shards that MaxDiffusion wrote"
+                    f"the record has no {' and no '.join(sorted(missing))}; pass shards that MaxDiffusion wrote"
                 )
             latents, text = (
                 _without_batch(parse_tensor(features[part]), ndim)

@@ -141,11 +141,17 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif kind in (1, 2, 5):
             length, place = _varint(data, place) if kind == 2 else (8 if kind == 1 else 4, place)
             if place + length > len(data):
-                raise ValueError("a field of the record is longer than the record")
+                raise DataError(
+                    "a record of the shard is not valid protobuf (a field is longer than the record); copy the shard "
+                    "again, or pass shards of MaxDiffusion"
+                )
             yield number, data[place : place + length]
             place += length
         else:
-            raise ValueError(f"the record has the unknown wire type {kind}")
+            raise DataError(
+                f"a record of the shard is not valid protobuf (unknown wire type {kind}); copy the shard again, or "
+                "pass shards of MaxDiffusion"
+            )
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
@@ -157,7 +163,10 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
         value, place = value | (byte & 0x7F) << shift, place + 1
         if byte < 0x80:
             return value, place
-    raise ValueError("the record ends inside an integer")
+    raise DataError(
+        "a record of the shard is not valid protobuf (it ends inside an integer); copy the shard again, or pass "
+        "shards of MaxDiffusion"
+    )
 
 
 def _last(data: bytes, number: int) -> bytes | None:
@@ -190,7 +199,7 @@ def parse_example(data: bytes) -> dict[str, bytes]:
                 features[name.decode()] = value
     except ValueError as error:
         raise DataError(
-            f"the record is not a tf.train.Example ({error}); copy the shard again, or pass shards that MaxDiffusion wrote"
+            f"a record of the shard is not a tf.train.Example ({error}); copy the shard again, or pass shards of MaxDiffusion"
         ) from None
     return features
 

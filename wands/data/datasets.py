@@ -32,7 +32,7 @@ class SelectedSource:
     Attributes:
         name: path of the source in the recipe, or "mock" for mock data.
         data: all samples of the source.
-        chosen: int64, positions in `data` of the samples that `data.split` selects.
+        chosen: int64, positions in `data` of the samples that the recipe key `data.split` selects.
         repeat: number of uses of each chosen sample in an epoch. A fraction is the mean over all epochs.
     """
 

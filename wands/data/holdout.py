@@ -20,8 +20,8 @@ SUFFIX = re.compile(
 def clip_name(key: str) -> str:
     """Return the name of the clip that a sample belongs to.
 
-    The name is the key without time range, caption, window, size and extension. A key contains the extension only if
-    the names of two clips differ only in the extension. If the name of a file ends with text that looks like a time
+    The name is the key without time range, caption, window, size and file extension. Keys contain the file extension
+    only if two files differ in nothing else (a.mp4 and a.mov). If the name of a file ends with text that looks like a time
     range, this text is removed, too.
 
     Args:

@@ -92,9 +92,9 @@ def _choose_cuts(
 ) -> list[tuple[int, int]]:
     """Divide the bins, sorted by cost, into ranges. `group_into_steps` forms each group from the bins of one range.
 
-    The efficiency of the groups (mean cost of the bins divided by the highest cost) is at least `LEVEL`, if any
-    division reaches this limit. Within the limit, the distribution of the sample lengths in each range is as similar as
-    possible to the distribution in the whole data.
+    The efficiency of a group is the mean cost of its bins divided by the highest cost. Of all ways to divide the bins
+    that keep the efficiency at `LEVEL` or above, choose the way in which the sample lengths of each range are most
+    similar to the sample lengths of the whole data. If no way reaches `LEVEL`, choose the smallest ranges.
 
     Args:
         bins: bins of all full steps, the most expensive bin first.
@@ -132,14 +132,14 @@ def _choose_cuts(
 
 
 def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]:
-    """Divide the range from 0 to G into intervals whose biases have the smallest sum, by dynamic programming.
+    """Divide G groups of bins, sorted by cost, into intervals whose biases have the smallest sum, by dynamic programming.
 
-    The total waiting cost of the intervals may not exceed `allowed`.
+    The total waiting cost of the intervals (time in which ranks wait for the most expensive bin) may not exceed `allowed`.
 
     Args:
-        bias: float64 [G, G+1]. bias[i, j] is the bias of the interval from i to j. It measures how much the sample
-            lengths in the interval differ from the lengths in the whole data.
-        waits: float64 [G, G+1]. waits[i, j] is the waiting cost of the interval from i to j, never negative.
+        bias: float64 [G, G+1]. bias[i, j] is the bias of the groups i to j - 1. It measures how much the
+            lengths of their samples differ from the lengths in the whole data.
+        waits: float64 [G, G+1]. waits[i, j] is the waiting cost of the groups i to j - 1, never negative.
         allowed: limit of the total waiting cost. If no division satisfies the limit, every interval has length 1.
 
     Returns:

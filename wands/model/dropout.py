@@ -151,7 +151,10 @@ class _Drop(torch.autograd.Function):
 
 
 def _drop(x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
-    """Return a copy of x [..., C] with dropout. `rows` are the keys of the first rows; later rows do not change."""
+    """Return a copy of x [..., C] with dropout in the first `len(rows)` rows.
+
+    `rows` contains the random-number key of each of these rows. The rows after them do not change.
+    """
     out = x.clone(memory_format=torch.contiguous_format)
     flat, step = out.view(-1, x.shape[-1]), max(_CHUNK // x.shape[-1], 1)
     for begin in range(0, len(rows), step):

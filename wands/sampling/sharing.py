@@ -281,8 +281,8 @@ def _token_index(
         device: device of the results.
 
     Returns:
-        (metadata of this rank's tokens, indices [L], positions [N]). The indices are the positions of this rank's
-        tokens in the sample. The positions give, for each token of the sample, its index among the gathered tokens.
+        (metadata of this rank's tokens, indices [L], positions [N]). `sample[indices]` are the tokens of this rank.
+        `gathered[positions]` are all tokens of the sample in order, where `gathered` are the tokens of all ranks.
     """
     num_tokens = grid[0] * grid[1] * grid[2]
     layouts = [

@@ -166,14 +166,17 @@ def _check_space(run: TrainingRun, folder: Path, more: int) -> None:
         largest = weights + states
     problem = None
     if needed > free:
-        problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free; free disk space or change output_dir."
+        problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free"
     elif limit != resource.RLIM_INFINITY and largest > limit:
-        problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit}; raise the limit."
+        problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit}"
     problems: list[str | None] = [None] * world_size
     dist.all_gather_object(problems, problem)
     if any(problems):
         first_problem = next(filter(None, problems))
-        raise CheckpointError(f"output_dir: a checkpoint in {folder} {first_problem}", agreed=True)
+        raise CheckpointError(
+            f"output_dir={run.output_dir}: a checkpoint {first_problem}. Free disk space, raise the limit, or change output_dir.",
+            agreed=True,
+        )
 
 
 def _finish(partial: Path, target: Path, state: TrainState) -> None:

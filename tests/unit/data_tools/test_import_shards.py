@@ -231,7 +231,7 @@ def test_sources_without_a_sample(
     assert main([str(tmp_path / name), "--model", str(model), "--out", str(tmp_path / "cache")]) == 2
     part = {"empty": "looked for .tar", "gone": "no such folder", "both": "both tars and TFRecords"}
     assert (
-        part.get(name, "no usable sample: 1 rejected (first: latents seem to be the VAE")
+        part.get(name, "no usable sample: 1 rejected (first: latents are not normalised: the channels")
         in capsys.readouterr().err
     )
     assert not (tmp_path / "cache").exists()
@@ -403,7 +403,7 @@ def test_unusable_records_say_why(model: Path, tmp_path: Path) -> None:
         "TensorFlow's type 3": integer.SerializeToString(),
         "text embedding of shape (5, 7)": record(tensor, padded(5, 7)),
         "not finite": record(tensor, text / 0),
-        "not a tf.train.Example": b"\xff" * 50,
+        "not valid protobuf": b"\xff" * 50,
         "not normalised": record(raw(tensor), text),
         "tensor": short.SerializeToString(),
     }

@@ -31,6 +31,7 @@ How to add a kernel:
 
 What the two functions receive:
 
+- Tensors that the functions must not change: in a ring, k and v are being sent to another rank at this moment.
 - q, k, v, dout and out can be views whose last dimension is contiguous and whose other dimensions are not. `lse` is
   contiguous.
 - There can be more rows than the segments contain. The rows after the last segment are padding.

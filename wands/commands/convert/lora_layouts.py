@@ -71,8 +71,8 @@ def convert_lora(
         expert: "transformer" or "transformer_2" if the path of the file names the expert, otherwise None.
 
     Raises:
-        CheckpointError: if `source` is not a LoRA of Wan or contains no LoRA of `expert`. Also if a written file differs
-            from `source`.
+        CheckpointError: if `source` is not a LoRA of Wan or contains no LoRA of `expert`, or if values read back from a
+            written file differ from the values in `source`.
     """
     with TensorFiles([source], f"SOURCE {source}") as files:
         loras, old_names = read_lora_file(files), files.tensors.keys()

@@ -57,9 +57,10 @@ class Clip:
         start: start of the time range in seconds; None for the beginning of the file.
         end: end of the time range in seconds; None for the end of the file.
         video: digest of the file and the time range. Clips with equal digests have equal latents.
-        rows: captions. A clip from `SourceScan.pending` contains only captions with missing samples.
+        rows: captions. A clip from `SourceScan.pending` contains only captions for which the cache lacks a sample.
         latents: cached latents to reuse, as (shard name, number of the sample in the shard, suffix). The suffix names
-            the window (range of frames) and the size. Latents are left out if every caption has a sample with them.
+            the window (range of frames) and the size. A window
+            and size for which every caption already has a sample is left out.
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
     """
 
