@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from wands.data.cache.reader import LatentCache
 
 DEFAULT_VARIANT = "wan2.1-t2v-1.3b"
-STEPS, FEW_CLIPS = 800, 4  # number of steps that overfit these few clips
-HEAVY_STEPS = 600  # two experts, which are both updated in every step, and the wider DiT of 48 channels
-MOST_STEPS = 1.5  # factor of steps for more clips, so that the demo stays short
+STEPS, FEW_CLIPS = 500, 4  # number of steps that overfit these few clips
+HEAVY_STEPS = 450  # two experts, which are both updated in every step, and the wider DiT of 48 channels
+MOST_STEPS = 2.0  # factor of steps for more clips, so that the demo stays short
 ENOUGH_PASSES = 400  # with fewer passes over the clips, samples show colours and layout, not details
 SECONDS_PER_STEP = 0.31  # two busy CPU cores
-OTHER_SECONDS = 120  # pipeline, cache, export, sampling
+OTHER_SECONDS = 130  # pipeline, cache, export, sampling
 # Largest frame, by the VAE's stride: at most 48 or 40 tokens of a latent frame.
 PIXELS = {8: 12288, 16: 40960}
 

@@ -86,8 +86,8 @@ class Checkout:
         return path
 
     def model(self, variant: str) -> Path:
-        """Tiny pipeline of a variant."""
-        script = str(self.root / "scripts" / "make_tiny_pipeline.py")
+        """Tiny pipeline of a variant, built by the script of this checkout for both commits."""
+        script = str(ROOT / "scripts" / "make_tiny_pipeline.py")
         return self.once(f"model-{variant}", lambda path: self.run(script, str(path), "--variant", variant))
 
     def clips(self) -> Path:
