@@ -191,13 +191,12 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
         if any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
             raise ValueError(
                 f"the tensors are {' and '.join(str(t.dtype) for t in tensors.values())}, but data_tools.export writes "
-                "bf16; export the cache again"
+                "bf16"
             )
         crc32 = checksum(*map(to_bits, tensors.values()))
         if crc32 != int(header["crc32"], 16):
             raise ValueError(
-                f"the file is damaged: its tensors have the checksum {crc32:08x}, but its header contains "
-                f"{header['crc32']}; export the cache again"
+                f"the tensors have the checksum {crc32:08x}, but the file's header contains {header['crc32']}"
             )
         latents, text = tensors.pop("latents"), tensors.pop("text_embeds")
         return EncodedClip(json.loads(header["key"]), latents, text, json.loads(header["meta"]), tensors)

@@ -272,6 +272,7 @@ def test_frozen_weights_need_room_for_themselves_alone(
     def check(more: int) -> None:
         recipe = load_recipe(None, [] if whole else ["lora.rank=4"])
         run = {
+            "output_dir": tmp_path,
             "world_size": 2,
             "zero_stage": 2,
             "recipe": recipe,

@@ -405,7 +405,7 @@ def test_unusable_records_say_why(model: Path, tmp_path: Path) -> None:
         "not finite": record(tensor, text / 0),
         "not valid protobuf": b"\xff" * 50,
         "not normalised": record(raw(tensor), text),
-        "tensor": short.SerializeToString(),
+        "a field is longer than the record": short.SerializeToString(),
     }
     path = tfrecord(tmp_path / "file_00-9.tfrec", list(cases.values()))
     report = import_shards(path, tmp_path / "cache", model)

@@ -595,7 +595,7 @@ def test_damaged_archives_say_so(tmp_path: Path, mp4: list[bytes]) -> None:
         rows, rejections = load_source(str(tmp_path / name), cache_dir=tmp_path / "cache")
         assert rows == []
         assert [rejection.key for rejection in rejections] == [name]
-        assert "replace the file" in rejections[0].reason
+        assert "copy or pack the archive again" in rejections[0].reason
 
 
 def test_random_damage_to_an_archive_never_crashes(tmp_path: Path, mp4: list[bytes]) -> None:
