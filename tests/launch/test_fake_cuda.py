@@ -50,7 +50,7 @@ MISTAKES = {
     "a copy to the host": "copies to the CPU",
     "a copy that waits": "copies to the GPU when",
 }
-DEFAULT_TIER = {"ring 2 x ulysses 2 in bf16", "a copy that waits"}
+DEFAULT_TIER = {"one rank in bf16", "a copy that waits"}
 
 
 def in_tiers(names: Iterable[str]) -> list[Any]:

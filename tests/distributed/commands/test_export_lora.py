@@ -141,6 +141,7 @@ def test_merged_loras_are_found_from_another_folder(
         check_resumable(state, build_state(training_run, 0, 0, []), "x")
 
 
+@pytest.mark.slow
 def test_each_expert_has_a_lora_of_its_own(tmp_path: Path, worlds: Any):
     model = tmp_path / "a14b"
     build_tiny_pipeline(model, size="test", vae_dir="random", variant="wan2.2-t2v-a14b")

@@ -296,9 +296,8 @@ def sample_on_ranks(folders: dict[str, Path], ring: int, ulysses: int) -> dict[s
     return found
 
 
-@pytest.mark.parametrize(
-    ("world_size", "degrees"), [(2, (2, 1)), pytest.param(4, (2, 2), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "degrees"), [(2, (2, 1)), (4, (2, 2))])
 def test_ranks_sample_what_one_process_does(
     run_world, tiny_variant: Callable[[str], Path], world_size: int, degrees: tuple[int, int]
 ) -> None:

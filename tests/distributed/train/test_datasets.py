@@ -51,6 +51,7 @@ def visited(run_dir: Path, step: int) -> set[tuple[str, int, int, float]]:
     return set(found)
 
 
+@pytest.mark.slow
 def test_a_run_on_two_sources_resumed_is_the_run(tiny_pipeline: Path, overrides, tmp_path: Path, run_world):
     once, twice = tmp_path / "once", tmp_path / "twice"
     whole, *_ = run_world(2, run_training, tiny_pipeline, once, overrides)

@@ -62,6 +62,7 @@ def test_report_of_a_shipped_recipe():
     assert "a checkpoint 171.5 GB" in report
 
 
+@pytest.mark.slow
 def test_more_memory_needs_less_sharing_and_more_gpus_are_faster():
     small, large = run(hardware="l40s"), run(hardware="h200")
     assert float(rows_of(small)[0][4]) < 48e9 / 2**30 < float(rows_of(large)[0][4])
