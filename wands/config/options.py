@@ -313,8 +313,8 @@ class InferOptions(Options):
     """Use the moving average of the weights in --checkpoint instead of the weights themselves. The recipe of the training
     must have an ema section."""
     lora: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
-    """LoRA to add to the model: a folder, file or Hub id in diffusers, PEFT or ComfyUI layout. SCALE multiplies the
-    LoRA's update and is 1 by default. Give the option several times to add several LoRAs. For a model with two experts, a
+    """LoRA to add to the model: a folder, file or Hub id in diffusers, PEFT or ComfyUI layout. PATH=0.5
+    multiplies the LoRA's update by 0.5. Give the option several times to add several LoRAs. For a model with two experts, a
     folder can contain one file for each expert, with high_noise or low_noise in the file name. A single file is added to
     the high-noise expert, unless the tensor names in the file begin with transformer_2."""
     lora_2: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()

@@ -260,7 +260,7 @@ def fill_exactly(
 
 
 class _Sums:
-    """Table of the sums up to `max_tokens` of the given lengths. A sum may contain a length several times."""
+    """Table of all sums of the given lengths that are at most `max_tokens`. A sum may contain a length several times."""
 
     def __init__(self, lengths: np.ndarray, max_tokens: int) -> None:
         bits, mask = 1, (1 << (max_tokens + 1)) - 1

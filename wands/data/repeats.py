@@ -70,7 +70,9 @@ class RepeatSchedule:
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
     def phase(self, epoch: int) -> tuple[int, ...]:
-        """Return the part of the last copy (one row for each sample) that an epoch uses, for each source.
+        """Return, for each source, which part of its last copy an epoch uses.
+
+        A copy contains each sample of the source once.
 
         Two epochs with the same result use the same rows (uses of samples).
 

@@ -90,8 +90,9 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Drop values in training: map x [..., C] to a tensor of the same shape.
 
-        x has C channels for each row (token or timestep). The rows are in the order of their keys. If the rows are text
-        tokens, x ends with one more row, for the padding of all samples. No value of the padding is dropped.
+        x has C channels for each row (token or timestep). The rows have the order of the random-number keys of the bin. If
+        the rows are text tokens, x ends with one more row, for the padding of all samples. No value of the padding is
+        dropped.
         """
         if not self.training or self.p == 0:
             return x
