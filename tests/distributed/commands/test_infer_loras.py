@@ -226,6 +226,7 @@ def test_ranks_share_a_pipeline_with_loras(run_world, trained: Trained, files: d
         assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_lora_run_is_sampled_three_ways(
     run_world, tiny_variant: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -339,6 +339,7 @@ def of_context(folder: Path, dtype: str, reverse: bool) -> dict[str, tuple[str, 
     return {one.name: (one.status, one.text) for one in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_context_parallelism_is_one_process(
     world_size: int, tiny_variant: Callable[[str], Path], run_world: Callable[..., list[Any]]
@@ -361,6 +362,7 @@ def test_context_parallelism_is_one_process(
         assert all("relative error" in line for _, line in found.values())
 
 
+@pytest.mark.slow
 def test_one_big_part_at_a_time(ask: Callable[..., dict[str, str]], monkeypatch: Patch) -> None:
     for module in (selftest_command, selftest_dit):
         monkeypatch.setattr(module, "clear_device_cache", lambda **_: gc.collect())
@@ -433,6 +435,7 @@ def test_the_command(tiny_variant: Callable[[str], Path], monkeypatch: Patch) ->
     assert wrong.stdout.splitlines()[-1] == "0 passed, 1 failed, 4 skipped"
 
 
+@pytest.mark.slow
 def test_a_hub_id_is_looked_for_on_this_machine_alone(
     tiny_variant: Callable[[str], Path], monkeypatch: Patch, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_one_run_prints_every_variant_and_the_formula_holds(new_world, monkeypat
     assert all(line.split()[-3] == "1.000" for line in talking), texts[0]
 
 
+@pytest.mark.slow
 def test_blocks_in_one_process_agree_with_the_single_kernel():
     """`measure` itself compares them, at ring degrees 2, 4 and 8."""
     backend = choose_backend("cpu", CPU, torch.float32)

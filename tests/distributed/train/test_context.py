@@ -169,6 +169,7 @@ def test_float64_is_stock_diffusers(grid: Grid, worlds: WorldPool, tiny_pipeline
     assert error <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

@@ -69,6 +69,7 @@ def test_the_gradient_is_the_same_however_it_is_made(
         assert all(torch.equal(narrow[mode][name], grad) for name, grad in narrow["none"].items()), mode
 
 
+@pytest.mark.slow
 def test_resume_is_bitwise(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
     settings = ("model.dropout=0.2", "train.max_steps=4", "checkpoint.every=2", "model.checkpointing=full")
     settings += ("precision.compute=bf16",)

@@ -329,6 +329,7 @@ def test_turned_off_and_on_again(finished: Finished, tiny_pipeline: Path, tmp_pa
     assert same(load_exported_state(run, ema=True), averaged([before, *series[1:]], 0.2))
 
 
+@pytest.mark.slow
 def test_an_average_that_is_cut_otherwise_is_refused(
     finished: Finished, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):

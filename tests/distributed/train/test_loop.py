@@ -28,6 +28,7 @@ def reference(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run
     return losses(run_world(1, run_training, tiny_pipeline, out, ("train.max_steps=5",), zero(0))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_loss_series_is_the_same_at_every_stage_and_world(

@@ -266,6 +266,7 @@ def run_eagerly(*args: Any) -> list[dict[str, Any]]:
         torch.compiler.set_stance("default")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "more"),
     [

@@ -72,6 +72,8 @@ def test_decoding_runs_ahead_but_not_away(
 def test_a_failure_in_a_thread_ends_the_run(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for ending in ("mp4", "txt"):
+        (source / f"woman.{ending}").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(decoding, "to_pixels", None)
         with pytest.raises(TypeError, match="not callable"):

@@ -113,6 +113,7 @@ def test_many_nodes_are_started_by_their_script():
     assert line.startswith(start + "--deepspeed zero3")
 
 
+@pytest.mark.slow
 def test_lengths_are_the_datas_where_the_recipe_has_some(tiny_pipeline):
     report = run(None, overrides=(f"model.path={tiny_pipeline}", MOCK, "train.bins_per_step=8"))
     assert "an epoch of 77 tokens" in report  # 8 + 12 + 2 + 24 + 6 + 16 + 9

@@ -92,6 +92,7 @@ def test_another_name_encodes_nothing(
     assert any(key.startswith("cyclists") for key in contents(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 def test_windows_of_a_finished_clip_are_not_decoded_again(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def caches(
 # ---- several captions
 
 
+@pytest.mark.slow
 def test_captions_share_decoding_and_latents(
     source: Path, tiny_pipeline: Path, caches: dict[tuple[int, ...], Path], tmp_path: Path
 ) -> None:

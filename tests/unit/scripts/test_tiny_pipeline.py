@@ -234,6 +234,7 @@ def test_every_variant_of_the_demo_has_a_shipped_vae(name):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "clip",
     [
