@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 16_250
+TOTAL = 16_335
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -26,7 +26,7 @@ FOLDERS = {
     "encoders": 350,
     "export": 400,
     "flow": 185,
-    "model": 2005,
+    "model": 2090,
     "planning": 625,
     "recipes": 0,
     "sampling": 890,

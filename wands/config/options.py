@@ -403,7 +403,7 @@ class PushOptions(Options):
 class ConvertOptions(Options):
     """Convert a model or a LoRA to another file layout.
 
-    The layouts are diffusers, official (Wan's own repositories) and comfyui.
+    The layouts are diffusers, official (Wan's own repositories), comfyui and musubi (LoRAs for musubi-tuner).
 
     Examples:
         wands convert Wan2.1-T2V-1.3B/ --to diffusers --out wan-diffusers/
@@ -412,8 +412,8 @@ class ConvertOptions(Options):
 
     source: Annotated[str, ARGUMENT]
     """Model or LoRA to convert. A Wan model is a folder, a file or a Hub id. A LoRA may come from any trainer."""
-    to: Literal["diffusers", "official", "comfyui"]
-    """File layout to write. official is the layout of Wan's own repositories."""
+    to: Literal["diffusers", "official", "comfyui", "musubi"]
+    """File layout to write. official is the layout of Wan's own repositories. musubi is for LoRAs only."""
     out: Path
     """Folder to write; it must be new or empty."""
     base: Annotated[str | None, Spelling(alias="--rest-of")] = None

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from wands.errors import CheckpointError
-from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
+from wands.model.files.lora_files import LORA_FILE, lora_tensors
+from wands.model.files.lora_update import LoraPair
 from wands.model.files.tensor_files import LazyTensor, check_written, write_safetensors
 
 COMFYUI_FILE = "comfyui.safetensors"

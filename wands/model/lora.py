@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import ConfigError
-from wands.model.files.lora_files import LoraPair, find_lora_file, pairs_of, parse_lora, read_lora_file
+from wands.model.files.lora_files import find_lora_file, parse_lora, read_lora_file, update_of
+from wands.model.files.lora_update import LoraPair, LoraUpdate
+from wands.model.files.name_maps import shorten
 from wands.model.files.tensor_files import TensorFiles
 from wands.model.transformer import Fp32Linear
 from wands.variants import Expert
@@ -134,20 +136,17 @@ def lora_pairs(state: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, LoraP
         lora: LoRA settings of the run that wrote the checkpoint.
     """
     weights = {name: tensor for name, tensor in state.items() if ".lora_" in name}
-    alphas = {"transformer": lora.scaled_alpha}
-    return parse_lora(weights, alphas=alphas, where="the checkpoint")["transformer"]
+    settings = {"transformer": {"lora_alpha": lora.scaled_alpha}}
+    return parse_lora(weights, settings=settings, where="the checkpoint")["transformer"].pairs
 
 
-def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]:
+def load_lora(path: str | Path, expert: Expert, key: str) -> LoraUpdate:
     """Read the LoRA of one expert from a file in any LoRA layout that `wands convert` reads.
 
     Args:
         path: LoRA file or folder, see `wands.model.files.lora_files.find_lora_file`.
         expert: DiT that the LoRA is for.
         key: recipe key of the path, for error messages.
-
-    Returns:
-        LoRA matrices by layer name.
 
     Raises:
         ConfigError: if the file does not exist or contains no LoRA for this expert.
@@ -156,31 +155,43 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> dict[str, LoraPair]
     file = find_lora_file(Path(path), key, expert.subfolder if expert.name else None)
     with TensorFiles([file], f"{key}={file}") as files:
         loras = read_lora_file(files)
-    pairs = pairs_of(loras, expert.subfolder)
-    if pairs is None:
+    update = update_of(loras, expert.subfolder)
+    if update is None:
         raise ConfigError(
             f"{key}={file} contains a LoRA for {', '.join(loras)}, not for {expert.subfolder}. Set {key} to a LoRA for "
             f"{expert.subfolder}, or set model.experts to the experts of this LoRA."
         )
-    return pairs
+    return update
 
 
 def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:
-    """Read the LoRA of one expert from the file that `lora.init_from` names. Return None if the key is not set."""
-    return None if lora.init_from is None else load_lora(lora.init_from, expert, "lora.init_from")
+    """Read the LoRA of one expert from the file that `lora.init_from` names. Return None if the key is not set.
+
+    Raises:
+        ConfigError: if the file also contains full differences, which a LoRA run cannot train.
+    """
+    if lora.init_from is None:
+        return None
+    update = load_lora(lora.init_from, expert, "lora.init_from")
+    if update.differences:
+        raise ConfigError(
+            f"lora.init_from={lora.init_from} changes {len(update.differences)} parameters in full "
+            f"({shorten(update.differences, 3)}), which a LoRA run does not train. List the file in model.merge_loras."
+        )
+    return update.pairs
 
 
 class MergedLoras:
     """Callable that merges LoRAs into base weights, in float64.
 
-    A merged weight is the base weight plus the sum of scale * alpha / rank * lora_B @ lora_A over all LoRAs.
+    A merged weight is the base weight plus the sum of scale * update over all LoRAs. The update of a linear layer is
+    alpha / rank * lora_B @ lora_A. The update of another parameter is its full difference in the LoRA file.
 
     Args:
-        loras: (scale, pairs) of each LoRA. scale is the user's factor for the LoRA. pairs maps a layer name to the
-            LoRA matrices of the layer.
+        loras: (scale, update) of each LoRA. scale is the user's factor for the LoRA.
     """
 
-    def __init__(self, loras: Sequence[tuple[float, Mapping[str, LoraPair]]]) -> None:
+    def __init__(self, loras: Sequence[tuple[float, LoraUpdate]]) -> None:
         self._loras = loras
 
     @classmethod
@@ -194,23 +205,17 @@ class MergedLoras:
         return cls([(merge.scale, load_lora(merge.path, expert, "model.merge_loras")) for merge in merges])
 
     def check_fit(self, model: nn.Module) -> None:
-        """Check that every LoRA fits the layers of a model.
+        """Check that every LoRA fits the parameters of a model.
 
         Raises:
-            ConfigError: if a layer of a LoRA is not a linear layer of the model, or if the model's layer has a
-                different shape.
+            ConfigError: if the model lacks a parameter that a LoRA changes, or has a parameter of a different shape.
         """
-        linears = find_targets(model, "all-linear")
-        for _, pairs in self._loras:
-            for module, pair in pairs.items():
-                shape = (len(pair.lora_B), pair.lora_A.shape[1])
-                linear = linears.get(module)
-                if linear is None or shape != (linear.out_features, linear.in_features):
-                    actual = "has no such layer" if linear is None else f"has shape {[*linear.weight.shape]}"
-                    raise ConfigError(
-                        f"model.merge_loras: the LoRA of layer {module} is for a weight of shape {[*shape]}, but the model "
-                        f"{actual}. Use a LoRA for this model."
-                    )
+        for _, update in self._loras:
+            if missing := update.find_missing(model, "model.merge_loras"):
+                raise ConfigError(
+                    f"model.merge_loras: the LoRA changes {len(missing)} parameters that the model does not have "
+                    f"({shorten(missing, 3)}). Use a LoRA for this model."
+                )
 
     def __call__(self, name: str, weight: Tensor) -> Tensor:
         """Return a parameter with all LoRAs merged into it, in the dtype of `weight`.
@@ -219,11 +224,10 @@ class MergedLoras:
             name: name of the parameter.
             weight: value of the parameter without LoRAs. It is returned unchanged if no LoRA changes this parameter.
         """
-        module, _, leaf = name.rpartition(".")
-        updates = [(scale, pairs[module]) for scale, pairs in self._loras if module in pairs]
-        if leaf != "weight" or not updates:
-            return weight
-        return sum((scale * pair.delta() for scale, pair in updates), weight.double()).to(weight.dtype)
+        merged = weight
+        for scale, update in self._loras:
+            merged = update.merge(name, merged, scale)
+        return merged.to(weight.dtype)
 
 
 def _check_start(targets: Mapping[str, nn.Linear], lora: LoraConfig, start: Mapping[str, LoraPair]) -> None:

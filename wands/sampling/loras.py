@@ -1,35 +1,34 @@
-"""Add LoRAs to the DiTs for sampling: find the files, read them in any layout that diffusers or wands supports, and load them.
+"""Add LoRAs to the DiTs for sampling: find the files, read them with the reader that training uses, and load them.
 
-For sampling, diffusers itself reads LoRA files in the layouts of diffusers, ComfyUI and musubi-tuner. The reason is that
-diffusers can also load LoRA updates of biases, which wands cannot merge into the weights.
+diffusers' own reader is not used, because it drops the keys of norms, modulation tables and DoRA without an error.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from wands.errors import CheckpointError, ConfigError, one_line
-from wands.files import read_json
 from wands.model.files.hub import fetch_model, is_hub_id
 from wands.model.files.lora_files import (
     EXPERT_NAMES,
     PEFT_CONFIG,
-    PEFT_FILE,
     experts_in,
     find_lora_file,
     lora_tensors,
-    parse_lora,
+    read_lora_file,
 )
-from wands.model.files.name_maps import EXPERTS
+from wands.model.files.lora_update import LoraPair, LoraUpdate
+from wands.model.files.name_maps import EXPERTS, shorten
+from wands.model.files.tensor_files import TensorFiles
 
 log = logging.getLogger(__name__)
-PEFT_KEYS = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "lora_bias")
-"""Keys of PEFT's settings that change the update which a LoRA adds to the weights."""
 
 
 @dataclass(frozen=True)
@@ -127,93 +126,79 @@ def _fetch(path: str, flag: str) -> Path:
 
 
 def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
-    """Add LoRAs to the DiTs of a pipeline, each with its scale. The LoRAs are not merged into the weights.
+    """Add LoRAs to the DiTs of a pipeline, each with its scale.
+
+    PEFT adds the LoRA matrices next to the linear layers, so that a bf16 weight loses no small update. Full differences of
+    parameters are added to the weights.
 
     Args:
         pipeline: diffusers pipeline for which offloading is not enabled yet.
         loras: result of `find_loras`.
 
     Raises:
-        ConfigError: if a file is damaged, has an unknown layout, or fits no module of the DiT.
+        ConfigError: if a file is damaged, has an unknown layout, uses a method other than LoRA, or does not fit the DiT.
     """
+    updates = [(lora, part, update) for lora in loras for part, update in _read(lora, pipeline).items()]
+    for lora, part, update in updates:  # first, because PEFT renames the parameters of its layers
+        for name in update.differences:
+            parameter = getattr(pipeline, part).get_parameter(name)
+            parameter.data = update.merge(name, parameter.data, lora.scale).to(parameter.dtype)
     scales: dict[str, dict[str, float]] = {}
-    for number, lora in enumerate(loras):
-        name = f"lora_{number}"
-        for subfolder, (state, metadata) in _read(pipeline, lora).items():
-            module = getattr(pipeline, subfolder, None)
-            if module is None:
-                raise ConfigError(
-                    f"{lora.label} is a LoRA of {subfolder}, which --model does not have. Use a LoRA of this model."
-                )
-            _check_fit(lora, subfolder, module, state)
-            try:
-                pipeline.load_lora_into_transformer(
-                    state, transformer=module, adapter_name=name, metadata=metadata, low_cpu_mem_usage=True
-                )
-            except (RuntimeError, ValueError, TypeError) as error:
-                raise _unusable(lora, f"does not fit the {subfolder}", error) from None
-            scales.setdefault(subfolder, {})[name] = lora.scale
-    for subfolder, weights in scales.items():
-        getattr(pipeline, subfolder).set_adapters(list(weights), list(weights.values()))
+    for number, (lora, part, update) in enumerate(updates):
+        model, name = getattr(pipeline, part), f"lora_{number}"
+        if not update.pairs:
+            continue
+        try:
+            pipeline.load_lora_into_transformer(
+                lora_tensors({key: _promote(pair, model.dtype) for key, pair in update.pairs.items()}),
+                transformer=model,
+                adapter_name=name,
+                low_cpu_mem_usage=True,
+            )
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{lora.label} does not fit the {part} ({one_line(error)}). Use a LoRA of this model."
+            ) from None
+        scales.setdefault(part, {})[name] = lora.scale
+    for part, weights in scales.items():
+        getattr(pipeline, part).set_adapters(list(weights), list(weights.values()))
 
 
-def _read(pipeline: Any, lora: Lora) -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Read a LoRA file, and return its tensors and settings separately for each DiT.
+def _promote(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
+    """Return a pair that loses nothing against `dtype` when alpha / rank is multiplied into lora_B."""
+    dtype = torch.promote_types(pair.lora_B.dtype, dtype)
+    return LoraPair(pair.lora_A.to(dtype), pair.lora_B.to(dtype), pair.scale)
+
+
+def _read(lora: Lora, pipeline: Any) -> dict[str, LoraUpdate]:
+    """Read a LoRA file, and return for each DiT the part of the update that this DiT has.
 
     Returns:
-        A dict that maps "transformer" or "transformer_2" to (tensors by key, settings for PEFT's `LoraConfig`). The
-        settings are None if the file has none. Every key starts with "transformer.", also for "transformer_2".
+        A dict that maps "transformer" or "transformer_2" to the update. A warning names what the DiT does not have.
     """
-    file = lora.file
     try:
-        state, metadata = pipeline.lora_state_dict(
-            str(file.parent), weight_name=file.name, return_lora_metadata=True, use_safetensors=True
-        )
-    except Exception as error:  # a file that is not a LoRA can raise any error in diffusers' conversion
-        raise _unusable(lora, "cannot be read as a LoRA", error) from None
-    config = file.with_name(PEFT_CONFIG)
-    if file.name == PEFT_FILE and config.is_file():
-        # diffusers reads neither PEFT's prefix nor PEFT's settings.
-        settings = read_json(config, label=f"{lora.label}: {PEFT_CONFIG}")
-        state = {
-            f"transformer.{key.removeprefix('base_model.model.')}": value for key, value in state.items()
-        }
-        metadata = {f"transformer.{key}": settings[key] for key in PEFT_KEYS if key in settings}
-    elif not any(key.startswith(("transformer.", "transformer_2.")) for key in state):
-        try:  # diffusers' or official module names without a prefix
-            state, metadata = lora_tensors(parse_lora(state, where=lora.label)[EXPERTS[0]]), None
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from None
-    high, low = (
-        (_select(state, f"{expert}."), _select(metadata or {}, f"{expert}.") or None) for expert in EXPERTS
-    )
+        with TensorFiles([lora.file], lora.label) as files:
+            updates = read_lora_file(files)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
     if lora.subfolder == EXPERTS[1]:
-        return {EXPERTS[1]: low if low[0] else high}
-    return {expert: entries for expert, entries in zip(EXPERTS, (high, low), strict=True) if entries[0]}
-
-
-def _select(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {
-        f"transformer.{key.removeprefix(prefix)}": value
-        for key, value in entries.items()
-        if key.startswith(prefix)
-    }
-
-
-def _check_fit(lora: Lora, subfolder: str, module: Any, state: Mapping[str, Any]) -> None:
-    targets = {key.split(".lora_")[0].removeprefix("transformer.") for key in state}
-    missing = sorted(targets - {name for name, _ in module.named_modules()})
-    if len(missing) == len(targets):
-        raise ConfigError(
-            f"{lora.label} fits no module of the {subfolder}: all {len(targets)} modules of the LoRA are missing there, such as "
-            f"{missing[0]}. Use a LoRA of this model."
-        )
-    if missing:
-        log.warning(
-            "%s: %d of the LoRA's %d modules are not in the %s and are skipped, for example %s",
-            *(lora.label, len(missing), len(targets), subfolder, missing[0]),
-        )
-
-
-def _unusable(lora: Lora, problem: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{lora.label} {problem} ({one_line(error)}). Use a LoRA of this model.")
+        updates = {EXPERTS[1]: updates.get(EXPERTS[1]) or updates[EXPERTS[0]]}
+    for part, update in updates.items():
+        model, total = getattr(pipeline, part, None), len(update.shapes)
+        if model is None:
+            raise ConfigError(
+                f"{lora.label} is a LoRA of {part}, which --model does not have. Use a LoRA of this model."
+            )
+        missing = update.find_missing(model, lora.label)
+        if len(missing) == total:
+            raise ConfigError(
+                f"{lora.label} fits no parameter of the {part}: all {total} parameters of the LoRA are missing there, such as "
+                f"{min(missing)}. Use a LoRA of this model."
+            )
+        if missing:
+            log.warning(
+                "%s: %d of the LoRA's %d parameters are not in the %s and are skipped: %s",
+                *(lora.label, len(missing), total, part, shorten(missing)),
+            )
+        updates[part] = update.without(missing)
+    return updates

@@ -507,12 +507,55 @@ def test_comfyui_lora_gives_the_stock_pipeline_the_same_output(pipelines: dict[s
     assert (ours - predict(None)).abs().max() > 0.1
 
 
+def test_musubi_keys_there_and_back(pipelines: dict[str, Path], tmp_path: Path):
+    source = pipelines["wan2.1-flf2v-14b"]
+    keys = write_lora(tmp_path / "mine.safetensors", source)
+    save_file(keys, tmp_path / "mine.safetensors", {"lora_adapter_metadata": '{"transformer.lora_alpha": 3}'})
+    there = convert(str(tmp_path / "mine.safetensors"), tmp_path / "musubi", to="musubi", dtype="bf16")
+    found = tensors(there.out / "mine.safetensors")
+    assert len(found) == len(keys) // 2 * 3
+    name = "lora_unet_blocks_0_cross_attn_k_img"
+    lora_B = keys["transformer.blocks.0.attn2.add_k_proj.lora_B.weight"]
+    assert torch.equal(found[f"{name}.lora_up.weight"], lora_B.bfloat16())
+    assert torch.equal(found[f"{name}.alpha"], torch.tensor(3.0))
+    assert not there.notes
+    back = convert(str(there.out / "mine.safetensors"), tmp_path / "back", to="diffusers")
+    update = tensors(back.out / LORA_FILE)["transformer.blocks.0.attn2.add_k_proj.lora_B.weight"]
+    assert torch.equal(update, lora_B.bfloat16() * 1.5)
+    with pytest.raises(ConfigError, match=r"--to musubi is for LoRAs, but SOURCE=.* Use --to comfyui"):
+        convert(str(source), tmp_path / "model", to="musubi")
+
+
+def test_full_differences_there_and_back(tmp_path: Path):
+    keys = {
+        "diffusion_model.blocks.0.self_attn.q.lora_A.weight": torch.randn(2, 8),
+        "diffusion_model.blocks.0.self_attn.q.lora_B.weight": torch.randn(8, 2),
+        "diffusion_model.blocks.0.self_attn.q.diff_b": torch.randn(8),
+        "diffusion_model.blocks.0.modulation.diff": torch.randn(1, 6, 8),
+        "diffusion_model.head.head.diff": torch.randn(4, 8),
+    }
+    save_file(keys, tmp_path / "mine.safetensors")
+    there = convert(str(tmp_path / "mine.safetensors"), tmp_path / "official", to="official")
+    back = convert(str(there.out / "mine.safetensors"), tmp_path / "back", to="comfyui")
+    assert_same_bits(tensors(back.out / "mine.safetensors"), keys)
+    for to in ("diffusers", "musubi"):
+        with pytest.raises(
+            CheckpointError, match=rf"changes 3 parameters in full \(.*--to {to} cannot contain\. Use"
+        ):
+            convert(str(tmp_path / "mine.safetensors"), tmp_path / to, to=to)
+    save_file(
+        {"diffusion_model.blocks.0.self_attn.q.lokr_w1": torch.ones(2, 2)}, tmp_path / "lokr.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"uses LoKr"):
+        convert(str(tmp_path / "lokr.safetensors"), tmp_path / "lokr", to="comfyui")
+
+
 def test_lora_of_two_experts_becomes_two_files(pipelines: dict[str, Path], tmp_path: Path):
     keys = write_lora(tmp_path / "pair.safetensors", pipelines["wan2.2-i2v-a14b"], EXPERTS)
     report = convert(str(tmp_path / "pair.safetensors"), tmp_path / "out", to="comfyui", dtype="bf16")
     files = sorted(path.name for path in report.out.iterdir())
     assert files == ["high_noise_pair.safetensors", "low_noise_pair.safetensors"]
-    low = parse_lora(tensors(report.out / files[1]))["transformer"]["blocks.0.attn1.to_q"]
+    low = parse_lora(tensors(report.out / files[1]))["transformer"].pairs["blocks.0.attn1.to_q"]
     assert torch.equal(low.lora_B, keys["transformer_2.blocks.0.attn1.to_q.lora_B.weight"].bfloat16())
     assert [row.read for row in report.summaries] == [len(keys) // 2] * 2
     for_diffusers = convert(str(tmp_path / "pair.safetensors"), tmp_path / "two", to="diffusers")

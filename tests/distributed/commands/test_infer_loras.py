@@ -25,7 +25,8 @@ from tests.support.sampling import infer, source_of
 from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError
 from wands.model.files import hub
-from wands.model.files.lora_files import LoraPair, lora_tensors
+from wands.model.files.lora_files import lora_tensors
+from wands.model.files.lora_update import LoraPair
 from wands.sampling import sample as sampling
 from wands.sampling.loras import find_loras
 from wands.sampling.pipeline import find_pipeline, load_pipeline
@@ -266,11 +267,10 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
     (tmp_path / "empty").mkdir()
     (tmp_path / "pickle.pt").write_bytes(b"x")
     (tmp_path / "cut.safetensors").write_bytes(b"cut")
-    save_file({"transformer.nowhere.lora_A.weight": torch.zeros(2, 3)}, tmp_path / "other.safetensors")
+    save_file({"blocks.99.self_attn.q.diff": torch.zeros(2, 3)}, tmp_path / "other.safetensors")
     save_file({"weights": torch.zeros(2, 3)}, tmp_path / "no_lora.safetensors")
-    state = {
-        key: value[:, :1].repeat(1, 7) for key, value in trained.state("transformer", "transformer.").items()
-    }
+    high = trained.state("transformer", "transformer.")
+    state = {key: value[:, :1].repeat(1, 7) if "lora_A" in key else value for key, value in high.items()}
     save_file(state, tmp_path / "wide.safetensors")
 
     def said(folder: Path, **options: list) -> str:
@@ -285,11 +285,11 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
         "empty": "--lora=/empty contains no .safetensors file and no pytorch_lora_weights.safetensors. "
         "Set --lora to a LoRA file.",
         "pickle.pt": "--lora=/pickle.pt must be a .safetensors file. Convert the file to safetensors.",
-        "cut.safetensors": "--lora=/cut.safetensors cannot be read as a LoRA (",
-        "other.safetensors": "--lora=/other.safetensors fits no module of the transformer: all 1 modules of the LoRA are "
-        "missing there, such as nowhere.",
+        "cut.safetensors": "--lora=/cut.safetensors: /cut.safetensors cannot be read (",
+        "other.safetensors": "--lora=/other.safetensors fits no parameter of the transformer: all 1 parameters of the LoRA are "
+        "missing there, such as blocks.99.attn1.to_q.weight.",
         "no_lora.safetensors": "--lora=/no_lora.safetensors contains 1 keys that are not LoRA keys",
-        "wide.safetensors": "--lora=/wide.safetensors does not fit the transformer (",
+        "wide.safetensors": "--lora=/wide.safetensors: the LoRA changes a blocks.0.attn1.to_q.weight of shape [48, 7], but",
     }.items():
         assert said(folder, lora=[tmp_path / name]).startswith(words)
     assert said(tiny_pipeline, lora=[files["both"]]).startswith(

@@ -19,7 +19,8 @@ from wands.config.options import TrainOptions
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.checkpoint_files import load_exported_state
 from wands.model.files.loading import load_weights
-from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
+from wands.model.files.lora_files import LORA_FILE, lora_tensors
+from wands.model.files.lora_update import LoraPair
 from wands.train.resume import check_resumable
 
 LORA = ("lora.rank=4", "lora.alpha=6", "lora.targets=all-linear")
@@ -228,10 +229,10 @@ def test_a_lora_of_one_expert_is_not_given_to_the_other(tmp_path: Path):
         (tmp_path / name).mkdir()
         keys = {key.replace("transformer", part, 1): value for key, value in lora_tensors(pairs).items()}
         save_file(keys, tmp_path / name / LORA_FILE)
-    assert load_lora(tmp_path, high, "lora.init_from").keys() == pairs.keys()
+    assert load_lora(tmp_path, high, "lora.init_from").pairs.keys() == pairs.keys()
     with pytest.raises(ConfigError, match="no LoRA of the low-noise expert"):
         load_lora(tmp_path, low, "lora.init_from")
-    assert load_lora(tmp_path / "own", low, "lora.init_from").keys() == pairs.keys()
+    assert load_lora(tmp_path / "own", low, "lora.init_from").pairs.keys() == pairs.keys()
     with pytest.raises(ConfigError, match="contains a LoRA for transformer_2, not for transformer"):
         load_lora(tmp_path / "own", high, "lora.init_from")
     for name, value in (("high", 1.0), ("low", 2.0)):  # as pairs of LoRAs are published
@@ -239,7 +240,7 @@ def test_a_lora_of_one_expert_is_not_given_to_the_other(tmp_path: Path):
         (tmp_path / "pair").mkdir(exist_ok=True)
         save_file(lora_tensors(named), tmp_path / "pair" / f"{name}_noise_model.safetensors")
     for expert, value in ((high, 1.0), (low, 2.0)):
-        [pair] = load_lora(tmp_path / "pair", expert, "lora.init_from").values()
+        [pair] = load_lora(tmp_path / "pair", expert, "lora.init_from").pairs.values()
         assert float(pair.lora_A[0, 0]) == value
 
 

@@ -21,6 +21,7 @@ from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.checkpoint_files import load_exported_state, load_full_weights, load_lora_of
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
+from wands.model.files.lora_update import LoraUpdate
 from wands.model.lora import MergedLoras
 from wands.model.quantize import QuantizedLinear
 from wands.model.weight_dtypes import WeightDtypePolicy, stored_bytes
@@ -251,7 +252,7 @@ def test_a_lora_on_codes_resumes_bitwise_and_merges_into_the_weights(
     again = load_exported_state(tmp_path / "run")
     assert all(torch.equal(again[name], value) for name, value in last.items())
     assert all(".lora_" in name and value.dtype == torch.float32 for name, value in last.items())
-    update = MergedLoras([(1.0, load_lora_of(tmp_path / "run"))])
+    update = MergedLoras([(1.0, LoraUpdate(load_lora_of(tmp_path / "run")))])
     base, merged = load_weights(tiny_pipeline), load_full_weights(tmp_path / "run")
     assert base.keys() == merged.keys()
     assert all(torch.equal(merged[name], update(name, weight)) for name, weight in base.items())

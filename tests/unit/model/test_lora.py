@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import peft
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.support.packs import KINDS, build_pair, make_pack, run_packed, run_stock
-from wands.config.recipe import LoraConfig
+from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import ConfigError
-from wands.model.files.lora_files import LoraPair
+from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.freezing import freeze_parameters
-from wands.model.lora import ADAPTER, MergedLoras, add_lora, check_lora, find_targets
+from wands.model.lora import ADAPTER, MergedLoras, add_lora, check_lora, find_targets, load_start
+from wands.variants import Expert
 
 LORA = LoraConfig(rank=3, alpha=6, targets="all-linear")
 
@@ -67,11 +71,52 @@ def test_merged_is_what_it_adds():
     _, plain = build_pair(torch.float64)
     pack = make_pack(3, torch.float64)
     # As it was given: `add_lora` brings the pair's own scale of 1 to alpha / rank.
-    merged = MergedLoras([(1.0, start)])
+    merged = MergedLoras([(1.0, LoraUpdate(start))])
     merged.check_fit(plain)
     plain.load_state_dict({name: merged(name, value) for name, value in plain.state_dict().items()})
     with torch.no_grad():
         torch.testing.assert_close(run_packed(plain, pack), run_packed(packed, pack), rtol=0, atol=1e-10)
+
+
+def write_distilled(path: Path) -> dict[str, Tensor]:
+    """A LoRA with full differences, as LoRAs for 4 steps have; returns what it adds to each parameter of the stock model."""
+    torch.manual_seed(4)
+    down, up = torch.randn(3, 48), torch.randn(48, 3)
+    keys = {
+        "blocks.0.self_attn.q.lora_down.weight": down,
+        "blocks.0.self_attn.q.lora_up.weight": up,
+        "blocks.0.self_attn.q.diff_b": torch.randn(48),
+        "blocks.1.diff_m": torch.randn(1, 6, 48),
+        "blocks.2.norm3.diff": torch.randn(48),
+        "patch_embedding.diff": torch.randn(48, 4, 1, 2, 2),
+    }
+    save_file({f"diffusion_model.{key}": value for key, value in keys.items()}, path)
+    return {
+        "blocks.0.attn1.to_q.weight": up @ down,
+        "blocks.0.attn1.to_q.bias": keys["blocks.0.self_attn.q.diff_b"],
+        "blocks.1.scale_shift_table": keys["blocks.1.diff_m"],
+        "blocks.2.norm2.weight": keys["blocks.2.norm3.diff"],
+        "patch_embedding.weight": keys["patch_embedding.diff"],
+    }
+
+
+def test_full_differences_are_merged_too(tmp_path: Path):
+    changes = write_distilled(tmp_path / "distilled.safetensors")
+    stock, packed = build_pair(torch.float64)
+    merges = [MergeConfig(path=str(tmp_path / "distilled.safetensors"), scale=0.5)]
+    merged = MergedLoras.load(merges, Expert("", "transformer", (0.0, 1.0)))
+    merged.check_fit(packed)
+    packed.load_state_dict({name: merged(name, value) for name, value in packed.state_dict().items()})
+    state, pack = stock.state_dict(), make_pack(3, torch.float64)
+    stock.load_state_dict(state | {name: state[name] + 0.5 * value for name, value in changes.items()})
+    with torch.no_grad():
+        torch.testing.assert_close(run_packed(packed, pack), run_stock(stock, pack), rtol=0, atol=1e-5)
+    lora = LoraConfig(rank=3, init_from=str(tmp_path / "distilled.safetensors"))
+    with pytest.raises(
+        ConfigError,
+        match=r"changes 4 parameters in full \(blocks\.0\.attn1\.to_q\.bias, .* model\.merge_loras",
+    ):
+        load_start(lora, Expert("", "transformer", (0.0, 1.0)))
 
 
 def test_what_adds_to_fp32_is_fp32_under_autocast():
@@ -134,11 +179,24 @@ def test_targets_that_fit_nothing(patterns: list[str], words: str):
         check_lora(packed, LoraConfig(rank=2, targets=patterns))
 
 
-def test_a_lora_of_another_model_is_not_merged():
+@pytest.mark.parametrize(
+    ("update", "words"),
+    [
+        (
+            LoraUpdate({"blocks.0.attn1.to_q": LoraPair(torch.zeros(2, 7), torch.zeros(48, 2))}),
+            r"blocks\.0\.attn1\.to_q\.weight of shape \[48, 7\], but this parameter has shape \[48, 48\]",
+        ),
+        (LoraUpdate({}, {"patch_embedding.bias": torch.zeros(9)}), r"patch_embedding\.bias of shape \[9\]"),
+        (
+            LoraUpdate({}, {"blocks.9.norm2.bias": torch.zeros(48)}),
+            r"1 parameters .* not have \(blocks\.9\.norm2",
+        ),
+    ],
+)
+def test_a_lora_of_another_model_is_not_merged(update: LoraUpdate, words: str):
     _, packed = build_pair()
-    pair = {"blocks.0.attn1.to_q": LoraPair(torch.zeros(2, 7), torch.zeros(48, 2))}
-    with pytest.raises(ConfigError, match=r"blocks\.0\.attn1\.to_q"):
-        MergedLoras([(1.0, pair)]).check_fit(packed)
+    with pytest.raises(ConfigError, match=words):
+        MergedLoras([(1.0, update)]).check_fit(packed)
 
 
 # ---- freezing

@@ -88,6 +88,10 @@ def convert(options: ConvertOptions) -> ConvertResult:
             )
         for expert, path in loras.items():
             convert_lora(path, unfinished, result, options.to, _DTYPES[options.dtype], expert)
+        if not loras and options.to == "musubi":
+            raise ConfigError(
+                f"--to musubi is for LoRAs, but SOURCE={source} is a model. Use --to comfyui, which musubi-tuner reads."
+            )
         if not loras:
             rest = fetch_model(base, key="--base", ignore=_DIT_FILES) if base else None
             ModelConversion(options, root, unfinished, rest, result).run()

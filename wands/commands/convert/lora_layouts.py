@@ -1,4 +1,4 @@
-"""Convert LoRA files to the file layout of another program: diffusers, official Wan or ComfyUI."""
+"""Convert LoRA files to the file layout of another program: diffusers, official Wan, ComfyUI or musubi-tuner."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from wands.model.files.lora_files import (
     find_lora_file,
     is_lora,
     lora_tensors,
-    pairs_of,
     read_lora_file,
+    update_of,
 )
-from wands.model.files.name_maps import EXPERTS
+from wands.model.files.name_maps import EXPERTS, shorten
 from wands.model.files.tensor_files import LazyTensor, TensorFiles, check_written, write_safetensors
 
 
@@ -58,7 +58,7 @@ def find_loras(root: Path) -> dict[str | None, Path]:
 def convert_lora(
     source: Path, out: Path, result: ConvertResult, to: str, dtype: torch.dtype | None, expert: str | None
 ) -> None:
-    """Convert a LoRA file to the file layout of diffusers, official Wan or ComfyUI.
+    """Convert a LoRA file to the file layout of diffusers, official Wan, ComfyUI or musubi-tuner.
 
     If the file contains the LoRAs of two experts, write two files, because no program loads both LoRAs from one file.
 
@@ -66,31 +66,40 @@ def convert_lora(
         source: LoRA file in any layout that `wands.model.files.lora_files.parse_lora` supports.
         out: existing folder for the new files.
         result: receives a summary of each new file, and notes for the user.
-        to: "diffusers", "official" or "comfyui".
+        to: "diffusers", "official", "comfyui" or "musubi".
         dtype: dtype of the new files; None keeps the dtype of the source.
         expert: "transformer" or "transformer_2" if the path of the file names the expert, otherwise None.
 
     Raises:
-        CheckpointError: if `source` is not a LoRA of Wan or contains no LoRA of `expert`, or if values read back from a
-            written file differ from the values in `source`.
+        CheckpointError: if `source` is not a LoRA of Wan, contains no LoRA of `expert`, or changes parameters in full that
+            the layout `to` cannot contain. Also if values read back from a written file differ from the values in `source`.
     """
     with TensorFiles([source], f"SOURCE {source}") as files:
         loras, old_names = read_lora_file(files), files.tensors.keys()
     if expert is not None:
-        pairs = pairs_of(loras, expert)
-        if pairs is None:
+        update = update_of(loras, expert)
+        if update is None:
             raise CheckpointError(
                 f"SOURCE {source} contains a LoRA for {', '.join(loras)}, but the name of the LoRA's file or folder is "
                 f"the name for {expert}. Set SOURCE to the file itself: the name is then ignored."
             )
-        loras = {expert: pairs}
+        loras = {expert: update}
     several = expert is not None or len(loras) > 1
-    for name, pairs in loras.items():
-        tensors = [LazyTensor.of(key, value, dtype) for key, value in sorted(lora_tensors(pairs, to).items())]
+    for name, update in loras.items():
+        pairs, differences = update.pairs, update.differences
+        if differences and to not in ("official", "comfyui"):
+            raise CheckpointError(
+                f"SOURCE {source} changes {len(differences)} parameters in full ({shorten(differences, 3)}), which a LoRA file "
+                f"of --to {to} cannot contain. Use --to comfyui."
+            )
+        state = sorted(lora_tensors(pairs, to, differences).items())
+        # alpha stays fp32
+        tensors = [LazyTensor.of(key, value, dtype if value.ndim else None) for key, value in state]
         path = out / _file_name(source, to, name, several)
         write_safetensors(path, tensors)
         check_written(tensors, [path], "convert")
-        if num_folded := sum(pair.scale != 1.0 for pair in pairs.values()):
+        num_folded = sum(pair.scale != 1.0 for pair in pairs.values())
+        if num_folded and to != "musubi":
             result.notes.append(
                 f"{path.name}: alpha / rank of {num_folded} modules was multiplied into lora_B, so alpha now equals the rank."
             )

@@ -22,7 +22,7 @@ from torch import Tensor
 from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import CheckpointError
 from wands.model.files.loading import load_weights
-from wands.model.files.lora_files import LoraPair
+from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.files.tensor_files import TensorFiles
 from wands.model.lora import MergedLoras, lora_pairs
 from wands.variants import Expert
@@ -298,7 +298,7 @@ def load_full_weights(
     ]
     merges = (
         MergedLoras.load(merge_configs, Expert(expert, part, (0.0, 1.0))),
-        MergedLoras([(1.0, load_lora_of(where, part, ema))]),
+        MergedLoras([(1.0, LoraUpdate(load_lora_of(where, part, ema)))]),
     )
     init = "pretrained" if base else state.recipe["model"]["init"]
     key, seed = base_key if base else "model.path", state.recipe["train"]["seed"]

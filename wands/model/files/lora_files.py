@@ -3,9 +3,10 @@
 A key of a LoRA file consists of a prefix that depends on the training program, the name of a module, and a suffix such as
 ".lora_A.weight". The key does not mark where the prefix ends, so wands compares the key with a list of known prefixes.
 
-Sources: diffusers' `save_lora_weights` and its loaders of other layouts, ComfyUI's `comfy/lora.py`, musubi-tuner.
+Some files, such as LoRAs for sampling in 4 steps, also contain full differences of norms, biases and modulation tables.
 
-Letters: R rank of the LoRA, I in features, O out features.
+Sources: diffusers' `save_lora_weights` and its loaders of other layouts, ComfyUI's `comfy/lora.py`, musubi-tuner, LightX2V's
+`lora_extractor.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wands.errors import CheckpointError, ConfigError, one_line
+from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.files.name_maps import COMFYUI_DIT, COMFYUI_LORA, DIT, EXPERTS, shorten
 from wands.model.files.tensor_files import TensorFiles
 
@@ -34,37 +36,26 @@ EXPERT_NAMES = dict(zip(EXPERTS, ("high_noise", "low_noise"), strict=True))
 "high_noise" or "low_noise" into the name of the LoRA's file or folder.
 """
 
-_PART = re.compile(r"\.(?:lora_(?P<half>A|B|down|up)(?:\.[\w-]+)?\.weight|(?P<alpha>alpha))$")
+_SUFFIX = re.compile(r"\.(lora_\w+?)(?:\.[\w-]+)?(\.weight|\.bias)$|\.(\w+)$")
+_KINDS = {
+    **{"lora_A.weight": "A", "lora_down.weight": "A", "lora_B.weight": "B", "lora_up.weight": "B"},
+    **{"lora_B.bias": "bias of B", "alpha": "alpha"},
+    **{"diff": "weight", "w_norm": "weight", "diff_m": "weight", "diff_b": "bias", "b_norm": "bias"},
+}
+"""Suffix of a key -> what the tensor is: lora_A, lora_B, the bias of lora_B, alpha, or the difference of a weight or bias."""
+_OTHER_METHODS = {
+    "DoRA": (".dora_scale", ".lora_magnitude_vector"),
+    "LoKr": (".lokr_",),
+    "LoHa": (".hada_",),
+    "OFT": (".oft_",),
+    "Tucker decomposition": (".lora_mid",),
+    "replaced weights": (".set_weight", ".reshape_weight"),
+}
+"""Method that is not LoRA -> words in the keys of the method."""
+_PARAMETERS = ("scale_shift_table", "pos_embed")
+"""Last words of parameters that have neither .weight nor .bias at the end of their names."""
 _MUSUBI = "lora_unet_"
 _PREFIXES = ("base_model.model.", COMFYUI_DIT, COMFYUI_LORA, "transformer_2.", "transformer.")
-
-
-@dataclass(frozen=True)
-class LoraPair:
-    """LoRA of one module: two matrices, which add `scale * lora_B @ lora_A` to the module's weight.
-
-    Attributes:
-        lora_A: matrix [rank, in_features].
-        lora_B: matrix [out_features, rank].
-        scale: factor of the product lora_B @ lora_A: alpha / rank, or 1 if the LoRA has no alpha.
-    """
-
-    lora_A: Tensor
-    lora_B: Tensor
-    scale: float = 1.0
-
-    def folded(self) -> LoraPair:
-        """Return an equivalent pair with scale 1, whose lora_B is multiplied by the scale of this pair.
-
-        Every loader can read a pair with scale 1. The multiplication is exact if the scale is a power of two.
-        """
-        if self.scale == 1.0:
-            return self
-        return LoraPair(self.lora_A, (self.lora_B.double() * self.scale).to(self.lora_B.dtype))
-
-    def delta(self) -> Tensor:
-        """Return the matrix that the LoRA adds to the module's weight, float64 [out_features, in_features]."""
-        return self.scale * (self.lora_B.double() @ self.lora_A.double())
 
 
 # ---- find
@@ -126,30 +117,32 @@ def _with_name(folder: Path, name: str) -> list[Path]:
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Return whether the tensor names of a file contain a LoRA key, such as "transformer.blocks.0.attn1.to_q.lora_A.weight"."""
-    return any(_PART.search(name) and "lora_" in name for name in names)
+    """Return whether the tensor names of a file contain a key of a LoRA or a related method, such as LoKr."""
+    return any(_split(name)[1] in _KINDS or _other_method(name) for name in names)
 
 
-def read_lora_file(files: TensorFiles) -> dict[str, dict[str, LoraPair]]:
+def read_lora_file(files: TensorFiles) -> dict[str, LoraUpdate]:
     """Read the LoRA in an open file of any layout that `parse_lora` supports.
 
     Modules without an alpha tensor get the alpha in the file's metadata or in PEFT's `adapter_config.json`.
 
     Returns:
-        A dict {"transformer": {diffusers module name: pair}}. Modules whose keys have the prefix `transformer_2.` are
-        under "transformer_2" instead.
+        Result of `parse_lora`.
 
     Raises:
         CheckpointError: if the file is damaged, is not a LoRA of Wan, or has settings that wands does not support.
     """
     state = {name: files.read(name) for name in files.shapes}
-    return parse_lora(state, alphas=alphas_of(files.metadata, files.files[0]), where=files.where)
+    return parse_lora(state, settings=peft_settings(files.metadata, files.files[0]), where=files.where)
 
 
 def parse_lora(
-    state: Mapping[str, Tensor], *, alphas: Mapping[str, float] | None = None, where: str = "the LoRA"
-) -> dict[str, dict[str, LoraPair]]:
-    """Group the tensors of a LoRA file into pairs of matrices (lora_A, lora_B), one pair for each module of the DiT.
+    state: Mapping[str, Tensor],
+    *,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    where: str = "the LoRA",
+) -> dict[str, LoraUpdate]:
+    """Group the tensors of a LoRA file into pairs of matrices (lora_A, lora_B) and full differences of parameters.
 
     The keys may have any of these layouts:
 
@@ -160,62 +153,104 @@ def parse_lora(
     - no prefix: diffusers' or the official module name
     - musubi-tuner: prefix `lora_unet_`, then the official module name with underscores instead of dots
 
+    A full difference has the suffix `.diff` (weight), `.diff_b` (bias) or `.diff_m` (modulation table). A LoRA of a
+    convolution and the bias of lora_B also become full differences.
+
     Args:
         state: maps a key of the file to its tensor.
-        alphas: maps "transformer" or "transformer_2" to the alpha of modules without an alpha key. Without any alpha, the
-            scale of a module is 1.
+        settings: maps "transformer" or "transformer_2" to PEFT's settings, such as "lora_alpha", for modules without an
+            alpha key. Without any alpha, the scale of a module is 1.
         where: name of the file for error messages.
 
     Returns:
-        A dict {"transformer": {diffusers module name: pair}}. Modules whose keys have the prefix `transformer_2.` are
-        under "transformer_2" instead.
+        A dict {"transformer": update}. Keys with the prefix `transformer_2.` are under "transformer_2" instead.
 
     Raises:
-        CheckpointError: if a key is not a LoRA key of Wan, or two keys name the same matrix. Also if a module lacks one of
+        CheckpointError: if a key is not a LoRA key of Wan, or two keys name the same tensor. Also if a module lacks one of
             its two matrices, or the shapes of the two matrices do not fit each other.
     """
-    halves: dict[tuple[str, str], dict[str, Tensor]] = {}
+    updates: dict[str, LoraUpdate] = {}
+    for (expert, name), tensors in _group(state, where).items():
+        update = updates.setdefault(expert, LoraUpdate())
+        scale, changes = 1.0, {leaf: tensors[leaf] for leaf in ("weight", "bias") if leaf in tensors}
+        if "A" in tensors:
+            pair = _pair_of(name, tensors, (settings or {}).get(expert, {}), where)
+            scale = pair.scale
+            if tensors["A"].ndim == 2:
+                update.pairs[name] = pair
+            else:
+                shape = (len(pair.lora_B), *tensors["A"].shape[1:])
+                changes["weight"] = (pair.delta().view(shape) + changes.get("weight", 0)).float()
+        if "bias of B" in tensors:
+            changes["bias"] = (scale * tensors["bias of B"].double() + changes.get("bias", 0)).float()
+        for leaf, value in changes.items():
+            is_parameter = leaf == "weight" and name.endswith(_PARAMETERS)
+            update.differences[name if is_parameter else f"{name}.{leaf}"] = value
+    return updates
+
+
+def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dict[str, Tensor]]:
+    """Return the tensors of each module as a dict {(expert, module name): {a value of `_KINDS`: tensor}}.
+
+    Raises:
+        CheckpointError: as `parse_lora`.
+    """
+    groups: dict[tuple[str, str], dict[str, Tensor]] = {}
     unknown = []
     for key, value in state.items():
-        match = _PART.search(key)
+        stem, suffix = _split(key)
         try:
-            if match is None:
-                raise KeyError(key)
-            module = _module_of(key[: match.start()])
+            kind, module = _KINDS[suffix], _module_of(stem, is_table=suffix == "diff_m")
         except KeyError:
             unknown.append(key)
             continue
-        half = {"down": "A", "up": "B"}.get(match["half"], match["half"] or "alpha")
-        if half in halves.setdefault(module, {}):
+        if kind in groups.setdefault(module, {}):
             raise CheckpointError(
                 f"{where} contains several LoRAs for the same modules (a second tensor is {key}). Use a file with one LoRA."
             )
-        halves[module][half] = value
-    if unknown:
+        groups[module][kind] = value
+    methods = sorted({method for key in unknown if (method := _other_method(key))})
+    if methods:
         raise CheckpointError(
-            f"{where} contains {len(unknown)} keys that are not LoRA keys of Wan's linear layers ({shorten(unknown)}). Use a "
-            "file with only lora_A and lora_B (or lora_down and lora_up) and alpha."
+            f"{where} uses {' and '.join(methods)} ({shorten(filter(_other_method, unknown), 1)}), which wands cannot apply. "
+            "Use a plain LoRA, or merge the file into the model with the program that trained it."
         )
-    broken = [".".join(module) for module, tensors in halves.items() if not {"A", "B"} <= tensors.keys()]
+    if unknown or not state:
+        raise CheckpointError(
+            f"{where} contains {len(unknown)} keys that are not LoRA keys of Wan ({shorten(unknown) or 'no key at all'}). Use a "
+            "file with only lora_A and lora_B (or lora_down and lora_up), alpha, diff, diff_b and diff_m."
+        )
+    broken = [
+        ".".join(module)
+        for module, kinds in groups.items()
+        if ("A" in kinds) != ("B" in kinds) or kinds.keys() <= {"alpha", "bias of B"}
+    ]
     if broken:
         raise CheckpointError(
             f"{where} lacks lora_A or lora_B of {len(broken)} modules ({shorten(broken)}). Download the file again."
         )
-    loras: dict[str, dict[str, LoraPair]] = {}
-    for (expert, name), tensors in halves.items():
-        lora_A, lora_B = tensors["A"], tensors["B"]
-        if lora_A.ndim != 2 or lora_B.ndim != 2 or lora_A.shape[0] != lora_B.shape[1]:
-            raise CheckpointError(
-                f"{where}: {name} has lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)}, which do not fit each "
-                "other. Use a LoRA of linear layers."
-            )
-        alpha = float(tensors["alpha"]) if "alpha" in tensors else (alphas or {}).get(expert)
-        scale = 1.0 if alpha is None else alpha / lora_A.shape[0]
-        loras.setdefault(expert, {})[name] = LoraPair(lora_A, lora_B, scale)
-    return loras
+    return groups
 
 
-def pairs_of(loras: Mapping[str, dict[str, LoraPair]], expert: str) -> dict[str, LoraPair] | None:
+def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], where: str) -> LoraPair:
+    """Return the LoRA of one module. The kernels of a convolution become rows of lora_A."""
+    lora_A, lora_B = tensors["A"], tensors["B"]
+    if min(lora_A.ndim, lora_B.ndim) < 2 or len(lora_A) != lora_B.flatten(1).shape[1]:
+        raise CheckpointError(
+            f"{where}: {name} has lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)}, which do not fit each "
+            "other. Use a LoRA of linear layers."
+        )
+    alpha, patterns = settings.get("lora_alpha"), settings.get("alpha_pattern") or {}
+    for spelled in (name, DIT.to_official(name)):  # matched as PEFT does
+        alpha = next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", spelled)), alpha)
+    if "alpha" in tensors:
+        alpha, settings = float(tensors["alpha"]), {}
+    divisor = len(lora_A) ** (0.5 if settings.get("use_rslora") else 1)
+    scale = 1.0 if alpha is None else alpha / divisor
+    return LoraPair(lora_A.flatten(1), lora_B.flatten(1), scale)
+
+
+def update_of(loras: Mapping[str, LoraUpdate], expert: str) -> LoraUpdate | None:
     """Return the LoRA of one expert (DiT for high or low noise). Return None if the LoRA file is not for this expert.
 
     Most LoRA files do not name an expert, and `parse_lora` returns their LoRA under the key "transformer". If `loras`
@@ -228,17 +263,34 @@ def pairs_of(loras: Mapping[str, dict[str, LoraPair]], expert: str) -> dict[str,
     return loras.get(expert) or (loras[EXPERTS[0]] if list(loras) == [EXPERTS[0]] else None)
 
 
-def _module_of(key: str) -> tuple[str, str]:
+def _split(key: str) -> tuple[str, str]:
+    """Return (text before the suffix, suffix without the name of an adapter). An example of a suffix is "lora_A.weight"."""
+    match = _SUFFIX.search(key)
+    return (key[: match.start()], "".join(filter(None, match.groups()))) if match else (key, "")
+
+
+def _other_method(key: str) -> str | None:
+    return next(
+        (method for method, words in _OTHER_METHODS.items() if any(word in key for word in words)), None
+    )
+
+
+def _module_of(key: str, is_table: bool = False) -> tuple[str, str]:
     """Return (expert, diffusers module name) for a LoRA key from which a suffix such as ".lora_A.weight" was removed.
+
+    Args:
+        key: the key without its suffix.
+        is_table: whether the key had the suffix ".diff_m", which follows the name of the module with the modulation table.
 
     Raises:
         KeyError: if the DiT has no such module.
     """
-    if key.startswith(_MUSUBI):
-        return EXPERTS[0], _find_module(key.removeprefix(_MUSUBI), separator="_")
+    if key.startswith(_MUSUBI):  # VideoX-Fun writes two underscores
+        name = key.removeprefix(_MUSUBI).removeprefix("_")
+        return EXPERTS[0], _find_module(name + "_modulation" * is_table, separator="_")
     prefix = next((prefix for prefix in _PREFIXES if key.startswith(prefix)), "")
     expert = EXPERTS[1] if prefix == f"{EXPERTS[1]}." else EXPERTS[0]
-    return expert, _find_module(key.removeprefix(prefix))
+    return expert, _find_module(key.removeprefix(prefix) + ".modulation" * is_table)
 
 
 def _find_module(name: str, separator: str = ".") -> str:
@@ -258,10 +310,10 @@ def _find_module(name: str, separator: str = ".") -> str:
     return f"blocks.{block[1]}.{modules[name[block.end() :]]}" if block else modules[name]
 
 
-def alphas_of(metadata: Mapping[str, str], path: Path) -> dict[str, float]:
-    """Return the alpha of each expert, for LoRA files that do not contain alpha as a tensor.
+def peft_settings(metadata: Mapping[str, str], path: Path) -> dict[str, dict[str, Any]]:
+    """Return PEFT's settings of each expert, which contain alpha if the file does not contain alpha as a tensor.
 
-    diffusers writes alpha into the metadata of the LoRA file. PEFT writes alpha into `adapter_config.json` next to
+    diffusers writes the settings into the metadata of the LoRA file. PEFT writes them into `adapter_config.json` next to
     `adapter_model.safetensors`.
 
     Args:
@@ -269,12 +321,11 @@ def alphas_of(metadata: Mapping[str, str], path: Path) -> dict[str, float]:
         path: path of the safetensors file.
 
     Returns:
-        A dict that maps "transformer" or "transformer_2" to alpha. The dict is empty if neither the metadata nor
-        `adapter_config.json` contains an alpha.
+        A dict that maps "transformer" or "transformer_2" to the settings, such as "lora_alpha". The dict is empty if neither
+        the metadata nor `adapter_config.json` contains settings.
 
     Raises:
-        CheckpointError: if the metadata or `adapter_config.json` is damaged, or names a method that one alpha cannot
-            describe, such as DoRA, rsLoRA or an alpha for each module.
+        CheckpointError: if the metadata or `adapter_config.json` is damaged, or names DoRA.
     """
     peft_config = path.with_name(PEFT_CONFIG)
     is_peft = path.name == PEFT_FILE and peft_config.is_file()
@@ -283,44 +334,56 @@ def alphas_of(metadata: Mapping[str, str], path: Path) -> dict[str, float]:
         if is_peft:
             config = json.loads(peft_config.read_text(encoding="utf-8"))
             settings |= {f"{EXPERTS[0]}.{key}": value for key, value in config.items()}
+        experts: dict[str, dict[str, Any]] = {}
+        for key, value in settings.items():
+            expert, _, name = key.rpartition(".")
+            experts.setdefault(expert, {})[name] = value
     except (ValueError, AttributeError) as error:
         damaged = PEFT_CONFIG if is_peft else "lora_adapter_metadata"
         raise CheckpointError(
             f"{path}: {damaged} is not a JSON object ({one_line(error)}). Download the LoRA again."
         ) from None
-    unsupported = {
-        key.rpartition(".")[2]
-        for key, value in settings.items()
-        if value and key.endswith((".alpha_pattern", ".use_dora", ".use_rslora"))
-    }
-    if unsupported:
+    if any(values.get("use_dora") for values in experts.values()):
         raise CheckpointError(
-            f"{path} was trained with {', '.join(sorted(unsupported))}, which LoRA keys cannot express. Convert the file with "
-            "the program that trained the LoRA."
+            f"{path} uses DoRA (use_dora), which wands cannot apply. Use a plain LoRA, or merge the file into the model with the "
+            "program that trained it."
         )
-    end = ".lora_alpha"
-    return {key.removesuffix(end): float(value) for key, value in settings.items() if key.endswith(end)}
+    return experts
 
 
 # ---- write
 
 
-def lora_tensors(pairs: Mapping[str, LoraPair], layout: str = "diffusers") -> dict[str, Tensor]:
-    """Return the contents of a LoRA file as a dict of tensors by key. The scale alpha / rank is multiplied into lora_B.
+def lora_tensors(
+    pairs: Mapping[str, LoraPair], layout: str = "diffusers", differences: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Return the contents of a LoRA file as a dict of tensors by key.
 
-    The dict has no alpha keys, because diffusers rejects an alpha key outside the blocks. Loaders expect the same keys
-    for both experts. A model with two experts therefore needs one file for each expert.
+    In all layouts except "musubi", the scale alpha / rank is multiplied into lora_B and the dict has no alpha keys, because
+    diffusers rejects an alpha key outside the blocks. Loaders expect the same keys for both experts. A model with two
+    experts therefore needs one file for each expert.
 
     Args:
         pairs: maps a diffusers module name of one DiT to its LoRA.
         layout: layout of the keys. "diffusers": keys as `save_lora_weights` writes them. "comfyui": prefix
-            `diffusion_model.` and the official module name. "official": the official module name.
+            `diffusion_model.` and the official module name. "official": the official module name. "musubi": prefix
+            `lora_unet_` and the official module name with underscores.
+        differences: maps a diffusers parameter name to its full difference. The layout must be "comfyui" or "official".
     """
+    state: dict[str, Tensor] = {}
+    if layout == "musubi":
+        for module, pair in pairs.items():
+            stem = _MUSUBI + DIT.to_official(module).replace(".", "_")
+            state |= {f"{stem}.lora_down.weight": pair.lora_A, f"{stem}.lora_up.weight": pair.lora_B}
+            state[f"{stem}.alpha"] = torch.tensor(pair.scale * len(pair.lora_A))
+        return state
     prefix = {"diffusers": f"{EXPERTS[0]}.", "comfyui": COMFYUI_LORA, "official": ""}[layout]
     rename = str if layout == "diffusers" else DIT.to_official
-    folded = {f"{prefix}{rename(module)}.lora": pair.folded() for module, pair in pairs.items()}
-    return {
-        f"{stem}_{half}.weight": value
-        for stem, pair in folded.items()
-        for half, value in (("A", pair.lora_A), ("B", pair.lora_B))
-    }
+    for module, pair in pairs.items():
+        stem = f"{prefix}{rename(module)}.lora"
+        state |= {f"{stem}_A.weight": pair.lora_A, f"{stem}_B.weight": pair.folded().lora_B}
+    for name, value in (differences or {}).items():
+        key = f"{prefix}{rename(name)}"
+        is_bias = key.endswith(".bias")
+        state[f"{key[:-5]}.diff_b" if is_bias else f"{key.removesuffix('.weight')}.diff"] = value
+    return state

@@ -13,11 +13,14 @@ from diffusers.loaders.lora_conversion_utils import (
     _convert_musubi_wan_lora_to_diffusers,
     _convert_non_diffusers_wan_lora_to_diffusers,
 )
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from tests.support.packs import CONFIG, KINDS
 from wands.errors import CheckpointError
-from wands.model.files.lora_files import LoraPair, alphas_of, is_lora, lora_tensors, parse_lora
+from wands.model.files.lora_files import is_lora, lora_tensors, parse_lora, peft_settings, read_lora_file
+from wands.model.files.lora_update import LoraPair
+from wands.model.files.tensor_files import TensorFiles
 
 RANK = 4
 
@@ -51,7 +54,7 @@ def test_comfyui_keys_are_read_by_diffusers(kind: str):
     assert is_lora(keys)
     expected = lora_tensors(lora)
     assert_same(_convert_non_diffusers_wan_lora_to_diffusers(dict(keys)), expected)
-    assert_same(lora_tensors(parse_lora(keys)["transformer"]), expected)
+    assert_same(lora_tensors(parse_lora(keys)["transformer"].pairs), expected)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +74,7 @@ def test_comfyui_keys_are_read_by_diffusers(kind: str):
 def test_official_modules_under_any_prefix(rename):
     lora = make_lora()
     found = parse_lora({rename(key): value for key, value in lora_tensors(lora, "comfyui").items()})
-    assert_same(lora_tensors(found["transformer"]), lora_tensors(lora))
+    assert_same(lora_tensors(found["transformer"].pairs), lora_tensors(lora))
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", "base_model.model.", ""])
@@ -83,7 +86,7 @@ def test_diffusers_modules_under_any_prefix(prefix: str, adapter: str):
         for module, pair in lora.items()
         for half, value in (("A", pair.lora_A), ("B", pair.lora_B))
     }
-    assert_same(lora_tensors(parse_lora(keys)["transformer"]), lora_tensors(lora))
+    assert_same(lora_tensors(parse_lora(keys)["transformer"].pairs), lora_tensors(lora))
 
 
 def with_alpha(keys: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:
@@ -104,14 +107,14 @@ def test_alpha_of_a_file_is_the_scale_that_diffusers_reads():
     """diffusers spreads alpha / rank over both halves, wands puts it into lora_B: the product is the same."""
     keys = with_alpha(lora_tensors(make_lora(only="blocks"), "comfyui"), 6.0)
     ours, theirs = (
-        deltas(lora_tensors(parse_lora(keys)["transformer"])),
+        deltas(lora_tensors(parse_lora(keys)["transformer"].pairs)),
         deltas(_convert_non_diffusers_wan_lora_to_diffusers(dict(keys))),
     )
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-6)
     ignored = deltas(
-        lora_tensors(parse_lora({k: v for k, v in keys.items() if "alpha" not in k})["transformer"])
+        lora_tensors(parse_lora({k: v for k, v in keys.items() if "alpha" not in k})["transformer"].pairs)
     )
     assert not torch.allclose(next(iter(ignored.values())), next(iter(theirs.values())), rtol=1e-2)
 
@@ -129,7 +132,7 @@ def test_musubi_keys():
         for key, value in with_alpha(lora_tensors(lora, "comfyui"), 2.0).items()
     }
     assert "lora_unet_blocks_0_cross_attn_k_img.lora_down.weight" in keys
-    ours = deltas(lora_tensors(parse_lora(keys)["transformer"]))
+    ours = deltas(lora_tensors(parse_lora(keys)["transformer"].pairs))
     theirs = deltas(_convert_musubi_wan_lora_to_diffusers(copy.copy(keys)))
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
@@ -141,10 +144,10 @@ def test_two_experts_in_one_file():
     low_keys = {key.replace("transformer.", "transformer_2."): v for key, v in lora_tensors(low).items()}
     keys = lora_tensors(high) | low_keys
     found = parse_lora(keys)
-    assert found["transformer"].keys() == high.keys()
-    assert found["transformer_2"].keys() == low.keys()
+    assert found["transformer"].pairs.keys() == high.keys()
+    assert found["transformer_2"].pairs.keys() == low.keys()
     for expert, pairs in {"transformer": high, "transformer_2": low}.items():
-        assert_same(lora_tensors(found[expert]), lora_tensors(pairs))
+        assert_same(lora_tensors(found[expert].pairs), lora_tensors(pairs))
 
 
 def test_folding_is_exact_for_powers_of_two_and_close_otherwise():
@@ -158,32 +161,124 @@ def test_folding_is_exact_for_powers_of_two_and_close_otherwise():
 
 
 def test_alpha_in_the_metadata():
-    found = alphas_of(
+    found = peft_settings(
         {"lora_adapter_metadata": '{"transformer.lora_alpha": 8, "transformer.r": 4}'}, Path("x")
     )
-    assert found == {"transformer": 8.0}
-    assert alphas_of({}, Path("x")) == alphas_of({"format": "pt"}, Path("x")) == {}
+    assert found == {"transformer": {"lora_alpha": 8, "r": 4}}
+    assert peft_settings({}, Path("x")) == peft_settings({"format": "pt"}, Path("x")) == {}
     lora = make_lora(only="to_q")
-    scales = {p.scale for p in parse_lora(lora_tensors(lora), alphas=found)["transformer"].values()}
+    scales = {p.scale for p in parse_lora(lora_tensors(lora), settings=found)["transformer"].pairs.values()}
     assert scales == {8.0 / RANK}
-    with pytest.raises(CheckpointError, match=r"trained with use_dora"):
-        alphas_of({"lora_adapter_metadata": '{"transformer.use_dora": true}'}, Path("x"))
+    with pytest.raises(CheckpointError, match=r"uses DoRA \(use_dora\)"):
+        peft_settings({"lora_adapter_metadata": '{"transformer.use_dora": true}'}, Path("x"))
     with pytest.raises(CheckpointError, match="is not a JSON"):
-        alphas_of({"lora_adapter_metadata": "{"}, Path("x"))
+        peft_settings({"lora_adapter_metadata": "{"}, Path("x"))
 
 
 def test_alpha_beside_peft_s_file(tmp_path: Path):
     """PEFT says alpha in another file; who does not look there loads every LoRA at the wrong strength."""
     file, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
     config.write_text('{"lora_alpha": 16, "r": 4, "use_dora": false, "alpha_pattern": {}}')
-    assert alphas_of({"format": "pt"}, file) == {"transformer": 16.0}
-    assert alphas_of({"format": "pt"}, tmp_path / "other.safetensors") == {}
-    config.write_text('{"lora_alpha": 16, "use_rslora": true}')
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors was trained with use_rslora"):
-        alphas_of({}, file)
+    assert peft_settings({"format": "pt"}, file)["transformer"]["lora_alpha"] == 16
+    assert peft_settings({"format": "pt"}, tmp_path / "other.safetensors") == {}
     config.write_text("[]")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json is not a JSON object"):
-        alphas_of({}, file)
+        peft_settings({}, file)
+
+
+@pytest.mark.parametrize("extra", [{}, {"use_rslora": True}, {"alpha_pattern": {"blocks.1.attn2.to_q": 20}}])
+def test_peft_s_settings_give_the_update_of_peft(extra: dict, tmp_path: Path):
+    model = WanTransformer3DModel(**CONFIG)
+    peft = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=6, target_modules=["to_q"], **extra))
+    for name, parameter in peft.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    peft.save_pretrained(tmp_path)
+    with TensorFiles([tmp_path / "adapter_model.safetensors"], "SOURCE") as files:
+        pairs = read_lora_file(files)["transformer"].pairs
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert len(layers) == len(pairs) == 6
+    for name, layer in layers.items():
+        torch.testing.assert_close(
+            pairs[name].delta().float(), layer.get_delta_weight("default"), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("rank_and_alpha", [(4, 4.0), (4, 2.0), (4, 3.0)])
+def test_written_musubi_keys_are_read_by_diffusers_and_back(rank_and_alpha: tuple[int, float]):
+    rank, alpha = rank_and_alpha
+    pairs = {
+        name: LoraPair(pair.lora_A, pair.lora_B, alpha / rank)
+        for name, pair in make_lora(only="blocks").items()
+    }
+    keys = lora_tensors(pairs, "musubi")
+    assert "lora_unet_blocks_0_cross_attn_k_img.lora_down.weight" in keys
+    assert len(keys) == 3 * len(pairs)
+    theirs = deltas(_convert_musubi_wan_lora_to_diffusers(dict(keys)))
+    for name, pair in parse_lora(keys)["transformer"].pairs.items():
+        assert pair.scale == alpha / rank
+        assert torch.equal(pair.lora_A, pairs[name].lora_A)
+        assert torch.equal(pair.lora_B, pairs[name].lora_B)
+        torch.testing.assert_close(
+            theirs.pop(f"transformer.{name}.lora_A.weight"), pair.delta(), rtol=1e-5, atol=1e-6
+        )
+    assert not theirs
+
+
+DIFFERENCES = {  # key of ComfyUI or LightX2V -> parameter of the stock model
+    "patch_embedding.diff": "patch_embedding.weight",
+    "patch_embedding.diff_b": "patch_embedding.bias",
+    "time_projection.1.diff_b": "condition_embedder.time_proj.bias",
+    "img_emb.proj.0.diff": "condition_embedder.image_embedder.norm1.weight",
+    "img_emb.emb_pos.diff": "condition_embedder.image_embedder.pos_embed",
+    "head.head.diff": "proj_out.weight",
+    "head.diff_m": "scale_shift_table",
+    "blocks.0.diff_m": "blocks.0.scale_shift_table",
+    "blocks.1.modulation.diff": "blocks.1.scale_shift_table",
+    "blocks.0.norm3.w_norm": "blocks.0.norm2.weight",
+    "blocks.0.norm3.b_norm": "blocks.0.norm2.bias",
+    "blocks.0.self_attn.norm_q.diff": "blocks.0.attn1.norm_q.weight",
+    "blocks.0.self_attn.q.diff_b": "blocks.0.attn1.to_q.bias",
+}
+
+
+@pytest.mark.parametrize("prefix", ["diffusion_model.", "lora_unet_", "lora_unet__", "transformer_2."])
+def test_full_differences_are_read_under_any_prefix(prefix: str):
+    values = {key: torch.full((1,), float(i)) for i, key in enumerate(DIFFERENCES)}
+    state = {}
+    for key, value in values.items():
+        stem, _, suffix = key.rpartition(".")
+        state[f"{prefix}{stem.replace('.', '_') if 'unet' in prefix else stem}.{suffix}"] = value
+    update = parse_lora(state)["transformer_2" if prefix == "transformer_2." else "transformer"]
+    assert not update.pairs
+    assert update.differences == {name: values[key] for key, name in DIFFERENCES.items()}
+    written = lora_tensors({}, "comfyui", update.differences)
+    assert "diffusion_model.blocks.0.modulation.diff" in written  # ComfyUI does not read .diff_m
+    assert parse_lora(written)["transformer"].differences == update.differences
+
+
+@pytest.mark.parametrize(
+    ("suffix", "method"),
+    [
+        ("dora_scale", "DoRA"),
+        ("lora_magnitude_vector.default.weight", "DoRA"),
+        ("lokr_w1", "LoKr"),
+        ("hada_w1_a", "LoHa"),
+        ("oft_blocks", "OFT"),
+        ("lora_mid.weight", "Tucker decomposition"),
+        ("set_weight", "replaced weights"),
+    ],
+)
+def test_another_method_is_refused_by_name(suffix: str, method: str):
+    key = f"diffusion_model.blocks.0.self_attn.q.{suffix}"
+    assert is_lora([key])
+    keys = lora_tensors(make_lora(only="to_q"), "comfyui") | {key: torch.ones(4, 1)}
+    with pytest.raises(CheckpointError) as caught:
+        parse_lora(keys, where="--lora=a.safetensors")
+    assert str(caught.value) == (
+        f"--lora=a.safetensors uses {method} ({key}), which wands cannot apply. Use a plain LoRA, or merge the file into the "
+        "model with the program that trained it."
+    )
 
 
 def broken(change) -> dict[str, Tensor]:
@@ -196,8 +291,16 @@ def broken(change) -> dict[str, Tensor]:
     ("change", "says"),
     [
         (
-            lambda keys: keys.update({"diffusion_model.blocks.0.norm3.diff": torch.zeros(3)}),
-            r"contains 1 keys .*norm3\.diff",
+            lambda keys: keys.update({"diffusion_model.blocks.0.norm9.diff": torch.zeros(3)}),
+            r"contains 1 keys .*norm9\.diff",
+        ),
+        (
+            lambda keys: keys.update({"diffusion_model.blocks.0.norm3.alpha": torch.tensor(3.0)}),
+            r"lacks lora_A or lora_B of 1 modules \(transformer\.blocks\.0\.norm2",
+        ),
+        (
+            lambda keys: keys.clear(),
+            r"contains 0 keys .*no key at all",
         ),
         (
             lambda keys: keys.update({"text.layers.0.q.lora_A.weight": torch.zeros(3, 3)}),
