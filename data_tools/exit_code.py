@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from wands.errors import WandsError
+from wands.texts import safe_lines
 
 Main = Callable[[Sequence[str] | None], int]
 
@@ -26,7 +27,7 @@ def exit_2_on_user_error(main: Main) -> Callable[..., int]:
         try:
             return main(arguments)
         except WandsError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(safe_lines(f"error: {error}"), file=sys.stderr)
             return 2
 
     return run

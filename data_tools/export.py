@@ -34,6 +34,7 @@ from wands.data.cache.format import array_names, disk_error
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
 from wands.files import publish
+from wands.texts import log_to_stderr
 
 EXPORT_NAME, NULL_NAME = "export.json", "null_text.safetensors"
 EXPORT_FORMAT = "wands export"
@@ -159,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="safetensors writes one file per sample, webdataset writes tars",
     )
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log_to_stderr(logging.INFO, "%(message)s")
     count = export(options.cache, options.out, options.format)
     print(f"{options.out}: {count:,} samples")
     return 0

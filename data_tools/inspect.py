@@ -18,6 +18,7 @@ from data_tools.exit_code import exit_2_on_user_error
 from wands.commands.length_histogram import token_histogram
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
+from wands.texts import safe_lines
 
 STRIP_FRAMES = 8
 
@@ -147,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--decode needs --model and --out; add both options")
     cache = LatentCache(options.cache, verify=True)
     if options.decode is None:
-        print(describe(cache, options.rows))
+        print(safe_lines(describe(cache, options.rows)))
     else:
         frames, height, width, _ = decode(cache, options.decode, options.model, options.out)
         print(f"{options.out}: {frames} frames of {width}x{height}")

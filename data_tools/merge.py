@@ -23,6 +23,7 @@ from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.clips.records import REJECTS_NAME
 from wands.errors import CacheError, ConfigError
 from wands.files import first_difference, write_text
+from wands.texts import log_to_stderr, printable
 from wands.variants import MASK_CHANNELS, VARIANTS, Variant
 
 SHOWN = 5
@@ -193,13 +194,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cache", type=Path, nargs="+", help="folders of the caches to merge, written by wands preprocess"
     )
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log_to_stderr(logging.INFO, "%(message)s")
     merged = merge(options.out, options.cache)
     print(f"{options.out}: {merged.num_samples:,} samples, {merged.num_copied:,} of them copied now")
     if merged.num_rejected:
         print(f"{merged.num_rejected:,} rejected clips are listed in {options.out / REJECTS_NAME}")
     if merged.duplicates:
-        names = ", ".join(merged.duplicates[:SHOWN])
+        names = printable(", ".join(merged.duplicates[:SHOWN]))
         print(
             f"{len(merged.duplicates):,} samples are in several caches with equal content and are stored once: {names}"
         )

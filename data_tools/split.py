@@ -23,6 +23,7 @@ from data_tools.merge import SHOWN, copy_samples
 from wands.data.cache.reader import LatentCache
 from wands.data.holdout import clip_name
 from wands.errors import ConfigError
+from wands.texts import log_to_stderr
 
 
 def split(
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--keys-file", type=Path, help="file with the keys of the samples for OUT_A, one per line"
     )
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log_to_stderr(logging.INFO, "%(message)s")
     keys = None
     if options.keys_file is not None:
         try:

@@ -30,6 +30,7 @@ from wands.data.cache.format import INDEX_NAME, MANIFEST_NAME, digest, read_mani
 from wands.data.cache.index import CacheIndex
 from wands.data.cache.shards import read_offsets, sample_path, stored_names
 from wands.errors import CacheError
+from wands.texts import log_to_stderr, safe_lines
 
 MANIFEST_KEYS = {"format", "schema_version", "variant", "fingerprint", "digest"}
 DAMAGE = (OSError, KeyError, ValueError, RuntimeError, TypeError)
@@ -333,11 +334,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="number of threads that read shards (default: number of CPU cores, at most 4)",
     )
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log_to_stderr(logging.INFO, "%(message)s")
     with progress("shards", len(list(options.cache.glob("shard-*.h5")))) as advance:
         report = verify(options.cache, options.workers, advance)
     for problem in report.problems:
-        print(problem)
+        print(safe_lines(str(problem)))
     print(
         f"{options.cache}: {report.num_samples:,} samples, {report.num_bytes:,} bytes of latents and text read, "
         f"{len(report.problems):,} problem(s)"

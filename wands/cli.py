@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,6 +24,7 @@ from wands.config import options as opts
 from wands.config.base import Options
 from wands.config.click_options import build_command
 from wands.errors import WandsError
+from wands.texts import log_to_stderr, printable, safe_lines
 
 
 class _CommandGroup(click.Group):
@@ -46,7 +48,7 @@ class _CommandGroup(click.Group):
             if printing_rank == "0" or (formed and not error.agreed):
                 rank = os.environ.get("RANK")
                 origin = f" [rank {rank}]" if rank not in (None, "0") else ""
-                click.echo(f"wands{origin}: {error}", err=True)
+                click.echo(safe_lines(f"wands{origin}: {error}"), err=True)
             sys.stdout.flush()
             sys.stderr.flush()
             if printing_rank != "0":
@@ -72,9 +74,7 @@ def main(local_rank: int | None, verbose: bool) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     rank = os.environ.get("RANK", "0")
     level = logging.DEBUG if verbose else logging.INFO if rank == "0" else logging.ERROR
-    logging.basicConfig(
-        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    log_to_stderr()
     logging.getLogger("wands").setLevel(level)
     # diffusers imports bitsandbytes if it is installed; on some CPUs that warns about a kernel which wands does not use.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -102,7 +102,7 @@ def _infer(options: opts.InferOptions) -> None:
 
     results = infer(options)
     for result in results:
-        click.echo(f"{result.video}  seed {result.request.seed}  {result.seconds:.1f} s")
+        click.echo(f"{printable(str(result.video))}  seed {result.request.seed}  {result.seconds:.1f} s")
     if results:  # only the first rank returns results
         click.echo(f"contact sheet {results[0].contact_sheet}")
     _exit_rank()
@@ -124,7 +124,9 @@ def _print_result(function: str, options: Options) -> None:
     """Import a function, call it with the options, and print the result."""
     result = pkgutil.resolve_name(function)(options)
     if result is not None:  # in a distributed run, only the first rank returns a result
-        click.echo(result)
+        click.echo(
+            result if isinstance(result, Path) else safe_lines(str(result))
+        )  # a shell may use the path
 
 
 def _process_group_formed() -> bool:
@@ -148,7 +150,7 @@ def _exit_rank(code: int = 0) -> None:
 
 
 def _echo(text: str) -> None:
-    click.echo(text)
+    click.echo(safe_lines(text))
     sys.stdout.flush()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from wands.commands.length_histogram import token_histogram
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video_file import VideoInfo
+from wands.texts import safe_lines
 
 SHOWN_CLIPS = 200
 SHOWN_PROBLEMS = 12
@@ -183,7 +184,7 @@ class CheckReport:
         Args:
             width: number of characters in a line. None uses the width of the terminal, or 130 without a terminal.
         """
-        lines = [_table(self.clips[:SHOWN_CLIPS], width)]
+        table, lines = _table(self.clips[:SHOWN_CLIPS], width), [""]  # the table contains colours
         if len(self.clips) > SHOWN_CLIPS:
             lines.append(f"... and {len(self.clips) - SHOWN_CLIPS:,} more clips: see --json or --html")
         totals = self.totals()
@@ -193,7 +194,9 @@ class CheckReport:
         )
         lines += [f"  {count:7,}  {kind}" for kind, count in self.problems()[:SHOWN_PROBLEMS]]
         if not self.samples:
-            return "\n".join([*lines, "no sample: wands preprocess would reject this source"])
+            return table + safe_lines(
+                "\n".join([*lines, "no sample: wands preprocess would reject this source"])
+            )
         lines.append(
             f"{totals['samples']:,} samples for {self.variant}, {totals['seconds_of_video']:,.1f} s of video"
         )
@@ -201,7 +204,7 @@ class CheckReport:
         text = "" if self.exact_text else " (text tokens are estimated; --model counts them exactly)"
         lines.append(f"cache: about {self.cache_bytes:,} bytes{text}")
         lines.append(self.packing_line())
-        return "\n".join(lines)
+        return table + safe_lines("\n".join(lines))
 
     def packing_line(self) -> str:
         """Return one line about bins (packed sequences): the used share of their capacity, and the number of steps per epoch."""
@@ -268,7 +271,7 @@ def _table(clips: Sequence[CheckedClip], width: int | None) -> str:
         )
         style = {"rejected": "red", "warned": "yellow", "fine": "green"}[clip.verdict]
         cells = (clip.key, describe_source(clip), describe_samples(clip))
-        table.add_row(*(Text(cell) for cell in cells), Text(verdict, style=style))
+        table.add_row(*(Text(safe_lines(cell)) for cell in cells), Text(safe_lines(verdict), style=style))
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip("\n")

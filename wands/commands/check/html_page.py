@@ -8,11 +8,13 @@ from __future__ import annotations
 import base64
 
 import jinja2
+from markupsafe import Markup
 from rich import filesize
 
 from wands.commands.check.check_report import SHOWN_PROBLEMS, VERDICTS, CheckReport, describe_source
 from wands.commands.length_histogram import count_lengths
 from wands.commands.progress import format_seconds
+from wands.texts import safe_lines
 
 MAX_ROWS = 5000
 """Largest number of clips on the page. Rejected clips are first, then clips with warnings.
@@ -24,10 +26,13 @@ The JSON file of `wands check --json` contains all clips.
 def render_page(report: CheckReport) -> str:
     """Return the text of an HTML page with the report and its thumbnails.
 
-    File names and captions are escaped, so that they cannot contain HTML.
+    File names and captions are escaped, so that they cannot contain HTML. Paths do not contain the name of the user.
     """
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__, "."), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.PackageLoader(__package__, "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: safe_lines(value) if type(value) is str else value,
     )
     totals, bars = report.totals(), count_lengths(report.tokens) if report.samples else []
     return environment.get_template("report.html").render(
@@ -52,7 +57,7 @@ def render_page(report: CheckReport) -> str:
         num_omitted=len(report.clips) - MAX_ROWS,
         describe_source=describe_source,
         number="{:,}".format,
-        base64=lambda data: base64.b64encode(data).decode(),
+        base64=lambda data: Markup(base64.b64encode(data).decode()),
     )
 
 

@@ -23,6 +23,7 @@ from wands.commands.preprocess.decoding import EncodeSettings
 from wands.commands.preprocess.encoding import Devices, Done, WorkerTimes
 from wands.data.clips.isolated import Crash, IsolatedWorker, run_in_threads
 from wands.errors import CacheError, ConfigError, WandsError, one_line
+from wands.texts import log_to_stderr
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +208,7 @@ def _run_in_subprocess(
     devices: Devices,
     share: Any,
 ) -> Iterator[Event]:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     logging.getLogger("wands").setLevel(level)
     if devices.vae.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))

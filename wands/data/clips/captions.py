@@ -42,14 +42,6 @@ def estimate_tokens(caption: str) -> int:
     return round((len(text) - wide) / 4 + wide / 1.5) + 1
 
 
-def printable(text: str) -> str:
-    """Escape the characters of a text that are not valid Unicode.
-
-    Python represents file names that are not UTF-8 by such characters (surrogates), which cannot be printed.
-    """
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def check_captions(value: Any, place: str) -> list[str]:
     """Check the captions of a clip, and return them without leading and trailing white space.
 
@@ -74,6 +66,6 @@ def _check_caption(value: Any, place: str) -> str:
         )
     if not value.strip():
         raise DataError(f"empty caption; write a caption in {place}")
-    if value != printable(value):
+    if value != value.encode("utf-8", "replace").decode("utf-8"):
         raise DataError(f"caption is not valid Unicode; rewrite the caption in {place}")
     return value.strip()

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
-from wands.data.clips.captions import printable
 from wands.errors import CacheError, DataError, one_line
+from wands.texts import printable
 
 # fmt: off
 VIDEO_EXTENSIONS = (
@@ -111,7 +111,11 @@ def records_of_clip(
         captions: checked captions. If a caption occurs twice, a rejection is yielded, too.
         place: file or row that contains the captions, for the rejection.
         seconds: time range of the clip.
+
+    Raises:
+        DataError: if the name cannot be stored or printed.
     """
+    check_name(name)
     if repeated := next((caption for caption, count in Counter(captions).items() if count > 1), ""):
         yield reject(place, path, f"caption is listed twice ({repeated[:60]}); keep one of the two")
     for index, caption in enumerate(dict.fromkeys(captions)):
@@ -219,9 +223,12 @@ def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
 
 
 def check_name(name: str) -> None:
-    """Raise DataError if a file name is not UTF-8, because no report or cache can store such a name."""
+    """Raise DataError if a file name is not UTF-8 or contains control characters.
+
+    No report or cache can store a name that is not UTF-8. A terminal obeys the control characters in a name.
+    """
     if name != printable(name):
-        raise DataError("file name is not valid UTF-8; rename the file")
+        raise DataError("file name is not valid UTF-8 or contains control characters; rename the file")
 
 
 def check_file(name: str, path: Path) -> None:

@@ -211,7 +211,7 @@ def test_names_that_are_not_utf8_are_rejected_printably(tmp_path: Path) -> None:
             file.write("x")
     rows, rejections = load_source(str(tmp_path))
     assert rows == []
-    assert "not valid UTF-8; rename the file" in rejections[0].reason
+    assert "not valid UTF-8 or contains control characters; rename the file" in rejections[0].reason
     assert (rejections[0].key + rejections[0].path).encode("utf-8")
 
 

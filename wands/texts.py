@@ -1,0 +1,66 @@
+"""Make texts safe to print and to publish: escape control characters, and hide secrets and user names."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+
+# Terminals obey control characters. The bidirectional ones make a name look like another name.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?:API|ACCESS|PRIVATE|_)_?KEY")
+_SECRET = re.compile(
+    r"\b(?:hf_|gh[opsu]_|AKIA)[A-Za-z0-9]{16,}|\b(?:github_pat_|glpat-|sk-|xox[abp]-)[\w-]{20,}"
+    r"|(?<=://)[^\s/@]+(?=@)|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*"
+)
+
+
+def printable(text: str) -> str:
+    """Escape the characters of a text that are not valid Unicode, and control characters such as line ends.
+
+    Python represents file names that are not UTF-8 by characters that are not valid Unicode (surrogates).
+    """
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def hide_secrets(text: str) -> str:
+    """Replace the secrets in a text by the word REDACTED.
+
+    Secrets are known forms of tokens, private keys, passwords in URLs, and the values of environment variables with names
+    such as HF_TOKEN.
+    """
+    for name, value in os.environ.items():
+        if len(value) >= 8 and _SECRET_NAME.search(name.upper()):
+            text = text.replace(value, "REDACTED")
+    return _SECRET.sub("REDACTED", text)
+
+
+def redact(text: str) -> str:
+    """Replace the secrets in a text by the word REDACTED, and the name of the user in paths by the shell variable ``$USER``."""
+    names = {os.path.basename(os.path.expanduser("~")), os.environ.get("USER"), os.environ.get("LOGNAME")}
+    name = "|".join(re.escape(name) for name in names if name and name not in ("root", "~"))
+    # In a URL, the name is the public name of an account.
+    pattern = rf"(https?://\S+)|(?<=[/\\])(?:{name})(?![\w-]|\.\w)" if name else r"(?!)"
+    return re.sub(pattern, lambda match: match[1] or "$USER", hide_secrets(text))
+
+
+def safe_lines(text: str) -> str:
+    """Return a text for logs and terminals: without secrets and user names, and with escaped control characters."""
+    return "\n".join(map(printable, redact(text).split("\n")))
+
+
+class _SafeFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return safe_lines(super().format(record))
+
+
+def log_to_stderr(level: int = logging.WARNING, layout: str = "%(levelname)s %(name)s: %(message)s") -> None:
+    """Send the log records of this process to stderr as safe texts.
+
+    Args:
+        level: lowest level of the records.
+        layout: format of `logging` for a record.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(_SafeFormatter(layout))
+    logging.basicConfig(level=level, handlers=[handler])
