@@ -33,9 +33,10 @@ from data_tools.import_shards import check_latents, check_text_embeds, imported_
 from data_tools.merge import to_variant
 from wands.data.cache.format import array_names, checksum, reason, to_bits
 from wands.data.cache.reader import CacheWriter
-from wands.data.clips.archives import TarReader
+from wands.data.clips.archives import MAX_LATENT_BYTES, TarReader
 from wands.encoders.components import CONFIG_FILES, find_part, read_variant
 from wands.errors import ConfigError, DataError
+from wands.texts import log_to_stderr
 
 PICKLES = {".pth", ".pt", ".pkl", ".pickle", ".ckpt", ".bin"}
 MUSUBI_FPS = 16.0
@@ -170,7 +171,7 @@ def _read_tars(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
                         )
                 if "safetensors" not in members:
                     raise DataError(f"{path}: {key} has no .safetensors; export the cache again.")
-                content = tar.read(members["safetensors"])
+                content = tar.read(members["safetensors"], MAX_LATENT_BYTES)
                 yield _exported(content, f"{path}: {key}.safetensors", names)
 
 
@@ -324,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", help="pipeline folder or Hub id of the model that musubi-tuner used")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log_to_stderr(logging.INFO, "%(message)s")
     count = import_cache(options.source, options.out, options.model)
     print(f"{options.out}: {count:,} samples")
     return 0

@@ -31,6 +31,7 @@ from wands.encoders.components import CONFIG_FILES, find_part, read_config, read
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import CLEANING_VERSION, TextEncoder, clean_caption
 from wands.errors import ConfigError, DataError, one_line
+from wands.texts import safe_lines
 from wands.variants import TEXT_LEN, Variant
 
 CONTRAST, JITTER = 0.4, 0.3
@@ -296,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{options.out}: {report.num_samples:,} samples{reused}")
     print(f"{len(report.rejected):,} rejected" + (f", listed in {REJECTS_NAME}:" if report.rejected else ""))
     for item in report.rejected[:50]:
-        print(f"  {item.key}: {item.reason}")
+        print(safe_lines(f"  {item.key}: {item.reason}"))
     return 0
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from data_tools.tfrecord import parse_example, parse_tensor, read_records
-from wands.data.clips.archives import TAR_EXTENSIONS, TarReader, is_tar
+from wands.data.clips.archives import MAX_LATENT_BYTES, TAR_EXTENSIONS, TarReader, is_tar
 from wands.errors import DataError, one_line
 
 
@@ -110,7 +110,7 @@ def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
                     raise DataError(
                         f"the sample has no {' and no '.join(missing)}; pass shards that NVIDIA DFM wrote"
                     )
-                tensor, info = reader.read(members["pth"]), reader.read(members["json"])
+                tensor, info = reader.read(members["pth"], MAX_LATENT_BYTES), reader.read(members["json"])
                 yield _energon_sample(key, path, tensor, info)
             except DataError as error:
                 yield EncodedSample(key, path, problem=str(error))

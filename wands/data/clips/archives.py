@@ -18,13 +18,29 @@ from typing import IO
 
 from wands.data.clips.records import Rejection, store_clip
 from wands.errors import DataError, one_line
+from wands.texts import printable
 
 TAR_EXTENSIONS = (".tar", ".tar.gz", ".tgz")
+MAX_CAPTION_BYTES = 1 << 20
+"""Largest size in bytes of a file with the captions of one clip."""
+MAX_LATENT_BYTES = 1 << 30
+"""Largest size in bytes of an archive member with the latents of one sample."""
 
 
 def is_tar(path: Path) -> bool:
     """Return whether a file name has the extension of a tar archive."""
     return path.name.lower().endswith(TAR_EXTENSIONS)
+
+
+class _Header(tarfile.TarInfo):
+    """Header of a member. `tarfile` reads long names and attributes into memory, whatever size the archive states."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
+        header = super().frombuf(buf, encoding, errors)
+        if header.size > MAX_CAPTION_BYTES and header.type in b"LKxgX":
+            raise tarfile.ReadError(f"the name of a member has {header.size:,} bytes")
+        return header
 
 
 class TarReader:
@@ -46,7 +62,7 @@ class TarReader:
         """
         self._path = path.absolute()
         try:
-            self._tar = tarfile.open(path, "r:*")  # noqa: SIM115 - closed by __exit__
+            self._tar = tarfile.open(path, "r:*", tarinfo=_Header)  # noqa: SIM115 - closed by __exit__
         except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
             raise DataError(
                 f"the tar archive cannot be read ({one_line(error)}); copy or pack the archive again"
@@ -60,12 +76,16 @@ class TarReader:
     def __exit__(self, *_: object) -> None:
         self._tar.close()
 
-    def read(self, member: tarfile.TarInfo) -> bytes:
+    def read(self, member: tarfile.TarInfo, max_bytes: int = MAX_CAPTION_BYTES) -> bytes:
         """Return the bytes of a member, which must be a regular file.
 
         Raises:
-            DataError: if the archive ends inside the member.
+            DataError: if the member has more than `max_bytes` bytes, or the archive ends inside the member.
         """
+        if member.size > max_bytes:
+            raise DataError(
+                f"{member.name} has {member.size:,} bytes, more than {max_bytes:,}; remove the file from the archive"
+            )
         buffer = io.BytesIO()
         self._copy(member, buffer)
         return buffer.getvalue()
@@ -160,6 +180,6 @@ def _problem(member: tarfile.TarInfo) -> str:
         return "archive member is not a regular file; remove it from the archive"
     if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
         return "name of the member leads out of the archive; use a relative name without .."
-    if member.name != member.name.encode("utf-8", "replace").decode("utf-8"):
-        return "name of the member is not valid UTF-8; rename the file in the archive"
+    if member.name != printable(member.name):
+        return "name of the member is not valid UTF-8 or contains control characters; rename the file in the archive"
     return ""

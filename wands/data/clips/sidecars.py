@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from tarfile import TarInfo
 from typing import Any
 
-from wands.data.clips.archives import TAR_EXTENSIONS, TarReader, is_tar
+from wands.data.clips.archives import MAX_CAPTION_BYTES, TAR_EXTENSIONS, TarReader, is_tar
 from wands.data.clips.captions import check_captions
 from wands.data.clips.hf_dataset import clips_dir, saved_dataset
 from wands.data.clips.records import (
@@ -51,7 +51,6 @@ _DOCUMENT = re.compile(
     r"classes|tags|(file_?)?list|files|urls|links|sources?|metadata|train|test|val(id(ation)?)?",
     re.IGNORECASE | re.DOTALL,
 )
-_MAX_CAPTION_BYTES = 1 << 20
 
 
 def tar_archive(source: Source) -> Iterator[ClipRecord | Rejection] | None:
@@ -113,7 +112,9 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
                         f"missing caption; write a caption in {path.stem}.txt or {path.stem}.json next to the clip, or, if a "
                         "table contains the captions, set SOURCE to the table"
                     )
-                captions, row = _captions_in_file(sidecar, path.with_name(sidecar).read_bytes, source)
+                captions, row = _captions_in_file(
+                    sidecar, partial(_read_small, path.with_name(sidecar)), source
+                )
                 yield from records_of_clip(name, path, captions, sidecar, read_range(row, path))
             except DataError as error:
                 yield reject(clip_key(name), path, error)
@@ -227,8 +228,7 @@ def _may_be_caption(file: Path, source: Source) -> bool:
         return kind == ".txt" or (
             kind != ".jsonl"
             and file.is_file()
-            and file.stat().st_size <= _MAX_CAPTION_BYTES
-            and bool(_captions_in_file(file.name, file.read_bytes, source)[0])
+            and bool(_captions_in_file(file.name, partial(_read_small, file), source)[0])
         )
     except (OSError, DataError):
         return False
@@ -240,6 +240,17 @@ def _belongs_to_another(stem: str, clips: set[str]) -> bool:
     """
     parts = stem.split(".")
     return any(".".join(parts[:end]) in clips for end in range(1, len(parts)))
+
+
+def _read_small(path: Path) -> bytes:
+    """Return the bytes of a caption file, which would otherwise fill the memory if it is another kind of file."""
+    with path.open("rb") as file:
+        data = file.read(MAX_CAPTION_BYTES + 1)
+    if len(data) > MAX_CAPTION_BYTES:
+        raise DataError(
+            f"{path.name} has more than {MAX_CAPTION_BYTES:,} bytes, too many for captions of one clip; write a shorter caption"
+        )
+    return data
 
 
 def _captions_in_file(

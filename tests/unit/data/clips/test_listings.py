@@ -5,6 +5,7 @@ import io
 import json
 import os
 import tarfile
+import tracemalloc
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -698,3 +699,52 @@ def test_random_damage_to_a_listing_never_crashes(tmp_path: Path, name: str) -> 
             outcomes.add("refused" if "; " in str(error) else str(error))
     assert "read" in outcomes
     assert outcomes <= {"read", "refused"}
+
+
+# ---------------------------------------------------------------- sizes and names of an attacker
+
+
+def peak_of(source: Path, cache: Path) -> tuple[int, list[Rejection]]:
+    """Largest number of bytes that a scan allocates at once, and its rejections."""
+    tracemalloc.start()
+    try:
+        _, rejections = load_source(str(source), cache_dir=cache)
+        return tracemalloc.get_traced_memory()[1], rejections
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
+def test_a_member_of_2_gib_is_not_read_into_memory(tmp_path: Path, kind: bytes) -> None:
+    header = tarfile.TarInfo("a.txt")
+    header.size, header.type = 2 << 30, kind
+    with (tmp_path / "a.tar").open("wb") as file:  # the content is a hole in the file
+        file.write(tarfile.TarInfo("a.mp4").tobuf() + header.tobuf())
+        file.truncate(file.tell() + header.size + 1024)
+    peak, rejections = peak_of(tmp_path / "a.tar", tmp_path / "cache")
+    assert peak < 8 << 20
+    assert any("2,147,483,648 bytes" in rejection.reason for rejection in rejections)
+
+
+def test_a_caption_file_of_another_kind_is_not_read_into_memory(tmp_path: Path) -> None:
+    clip(tmp_path / "data" / "a.mp4", 40)
+    with (tmp_path / "data" / "a.txt").open("wb") as file:
+        file.truncate(1 << 30)
+    peak, rejections = peak_of(tmp_path / "data", tmp_path / "cache")
+    assert peak < 8 << 20
+    assert "a.txt has more than 1,048,576 bytes" in rejections[0].reason
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_name_with_control_characters_is_refused(tmp_path: Path, mp4: list[bytes], packed: bool) -> None:
+    name = "a\x1b[2J\x1b]0;owned\x07"
+    if packed:
+        tar(tmp_path / "data" / "a.tar", [(f"{name}.mp4", mp4[0]), (f"{name}.txt", b"A cat.")])
+    else:
+        clip(tmp_path / "data" / f"{name}.mp4", 40)
+        write(tmp_path / "data" / f"{name}.txt", "A cat.")
+    rows, rejections = load_source(str(tmp_path / "data"), cache_dir=tmp_path / "cache")
+    assert rows == []
+    assert all("control characters" in rejection.reason for rejection in rejections)
+    assert rejections
+    assert not any("\x1b" in rejection.key + rejection.path + rejection.reason for rejection in rejections)
