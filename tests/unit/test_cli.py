@@ -94,14 +94,14 @@ def test_flags_mean_the_same_in_every_release_of_click():
     assert [(name, option.opts) for name, option in flags if option.flag_value is False] == []
 
 
-def test_export_links_unless_told_to_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_export_copies_unless_told_to_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     told: list[bool] = []
     monkeypatch.setattr(
-        "wands.commands.export.export", lambda options: told.append(options.copy_files) or "somewhere"
+        "wands.commands.export.export", lambda options: told.append(options.link) or "somewhere"
     )
-    for extra in ([], ["--copy"]):
+    for extra in ([], ["--copy"], ["--link"]):
         assert invoke("export", tmp_path, "--out", tmp_path / "out", *extra).exit_code == 0
-    assert told == [False, True]
+    assert told == [False, False, True]
 
 
 def test_infer_help_marks_the_options_with_one_value_per_prompt():

@@ -61,9 +61,9 @@ def export(options: ExportOptions) -> Path:
     out, dtype = options.out.resolve(), _DTYPES[options.dtype]
     is_lora = lora_of(state) is not None
     as_pipeline = options.merge or not is_lora
-    if not as_pipeline and (options.base is not None or options.copy_files):
+    if not as_pipeline and (options.base is not None or options.link):
         raise ConfigError(
-            f"--base and --copy are for pipelines, and {options.checkpoint} is a LoRA run; leave both flags out, or add --merge."
+            f"--base and --link are for pipelines, and {options.checkpoint} is a LoRA run; leave both flags out, or add --merge."
         )
     if options.merge and not is_lora:
         raise ConfigError(
@@ -79,7 +79,7 @@ def export(options: ExportOptions) -> Path:
             ignore = [] if is_lora else [f"{part}/*.safetensors" for part in state.parts]
             base_dir = fetch_model(base, key="--base", ignore=ignore)
             check_base(base_dir, state.transformer_config, state.parts, "the run's base model")
-            copy_base(base_dir, partial, state.parts, link=not options.copy_files)
+            copy_base(base_dir, partial, state.parts, link=options.link)
             for part in state.parts:
                 weights = load_full_weights(step_dir, part, options.base, options.ema)
                 write_transformer(weights, state.transformer_config, partial / part, dtype, max_shard_bytes)

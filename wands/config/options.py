@@ -361,9 +361,9 @@ class ExportOptions(Options):
     max_shard_size: str = "5GB"
     """Largest size of one weight file, such as 5GB. Larger weights are divided into several files. This option has no
     effect on LoRA files."""
-    copy_files: Annotated[bool, Spelling("--copy")] = False
-    """Copy the files of --base. Without --copy, the export contains hard links to these files, which take no disk space.
-    This option cannot be used if the export writes LoRA files."""
+    link: Annotated[bool, Spelling("--link/--copy")] = False
+    """Make hard links to the files of --base, which take no disk space. A program that writes into a linked file also
+    changes --base. This option cannot be used if the export writes LoRA files [default: --copy]."""
     merge: bool = False
     """Merge the trained LoRA into the base weights and export the whole pipeline. This option can be used only for LoRA
     runs."""
@@ -398,6 +398,8 @@ class PushOptions(Options):
     training: Path | None = None
     """Run folder or step folder of the training that produced DIRECTORY. wands reads facts for the model card from this
     folder if DIRECTORY does not contain them, such as the training step."""
+    dry_run: bool = False
+    """List the files that would be uploaded and the files that are left out, and stop. Nothing is written or sent."""
 
 
 class ConvertOptions(Options):

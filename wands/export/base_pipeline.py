@@ -53,7 +53,7 @@ def check_base(
         raise ConfigError(f"--base {base} is not {model}: {', '.join(dict.fromkeys(differing))}; {fix}")
 
 
-def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = True) -> None:
+def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = False) -> None:
     """Copy a base pipeline into the folder of an export.
 
     The trained DiTs and the hidden files are not copied. README.md, the export record, the loss plot and the samples of
@@ -63,7 +63,8 @@ def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = True
         base_dir: folder of the base pipeline.
         out: existing folder of the export.
         parts: subfolders of the trained DiTs, which are not copied.
-        link: whether to make hard links instead of copies if the file system supports hard links.
+        link: whether to make hard links instead of copies if the file system supports hard links. A program that writes
+            into a hard link also changes the base.
     """
     replaced = {*parts, "README.md", RECORD_FILE, LOSS_FILE, "samples"}
 
@@ -86,12 +87,12 @@ def carry_over(earlier: Path, out: Path) -> None:
         out: existing folder of the new export.
     """
     if (earlier / "samples").is_dir():
-        shutil.copytree(earlier / "samples", out / "samples", copy_function=_link_or_copy)
+        shutil.copytree(earlier / "samples", out / "samples", symlinks=True)
     card = earlier / "README.md"
     if card.is_file() and MARKER not in card.read_text(encoding="utf-8", errors="replace"):
         for path in (card, earlier / LOSS_FILE):
             if path.is_file():
-                _link_or_copy(str(path), str(out / path.name))
+                shutil.copy2(path, out / path.name, follow_symlinks=False)
 
 
 def _link_or_copy(source: str, target: str) -> str:

@@ -177,13 +177,39 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Pat
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         with pytest.raises(WandsError, match=r"--out .*out cannot be written \(.*File too large") as caught:
-            export(run, out, copy_files=not link)
+            export(run, out, link=link)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert isinstance(caught.value.__cause__, shutil.Error) is not link
     assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == ["out"]
     assert (out / RECORD_FILE).read_text() == before
+
+
+def test_a_program_that_writes_into_an_export_does_not_change_the_base(
+    run: Path, tiny_pipeline: Path, tmp_path: Path
+):
+    """safetensors and diffusers open an existing file and write into it, so a hard link would change the base."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny_pipeline, base)
+    before = {path: path.read_bytes() for path in base.rglob("*") if path.is_file()}
+    out = export(run, tmp_path / "out", base=str(base))
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    (out / "samples").mkdir()
+    (out / "samples" / "link.png").symlink_to(secret)
+    export(run, out, base=str(base))
+    assert (
+        out / "samples" / "link.png"
+    ).is_symlink()  # a hard link could not be told from a file of the export
+    (out / "samples" / "link.png").unlink()
+    for path in [path for path in out.rglob("*") if path.is_file()]:
+        with path.open("r+b") as file:
+            file.write(b"changed")
+    assert {path: path.read_bytes() for path in before} == before
+    linked = export(run, tmp_path / "linked", base=str(base), link=True)
+    assert (linked / "vae" / "config.json").samefile(base / "vae" / "config.json")
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_export_into_the_current_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
