@@ -1,8 +1,9 @@
 """The command `wands push`: upload the folder of a pipeline or a LoRA to the Hugging Face Hub, with a model card.
 
-The command uploads a temporary folder that contains links to the files. The Hub client does not enter linked folders, so the
-temporary folder contains a real folder for each linked folder. Training state is left out. JSON and text files that contain
-paths of this machine are copied without these paths.
+Only files of a pipeline or a LoRA are uploaded: known names and types, in known folders. Training state and other files are
+left out. The command uploads a temporary folder that contains links to the files. The Hub client does not enter linked
+folders, so the temporary folder contains a real folder for each linked folder. JSON and text files that contain paths of this
+machine are copied without these paths.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,26 @@ from wands.model.files.hub import is_hub_id
 from wands.model.files.lora_files import EXPERT_NAMES
 from wands.model.files.name_maps import EXPERTS
 from wands.model.files.tensor_files import TensorFiles
+from wands.texts import hide_secrets
 
 log = logging.getLogger(__name__)
 
-_SKIPPED = (
-    *(".*", "*.tmp", "*.pyc", "__pycache__"),
-    *("*_optim_states.pt", "*_model_states.pt", "zero_to_*.py", "latest", "global_step*"),  # DeepSpeed's
-    *("metrics.jsonl", "samples-rank*.jsonl", "events.out.tfevents.*"),  # of a run folder
+_UPLOADED = (
+    *(
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "model_index.json",
+        "*config.json",
+        model_card.RECORD_FILE,
+    ),
+    *("*.model", "tokenizer.json", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("README.md", "README.txt", "LICENSE*", "NOTICE*", model_card.SAMPLES_FILE),
+    *("*.mp4", "*.webm", "*.gif", "*.png", "*.jpg", "*.jpeg", "*.webp"),
 )
+"""Patterns for the names of the files that are uploaded."""
+_SKIPPED = (".*", "*.tmp", "*optim*")
+_TEXT_SUFFIXES = (".json", ".jsonl", ".md", ".txt")
+_MAX_TEXT_BYTES = 1 << 20  # larger text files are vocabularies
 _STATE_FILE = "wands_state.json"  # the folder that contains it is a training checkpoint
 
 
@@ -58,11 +71,19 @@ def push(options: PushOptions, token: str | None = None) -> str:
 
     Raises:
         WandsError: if the folder contains neither a pipeline nor a LoRA, or if the upload fails. Also if the repository's
-            name, the token or the server cannot be used.
+            name, the token or the server cannot be used, a link leads out of the folder, or a file contains a secret.
     """
     directory = options.directory
     contents = _check_contents(directory)
     record = _read_record(directory, options.training)
+    files, left_out = _list_files(directory, contents.folders)
+    sizes = [(directory / name).stat().st_size for name in files]
+    rows = [f"\n  {size:15,}  {name}" for name, size in zip(files, sizes, strict=True)]
+    log.info("%d files to upload, %.1f MB, and the model card:%s", len(rows), sum(sizes) / 1e6, "".join(rows))
+    if left_out:
+        log.warning("these files are not part of a model and are left out: %s", ", ".join(left_out))
+    if options.dry_run:
+        return f"dry run: nothing was sent to {options.repo_id}"
     hub = open_repository(
         connect(options.repo_id, token, options.endpoint), public=options.public, revision=options.revision
     )
@@ -71,9 +92,9 @@ def push(options: PushOptions, token: str | None = None) -> str:
     kind = "LoRA" if contents.loras else "pipeline"
     step = f" of step {record['step']}" if "step" in record else ""
     with tempfile.TemporaryDirectory(prefix="wands-push-") as staging:
-        _stage(directory, Path(staging))
-        sizes = [path.stat().st_size for path in Path(staging).rglob("*") if path.is_file()]
-        log.info("uploading %d files, %.1f MB, to %s", len(sizes), sum(sizes) / 1e6, url)
+        written = (name for name in ("README.md", model_card.LOSS_FILE) if (directory / name).is_file())
+        _stage(directory, sorted({*files, *written}), Path(staging))
+        log.info("uploading to %s", url)
         upload = partial(
             hub.api.upload_folder,
             repo_id=hub.repo_id,
@@ -100,18 +121,17 @@ def _check_contents(directory: Path) -> FolderContents:
                 f"DIRECTORY {directory} is not a diffusers pipeline (no model_index.json) and has no LoRA; set DIRECTORY to a "
                 "folder that `wands export` wrote."
             )
-        return FolderContents(loras=loras)
+        return FolderContents(loras=loras, folders=(*EXPERT_NAMES.values(), "samples"))
     index = _read_object(index_path)
-    missing = [
-        name
-        for name, entry in index.items()
-        if isinstance(entry, list) and len(entry) == 2 and entry[1] and not (directory / name).is_dir()
+    parts = [
+        name for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[1]
     ]
+    missing = [name for name in parts if not (directory / name).is_dir()]
     if missing:
         raise WandsError(
             f"DIRECTORY {directory} lacks the folders {', '.join(missing)} that model_index.json lists; run `wands export` again."
         )
-    return FolderContents(str(index.get("_class_name", "DiffusionPipeline")))
+    return FolderContents(str(index.get("_class_name", "DiffusionPipeline")), folders=(*parts, "samples"))
 
 
 def _find_loras(directory: Path) -> Iterator[LoraFile]:
@@ -209,38 +229,78 @@ def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: 
     write_text(path, model_card.build_card(directory, hub.repo_id, record, contents, license_id))
 
 
-def _stage(directory: Path, staging: Path) -> None:
-    """Fill the folder `staging` with the files of `directory` that are to be uploaded.
+def _list_files(directory: Path, folders: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the files to upload and the files and folders that are left out, as paths relative to the folder to push.
 
-    Most files become links. A file that contains paths of this machine becomes a copy without these paths. Training state and
-    hidden files are left out.
+    Args:
+        directory: folder to push.
+        folders: names of the subfolders that belong to the model.
+
+    Raises:
+        WandsError: if a link to upload leads out of the folder, or a text file contains a secret. Also if a file cannot be
+            read.
     """
-    skip = shutil.ignore_patterns(*_SKIPPED)
+    files: list[str] = []
+    left_out: list[str] = []
 
-    def ignore(folder: str, names: list[str]) -> set[str]:
-        if _STATE_FILE in names:
-            return set(names)
-        kept, here = set(names) - skip(folder, names), Path(folder)
-        for link in (here / name for name in kept if (here / name).is_symlink()):
-            if link.is_dir() and here.resolve().is_relative_to(link.resolve()):
-                raise WandsError(f"{link} is a link to a folder that contains the link; remove the link.")
-        return set(names) - kept
+    def is_kept(path: Path, patterns: Iterable[str]) -> bool:
+        named, skipped = (
+            any(fnmatchcase(path.name, pattern) for pattern in kind) for kind in (patterns, _SKIPPED)
+        )
+        if not named or skipped:
+            left_out.append(path.relative_to(directory).as_posix())
+            return False
+        _check_path(path, directory)
+        return True
 
-    def stage(source: str, target: str) -> None:
-        if not os.access(source, os.R_OK):
-            raise WandsError(f"{source} is a broken link or not readable; run `wands export` again.")
-        cleaned = _cleaned(Path(source))
-        if cleaned is None:
-            Path(target).symlink_to(Path(source).resolve())
-        else:
-            Path(target).write_text(cleaned, encoding="utf-8")
+    for root, subfolders, names in os.walk(directory, followlinks=True):
+        here, is_state = Path(root), _STATE_FILE in names
+        parts = () if is_state else folders if here == directory else ("*",)
+        subfolders[:] = [name for name in subfolders if is_kept(here / name, parts)]
+        kept = [here / name for name in names if is_kept(here / name, () if is_state else _UPLOADED)]
+        files += [path.relative_to(directory).as_posix() for path in kept]
+    return sorted(files), sorted(left_out)
 
-    try:
-        shutil.copytree(directory, staging, ignore=ignore, copy_function=stage, dirs_exist_ok=True)
-    except OSError as error:
+
+def _check_path(path: Path, directory: Path) -> None:
+    """Check that a file or folder may be uploaded.
+
+    Raises:
+        WandsError: if the path leads out of the folder to push, is a link to a folder that contains the link, cannot be
+            read, or is a text file that contains a secret.
+    """
+    from huggingface_hub import constants
+
+    real = Path(os.path.realpath(path))
+    if path.is_symlink() and path.is_dir() and path.parent.resolve().is_relative_to(real):
+        raise WandsError(f"{path} is a link to a folder that contains the link; remove the link.")
+    if not any(real.is_relative_to(os.path.realpath(root)) for root in (directory, constants.HF_HUB_CACHE)):
         raise WandsError(
-            f"DIRECTORY {directory} cannot be read ({one_line(error)}); fix the cause and run the same command again."
-        ) from error
+            f"{path} leads to {real}. Only links inside DIRECTORY and to the Hub cache are followed; replace the link by a copy."
+        )
+    if not (real.is_dir() or real.is_file()) or not os.access(real, os.R_OK):
+        raise WandsError(f"{path} is a broken link or not readable; run `wands export` again.")
+    if real.is_file() and path.suffix in _TEXT_SUFFIXES and real.stat().st_size <= _MAX_TEXT_BYTES:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if hide_secrets(text) != text and path.name != model_card.RECORD_FILE:  # the record is cleaned
+            raise WandsError(
+                f"{path} contains a token, a password or a private key; remove it from the file."
+            )
+
+
+def _stage(directory: Path, files: Iterable[str], staging: Path) -> None:
+    """Fill the folder `staging` with the files to upload.
+
+    Most files become links. A file that contains paths of this machine becomes a copy without these paths.
+    """
+    for name in files:
+        source, target = directory / name, staging / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        cleaned = _cleaned(source)
+        if cleaned is None:
+            target.symlink_to(source.resolve())
+        else:
+            target.write_text(cleaned, encoding="utf-8")
 
 
 def _cleaned(path: Path) -> str | None:

@@ -19,6 +19,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from wands.errors import WandsError
 from wands.model.files.hub import is_hub_id
+from wands.texts import redact
 from wands.variants import VARIANTS, Variant
 
 MARKER = (
@@ -31,7 +32,9 @@ DEFAULT_LICENSE = "apache-2.0"  # the licence of every Wan release
 
 _TEMPLATE = Path(__file__).with_name("model_card_template.md")
 _LOCAL = re.compile(r"(?:[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:)")
-_INNER_PATH = re.compile(r"(?<![\w:/.~-])(?:~|[A-Za-z]:)?(?:[/\\][\w.@+-]+)+[/\\]([\w.@+-]+)")
+_INNER_PATH = re.compile(
+    r"(?<![\w/.~-])(?<!:(?=//))(?:file://|~|[A-Za-z]:(?!//))?(?:[/\\][\w.@+$-]+)+[/\\][\w.@+$-]+"
+)
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -62,14 +65,16 @@ class FolderContents:
     Attributes:
         class_name: diffusers class of the pipeline. Empty for a folder of LoRAs.
         loras: LoRA files. Empty for the folder of a pipeline.
+        folders: names of the subfolders that belong to the pipeline or the LoRAs.
     """
 
     class_name: str = ""
     loras: tuple[LoraFile, ...] = ()
+    folders: tuple[str, ...] = ()
 
 
 def without_paths(value: Any) -> Any:
-    """Return a copy of a JSON value in which each absolute path is shortened to its last component.
+    """Return a copy of a JSON value in which each absolute path is shortened to its last component. Secrets are hidden.
 
     Hub ids, URLs and relative paths such as ``runs/default`` do not change, because they contain nothing about a
     machine.
@@ -80,7 +85,8 @@ def without_paths(value: Any) -> Any:
         return [without_paths(item) for item in value]
     if not isinstance(value, str):
         return value
-    return _last(value) if is_local(value) else _INNER_PATH.sub(r"\1", value)
+    text = redact(value)
+    return _last(text) if is_local(text) else _INNER_PATH.sub(lambda match: _last(match[0]), text)
 
 
 def is_local(text: str) -> bool:
@@ -183,7 +189,7 @@ def build_card(
         dtype=_DTYPES.get(dtype, dtype if dtype in _DTYPES.values() else "bfloat16"),
         fps=variant.fps if variant else 16,
     )
-    return f"{card}\n"
+    return redact(f"{card}\n")
 
 
 def _variant_of(record: Mapping[str, Any]) -> Variant | None:
@@ -211,4 +217,5 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
 
 
 def _last(path: str) -> str:
-    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+    *folders, name = re.split(r"[/\\]", redact(path).rstrip("/\\"))
+    return "~" if folders[-1:] in (["home"], ["Users"]) else name  # the name of a user

@@ -59,6 +59,17 @@ JUNK = {
     "global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": "moments",
     "checkpoints/step_00000002/wands_state.json": "{}",
     "checkpoints/step_00000002/anything.bin": "state",
+    "checkpoints/step_00000003.tmp/weights.safetensors": "state",
+    "transformer/optimizer.safetensors": "moments",
+    "transformer/optimizer.bin": "moments",
+    "transformer/pytorch_model.bin": "pickle",
+    "id_rsa": "key",
+    "deploy.pem": "key",
+    "credentials.json": "{}",
+    "service-account.json": "{}",
+    "token.txt": "hf",
+    "notes/model.safetensors": "of another program",
+    "samples/notes.txt": "text",
 }
 
 
@@ -69,6 +80,7 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub" / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(constants, "HF_STORED_TOKENS_PATH", str(tmp_path / "no-tokens"))
     monkeypatch.setattr(push_module, "RETRY_WAITS", (0.01, 0.01))
@@ -83,11 +95,13 @@ def hub() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def folder(tiny_pipeline: Path, tmp_path: Path) -> Path:
-    """What `wands export` leaves: a pipeline, its record, samples; one part is a linked folder."""
+    """What `wands export` leaves: a pipeline, its record, samples; one part is a folder linked from the Hub's cache."""
     directory = tmp_path / "export"
     shutil.copytree(tiny_pipeline, directory)
-    shutil.move(directory / "text_encoder", tmp_path / "base_text_encoder")
-    (directory / "text_encoder").symlink_to(tmp_path / "base_text_encoder", target_is_directory=True)
+    cached = Path(constants.HF_HUB_CACHE, "base_text_encoder")
+    cached.parent.mkdir(parents=True)
+    shutil.move(directory / "text_encoder", cached)
+    (directory / "text_encoder").symlink_to(cached, target_is_directory=True)
     (directory / "samples").mkdir()
     (directory / "samples" / "000_a cat.mp4").write_bytes(b"\0\0\0\x18ftypmp42" * 100)
     Image.new("RGB", (8, 8), "red").save(directory / "samples" / "contact.png")
@@ -340,6 +354,12 @@ def test_the_licence_is_the_bases(small: Path, hub: FakeHub, tmp_path: Path) -> 
         ("Wan-AI/Wan2.1-T2V-14B", "Wan-AI/Wan2.1-T2V-14B"),
         ("runs/default", "runs/default"),
         ("https://host/a/b", "https://host/a/b"),
+        ("/home/alice", "~"),
+        ("of /Users/alice/ and", "of ~/ and"),
+        ("alice@host:/home/alice/x", "alice@host:x"),
+        ("see file:///home/alice/x.csv", "see x.csv"),
+        ("https://bob:pass@host/a", "https://REDACTED@host/a"),
+        ("token hf_abcdefghijklmnopqrstuvwxyz", "token REDACTED"),
         ("1/2 and/or 3", "1/2 and/or 3"),
     ],
 )
@@ -558,6 +578,93 @@ def test_mistakes_of_the_folder(small: Path, hub: FakeHub, spoil: Any, message: 
     with pytest.raises(WandsError, match=message):
         send(small, hub)
     assert hub.count()["commit"] == 0
+
+
+# ---- what leaves the machine
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "vae/config.json", "vae/weights.safetensors", "samples/000.png", "vae", "samples"]
+)
+def test_a_link_out_of_the_folder_is_not_followed(
+    small: Path, hub: FakeHub, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "private" / "deep").mkdir(parents=True)
+    (tmp_path / "private" / "000.png").write_text("secret")
+    target, path = tmp_path / "private", small / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(target / "000.png" if path.suffix else target)
+    with pytest.raises(WandsError, match=r" leads to .*/private.* replace the link by a copy"):
+        send(small, hub)
+    assert hub.requests == []
+
+
+def test_links_inside_the_folder_are_followed(small: Path, hub: FakeHub) -> None:
+    (small / "vae" / "copy.safetensors").symlink_to("weights.safetensors")
+    (small / "samples").symlink_to("vae", target_is_directory=True)
+    send(small, hub)
+    there = hub.files(NAME)
+    assert (
+        there["vae/copy.safetensors"]
+        == there["samples/weights.safetensors"]
+        == there["vae/weights.safetensors"]
+    )
+
+
+def test_the_list_is_shown_before_the_upload(
+    small: Path, hub: FakeHub, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO, logger="wands")
+    (small / "id_rsa").symlink_to("/etc/passwd")
+    (small / "deploy.pem").write_text("key")
+    before = tree(small)
+    url = "http://127.0.0.1:9"  # nothing listens
+    assert push(small, NAME, endpoint=url, dry_run=True) == f"dry run: nothing was sent to {NAME}"
+    assert tree(small) == before
+    shown = caplog.text
+    assert "3 files to upload, 0.1 MB, and the model card:" in shown
+    assert "30,000  vae/weights.safetensors" in shown
+    assert "left out: deploy.pem, id_rsa" in shown
+    caplog.clear()
+    hub.fail("info", 403)
+    with pytest.raises(WandsError, match="HTTP 403"):
+        send(small, hub)
+    assert "30,000  vae/weights.safetensors" in caplog.text  # although nothing was sent
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "export HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz",
+        "-----BEGIN OPENSSH PRIVATE KEY-----\nabc",
+        "the value of-an-environment-variable",
+    ],
+)
+def test_a_file_with_a_secret_is_refused(
+    small: Path, hub: FakeHub, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "of-an-environment-variable")
+    (small / "README.md").write_text(text)
+    with pytest.raises(WandsError, match=r"README\.md contains a token, a password or a private key"):
+        send(small, hub)
+    assert hub.requests == []
+
+
+def test_a_card_contains_no_secret_and_no_user(
+    small: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setenv("USER", "carol")
+    recipe = {"output_dir": "/scratch/carol", "note": "key 0123456789abcdef, hf_abcdefghijklmnopqrstuvwxyz"}
+    record = RECORD | {"recipe": recipe, "base": "/home/dave", "checkpoint": "/data/carol/"}
+    write_record(small, record | {"variant": "0123456789abcdef"})
+    send(small, hub)
+    for name in ("README.md", "wands_export.json"):
+        text = hub.files(NAME)[name].decode()
+        assert [secret for secret in ("carol", "dave", "0123456789abcdef", "hf_abc") if secret in text] == []
 
 
 # ---- the token
