@@ -64,6 +64,9 @@ done
 (($#)) || die "-- is missing; what comes after it goes to wands train (--help shows an example)."
 shift
 
+# Launchers and workers do not search the current folder for modules: a file torch.py there would run on every node.
+export PYTHONSAFEPATH=1
+
 if [ -n "$interface" ]; then
   # Each library guesses from its own rules, and on nodes with docker bridges, a management network, or a host name that
   # /etc/hosts maps to 127.0.1.1 the guess can be one that the other nodes do not reach.

@@ -67,9 +67,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_state():
-    """Every test starts from the same seed and leaves the default dtype as it was."""
+    """Every test starts from the same seed and leaves the default dtype and the environment of children as they were."""
     torch.manual_seed(0)
     yield
+    os.environ.pop("PYTHONSAFEPATH", None)  # of a command that ran in this process
     torch.set_default_dtype(torch.float32)
 
 

@@ -68,6 +68,8 @@ class _CommandGroup(click.Group):
 @click.option("-v", "--verbose", is_flag=True, help="Print debug messages.")
 def main(local_rank: int | None, verbose: bool) -> None:
     """Train the Wan 2.1 / 2.2 video diffusion transformers, from raw clips to a model on the Hugging Face Hub."""
+    # Child processes do not search the current folder for modules: a file numpy.py there would run in every decoder.
+    os.environ["PYTHONSAFEPATH"] = "1"
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     # DeepSpeed calls collectives by names that torch 2.13 renamed, which would warn once per call site and rank.
