@@ -20,6 +20,9 @@ from pydantic import BaseModel, ValidationError
 from wands.config.recipe import DataConfig, ParallelConfig, Recipe, inner_section
 from wands.errors import ConfigError, Problems, failed_rules, one_line, suggest
 
+MAX_NODES = 10_000
+"""Largest number of values in a YAML text. An alias counts as many values as its anchor."""
+
 _SHIPPED = Path(str(resources.files("wands.recipes")))
 
 
@@ -101,10 +104,32 @@ def _find_recipe(name: str | Path) -> Path:
     )
 
 
+class _RecipeLoader(yaml.SafeLoader):
+    """Loader of YAML without tags, whose aliases expand to at most `MAX_NODES` values in all."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.num_nodes, self._sizes = 0, dict[int, int]()
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Read one value, and count the values in it. An alias counts as many values as its anchor."""
+        event, before = self.peek_event(), self.num_nodes
+        if getattr(event, "tag", None) is not None:
+            raise yaml.YAMLError(f"the tag {event.tag} in line {event.start_mark.line + 1} is not allowed")
+        node = super().compose_node(parent, index)
+        is_alias = isinstance(event, yaml.AliasEvent)
+        # An alias inside its own anchor has no size yet, and would expand without end.
+        self.num_nodes += self._sizes.get(id(node), MAX_NODES) if is_alias else 1
+        self._sizes[id(node)] = self.num_nodes - before
+        if self.num_nodes > MAX_NODES:
+            raise yaml.YAMLError(f"aliases expand to more than {MAX_NODES} values")
+        return node
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"recipe={path} is not valid YAML ({one_line(error)}); fix the file.") from None
     if values is None:
         return {}
@@ -120,8 +145,8 @@ def _apply_override(values: dict[str, Any], item: str) -> str | None:
     if not equals or not name.strip():
         return f"--set {item} must be section.key=value; write for example --set train.max_steps=100."
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = yaml.load(text, _RecipeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):
         return f"--set {item}: the value is not valid YAML; put the value in quotes."
     if isinstance(value, str):
         if text.strip()[:1] not in ("'", '"'):  # in YAML, " #" in a path would start a comment

@@ -53,6 +53,45 @@ def test_not_yaml_and_not_a_mapping(tmp_path: Path):
     assert "must be a mapping" in problems(path=path)
 
 
+def laughs(first: str, nested: str) -> str:
+    """YAML of a few hundred bytes whose aliases expand to 9 ** 9 values."""
+    lines = [f"a{level}: &a{level} " + nested % ", ".join([f"*a{level - 1}"] * 9) for level in range(1, 10)]
+    return "\n".join([f"a0: &a0 {first}", *lines])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (laughs("[x, y]", "[%s]"), "aliases expand to more than 10000 values"),
+        (laughs("{x: y}", "{<<: [%s]}"), "aliases expand to more than 10000 values"),
+        ("train: &train {epochs: *train}", "aliases expand to more than 10000 values"),
+        (
+            "train: !!python/object/apply:os.getcwd []",
+            "python/object/apply:os.getcwd in line 1 is not allowed",
+        ),
+        ("output_dir: !!binary aGk=", "binary in line 1 is not allowed"),
+        ("train: " + 1000 * "[", "maximum recursion depth"),
+        ("train: {max_steps: " + 5000 * "9" + "}", "integer string conversion"),
+        ("output_dir: 2001-99-99", "month must be in 1..12"),
+    ],
+    ids=["aliases", "merge keys", "recursive", "python tag", "binary tag", "depth", "digits", "date"],
+)
+def test_yaml_that_is_not_plain_data_is_one_sentence(text: str, reason: str, tmp_path: Path):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    error = problems(path=path)
+    assert reason in error
+    assert error.startswith(f"recipe={path} is not valid YAML (")
+    assert "\n" not in error
+    assert "the value is not valid YAML" in problems("output_dir=!!binary aGk=")
+
+
+def test_aliases_of_a_recipe_are_expanded(tmp_path: Path):
+    path = tmp_path / "r.yaml"
+    path.write_text("optim: {betas: &betas [0.8, 0.9], lr: &small 1e-4, eps: *small}\n")
+    assert load_recipe(path).optim.eps == load_recipe(path).optim.lr == 1e-4
+
+
 def test_missing_recipe_lists_the_shipped_ones():
     with pytest.raises(
         ConfigError, match=r"neither a file nor a shipped recipe; use a path, or one of .*tiny"
