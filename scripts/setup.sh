@@ -43,15 +43,5 @@ export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 if ! command -v nvidia-smi >/dev/null 2>&1 || ! nvidia-smi -L >/dev/null 2>&1; then
   export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 fi
-# DeepSpeed compiles a small shared-memory helper on first use; keep it beside the checkout.
+# Optimizers that DeepSpeed compiles on first use (offload to the host) are kept in the checkout.
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$SETUP/torch_extensions}"
-if [ "${DS_ACCELERATOR:-}" = cpu ] && [ ! -f "$TORCH_EXTENSIONS_DIR/.ready" ]; then
-  say "set-up: DeepSpeed's shared-memory helper (once, about half a minute)"
-  python - <<'PY'
-import os
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-import deepspeed
-deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-PY
-  touch "$TORCH_EXTENSIONS_DIR/.ready"
-fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,20 @@ def _group_timeout(minutes: str | None) -> float:
 def test_process_group_timeout_is_an_hour_unless_set(new_world):
     assert new_world(2, _group_timeout, None) == [3600.0] * 2
     assert new_world(2, _group_timeout, "3") == [180.0] * 2
+
+
+def _shared_memory(folder: str) -> list[str]:
+    os.environ["LOCAL_SIZE"] = os.environ["WORLD_SIZE"]  # as DeepSpeed's launcher does
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder
+    init_process_group()
+    torch.distributed.barrier()
+    return [name for name in os.listdir("/dev/shm") if os.environ["MASTER_PORT"] in name]
+
+
+def test_nothing_is_compiled_or_left_in_shared_memory(new_world, tmp_path: Path):
+    """DeepSpeed would compile an all-reduce for half a minute, and leave 132 MiB in /dev/shm."""
+    assert new_world(2, _shared_memory, str(tmp_path)) == [[], []]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

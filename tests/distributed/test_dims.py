@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from wands.config.recipe import ParallelConfig
 from wands.config.recipe_loading import load_recipe
+from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ParallelDims, ProcessGroups, check_world, choose_degrees
 from wands.errors import ConfigError
 
@@ -100,9 +101,7 @@ def test_every_rank_has_its_own_place_and_ulysses_is_innermost():
 
 
 def _members(ring: int, ulysses: int) -> dict[str, list[int] | None]:
-    import deepspeed
-
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    init_process_group()
     grid = ParallelDims(int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), ulysses, ring)
     groups = ProcessGroups.build(grid)
     return {

@@ -12,6 +12,7 @@ from torch import Tensor
 from wands.attention.packed import PackedMeta
 from wands.attention.ulysses import context_attention
 from wands.attention.varlen import Segments, choose_backend, varlen_attention
+from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.distributed.layout import ContextLayout
 
@@ -39,9 +40,7 @@ def whole(inputs: list[Tensor], seq_lens: tuple[int, ...], backend: str = "refer
 def groups_of(ring: int, ulysses: int) -> ProcessGroups:
     """Return the process groups of a world of dp x ring x ulysses ranks, created once per world."""
     if not dist.is_initialized():
-        import deepspeed
-
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        init_process_group()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return ProcessGroups.build(ParallelDims(world, rank, ulysses, ring))
 

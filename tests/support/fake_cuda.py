@@ -4,7 +4,7 @@ What a GPU would refuse is refused here as well: tensors of two devices in one o
 that they do not take. What a GPU would make the host wait for (`.item()`, `.tolist()`, a shape that depends on values, a copy to
 the CPU) has no answer here and raises. Autocast casts as it does for CUDA. Numbers are not computed.
 
-A process calls `load` before it imports torch. It needs a C++ compiler, as DeepSpeed does on a machine without a GPU.
+A process calls `load` before it imports torch. It needs a C++ compiler.
 """
 
 from __future__ import annotations

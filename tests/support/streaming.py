@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from wands.distributed.bootstrap import init_process_group
 from wands.model.files.loading import load_transformer
 from wands.model.files.name_maps import DIT
 from wands.model.weight_dtypes import WeightDtypePolicy
@@ -98,8 +98,7 @@ def measure_load(
     """On one rank: what loading `folder` into ZeRO-3 takes, after `small` has been loaded once to warm up."""
     import deepspeed
 
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles for half a minute
-    deepspeed.init_distributed("gloo")
+    init_process_group()
     zero3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
     def load(path: str) -> Any:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.packs import CONFIG, build_pair, make_pack, run_packed, set_attention
+from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files import hub
 from wands.model.files.loading import WEIGHTS_NAME, load_config, load_transformer
@@ -256,12 +257,9 @@ def test_random_weights_hang_on_seed_and_name_alone(pipeline: Path):
 
 def load_partitioned(pipeline: str, init: str) -> dict[str, Tensor]:
     """On one rank: load under zero.Init, check that the parameters are partitioned, return the whole ones."""
-    import sys
-
     import deepspeed
 
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles for half a minute
-    deepspeed.init_distributed("gloo")
+    init_process_group()
     reads = []
     read = TensorFiles.read
     TensorFiles.read = lambda self, name: reads.append(name) or read(self, name)
