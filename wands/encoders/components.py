@@ -13,12 +13,16 @@ from wands.errors import ConfigError, one_line
 from wands.files import read_json_object
 from wands.model.files.hub import fetch_model
 from wands.model.files.loading import load_index
+from wands.model.files.official import DIT_STEM
+from wands.model.files.tensor_files import find_weights
 from wands.variants import Variant, variant_of
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILES = ("*.json", "*.model", "*.txt")
 ALL_FILES = (*CONFIG_FILES, "*.safetensors")
+WEIGHT_STEMS = {"vae": DIT_STEM, "text_encoder": "model", "image_encoder": "model"}
+"""Maps a frozen component to the name of its weight files without suffix."""
 
 
 def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES) -> Path:
@@ -31,6 +35,7 @@ def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES)
 
     Raises:
         ConfigError: if the model does not exist or has no such subfolder.
+        CheckpointError: if the weights of the component are pickles.
     """
     root = fetch_model(model, key="model", allow=[f"{part}/{pattern}" for pattern in patterns])
     if not (root / part).is_dir():
@@ -38,6 +43,8 @@ def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES)
             f"model={model} has no {part} folder. Use a complete Wan pipeline in diffusers layout. wands convert makes such a "
             "pipeline from an official repository."
         )
+    if part in WEIGHT_STEMS:
+        find_weights(root / part, WEIGHT_STEMS[part])  # refuses pickles
     return root / part
 
 

@@ -105,7 +105,7 @@ def _fingerprint_tokenizer(model: str, folder: Path) -> dict[str, str]:
     from transformers import AutoTokenizer
 
     with loading_part(model, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return {"vocabulary_sha256": _sha256([sorted(tokenizer.get_vocab().items()), tokenizer(PROBE).input_ids])}
 
 

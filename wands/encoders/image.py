@@ -61,9 +61,12 @@ class ImageEncoder:
         """
         class_name = (load_index(model).get("image_processor") or [None, None])[1] or "CLIPImageProcessor"
         with loading_part(model, "image encoder"):
-            processor = getattr(transformers, class_name).from_pretrained(find_part(model, "image_processor"))
+            folder = find_part(model, "image_processor")
+            processor = getattr(transformers, class_name).from_pretrained(folder, trust_remote_code=False)
             folder = find_part(model, "image_encoder")
-            encoder = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32)
+            encoder = CLIPVisionModel.from_pretrained(
+                folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+            )
         return cls(processor, encoder.to(device))
 
     @torch.no_grad()

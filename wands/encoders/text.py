@@ -52,8 +52,10 @@ class TextEncoder:
             ConfigError: if the model does not exist or its files are damaged.
         """
         with loading_part(model, "text encoder"):
-            tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer"))
-            encoder = UMT5EncoderModel.from_pretrained(find_part(model, "text_encoder"), dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer"), trust_remote_code=False)
+            encoder = UMT5EncoderModel.from_pretrained(
+                find_part(model, "text_encoder"), dtype=dtype, use_safetensors=True, trust_remote_code=False
+            )
         return cls(tokenizer, encoder.to(device))
 
     @torch.no_grad()

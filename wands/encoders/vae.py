@@ -66,7 +66,9 @@ class WanVideoEncoder:
         """
         torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         with loading_part(model, "VAE"):
-            vae = AutoencoderKLWan.from_pretrained(find_part(model, "vae"), torch_dtype=torch_dtype)
+            vae = AutoencoderKLWan.from_pretrained(
+                find_part(model, "vae"), torch_dtype=torch_dtype, use_safetensors=True
+            )
         return cls(vae.to(device), tiling=tiling)
 
     @torch.no_grad()

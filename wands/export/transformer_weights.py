@@ -54,7 +54,7 @@ def write_transformer(
 
 def _verify(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
     try:
-        model = WanTransformer3DModel.from_pretrained(folder, dtype=dtype)
+        model = WanTransformer3DModel.from_pretrained(folder, dtype=dtype, use_safetensors=True)
     except SafetensorError as error:
         raise CheckpointError(
             f"export: the written folder {folder} cannot be read back ({one_line(error)}). Set --out to a folder on another disk."

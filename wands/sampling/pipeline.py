@@ -11,11 +11,13 @@ import diffusers
 import torch
 from diffusers import WanTransformer3DModel
 
-from wands.encoders.components import quiet_loading
+from wands.encoders.components import WEIGHT_STEMS, quiet_loading
 from wands.errors import CheckpointError, ConfigError, one_line
 from wands.files import read_json_object
 from wands.model.files.hub import fetch_model
 from wands.model.files.name_maps import EXPERTS
+from wands.model.files.official import DIT_STEM
+from wands.model.files.tensor_files import find_weights
 from wands.model.weight_dtypes import stock_dtype
 from wands.sampling.loras import Lora, add_loras
 from wands.variants import Variant, variant_of
@@ -89,6 +91,12 @@ def find_pipeline(
         raise ConfigError(
             f"{label} is a {index.get('_class_name')}, not a {' or '.join(CLASSES)}. Set --model to a pipeline of Wan 2.1 or 2.2."
         )
+    for part, entry in index.items():
+        if isinstance(entry, list) and entry[:1] not in ([], [None], ["diffusers"], ["transformers"]):
+            raise ConfigError(
+                f"{label} has a wrong model_index.json: {part} is code of {entry[0]}, but wands runs only code of diffusers and "
+                "transformers. Use a pipeline of Wan 2.1 or 2.2."
+            )
     boundary = index.get("boundary_ratio")
     parts = EXPERTS[:1] if boundary is None else EXPERTS
     present = [part for part in EXPERTS if (index.get(part) or [None])[0]]
@@ -115,6 +123,8 @@ def find_pipeline(
         dit.config or _read_config(folders[part] / dit.subfolder / "config.json", dit.label)
         for part, dit in sources.items()
     ]
+    for part, dit in sources.items():
+        find_weights(folders[part] / dit.subfolder, DIT_STEM)  # refuses pickles
     config, other, origin = configs[0], configs[-1], sources["transformer"].label
     try:
         variant = variant_of(config, index)
@@ -150,7 +160,10 @@ def check_encoders(label: str, root: Path, variant: Variant, origin: str) -> Non
 
     Raises:
         ConfigError: if a config is missing, or a size in a config differs from the size that the DiT needs.
+        CheckpointError: if weights are pickles.
     """
+    for part, stem in WEIGHT_STEMS.items():
+        find_weights(root / part, stem)  # refuses pickles
     shape = variant.dit
     vae, text = (_read_config(root / part / "config.json", label) for part in ("vae", "text_encoder"))
     # The published VAE configs of Wan 2.1 have no z_dim and no scale factors.
@@ -213,7 +226,11 @@ def load_dit(source: DiTSource, dtype: torch.dtype) -> WanTransformer3DModel:
         return _load_trained(source.label, source.config, source.load(), dtype)
     try:
         transformer, info = WanTransformer3DModel.from_pretrained(
-            source.folder, subfolder=source.subfolder or None, dtype=dtype, output_loading_info=True
+            source.folder,
+            subfolder=source.subfolder or None,
+            dtype=dtype,
+            output_loading_info=True,
+            use_safetensors=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
@@ -263,7 +280,9 @@ def _load_around(
         dtypes["image_encoder"] = torch.float32
     label = f"--model={source.model}"
     try:
-        pipeline = getattr(diffusers, source.class_name).from_pretrained(source.model, **dits, dtype=dtypes)
+        pipeline = getattr(diffusers, source.class_name).from_pretrained(
+            source.model, **dits, dtype=dtypes, use_safetensors=True, trust_remote_code=False
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{label} cannot be loaded ({one_line(error)}). Fetch the files again.") from error
     encoder = pipeline.text_encoder

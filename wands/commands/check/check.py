@@ -361,7 +361,8 @@ def _token_counter(model: str | None) -> Callable[[str], int]:
     from wands.encoders.components import CONFIG_FILES, find_part
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer", CONFIG_FILES))
+        folder = find_part(model, "tokenizer", CONFIG_FILES)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--model={model}: the tokenizer cannot be loaded ({one_line(error)}); download the "

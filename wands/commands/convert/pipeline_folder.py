@@ -57,7 +57,7 @@ def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
         tokenizer_dir: folder of the tokenizer in the official repository.
         variant: variant of the model.
     """
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=False)
     tokenizer.save_pretrained(out / "tokenizer")
     family = variant.name.split("-")[1]
     shift = {"flf2v": 16.0, "ti2v": 5.0}.get(family, 3.0)

@@ -178,7 +178,9 @@ def _load_stock(setup: Setup, dtype: torch.dtype, label: str, *parts: str) -> Wa
     """
     unused = dict.fromkeys(set(PARTS).difference(parts))
     with loading_part(setup.folder, label):
-        pipeline = WanImageToVideoPipeline.from_pretrained(setup.folder, **unused, dtype=dtype)
+        pipeline = WanImageToVideoPipeline.from_pretrained(
+            setup.folder, **unused, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
     return pipeline.to(setup.device)
 
 

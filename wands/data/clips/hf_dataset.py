@@ -114,7 +114,7 @@ def _load(source: Source, name: str) -> Any:
     import datasets
 
     if not any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):
-        data = datasets.load_dataset(name, split=source.split, streaming=True)
+        data = datasets.load_dataset(name, split=source.split, streaming=True, trust_remote_code=False)
         # Some files name their columns only when the first row is read.
         return data if data.features is not None else data._resolve_features()
     data = datasets.load_from_disk(name)

@@ -172,19 +172,26 @@ def find_weights(folder: Path, stem: str) -> list[Path]:
             model.
 
     Raises:
-        CheckpointError: if the index is damaged.
+        CheckpointError: if the index is damaged, or the weights are pickles.
     """
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if single.is_file():
         return [single]
     if index.is_file():
         try:
-            return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+            paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(
                 f"{index} is not an index of weights ({error!r}). Download the file again."
             ) from None
-    return sorted(folder.glob(f"{stem}-*-of-*.safetensors"))
+    else:
+        paths = sorted(folder.glob(f"{stem}-*-of-*.safetensors"))
+        paths = paths or sorted(path for path in folder.glob(f"*{stem}*") if path.suffix in PICKLES)
+    if pickles := [path for path in paths if path.suffix != ".safetensors"]:
+        raise CheckpointError(
+            f"{pickles[0]} contains pickled weights, and opening a pickle can run any code. Use a model with safetensors files."
+        )
+    return paths
 
 
 def write_sharded(
