@@ -98,5 +98,7 @@ def test_every_command_imports_nothing_from_it(start, tiny_pipeline: Path, clips
     start(every, "wands", "export", run, "--out", tmp_path / "exported")
     request = ["--prompt", "bikes", "--out", tmp_path / "samples", "--steps", 1, "--frames", 5]
     start(every, "wands", "infer", "--model", tmp_path / "exported", *request)
-    start(every, "wands", "convert", tmp_path / "exported", tmp_path / "official", "--to", "official")
+    start(
+        every, "wands", "convert", tmp_path / "exported", "--out", tmp_path / "official", "--to", "official"
+    )
     start(every, sys.executable, "-m", "data_tools.verify", cache, PYTHONSAFEPATH="1")
