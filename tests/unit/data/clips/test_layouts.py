@@ -668,7 +668,7 @@ def test_hub_dataset_by_name(dataset: Any, tmp_path: Path, monkeypatch: pytest.M
     rows = {"Video": [str(snapshot / "videos/a.mp4")], "CAPTION": ["one"], "start": [0.5]}
     asked = []
 
-    def load_dataset(name: str, split: str, streaming: bool) -> Any:
+    def load_dataset(name: str, split: str, streaming: bool, trust_remote_code: bool) -> Any:
         asked.append((name, split, streaming))
         return datasets.Dataset.from_dict(rows).to_iterable_dataset()
 
