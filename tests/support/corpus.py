@@ -118,7 +118,7 @@ def _videos(frames: list[np.ndarray]) -> dict[str, tuple[Callable[[Path], object
             "cannot be read|no frame",
         ),
         "漢字 и 🚲 e\u0301.mp4": (clip(), SAMPLE),
-        "hash # percent %23 'quote\" new\nline.mp4": (clip(), SAMPLE),
+        "hash # percent %23 'quote\" new line.mp4": (clip(), SAMPLE),
         f"{LONG}.mp4": (clip(), SAMPLE),
         "UPPER.MP4": (clip(fmt="mp4"), SAMPLE),
         "image.png": (picture, SAMPLE),
