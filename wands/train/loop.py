@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ParallelDims, ProcessGroups
-from wands.errors import DataError
+from wands.errors import CheckpointError, DataError
 from wands.model.offload import ActivationOffloader
+from wands.train.append_log import AppendLog
 from wands.train.batches import prefetched
 from wands.train.checkpoint import build_state, save_checkpoint
 from wands.train.control import ControlRequest, ControlRequests
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
-from wands.train.metrics import MetricsWriter, continue_rows, describe_step, step_metrics
+from wands.train.metrics import MetricsWriter, continue_rows, describe_step, step_metrics, to_line
 from wands.train.rank_checks import FIXES, check_step, run_digests
 from wands.train.resume import restore
 from wands.train.run import Log, TrainingRun
@@ -55,10 +55,10 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path |
     averages = build_averages(engines, recipe.ema, checkpoint, log)
     past_losses = checkpoint.state.loss if checkpoint else ()
     writer = MetricsWriter(run.output_dir, start_step, past_losses) if rank == 0 else None
+    sample_log = _open_sample_log(run, groups.dims, start_step)
 
     with (
         ControlRequests(run.output_dir) as requests,
-        _open_sample_log(run, groups.dims, start_step) or contextlib.nullcontext() as sample_log,
         contextlib.closing(prefetched(run, groups.dims, start_step)) as batches,
     ):
         started = time.perf_counter()
@@ -96,15 +96,22 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path |
             is_due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
             if is_due or request.save or step == total_steps:
                 state = build_state(run, step, plan.epoch, writer.history if writer else [])
-                saved = save_checkpoint(run, engines, state, averages)
-                log(f"saved {saved}")
+                try:
+                    saved = save_checkpoint(run, engines, state, averages)
+                    log(f"saved {saved}")
+                except CheckpointError as error:
+                    # If only one rank fails, the others wait for it.
+                    if not error.agreed or request.quit or step == total_steps:
+                        raise
+                    log(f"{error} The training continues without a checkpoint of step {step}.")
                 started = time.perf_counter()
             if request.quit:
                 if step < total_steps:  # otherwise the run is complete
                     log(f"stopped after step {step} as requested; use --resume to continue the run")
                 break
-    if writer is not None:
-        writer.close()
+    for log_file in (writer, sample_log):
+        if log_file is not None:
+            log_file.close()
     return saved
 
 
@@ -164,7 +171,7 @@ def _check_finite(expert: Expert, loss: float, result: StepResult, step: int) ->
     )
 
 
-def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> TextIO | None:
+def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> AppendLog | None:
     """Open this rank's file for the loss of each sample (`train.log_samples`). Return None if this rank writes no file.
 
     Only the first rank of each context-parallel group writes a file, because the ranks of a group have the same samples.
@@ -174,7 +181,6 @@ def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> T
     return continue_rows(run.output_dir / f"samples-rank{grid.rank}.jsonl", start_step)[1]
 
 
-def _log_samples(file: TextIO, step: int, expert: Expert, losses: list[SampleLoss]) -> None:
+def _log_samples(log: AppendLog, step: int, expert: Expert, losses: list[SampleLoss]) -> None:
     prefix = {"step": step} | ({"expert": expert.name} if expert.name else {})
-    file.writelines(json.dumps({**prefix, **vars(item)}) + "\n" for item in losses)
-    file.flush()
+    log.append(*(to_line({**prefix, **vars(item)}) for item in losses))

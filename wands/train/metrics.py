@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from wands.data.sampler import StepPlan
+from wands.files import write_text
 from wands.planning.hardware import peak_tflops
+from wands.train.append_log import AppendLog, TensorBoardLog
 from wands.train.run import TrainingRun
 
 
@@ -105,12 +107,8 @@ class MetricsWriter:
     """
 
     def __init__(self, output_dir: Path, start_step: int, past: Sequence[tuple[int, float]] = ()) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         kept, self._rows = continue_rows(output_dir / "metrics.jsonl", start_step)
-        self._board = SummaryWriter(
-            str(output_dir / "tensorboard"), purge_step=start_step + 1 if start_step else None
-        )
+        self._board = TensorBoardLog(output_dir / "tensorboard", start_step)
         self.history = [(int(step), float(loss)) for step, loss in past]
         if kept:
             self.history = [(row["step"], row["loss"]) for row in kept]
@@ -118,24 +116,28 @@ class MetricsWriter:
     def write(self, row: Mapping[str, Any]) -> None:
         """Add the metrics of one step to metrics.jsonl and to TensorBoard, and (step, loss) to the attribute `history`."""
         self.history.append((row["step"], row["loss"]))
-        self._rows.write(json.dumps(row) + "\n")
-        self._rows.flush()
-        for name, value in row.items():
-            if name != "step" and value is not None:
-                of_training = name.startswith(("loss", "lr", "grad_norm", "epoch", "ema_decay"))
-                self._board.add_scalar(f"{'train' if of_training else 'speed'}/{name}", value, row["step"])
+        self._rows.append(to_line(row))
+        of_training = ("loss", "lr", "grad_norm", "epoch", "ema_decay")
+        curves = {f"{'train' if name.startswith(of_training) else 'speed'}/{name}": row[name] for name in row}
+        curves = {name: value for name, value in curves.items() if value is not None and name != "speed/step"}
+        self._board.add_scalars(row["step"], curves)
 
     def close(self) -> None:
-        """Write everything that is still in buffers, and close metrics.jsonl and TensorBoard's file."""
+        """Write the rows that could not be written before, or report that rows are missing."""
         self._rows.close()
         self._board.close()
+
+
+def to_line(row: Mapping[str, Any]) -> bytes:
+    """Return a row as a line of a `.jsonl` file."""
+    return (json.dumps(row) + "\n").encode()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a `.jsonl` file up to the first damaged line; [] if the file does not exist."""
     rows: list[dict[str, Any]] = []
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 rows.append(json.loads(line))
             except ValueError:
@@ -143,17 +145,22 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], TextIO]:
+def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], AppendLog]:
     """Open a `.jsonl` file to append rows. First remove the rows of steps after `start_step`, because a resumed run
     writes these rows again.
 
     Returns:
-        (remaining rows, open file).
+        (remaining rows, log to which rows can be appended).
+
+    Raises:
+        WandsError: if the file contains rows to remove, but cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [row for row in read_rows(path) if row["step"] <= start_step]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return rows, path.open("a", encoding="utf-8")
+    rows = read_rows(path)
+    rows = [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= start_step]
+    lines = b"".join(map(to_line, rows))
+    if path.is_file() and path.read_bytes() != lines:
+        write_text(path, lines.decode())
+    return rows, AppendLog(path)
 
 
 def thin(history: Sequence[tuple[int, float]], most: int = 2000) -> list[tuple[int, float]]:

@@ -1,0 +1,69 @@
+"""A full disk and a deleted folder in the middle of a run: the run goes on, the rows are complete, the older checkpoint stays."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import losses, run_training
+from wands.errors import CheckpointError
+from wands.model.files.checkpoint_files import find_checkpoint
+
+ZERO2 = {"zero_optimization": {"stage": 2}}
+
+
+def run_with_a_full_disk(model: Path, out: Path, full_from: int, full_to: int) -> Any:
+    """Six steps. After the step `full_from`, no file may grow beyond 600 bytes, until the step `full_to` is through."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    lines: list[str] = []
+
+    def log(line: str) -> None:
+        lines.append(line)
+        if line.startswith(f"step {full_from}/"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (600, hard))
+            shutil.rmtree(out / "tensorboard", ignore_errors=True)  # both ranks come here
+        if line.startswith(f"step {full_to}/"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+    overrides = ("train.max_steps=6", "checkpoint.every=2", "train.log_samples=true")
+    try:
+        return run_training(model, out, overrides, ZERO2, log=log), lines
+    except CheckpointError as error:
+        return str(error), lines
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run_world) -> list[float]:
+    out = tmp_path_factory.mktemp("undisturbed")
+    return losses(run_world(2, run_training, tiny_pipeline, out, ("train.max_steps=6",), ZERO2)[0])
+
+
+def test_the_run_goes_on(undisturbed: list[float], tiny_pipeline: Path, tmp_path: Path, run_world):
+    rows, lines = run_world(2, run_with_a_full_disk, tiny_pipeline, tmp_path, 3, 5)[0]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert losses(rows) == undisturbed
+    of_samples = [
+        json.loads(line)["step"]
+        for path in tmp_path.glob("samples-rank*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    assert set(of_samples) == {1, 2, 3, 4, 5, 6}
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+    skipped = [line for line in lines if "continues without a checkpoint of step 4" in line]
+    assert len(skipped) == 1
+    assert "file size limit" in skipped[0]
+    steps = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert steps == ["step_00000002", "step_00000006"]
+
+
+def test_a_run_that_cannot_save_its_end_fails(tiny_pipeline: Path, tmp_path: Path, run_world):
+    error, _ = run_world(2, run_with_a_full_disk, tiny_pipeline, tmp_path, 5, 99)[0]
+    assert "file size limit" in error
+    assert find_checkpoint(tmp_path).state.step == 4

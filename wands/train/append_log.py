@@ -1,0 +1,111 @@
+"""Log files of a run. A log that cannot be written never stops the training."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from wands.errors import one_line
+
+_log = logging.getLogger(__name__)
+
+_NEXT = "The training continues; the next step tries again."
+MAX_WAITING = 10_000
+"""Largest number of records that a log keeps in memory while its file cannot be written."""
+
+
+class AppendLog:
+    """Log file to which records are appended. If a write fails, the records are kept and written with the next record.
+
+    The log reports the first failure and the recovery. The file is opened for each record, so that a deleted file or
+    folder is created again.
+
+    Args:
+        path: the file. It is created with the first record.
+        header: first record of a new file.
+    """
+
+    def __init__(self, path: Path, header: bytes = b"") -> None:
+        self.path = path
+        self._header = header
+        self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
+        self._num_lost = 0
+        self._failed = False
+
+    def append(self, *records: bytes) -> None:
+        """Write records, after the records that are still waiting. Do not raise an error if the file cannot be written."""
+        self._num_lost += max(0, len(self._waiting) + len(records) - MAX_WAITING)
+        self._waiting.extend(records)
+        try:
+            self._write(b"".join(self._waiting))
+        except OSError as error:
+            if not self._failed:
+                _log.error(
+                    "%s cannot be written (%s); free disk space. %s", self.path, one_line(error), _NEXT
+                )
+            self._failed = True
+            return
+        if self._failed:
+            _log.error("%s can be written again; missing records: %d", self.path, self._num_lost)
+        self._waiting.clear()
+        self._num_lost, self._failed = 0, False
+
+    def close(self) -> None:
+        """Try again to write the records that are waiting. If the file still cannot be written, report their number."""
+        if self._waiting:
+            self.append()
+        if self._waiting:
+            _log.error(
+                "%s is incomplete; missing records: %d", self.path, self._num_lost + len(self._waiting)
+            )
+
+    def _write(self, data: bytes) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
+                rest = memoryview(data if size else self._header + data)
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(size)  # a full disk may have left a part of a record
+                raise
+
+
+class TensorBoardLog(AppendLog):
+    """Event file of TensorBoard. Unlike the writer of torch, it does not fail if the disk is full or its folder is deleted.
+
+    Args:
+        folder: folder of the event files.
+        start_step: number of optimizer steps that the run has made. TensorBoard hides earlier events of later steps.
+    """
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        header = _event(step=start_step + 1, file_version="brain.Event:2")
+        if start_step:
+            header += _event(step=start_step + 1, session_log={"status": 1})  # SessionLog.START
+        place = f"{socket.gethostname()}.{os.getpid()}.{start_step}"
+        super().__init__(folder / f"events.out.tfevents.{int(time.time()):010d}.{place}", header)
+
+    def add_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the scalars of one step. `scalars` maps the name of a curve to the value of this step."""
+        values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]
+        self.append(_event(step=step, summary={"value": values}))
+
+
+def _event(**fields: Any) -> bytes:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(Event(wall_time=time.time(), **fields).SerializeToString())
+    return buffer.getvalue()
