@@ -34,6 +34,7 @@ from wands.data.cache.format import array_names, disk_error
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
 from wands.files import publish
+from wands.lock import WriterLock
 from wands.texts import log_to_stderr
 
 EXPORT_NAME, NULL_NAME = "export.json", "null_text.safetensors"
@@ -66,8 +67,14 @@ def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 <<
     """
     assert format in FORMATS, format
     cache, out = LatentCache(path, verify=True), Path(out).absolute()
-    if out.exists():
-        raise ConfigError(f"OUT={out} exists; pass a new folder.")
+    with WriterLock(out.with_name(f".{out.name}.lock"), f"OUT={out}"):
+        if out.exists():
+            raise ConfigError(f"OUT={out} exists; pass a new folder.")
+        _write(cache, out, format, max_bytes)
+    return len(cache)
+
+
+def _write(cache: LatentCache, out: Path, format: str, max_bytes: int) -> None:
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -97,7 +104,6 @@ def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 <<
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise disk_error(out, cache.num_bytes, error) from None
-    return len(cache)
 
 
 def file_name(i: int, key: str) -> str:

@@ -29,7 +29,7 @@ from wands.data.cache import reader as cache_module
 from wands.data.cache import shards
 from wands.data.cache.reader import CacheIndex, CacheWriter, LatentCache
 from wands.data.collate import Sample
-from wands.errors import CacheError
+from wands.errors import CacheError, WandsError
 from wands.variants import VARIANTS, Variant
 
 VARIANT = VARIANTS["wan2.1-t2v-1.3b"]
@@ -580,13 +580,13 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
 
 def test_out_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("x")
-    with pytest.raises(CacheError, match="cannot be created as a folder"):
+    with pytest.raises(WandsError, match=r"cache=.*c cannot be created \(Not a directory\)"):
         CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT)
 
 
 def test_two_writers_are_refused(tmp_path: Path) -> None:
     with CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT):
-        with pytest.raises(CacheError, match="another process"):
+        with pytest.raises(WandsError, match=r"cache=.*c is being written by another process \(host"):
             CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT)
     CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT).__exit__(None, None, None)
 

@@ -6,12 +6,10 @@ all records of a log are written to a shard.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import struct
-import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from wands.data.cache.format import disk_error
-from wands.errors import CacheError, one_line
+from wands.errors import CacheError
+from wands.lock import WriterLock
 
 _HEAD = struct.Struct("<4sIQII")  # magic, bytes of header and arrays, CRC-32 of header and arrays
 _MAGIC = b"wjr1"
@@ -115,39 +114,24 @@ class WriteAheadLog:
             patience: seconds to wait for another process that has locked the file.
 
         Raises:
-            CacheError: if another process keeps the lock, the file system has no locks, or the disk is full.
+            CacheError: if the disk is full.
+            WandsError: if another process, such as a worker of another run, keeps the lock.
         """
         self.path, self._durable = path, durable
+        label = f"cache={path.parent.parent} ({path.name})"
+        self._lock = WriterLock(path.with_name(f"{path.name}.lock"), label, patience)
         try:
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
         except OSError as error:
+            self._lock.release()
             raise disk_error(path, 0, error, cache=path.parent.parent) from None
         try:
-            self._lock(patience)
             records = list(read_records(path))
             self.num_records, self.num_bytes = len(records), records[-1].end if records else 0
             self._file.truncate(self.num_bytes)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
-
-    def _lock(self, patience: float) -> None:
-        began = time.monotonic()
-        cache = self.path.parent.parent
-        while True:
-            try:
-                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() - began > patience:
-                    raise CacheError(
-                        f"cache={cache} is being written by workers of another run. Wait for that run, or stop its workers."
-                    ) from None
-                time.sleep(0.2)
-            except OSError as error:
-                raise CacheError(
-                    f"cache={cache} is on a file system without locks ({one_line(error)}). Choose an --out on a file "
-                    "system with locks."
-                ) from None
 
     def add(self, name: str, arrays: Sequence[np.ndarray], meta: Mapping[str, Any]) -> None:
         """Append one record. After this method returns, the record survives a kill of the process.
@@ -188,3 +172,4 @@ class WriteAheadLog:
     def close(self) -> None:
         """Close the file and release the lock."""
         self._file.close()
+        self._lock.release()

@@ -8,7 +8,6 @@ an index. The index is sorted by key. So neither the order of writing nor an int
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -33,7 +32,6 @@ from wands.data.cache.format import (
     disk_error,
     from_bits,
     read_manifest,
-    reason,
     to_bits,
     write_whole,
 )
@@ -51,6 +49,7 @@ from wands.data.cache.shards import (
 from wands.data.cache.write_ahead_log import LogRecord, read_records
 from wands.errors import CacheError
 from wands.files import differences, publish
+from wands.lock import LOCK_NAME, WriterLock
 from wands.variants import Variant
 
 SLACK = 1 << 17
@@ -310,18 +309,19 @@ class CacheWriter(ShardWriter):
             max_bytes: size in bytes at which a shard is finished.
 
         Raises:
-            CacheError: if another process writes to the folder, or the folder contains files that are not a cache. Also
-                if it contains a cache with another variant or fingerprint; the message names the differing values.
+            CacheError: if the folder contains files that are not a cache, or a cache with another variant or fingerprint;
+                the message names the differing values.
+            WandsError: if another process writes to the folder, or the folder cannot be created.
         """
         manifest = build_manifest(variant, fingerprint)
         super().__init__(Path(path), digest(manifest["fingerprint"]), max_samples, max_bytes)
-        self._lock = self._claim()
+        self._lock = WriterLock(self.path / LOCK_NAME, f"cache={self.path}")
         try:
             self._enter(manifest)
             self._known: set[str] = set()
             self.refresh()
         except BaseException:
-            os.close(self._lock)
+            self._lock.release()
             raise
 
     def refresh(self) -> None:
@@ -374,27 +374,7 @@ class CacheWriter(ShardWriter):
         try:
             self.finish_shard()
         finally:
-            os.close(self._lock)
-
-    def _claim(self) -> int:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise CacheError(
-                f"cache={self.path} cannot be created as a folder ({reason(error)}); choose another --out."
-            ) from None
-        try:
-            # The system releases this lock when the process ends for any reason.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise CacheError(
-                f"cache={self.path} is being written by another process; wait until that process ends, or choose another --out."
-            ) from None
-        except OSError:
-            pass  # a file system without locks: the user must start only one run
-        return lock
+            self._lock.release()
 
     def _enter(self, manifest: dict[str, Any]) -> None:
         if (self.path / MANIFEST_NAME).exists():
@@ -410,7 +390,7 @@ class CacheWriter(ShardWriter):
                 raise CacheError(
                     f"cache={self.path} was begun with {text}; use the settings of the first run, or another --out."
                 )
-        elif any(not name.endswith(".tmp") for name in os.listdir(self.path)):
+        elif any(not name.endswith(".tmp") and name != LOCK_NAME for name in os.listdir(self.path)):
             raise CacheError(
                 f"cache={self.path} is a folder with files that are not a cache; choose an empty or new --out."
             )

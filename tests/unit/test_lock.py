@@ -1,0 +1,201 @@
+"""One writer: two processes, killed processes, and two hosts that share a folder but not always their locks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from wands import lock
+from wands.errors import WandsError
+from wands.lock import WriterLock
+
+# Locks argv[1], and says so; then waits. argv[2]: whether `flock` reaches other hosts (with Lustre's localflock it does not).
+HOLD = """
+import fcntl, logging, sys, time
+from pathlib import Path
+from wands import lock
+from wands.errors import WandsError
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
+lock.BEAT_SECONDS, lock.STALE_SECONDS, lock.SETTLE_SECONDS = 0.05, 2.0, 0.5
+if sys.argv[2] == "False":
+    fcntl.flock = lambda *_: None
+try:
+    with lock.WriterLock(Path(sys.argv[1]), "output_dir=run") as held:
+        print("locked", held.has_leftovers, flush=True)
+        sys.stdin.read()
+except WandsError as error:
+    print(error)
+    sys.exit(2)
+"""
+CAN_UNSHARE = subprocess.run(["unshare", "-umn", "true"], capture_output=True).returncode == 0
+needs_hosts = pytest.mark.skipif(
+    not CAN_UNSHARE, reason="unshare is not allowed here, so there is no second host"
+)
+
+
+class Process(subprocess.Popen[str]):
+    """A process that locks `path`: on this host, or on `host`, which is a set of namespaces with its own name and boot id."""
+
+    def __init__(self, path: Path, host: str = "", reaches: bool = True) -> None:
+        command = [sys.executable, "-c", HOLD, str(path), str(reaches)]
+        if host:
+            boot_id = path.parent.parent / f"boot_id.{host}"
+            boot_id.write_text(f"{host}\n")
+            become = (
+                f"hostname {host} && mount --bind {boot_id} /proc/sys/kernel/random/boot_id && exec " + '"$@"'
+            )
+            command = ["unshare", "-umn", "sh", "-c", become, "sh", *command]
+        pipe = subprocess.PIPE
+        super().__init__(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+    def line(self) -> str:
+        assert self.stdout
+        return self.stdout.readline().strip()
+
+    def until(self, *starts: str) -> list[str]:
+        """The lines up to the first that starts so."""
+        lines = [self.line()]
+        while lines[-1] and not lines[-1].startswith(starts):
+            lines.append(self.line())
+        return lines
+
+    def rest(self) -> str:
+        return self.communicate(timeout=20)[0]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def run(*args: object, **options: object) -> Process:
+        started.append(Process(tmp_path / "shared" / "lock", *args, **options))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_second_process_learns_who_writes_since_when(start, tmp_path: Path):
+    first = start()
+    assert first.line() == "locked False"
+    path = tmp_path / "shared" / "lock"
+    with pytest.raises(WandsError) as caught:
+        WriterLock(path, "output_dir=run")
+    year = time.strftime("%Y-")
+    assert (
+        f"output_dir=run is being written by another process (host {socket.gethostname()}, pid {first.pid}, since {year}"
+        in str(caught.value)
+    )
+    assert "Wait until that process ends" in str(caught.value)
+    first.rest()
+    assert not path.parent.exists()  # the file, and the folder that was made for it
+    WriterLock(path, "output_dir=run").release()
+
+
+def test_the_lock_of_a_killed_process_is_free_at_once(
+    start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    first = start()
+    assert first.line() == "locked False"
+    first.kill()
+    first.wait()
+    with (
+        caplog.at_level(logging.WARNING),
+        WriterLock(tmp_path / "shared" / "lock", "output_dir=run") as taken,
+    ):
+        assert taken.has_leftovers
+    assert (
+        f"output_dir=run: took over the lock of an ended process (host {socket.gethostname()}, pid {first.pid},"
+        in (caplog.text)
+    )
+    assert list((tmp_path / "shared").iterdir()) == []
+    with WriterLock(tmp_path / "shared" / "lock", "output_dir=run") as fresh:
+        assert not fresh.has_leftovers
+
+
+def test_of_processes_that_start_at_once_one_writes(start, tmp_path: Path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "lock").write_text("")  # a process killed between creating and writing it
+    processes = [start() for _ in range(3)]
+    lines = [process.line() for process in processes]
+    assert sum(line.startswith("locked") for line in lines) == 1
+    assert sum("is being written by another process" in line for line in lines) == 2
+
+
+def test_the_holder_can_be_waited_for(start, tmp_path: Path):
+    first = start()
+    assert first.line() == "locked False"
+    threading.Timer(0.3, first.rest).start()
+    WriterLock(tmp_path / "shared" / "lock", "cache=c", patience=20).release()
+    assert first.wait() == 0
+
+
+@pytest.mark.parametrize("error", [OSError(37, "No locks available"), None])
+def test_a_file_system_without_locks_has_the_heartbeat(
+    error, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object) -> None:
+        if error:
+            raise error
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(lock, "_boot_id", lambda: str(time.monotonic()))
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
+    with WriterLock(tmp_path / "lock", "cache=c"), pytest.raises(WandsError, match="another process"):
+        WriterLock(tmp_path / "lock", "cache=c")
+
+
+@needs_hosts
+@pytest.mark.parametrize("reaches", [True, False])
+def test_two_hosts_do_not_write_at_once(reaches: bool, start):
+    first = start("node-a", reaches)
+    assert first.line() == "locked False"
+    second = start("node-b", reaches).rest()
+    assert (
+        f"output_dir=run is being written by another process (host node-a, pid {first.pid}, since " in second
+    )
+    assert ("waiting" in second) is not reaches
+    assert first.poll() is None
+
+
+@needs_hosts
+@pytest.mark.parametrize("reaches", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_the_lock_of_a_dead_host_is_taken_over_after_a_while(reaches: bool, start):
+    first = start("node-a", reaches)
+    assert first.line() == "locked False"
+    first.kill()
+    first.wait()
+    began = time.monotonic()
+    both = [start("node-b", reaches), start("node-c", reaches)]
+    assert "was being written by another process (host node-a" in both[0].line()
+    lines = [process.until("locked", "output_dir=run is being") for process in both]
+    assert time.monotonic() - began > 2
+    assert sorted(line[-1].startswith("locked True") for line in lines) == [False, True]
+    taken = "output_dir=run: took over the lock of an ended process (host node-a"
+    assert sum(taken in text for line in lines for text in line) == 1
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_a_host_that_was_only_stopped_ends_when_it_is_back(start):
+    first = start("node-a", False)
+    assert first.line() == "locked False"
+    os.kill(first.pid, signal.SIGSTOP)
+    second = start("node-b", False)
+    assert "took over the lock" in second.until("locked")[-2]
+    os.kill(first.pid, signal.SIGCONT)
+    assert f"output_dir=run was taken over by another process (host node-b, pid {second.pid}" in first.line()
+    assert first.wait() == 2
+    assert second.poll() is None
