@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wands.errors import ConfigError, WandsError, one_line
+from wands.lock import WriterLock
 
 
 def read_json(
@@ -110,41 +111,53 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
     """Yield a temporary folder next to `out`. When the `with` block ends, rename the temporary folder to `out`.
 
     If the block raises an exception, the temporary folder is deleted. If `out` is replaced, the old folder is kept
-    until the new folder is complete. If the process is killed during the replacement, a complete folder is left, either
-    at `out` or at `out` with the suffix ".old".
+    until the new folder is complete. If the process is killed, the next process that writes `out` restores the old folder
+    and deletes the temporary folder.
 
     Args:
         out: folder that the user gave as --out. It must be missing, empty or replaceable.
         replaceable: name of a file. A folder that contains this file may be replaced.
 
     Raises:
-        ConfigError: if `out` may not be replaced, or the folder `out` with the suffix ".tmp" or ".old" already exists.
-        WandsError: if `out` cannot be written.
+        ConfigError: if `out` may not be replaced, or the folder `out` with the suffix ".tmp" or ".old" already exists, and
+            no killed process left that folder.
+        WandsError: if `out` cannot be written, or another process is writing `out`.
     """
-    partial, old = (out.with_name(f"{out.name}.{suffix}") for suffix in ("tmp", "old"))
-    _check_replaceable(out, old, replaceable)
+    _check_replaceable(out, replaceable)
+    with WriterLock(out.with_name(f".{out.name}.lock"), f"--out {out}") as lock:
+        partial, old = (out.with_name(f"{out.name}.{suffix}") for suffix in ("tmp", "old"))
+        if lock.has_leftovers:
+            shutil.rmtree(partial, ignore_errors=True)
+            if old.exists() and not out.exists():
+                os.replace(old, out)
+            shutil.rmtree(old, ignore_errors=True)
+        _check_replaceable(out, replaceable)  # again: `out` may have changed before this process got the lock
+        for folder in (partial, old):
+            if folder.exists():
+                raise ConfigError(
+                    f"--out {out}: the folder {folder} already exists, and was not left by a killed wands process. "
+                    f"Rename or delete {folder}."
+                )
+        yield from _fill_and_rename(out, partial, old, lock)
+
+
+def _fill_and_rename(out: Path, partial: Path, old: Path, lock: WriterLock) -> Iterator[Path]:
     try:
-        partial.mkdir(parents=True)
-    except FileExistsError:
-        raise ConfigError(
-            f"--out {out}: the temporary folder {partial} already exists; delete {partial}, unless another wands process "
-            "writes to it or it contains your files."
-        ) from None
-    except OSError as error:
-        raise WandsError(f"--out {out} cannot be created ({one_line(error)}); use another folder.") from error
-    try:
+        partial.mkdir()
         yield partial
         if not out.exists() or not any(out.iterdir()):
             publish(partial, out)
         else:
-            os.replace(out, old)
             try:
+                os.replace(out, old)
                 publish(partial, out)
+                shutil.rmtree(old)
             except OSError:
                 if not out.exists():
                     os.replace(old, out)
                 raise
-            shutil.rmtree(old)
+            finally:
+                lock.is_kept = old.exists()  # after Ctrl-C: the next process deletes the old folder
     except OSError as error:
         # copytree lists every failed file.
         failures = error.args[0] if isinstance(error, shutil.Error) else None
@@ -156,7 +169,7 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_replaceable(out: Path, old: Path, replaceable: str | None) -> None:
+def _check_replaceable(out: Path, replaceable: str | None) -> None:
     if os.path.ismount(out):
         raise ConfigError(
             f"--out {out} is a mount point and cannot be replaced; choose a folder inside the mount point, such as "
@@ -167,11 +180,6 @@ def _check_replaceable(out: Path, old: Path, replaceable: str | None) -> None:
     if out.exists() and any(out.iterdir()) and not (replaceable and (out / replaceable).is_file()):
         allowed = f", but no {replaceable} of an earlier export" if replaceable else ""
         raise ConfigError(f"--out {out} contains files{allowed}; choose a new or an empty folder.")
-    if old.exists():
-        raise ConfigError(
-            f"--out {out}: the folder {old} already exists. A process that was killed may have left the earlier {out.name} "
-            f"there. If {out} contains files, delete {old}; otherwise rename {old.name} to {out.name}."
-        )
 
 
 def write_text(path: Path, text: str) -> None:

@@ -119,7 +119,7 @@ def test_a_folder_of_the_users_is_not_deleted(run: Path, tmp_path: Path):
     (tmp_path / "out.tmp" / "precious.txt").write_text("keep me")
     with pytest.raises(
         ConfigError,
-        match=r"--out .*out: the temporary folder .*out\.tmp already exists; delete .*out\.tmp, unless",
+        match=r"--out .*out: the folder .*out\.tmp already exists, and was not left by",
     ):
         export(run, tmp_path / "out")
     assert (tmp_path / "out.tmp" / "precious.txt").read_text() == "keep me"
@@ -328,8 +328,8 @@ def test_whenever_it_dies_a_whole_export_is_left(
             export(run, out, dtype="bf16")
     whole = out if out.exists() else tmp_path / "out.old"
     assert WanTransformer3DModel.from_pretrained(whole / "transformer").config.num_layers
-    with pytest.raises(ConfigError, match=r"the folder .*out\.old already exists"):  # not ours to delete
-        export(run, out)
+    export(run, out)  # Ctrl-C left a lock file, so that the old folder is known as wands' own
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_a_disk_that_changes_a_bit_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,85 @@
+"""Folders that appear whole: killed at any moment, the same command works again and leaves nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wands.errors import ConfigError, WandsError
+from wands.files import atomic_folder
+
+# Writes argv[1], and kills itself at argv[2].
+WRITE = """
+import os, signal, sys, time
+from pathlib import Path
+from wands import files
+out, moment = Path(sys.argv[1]), sys.argv[2]
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+if moment == "publish":
+    files.publish = die
+if moment == "delete":
+    files.shutil.rmtree = die
+with files.atomic_folder(out, replaceable="record") as partial:
+    (partial / "record").write_text("new")
+    if moment == "write":
+        die()
+    if moment == "wait":
+        print("writing", flush=True)
+        sys.stdin.read()
+"""
+
+
+def write(out: Path, text: str) -> None:
+    with atomic_folder(out, replaceable="record") as partial:
+        (partial / "record").write_text(text)
+
+
+@pytest.mark.parametrize("moment", ["write", "publish", "delete"])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_killed_export_does_not_block_the_next(moment: str, replaces: bool, tmp_path: Path):
+    out = tmp_path / "out"
+    if replaces:
+        write(out, "earlier")
+    done = subprocess.run([sys.executable, "-c", WRITE, str(out), moment])
+    assert done.returncode == -signal.SIGKILL
+    whole = [path for path in (out, tmp_path / "out.old") if (path / "record").exists()]
+    assert bool(whole) is (replaces or moment == "delete")
+    write(out, "again")
+    assert os.listdir(tmp_path) == ["out"]
+    assert (out / "record").read_text() == "again"
+
+
+def test_a_second_export_is_refused_while_the_first_writes(tmp_path: Path):
+    out, pipe = tmp_path / "out", subprocess.PIPE
+    first = subprocess.Popen(
+        [sys.executable, "-c", WRITE, str(out), "wait"], stdin=pipe, stdout=pipe, text=True
+    )
+    assert first.stdout
+    assert first.stdout.readline() == "writing\n"
+    with pytest.raises(
+        WandsError, match=rf"--out .*out is being written by another process \(host .*pid {first.pid}, since"
+    ):
+        write(out, "second")
+    first.communicate(timeout=20)
+    assert (out / "record").read_text() == "new"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("suffix", ["tmp", "old"])
+def test_folders_of_the_users_are_not_deleted(suffix: str, tmp_path: Path):
+    precious = tmp_path / f"out.{suffix}" / "precious.txt"
+    precious.parent.mkdir()
+    precious.write_text("keep me")
+    for _ in range(2):  # the refusal of the first leaves nothing that makes the second delete it
+        with pytest.raises(
+            ConfigError, match=rf"out\.{suffix} already exists, and was not left by a killed wands"
+        ):
+            write(tmp_path / "out", "new")
+    assert precious.read_text() == "keep me"
+    assert os.listdir(tmp_path) == [precious.parent.name]
