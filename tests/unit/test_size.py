@@ -17,7 +17,7 @@ CORE_FILES = (
     *("train/step.py", "data/collate.py"),
 )
 FOLDERS = {
-    ".": 511,
+    ".": 661,
     "attention": 820,
     "commands": 3736,
     "config": 1097,

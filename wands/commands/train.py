@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from pathlib import Path
 
 from wands.commands.timestep_histogram import timestep_histogram
 from wands.config.deepspeed import load_ds_config
@@ -14,7 +18,9 @@ from wands.distributed.bootstrap import accelerator_type, init_process_group, ra
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.errors import ConfigError
 from wands.files import write_text
+from wands.lock import LOCK_NAME, WriterLock
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
+from wands.train.control import REQUESTS
 from wands.train.engine import check_offload
 from wands.train.prepare import load_run
 from wands.train.run import Log, TrainingRun
@@ -40,6 +46,12 @@ def run_train(options: TrainOptions, log: Log) -> None:
     if options.show_timesteps:
         _show_timesteps(load_recipe(options.recipe, options.overrides), log)
         return
+    with ExitStack() as stack:
+        _check_and_train(options, rank, log, stack)
+
+
+def _check_and_train(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> None:
+    is_writer = rank == 0 and not options.dry_run
     with start_together():
         run = load_run(
             options.recipe,
@@ -51,6 +63,7 @@ def run_train(options: TrainOptions, log: Log) -> None:
             encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
             ranks_per_node=ranks_per_node(),
             resume=options.resume,
+            claim=partial(_claim, stack=stack, log=log) if is_writer else lambda output_dir: None,
         )
         if rank == 0:  # start_block queries the accelerator of the calling rank; rank 0 uses that accelerator
             log(start_block(run))
@@ -67,6 +80,17 @@ def run_train(options: TrainOptions, log: Log) -> None:
 
     rank, _, device = init_process_group()
     log(f"done: {train(run, rank, device, log)}")
+
+
+def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:
+    """Lock a run folder until `stack` is closed, and delete what an earlier run left: requests and temporary files."""
+    stack.enter_context(WriterLock(output_dir / LOCK_NAME, f"output_dir={output_dir}"))
+    for request in (output_dir / name for name in REQUESTS):
+        if request.exists():
+            request.unlink()
+            log(f"deleted {request}, a request to an earlier run")
+    for leftover in chain(output_dir.glob(".*.tmp*"), output_dir.glob("checkpoints/.*.tmp*")):
+        leftover.unlink()
 
 
 def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:

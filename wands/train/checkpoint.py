@@ -109,7 +109,9 @@ def save_checkpoint(
         if rank == 0:
             _finish(partial, target, state)
             older = [path for path in list_steps(folder) if path.name <= target.name]
-            for path in older[: -run.recipe.checkpoint.keep]:
+            abandoned = sorted(folder.glob("step_*.abandoned*"), key=lambda path: path.stat().st_mtime)
+            keep = run.recipe.checkpoint.keep
+            for path in older[:-keep] + abandoned[:-keep]:
                 shutil.rmtree(path)
     except (OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(text in str(error) for text in _WRITE_ERRORS):

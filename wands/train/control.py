@@ -7,6 +7,9 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
+REQUESTS = ("save", "save_quit", "check")
+"""Names of the request files in a run folder."""
+
 
 class ControlRequest(NamedTuple):
     """Actions that were requested from a training run since its last step.
@@ -52,7 +55,7 @@ class ControlRequests:
         Rank 0 removes the request files.
         """
         names = {"save_quit"} if self._terminated else set()
-        for name in ("save", "save_quit", "check") if rank == 0 else ():
+        for name in REQUESTS if rank == 0 else ():
             if (self._dir / name).exists():
                 (self._dir / name).unlink(missing_ok=True)
                 names.add(name)

@@ -40,6 +40,7 @@ def load_run(
     ranks_per_node: int | None = None,
     resume: str | None = None,
     ignore_output_dir: bool = False,
+    claim: Callable[[Path], None] = lambda output_dir: None,
 ) -> TrainingRun:
     """Read the recipe, the DeepSpeed JSON and the checkpoint of a run, check everything, and return the planned run.
 
@@ -54,6 +55,8 @@ def load_run(
         ranks_per_node: number of ranks on each node; None for a single node.
         resume: value of --resume, as for `find_resume`.
         ignore_output_dir: whether to skip the search for checkpoints in the run folder.
+        claim: function that locks the run folder. It is called before the search for checkpoints, so that no other process
+            adds a checkpoint after the search.
 
     Raises:
         WandsError: with all problems. A check that needs the result of a failed check is skipped.
@@ -65,7 +68,10 @@ def load_run(
         problems.raise_all()
     checkpoint = None
     if not ignore_output_dir:
-        checkpoint = problems.run("checkpoint", lambda: find_resume(recipe.output_dir, resume), "output_dir")
+        problems.run("lock", lambda: claim(Path(recipe.output_dir)), "output_dir")
+        checkpoint = problems.run(
+            "checkpoint", lambda: find_resume(recipe.output_dir, resume), "output_dir", "lock"
+        )
     run = prepare_run(
         recipe,
         ds_user,

@@ -127,10 +127,13 @@ def test_going_on_from_an_older_step_sets_the_newer_aside(
 ):
     run = copy_of(finished, tmp_path / "run")
     (run / "checkpoints" / "step_00000007.tmp").mkdir()  # a save that was killed
+    for suffix in ("abandoned", "abandoned1"):  # of earlier resumes
+        (run / "checkpoints" / f"step_00000005.{suffix}").mkdir()
+        os.utime(run / "checkpoints" / f"step_00000005.{suffix}", (0, 0))
     overrides = ("train.max_steps=5", "checkpoint.keep=1")
     run_world(2, run_training, tiny_pipeline, run, overrides, ZERO2, run / "checkpoints" / "step_00000004")
     names = sorted(p.name for p in (run / "checkpoints").glob("step_*"))
-    assert names == ["step_00000005", "step_00000006.abandoned"]
+    assert names == ["step_00000005", "step_00000006.abandoned"]  # `keep` of either kind
     (run / "checkpoints" / "latest").unlink()
     assert find_checkpoint(run)[1].step == 5
     # What was set aside can be looked at and exported; going on from it would leave two pasts side by side.
