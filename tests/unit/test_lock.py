@@ -84,7 +84,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     yield run
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def test_a_second_process_learns_who_writes_since_when(start, tmp_path: Path):
