@@ -196,6 +196,7 @@ def test_a_host_that_was_only_stopped_ends_when_it_is_back(start):
     second = start("node-b", False)
     assert "took over the lock" in second.until("locked")[-2]
     os.kill(first.pid, signal.SIGCONT)
-    assert f"output_dir=run was taken over by another process (host node-b, pid {second.pid}" in first.line()
-    assert first.wait() == 2
+    assert first.wait(timeout=20) == 2
+    taken = f"output_dir=run was taken over by another process (host node-b, pid {second.pid}"
+    assert taken in first.line()
     assert second.poll() is None
