@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import BASE
+from tests.support.runs import BASE, run_training
+from tests.support.world import WorldPool
 from wands.lock import LOCK_NAME
 from wands.train.metrics import read_rows
 
@@ -37,7 +38,7 @@ def wands() -> Iterator[Callable[..., Process]]:
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def wait_for(process: Process, condition: Callable[[], bool]) -> None:
@@ -109,6 +110,10 @@ def test_a_run_has_one_writer(wands, tiny_pipeline: Path, tmp_path: Path):
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(1, 61))
     assert not [path.name for path in (run / "checkpoints").iterdir() if "." in path.name]  # .tmp, .abandoned
 
+
+def test_an_export_has_one_writer(wands, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    run = tmp_path / "run"
+    worlds[1].run(run_training, tiny_pipeline, run, ("train.max_steps=1",))
     lock = tmp_path / ".out.lock"
     exporting = wands("export", run, "--out", tmp_path / "out")
     stop_when_locked(exporting, lock)
