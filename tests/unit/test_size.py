@@ -19,7 +19,7 @@ CORE_FILES = (
 FOLDERS = {
     ".": 661,
     "attention": 820,
-    "commands": 3736,
+    "commands": 3755,
     "config": 1097,
     "data": 3841,
     "distributed": 392,
