@@ -172,7 +172,7 @@ def test_touching_ranges_never_overlap_in_timesteps(boundary: float):
 @given(sigma=st.floats(0, 1), shift=st.floats(0.05, 20))
 def test_shift_is_monotone_keeps_the_ends_and_has_its_inverse(sigma: float, shift: float):
     moved = shift_sigma(sigma, shift)
-    assert 0.0 <= moved <= 1.0
+    assert 0.0 <= moved <= 1.0 + 1e-14  # float64 rounding; `sample_sigma` returns fp32 inside the range
     assert shift_sigma(moved, 1 / shift) == pytest.approx(sigma, abs=1e-9)
     assert (moved >= sigma - 1e-15) if shift >= 1 else (moved <= sigma + 1e-15)
     assert (shift_sigma(0.0, shift), shift_sigma(1.0, shift)) == (0.0, pytest.approx(1.0))
