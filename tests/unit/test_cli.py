@@ -190,7 +190,7 @@ def test_an_output_dir_that_cannot_be_made(tiny_pipeline: Path, tmp_path: Path):
         "train", "--set", f"model.path={tiny_pipeline}", "--set", MOCK, "--set", f"output_dir={run}"
     )
     assert str(run) in text
-    assert "cannot be written" in text
+    assert "cannot be created" in text
 
 
 def test_resume_from_nowhere(tiny_pipeline: Path, tmp_path: Path):
