@@ -98,11 +98,13 @@ def _first_key(odd: str | None, usual: str | None) -> str:
     if not found or not found[0][0]:  # equal values such as 1 and 1.0, or JSON without keys
         return ""
     key, *values = found[0]
-    here, there = (value if isinstance(value, str) else json.dumps(value) for value in values)
-    return f" ({key}={_shorten(here)}, not {_shorten(there)})"
+    here, there = map(shorten_value, values)
+    return f" ({key}={here}, not {there})"
 
 
-def _shorten(text: str, most: int = 60) -> str:
+def shorten_value(value: Any, most: int = 60) -> str:
+    """Return a JSON value as a text of at most `most` characters."""
+    text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= most else f"{text[:most]}..."
 
 

@@ -64,6 +64,9 @@ def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int
         loss=thin(history),
         files={},
         base_on_hub=not is_folder,
+        data_contents=run.data_contents,
+        base_fingerprint=run.base_fingerprint,
+        ds_config=run.ds_config,
     )
 
 

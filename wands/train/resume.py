@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+from pydantic import ValidationError
+
+from wands.config.recipe import Recipe
+from wands.distributed.consistency import shorten_value
 from wands.errors import CheckpointError, ConfigError, failed_rules
-from wands.files import write_text
+from wands.files import differences, write_text
 from wands.model.files.checkpoint_files import Checkpoint, TrainState, find_checkpoint, list_steps
 from wands.train.checkpoint import load_checkpoint
 
@@ -25,8 +30,9 @@ _FIXED_KEYS = {
         *("model.trainable", "model.freeze", "precision.weights"),
     ),
 }
-# Keys that a resumed LoRA run may not change, because a LoRA checkpoint does not contain the base weights.
-_BASE_KEYS = ("model.path", "model.init", "model.merge_loras")
+# Keys that a resumed LoRA run may not change, because a LoRA checkpoint does not contain the base weights. Checkpoints with a
+# fingerprint of the base weights allow other paths.
+_BASE_KEYS = ("model.init", "model.path", "model.merge_loras")
 # Values to compare with if the checkpoint's recipe is older than the key.
 _OLD_DEFAULTS = {"precision.weights": "fp32", "lora.quantize": "none", "optim.name": "adamw"}
 
@@ -94,6 +100,9 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
         for key, value in saved.transformer_config.items()
         if key[0] != "_" and current.transformer_config.get(key) != value
     ]
+    other_contents = saved.data_contents not in (None, current.data_contents)
+    knows_base = saved.base_fingerprint is not None
+    types = [((state.ds_config or {}).get("optimizer") or {}).get("type") for state in (current, saved)]
     experts, saved_experts = (state.recipe["model"].get("experts") for state in (current, saved))
     problems = failed_rules(
         {
@@ -108,11 +117,20 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
             f"the training data differs from the checkpoint's training data (fingerprints {current.data_fingerprint} and "
             f"{saved.data_fingerprint}); use the same cache, or {new_run}.": current.data_fingerprint
             != saved.data_fingerprint,
+            "the training samples have the same names as the checkpoint's samples but different contents, so they were encoded "
+            f"again; use the cache of that run, or {new_run}.": other_contents
+            and current.data_fingerprint == saved.data_fingerprint,
+            f"model.path={current.recipe['model']['path']} (with model.merge_loras) contains different weights than the base "
+            f"of the checkpoint's LoRA; set model.path to {saved.base}.": knows_base
+            and current.base_fingerprint != saved.base_fingerprint,
+            f"the optimizer {types[0]} of the DeepSpeed JSON must equal the checkpoint's {types[1]}; use the DeepSpeed JSON of "
+            f"that run, or {new_run}.": None not in types and types[0] != types[1],
         }
     )
     fixed_keys = [(name, reason) for reason, names in _FIXED_KEYS.items() for name in names]
     if saved.recipe.get("lora"):
-        fixed_keys += [(name, "because a LoRA checkpoint contains no base weights") for name in _BASE_KEYS]
+        keys = _BASE_KEYS[: 1 if knows_base else None]
+        fixed_keys += [(name, "because a LoRA checkpoint contains no base weights") for name in keys]
     for name, reason in fixed_keys:
         value, saved_value = _recipe_value(current.recipe, name), _recipe_value(saved.recipe, name)
         if value != saved_value:
@@ -122,6 +140,21 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
             )
     if problems:
         raise CheckpointError([f"{label}: {problem}" for problem in problems])
+
+
+def list_changes(saved: TrainState, current: TrainState) -> list[str]:
+    """Return the settings that a resumed run changes, as texts such as "optim.lr=0.1 (checkpoint: 0.2)".
+
+    Args:
+        saved: state of the checkpoint.
+        current: result of `build_state` for the resumed run.
+    """
+    recipe: Mapping[str, Any] = saved.recipe
+    with contextlib.suppress(ValidationError):  # fill in the keys that the checkpoint's recipe is older than
+        recipe = Recipe.model_validate(saved.recipe).model_dump(mode="json")
+    changes = differences(current.recipe, recipe)
+    changes += differences(current.ds_config, saved.ds_config, "DeepSpeed") if saved.ds_config else []
+    return [f"{key}={shorten_value(new)} (checkpoint: {shorten_value(old)})" for key, new, old in changes]
 
 
 def _recipe_value(recipe: Mapping[str, Any], name: str) -> Any:

@@ -21,6 +21,9 @@ from wands.data.sampler import PlanSampler, StepPlan
 from wands.distributed.dims import ContextDegrees, ParallelDims
 from wands.flow.rng import SampleKey
 from wands.model.files.checkpoint_files import Checkpoint
+from wands.model.files.loading import sample_weights
+from wands.model.files.lora_files import find_lora_file
+from wands.model.files.tensor_files import sample_digest
 from wands.planning.workload import Weight, Workload
 from wands.variants import TEXT_LEN, DiTShape, Expert, Variant
 
@@ -107,6 +110,42 @@ class TrainingRun:
         if self.recipe.packing.buffer_size is not None:
             text += hashlib.sha256(np.ascontiguousarray(self.data.places).tobytes()).hexdigest()
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+    @cached_property
+    def data_contents(self) -> str:
+        """Digest of the contents of the samples that the run uses, in order. Clips that are encoded again change it."""
+        digest, data = hashlib.blake2b(digest_size=16), self.data
+        if isinstance(data, CombinedDataset):
+            parts = [(part.data, part.chosen) for part in data.sources]
+        else:
+            parts = [(data, np.arange(len(data.keys)))]
+        for source, chosen in parts:
+            if isinstance(source, LatentCache):
+                index = source.index
+                for array in (index.crc32, index.text_lens, index.latent_shapes):
+                    digest.update(np.ascontiguousarray(array[chosen]).data)
+                digest.update(index.null_text.data)
+            else:
+                digest.update(repr(self.recipe.data.mock).encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def base_fingerprint(self) -> str | None:
+        """Digest of a part of the base weights and of the merged LoRAs (see `sample_digest`).
+
+        None for a full finetune, whose checkpoints contain all weights, and for random base weights.
+        """
+        model = self.recipe.model
+        if self.recipe.lora is None or model.init == "random":
+            return None
+        parts = []
+        for expert in self.experts:
+            parts.append(sample_weights(model.path, expert.subfolder))
+            for merge in model.merge_loras:
+                folder = expert.subfolder if expert.name else None
+                file = find_lora_file(Path(merge.path), "model.merge_loras", folder)
+                parts.append(f"{merge.scale}*{sample_digest([file], 'model.merge_loras')}")
+        return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
 
     def step_flops(self, bins: Sequence[Sequence[int]]) -> int:
         """Return the matmul FLOPs of one step over all ranks, for the forward and backward pass of each trained DiT.

@@ -10,7 +10,9 @@ from wands.config.recipe import ModelConfig, Recipe
 from wands.data.datasets import describe_data
 from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.planning.memory import estimate_memory, to_gib
+from wands.train.checkpoint import build_state
 from wands.train.engine import attention_backend
+from wands.train.resume import list_changes
 from wands.train.run import TrainingRun
 
 
@@ -67,6 +69,7 @@ def start_block(run: TrainingRun) -> str:
         ],
         "memory": [_memory_line(run)],
         "output": [str(run.output_dir)],
+        "changed": list_changes(run.checkpoint.state, build_state(run, 0, 0, [])) if run.checkpoint else [],
     }
     names = [(name if i == 0 else "", line) for name, lines in rows.items() for i, line in enumerate(lines)]
     return "\n".join(f"  {name:<{max(map(len, rows))}}  {line}" for name, line in names)

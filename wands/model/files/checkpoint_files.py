@@ -60,6 +60,10 @@ class TrainState:
         base_on_hub: whether `base` is a Hub id. None in checkpoints of older wands versions. With None, `base` is a
             Hub id if it starts with "Wan-AI/", and a folder otherwise. If this folder is relative, "./" is put in front
             of `base`, so that wands does not search for the folder on the Hub.
+        data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
+        base_fingerprint: digest of a part of the base weights and merged LoRAs of a LoRA run. None for a full finetune,
+            random base weights, and in older checkpoints.
+        ds_config: complete DeepSpeed config of the run. None in older checkpoints.
     """
 
     step: int
@@ -76,6 +80,9 @@ class TrainState:
     loss: list[tuple[int, float]]
     files: dict[str, int]
     base_on_hub: bool | None = None
+    data_contents: str | None = None
+    base_fingerprint: str | None = None
+    ds_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         known = self.base_on_hub is not None or self.base.startswith(_PUBLISHER)

@@ -38,7 +38,7 @@ from wands.model.files.official import (
     dit_config,
     find_expert,
 )
-from wands.model.files.tensor_files import TensorFiles, find_weights
+from wands.model.files.tensor_files import TensorFiles, find_weights, sample_digest
 from wands.model.quantize import QuantizedLinear
 from wands.model.transformer import PackedWanTransformer
 from wands.model.weight_dtypes import WeightDtypePolicy
@@ -177,6 +177,17 @@ def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
     where, folder = f"model.path={path}", _find_folder(path, subfolder, _MODEL_FILES, "model.path")
     with _open_weights(where, folder, build_empty(_read_config(where, folder))):
         pass  # opening checks the weights
+
+
+def sample_weights(path: str | Path, subfolder: str) -> str:
+    """Return a digest of a part of a DiT's weights (see `sample_digest`), which identifies the weights wherever they are.
+
+    Raises:
+        ConfigError: if the model does not exist or is not a Wan DiT.
+        CheckpointError: if the weights are damaged.
+    """
+    folder = _find_folder(path, subfolder, _MODEL_FILES, "model.path")
+    return sample_digest(find_weights(folder, DIT_STEM), f"model.path={path}")
 
 
 def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key: str) -> Path:
