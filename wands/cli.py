@@ -6,6 +6,7 @@ Heavy packages are imported inside the functions of the subcommands, so that `wa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pkgutil
@@ -48,7 +49,7 @@ class _CommandGroup(click.Group):
             if printing_rank == "0" or (formed and not error.agreed):
                 rank = os.environ.get("RANK")
                 origin = f" [rank {rank}]" if rank not in (None, "0") else ""
-                click.echo(safe_lines(f"wands{origin}: {error}"), err=True)
+                _echo(f"wands{origin}: {error}", err=True)
             sys.stdout.flush()
             sys.stderr.flush()
             if printing_rank != "0":
@@ -93,9 +94,12 @@ def _check(options: opts.CheckOptions) -> None:
 
 
 def _train(options: opts.TrainOptions) -> None:
+    from wands.train.launcher import find_launcher
+
+    launcher = find_launcher()  # now: the imports of the next line take seconds
     from wands.commands.train import run_train
 
-    run_train(options, _echo)
+    run_train(options, _echo, launcher)
     _exit_rank()
 
 
@@ -151,9 +155,11 @@ def _exit_rank(code: int = 0) -> None:
         sys.exit(code)
 
 
-def _echo(text: str) -> None:
-    click.echo(safe_lines(text))
-    sys.stdout.flush()
+def _echo(text: str, *, err: bool = False) -> None:
+    # A closed terminal or pipe must not end a run before its last checkpoint.
+    with contextlib.suppress(OSError):
+        click.echo(safe_lines(text), err=err)
+        sys.stdout.flush()
 
 
 COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {

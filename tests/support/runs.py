@@ -22,6 +22,7 @@ from wands.train.loop import train
 from wands.train.metrics import read_rows
 from wands.train.prepare import prepare_run
 from wands.train.run import TrainingRun
+from wands.train.watchdog import Watchdog
 
 # Seven clips of unequal length: 8, 12, 2, 24, 6, 16 and 9 tokens.
 MOCK = "data.mock={num_samples: 7, shapes: [[2,4,4],[3,4,4],[2,2,2],[4,4,6],[1,4,6],[2,4,8],[1,6,6]], text_lens: [5,9,3]}"
@@ -80,7 +81,8 @@ def run_training(
 
     with mock.patch.object(loop, "build_engine", build), mock.patch.object(ProcessGroups, "build", groups_of):
         try:
-            train(run, rank, device, log=log)
+            with Watchdog() as watchdog:
+                train(run, rank, device, log, watchdog)
         finally:
             for _ in engines[:]:  # none where the ranks did not agree
                 release(engines.pop())

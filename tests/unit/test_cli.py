@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import wands
+from wands import cli
 from wands.cli import main
 
 MOCK = "data.mock={num_samples: 6, shapes: [[2,4,4],[3,4,4]], text_lens: [5, 9]}"
@@ -363,6 +365,19 @@ def test_only_rank_zero_speaks(monkeypatch: pytest.MonkeyPatch):
         "wands [rank 3]: 2 problems:\n  - train.max_step is not a key of the recipe; did you mean"
     )
     assert "\n  - model.path is not set; " in stderr
+
+
+def test_a_closed_terminal_does_not_end_a_command(monkeypatch: pytest.MonkeyPatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        cli._echo("step 1")
+        monkeypatch.undo()
+        with pytest.raises(BrokenPipeError):
+            closed.flush()
+        with contextlib.suppress(BrokenPipeError):
+            closed.close()
 
 
 def test_preprocess_mistakes(tiny_pipeline: Path, clips_dir: Path, tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -22,13 +23,15 @@ from wands.lock import LOCK_NAME, WriterLock
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
 from wands.train.control import REQUESTS
 from wands.train.engine import check_offload
+from wands.train.launcher import Ancestor
 from wands.train.prepare import load_run
 from wands.train.run import Log, TrainingRun
 from wands.train.summary import start_block
+from wands.train.watchdog import Watchdog
 from wands.train.weights import read_model
 
 
-def run_train(options: TrainOptions, log: Log) -> None:
+def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()) -> None:
     """Check a recipe and its data, and train the model that the recipe names.
 
     With `options.dry_run`, only check the recipe and print the summary of the run. With `options.show_timesteps`, only print
@@ -37,6 +40,7 @@ def run_train(options: TrainOptions, log: Log) -> None:
     Args:
         options: options of the command.
         log: function that prints a text for the user. This command calls the function only on rank 0.
+        launcher: processes from the parent of this process to its launcher.
 
     Raises:
         WandsError: if the run cannot start or fails. One message lists all problems with recipe, model and data.
@@ -46,11 +50,13 @@ def run_train(options: TrainOptions, log: Log) -> None:
     if options.show_timesteps:
         _show_timesteps(load_recipe(options.recipe, options.overrides), log)
         return
-    with ExitStack() as stack:
-        _check_and_train(options, rank, log, stack)
+    with Watchdog(launcher) as watchdog, ExitStack() as stack:
+        _check_and_train(options, rank, log, watchdog, stack)
 
 
-def _check_and_train(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> None:
+def _check_and_train(
+    options: TrainOptions, rank: int, log: Log, watchdog: Watchdog, stack: ExitStack
+) -> None:
     is_writer = rank == 0 and not options.dry_run
     with start_together():
         run = load_run(
@@ -79,7 +85,7 @@ def _check_and_train(options: TrainOptions, rank: int, log: Log, stack: ExitStac
     from wands.train.loop import train
 
     rank, _, device = init_process_group()
-    log(f"done: {train(run, rank, device, log)}")
+    log(f"done: {train(run, rank, device, log, watchdog)}")
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from wands.train.watchdog import Watchdog
 
 REQUESTS = ("save", "save_quit", "check")
 """Names of the request files in a run folder."""
@@ -26,35 +26,21 @@ class ControlRequest(NamedTuple):
 
 
 class ControlRequests:
-    """Listener for requests to a run, used in a `with` statement.
+    """Requests to a run: a file named `save`, `save_quit` or `check` in the run folder.
 
-    A request is a file named `save`, `save_quit` or `check` in the run folder. The signal SIGTERM has the same effect
-    as `save_quit`.
+    A stop that the watchdog requests has the same effect as `save_quit`.
     """
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, watchdog: Watchdog) -> None:
         self._dir = output_dir
-        self._terminated = False
-        self._previous: Any = None
-
-    def __enter__(self) -> ControlRequests:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._on_term)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-
-    def _on_term(self, signum: int, frame: object) -> None:
-        self._terminated = True
+        self._watchdog = watchdog
 
     def poll(self, rank: int) -> ControlRequest:
-        """Return the requests that this rank received: from SIGTERM, and on rank 0 also from the request files.
+        """Return the requests that this rank received: from the watchdog, and on rank 0 also from the request files.
 
         Rank 0 removes the request files.
         """
-        names = {"save_quit"} if self._terminated else set()
+        names = {"save_quit"} if self._watchdog.stop_requested else set()
         for name in REQUESTS if rank == 0 else ():
             if (self._dir / name).exists():
                 (self._dir / name).unlink(missing_ok=True)

@@ -28,12 +28,13 @@ from wands.train.rank_checks import FIXES, check_step, run_digests
 from wands.train.resume import restore
 from wands.train.run import Log, TrainingRun
 from wands.train.step import SampleLoss, StepResult, train_step
+from wands.train.watchdog import Watchdog
 from wands.variants import Expert
 
 T = TypeVar("T")
 
 
-def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path | None:
+def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog: Watchdog) -> Path | None:
     """Train to the end of the run, or until the step in which a request to stop arrives.
 
     Args:
@@ -41,12 +42,14 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path |
         rank: rank of this process. The process group must exist.
         device: device of this process.
         log: function that prints a line for the user on rank 0.
+        watchdog: watchdog that already runs.
 
     Returns:
         The folder of the last checkpoint; None if there is no checkpoint.
     """
     recipe, total_steps, checkpoint = run.recipe, run.sampler.total_steps, run.checkpoint
     saved, start_step = (checkpoint.folder, checkpoint.state.step) if checkpoint else (None, 0)
+    watchdog.saved, requests = saved, ControlRequests(run.output_dir, watchdog)
     # Ranks that differ would wait for each other forever.
     check_agreement(run_digests(run, start_step), device, FIXES)
     groups = ProcessGroups.build(run.grid(rank), device)
@@ -57,10 +60,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path |
     writer = MetricsWriter(run.output_dir, start_step, past_losses) if rank == 0 else None
     sample_log = _open_sample_log(run, groups.dims, start_step)
 
-    with (
-        ControlRequests(run.output_dir) as requests,
-        contextlib.closing(prefetched(run, groups.dims, start_step)) as batches,
-    ):
+    with contextlib.closing(prefetched(run, groups.dims, start_step)) as batches:
         started = time.perf_counter()
         for (plan, slices), own_wait in _timed(batches):
             lr = float(engines[run.experts[0].subfolder].optimizer.param_groups[0]["lr"])  # of this step
@@ -75,6 +75,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path |
                 requests.poll(rank),
                 device,
             )
+            watchdog.end_step()
             for expert, loss, result in zip(run.experts, losses, results, strict=True):
                 _check_finite(expert, loss, result, step)
                 if sample_log is not None:
@@ -97,7 +98,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Path |
             if is_due or request.save or step == total_steps:
                 state = build_state(run, step, plan.epoch, writer.history if writer else [])
                 try:
-                    saved = save_checkpoint(run, engines, state, averages)
+                    watchdog.saved = saved = save_checkpoint(run, engines, state, averages)
                     log(f"saved {saved}")
                 except CheckpointError as error:
                     # If only one rank fails, the others wait for it.

@@ -194,13 +194,13 @@ def test_latest_names_a_whole_checkpoint_at_every_moment(tiny_pipeline: Path, tm
     assert seen == [None] * parts + ["step_00000001"] * parts
 
 
-def _send_term_after(run: Path, steps: int) -> None:
-    """In rank 1 only: SIGTERM to itself once the run has made some steps."""
+def _send_after(number: int, run: Path, steps: int) -> None:
+    """In rank 1 only: a signal to itself once the run has made some steps."""
 
     def wait() -> None:
         for _ in range(2000):
             if len(read_rows(run / "metrics.jsonl")) >= steps:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
                 return
             time.sleep(0.01)
 
@@ -208,13 +208,14 @@ def _send_term_after(run: Path, steps: int) -> None:
         threading.Thread(target=wait, daemon=True).start()
 
 
-def run_until_term(model: Path, out: Path, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
-    _send_term_after(out, 2)
+def run_until(number: int, model: Path, out: Path, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
+    _send_after(number, out, 2)
     return run_training(model, out, overrides, ZERO2)
 
 
-def test_sigterm_to_one_worker_saves_and_stops_all(tiny_pipeline: Path, tmp_path: Path, run_world):
-    rows = run_world(2, run_until_term, tiny_pipeline, tmp_path, ("train.max_steps=500",))[0]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_one_worker_saves_and_stops_all(number: int, tiny_pipeline: Path, tmp_path: Path, worlds):
+    rows = worlds[2].run(run_until, number, tiny_pipeline, tmp_path, ("train.max_steps=500",))[0]
     assert 2 <= len(rows) < 500
     assert find_checkpoint(tmp_path)[1].step == len(rows)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from wands.train.control import ControlRequest, ControlRequests
+from wands.train.watchdog import Watchdog
 
 
 @pytest.mark.parametrize(
@@ -23,7 +22,7 @@ from wands.train.control import ControlRequest, ControlRequests
     ],
 )
 def test_files(files: tuple[str, ...], wanted: ControlRequest, tmp_path: Path):
-    requests = ControlRequests(tmp_path)
+    requests = ControlRequests(tmp_path, Watchdog())
     for name in files:
         (tmp_path / name).touch()
     assert requests.poll(rank=1) == ControlRequest()
@@ -33,11 +32,10 @@ def test_files(files: tuple[str, ...], wanted: ControlRequest, tmp_path: Path):
     assert requests.poll(rank=0) == ControlRequest()
 
 
-def test_a_signal_saves_and_quits_on_any_rank(tmp_path: Path):
-    before = signal.getsignal(signal.SIGTERM)
-    with ControlRequests(tmp_path) as requests:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert requests.poll(rank=3) == ControlRequest(save=True, quit=True)
-        (tmp_path / "check").touch()
-        assert requests.poll(rank=0) == ControlRequest(True, True, True)
-    assert signal.getsignal(signal.SIGTERM) == before
+def test_a_requested_stop_saves_and_quits_on_any_rank(tmp_path: Path):
+    watchdog = Watchdog()
+    requests = ControlRequests(tmp_path, watchdog)
+    watchdog.stop_requested = True  # by a signal
+    assert requests.poll(rank=3) == ControlRequest(save=True, quit=True)
+    (tmp_path / "check").touch()
+    assert requests.poll(rank=0) == ControlRequest(True, True, True)

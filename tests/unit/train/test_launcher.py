@@ -1,0 +1,94 @@
+"""Processes above a worker: which of them are its launcher, and whether they still run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wands.train.launcher import Ancestor, _read_status, find_launcher
+
+ROOT = Path(__file__).resolve().parents[3]
+TELL = "import json; from wands.train.launcher import find_launcher; print(json.dumps([a.name for a in find_launcher()]))"
+CHILD = "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"
+PYTHON = sys.executable
+
+
+@pytest.fixture
+def ancestors_in(tmp_path: Path):
+    """`ancestors_in(line)` runs a shell line and returns the launcher of the worker that it starts as `$WORKER`."""
+    for name in ("torchrun", "deepspeed", "trainer"):
+        (tmp_path / name).write_text(f"#!{PYTHON}\n{CHILD}")
+        (tmp_path / name).chmod(0o755)
+    module = tmp_path / "modules" / "deepspeed" / "launcher"
+    module.mkdir(parents=True)
+    for file in (module / "launch.py", module / "__init__.py", module.parent / "__init__.py"):
+        file.write_text(CHILD if file.stem == "launch" else "")
+    (tmp_path / "worker.py").write_text(TELL)
+
+    def run(line: str, **more_env: str) -> list[str]:
+        env = {
+            **os.environ,
+            "RANK": "0",
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{tmp_path / 'modules'}:{ROOT}",
+            "LAUNCH": f"{PYTHON} -u -m deepspeed.launcher.launch",
+            "WORKER": f"{PYTHON} {tmp_path / 'worker.py'}",
+            **more_env,
+        }
+        done = subprocess.run(["bash", "-c", f"{line}\ntrue"], env=env, capture_output=True, text=True)
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("deepspeed $LAUNCH $WORKER", ["deepspeed.launcher.launch", "deepspeed"]),
+        ("$LAUNCH $WORKER", ["deepspeed.launcher.launch"]),  # on the nodes that deepspeed reaches over ssh
+        ("setsid nohup torchrun $WORKER", ["torchrun"]),
+        ("torchrun bash -c '$WORKER; true'", ["bash", "torchrun"]),
+        ("torchrun $WORKER", ["torchrun"]),
+        ("$WORKER", []),
+        ("trainer $WORKER", []),
+        ("bash -c '$WORKER; true' torchrun", []),
+    ],
+)
+def test_only_launchers_and_what_is_below_them(ancestors_in, line: str, names: list[str]):
+    assert ancestors_in(line) == names
+
+
+def test_a_worker_without_a_rank_has_no_launcher(ancestors_in, monkeypatch: pytest.MonkeyPatch):
+    """A plain `wands train` in a shell that SLURM started ends with its step, not with its shell."""
+    assert ancestors_in("unset RANK; torchrun $WORKER") == []
+
+
+def test_an_ancestor_that_was_killed_is_gone():
+    child = subprocess.Popen(["sleep", "60"])
+    ancestor = Ancestor(child.pid, _read_status(child.pid)[1], "sleep")
+    assert not ancestor.is_gone()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert ancestor.is_gone()  # although its number is still taken
+    child.wait()
+    assert ancestor.is_gone()
+
+
+def test_a_number_that_another_process_has_taken_is_gone():
+    parent, start = _read_status(os.getpid())
+    assert parent == os.getppid()
+    assert not Ancestor(os.getpid(), start, "").is_gone()
+    assert Ancestor(os.getpid(), start - 1, "").is_gone()
+
+
+def test_no_process_below_the_first_one(monkeypatch: pytest.MonkeyPatch):
+    """In a container, the parent can be process 1, or none that is visible."""
+    monkeypatch.setenv("RANK", "0")
+    for parent in (0, 1):
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        assert find_launcher() == ()

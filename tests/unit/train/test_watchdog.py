@@ -1,0 +1,153 @@
+"""Signals and a launcher that ends, as a training process sees them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from wands.train.launcher import Ancestor
+from wands.train.watchdog import SIGNALS, Watchdog
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def wait_for_stop(watchdog: Watchdog) -> None:
+    deadline = time.monotonic() + 10
+    while not watchdog.stop_requested and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert watchdog.stop_requested
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_requests_a_stop(number: signal.Signals, capfd: pytest.CaptureFixture[str]):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with Watchdog() as watchdog:
+        watchdog.end_step()
+        assert not watchdog.stop_requested
+        os.kill(os.getpid(), number)
+        wait_for_stop(watchdog)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    sentence = f"wands: {number.name} received; saving a checkpoint after this step, then stopping.\n"
+    assert capfd.readouterr().err == sentence
+
+
+def test_an_ignored_signal_stays_ignored():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Watchdog() as watchdog:
+            watchdog.end_step()
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.2)
+            assert not watchdog.stop_requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_launcher_that_ends_requests_a_stop(monkeypatch: pytest.MonkeyPatch, capfd):
+    monkeypatch.setattr("wands.train.watchdog._TICK", 0.05)
+    child = subprocess.Popen(["sleep", "60"])
+    start = int(Path(f"/proc/{child.pid}/stat").read_text().split()[21])
+    with Watchdog([Ancestor(child.pid, start, "torchrun")]) as watchdog:
+        watchdog.end_step()
+        time.sleep(0.2)
+        assert not watchdog.stop_requested
+        child.kill()
+        wait_for_stop(watchdog)
+        child.wait()
+    assert f"the launcher torchrun (process {child.pid}) has ended; saving" in capfd.readouterr().err
+
+
+def run_alone(code: str) -> subprocess.CompletedProcess[str]:
+    head = """
+import ctypes, os, signal, sys, threading, time
+from pathlib import Path
+from wands.train import watchdog as module
+from wands.train.launcher import Ancestor
+module._TICK, module.ONE_REQUEST = 0.05, 0.5
+
+def send(number, delay=0.0):
+    threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+
+def block():  # as a collective that never ends: in C, and no signal interrupts it
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+    command = [sys.executable, "-c", head + code]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_a_second_ctrl_c_leaves_at_once():
+    """Signals of one moment count once. The main thread waits for other ranks all the time."""
+    done = run_alone("""
+with module.Watchdog() as watchdog:
+    watchdog.end_step()
+    watchdog.saved = Path("run/checkpoints/step_00000500")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        send(number)
+    time.sleep(0.2)
+    send(signal.SIGTERM, 0.7)  # a launcher repeats this signal
+    send(signal.SIGINT, 1.0)
+    block()
+""")
+    assert done.returncode == 128 + signal.SIGINT
+    first, second = done.stderr.splitlines()
+    assert "received; saving a checkpoint after this step" in first
+    assert (
+        second
+        == "wands: stopped at once by a second SIGINT; run/checkpoints/step_00000500 remains, and --resume continues from it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("attack", "code", "reason"),
+    [
+        ("send(signal.SIGHUP)", 128 + signal.SIGHUP, "SIGHUP received"),
+        ("launcher.append(Ancestor(1, 0, 'torchrun'))", 1, "the launcher torchrun (process 1) has ended"),
+    ],
+)
+def test_before_the_first_step_there_is_nothing_to_save(attack: str, code: int, reason: str):
+    done = run_alone(f"""
+launcher = []
+with module.Watchdog(launcher):
+    {attack}
+    block()
+""")
+    assert done.returncode == code
+    assert done.stderr == f"wands: {reason} before the end of the first step; there is nothing new to save.\n"
+
+
+def test_the_message_names_what_remains_if_the_launcher_kills_the_run():
+    done = run_alone("""
+status = Path(f"/proc/{os.getpid()}/stat").read_text().split()
+with module.Watchdog([Ancestor(os.getpid(), int(status[21]), "deepspeed")]) as watchdog:
+    watchdog.end_step()
+    watchdog.saved = Path("run/checkpoints/step_00000500")
+    send(signal.SIGINT)
+    while not watchdog.stop_requested:
+        time.sleep(0.01)
+""")
+    sentence = "deepspeed may kill the run after 30 s; if the save has not ended by then, run/checkpoints/step_00000500 remains"
+    assert sentence in done.stderr
+
+
+def test_a_closed_terminal_does_not_end_the_thread():
+    done = run_alone("""
+os.close(2)
+with module.Watchdog() as watchdog:
+    watchdog.end_step()
+    send(signal.SIGHUP)
+    while not watchdog.stop_requested:
+        time.sleep(0.01)
+    send(signal.SIGINT, 0.6)
+    block()
+""")
+    assert done.returncode == 128 + signal.SIGINT
