@@ -19,14 +19,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
 from wands.config.optimizer_kinds import state_bytes_per_param
 from wands.config.recipe import Recipe
 from wands.errors import CheckpointError
 from wands.files import publish, sync, write_text
-from wands.model.files.checkpoint_files import STATE_FILE, TrainState, list_steps, step_name
+from wands.model.files.checkpoint_files import (
+    STATE_FILE,
+    STATE_METADATA,
+    TrainState,
+    list_steps,
+    read_header,
+    state_file,
+    step_name,
+)
+from wands.model.files.tensor_files import write_safetensors
 from wands.planning.workload import Weight
 from wands.train.ema import WeightAverage
+from wands.train.engine_state import engine_tensors, load_engine
 from wands.train.metrics import thin
 from wands.train.run import TrainingRun
 
@@ -102,10 +113,13 @@ def save_checkpoint(
     dist.barrier()
     _check_space(run, folder, more=sum(average.num_bytes for average in averages.values()))
     try:
-        # DeepSpeed would write `latest` before the checkpoint is complete, and not atomically.
-        options = {"save_latest": False, "exclude_frozen_parameters": run.recipe.lora is not None}
         for part, engine in engines.items():
-            engine.save_checkpoint(str(partial), tag=part, **options)
+            (partial / part).mkdir(parents=True, exist_ok=True)
+            if rank == 0 or run.zero_stage:
+                tensors, values = engine_tensors(engine)
+                write_safetensors(
+                    partial / part / state_file(rank), tensors, {STATE_METADATA: json.dumps(values)}
+                )
             if part in averages:
                 averages[part].save(partial / part)
         dist.barrier()
@@ -220,19 +234,10 @@ def _load_engine(engine: Any, checkpoint: Path, part: str) -> None:
     # If the scheduler comes from the DeepSpeed JSON, it is not a LambdaLR, and the JSON controls the learning rate.
     is_ours = isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
     base_lrs = list(scheduler.base_lrs) if is_ours else []
-    # A LoRA checkpoint does not contain the base weights. They were loaded from the files of the model.
-    strict = all(parameter.requires_grad for parameter in engine.module.parameters())
-    reason = "no partitions for this world size"
-    try:
-        path, _ = engine.load_checkpoint(str(checkpoint), tag=part, load_module_strict=strict)
-    except ValueError as error:
-        # torch raises this error if a changed sub_group_size splits the parameter groups differently.
-        path, reason = None, str(error)
-    if path is None:
-        raise CheckpointError(
-            f"--resume {checkpoint}: DeepSpeed cannot use the partitions of this checkpoint ({reason}); use the DeepSpeed JSON "
-            "of the run that wrote the checkpoint.",
-            agreed=True,
+    path = checkpoint / part / state_file(dist.get_rank() if engine.zero_optimization_stage() else 0)
+    with safe_open(path, framework="pt") as file:
+        load_engine(
+            engine, file, read_header(file.metadata() or {}, path, STATE_METADATA), f"--resume {checkpoint}"
         )
     for i, (group, current) in enumerate(zip(engine.optimizer.param_groups, settings, strict=True)):
         group.update(current)

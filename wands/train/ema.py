@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,10 @@ from wands.model.files.checkpoint_files import (
     Checkpoint,
     average_file,
     has_average,
-    read_average_header,
+    read_header,
 )
 from wands.model.files.tensor_files import LazyTensor, TensorFiles, write_safetensors
+from wands.train.engine_state import Fragment, trained_fragments
 
 _BLOCK = 2**28  # elements: 1 GiB
 
@@ -37,21 +39,6 @@ def decay_after(section: EmaConfig, num_steps: int) -> float:
     Source: the warm-up follows TensorFlow's ExponentialMovingAverage(num_updates) and diffusers' EMAModel.
     """
     return min(section.decay, (1 + num_steps) / (10 + num_steps)) if section.warmup else section.decay
-
-
-class _Fragment(NamedTuple):
-    """Range of elements of a flattened parameter. This rank keeps the moving average (EMA) of these elements.
-
-    Attributes:
-        name: name of the parameter.
-        place: [index of the first element in the flattened parameter, shape of the whole parameter]. The header of the
-            file with the averages contains the same list.
-        master: function that returns the current fp32 values of these elements.
-    """
-
-    name: str
-    place: list[Any]
-    master: Callable[[], Tensor]
 
 
 class WeightAverage:
@@ -67,9 +54,9 @@ class WeightAverage:
         self.section = section
         # `_first` is the step at which the average starts. `_last` is the step of its last update.
         self._first = self._last = step
-        self._fragments = _fragments_of(engine)
-        self._places = {fragment.name: fragment.place for fragment in self._fragments}
-        masters = [fragment.master() for fragment in self._fragments]
+        self._fragments = _own_fragments(engine)
+        self._places = {fragment.name: [fragment.start, fragment.shape] for fragment in self._fragments}
+        masters = [fragment.read() for fragment in self._fragments]
         device = torch.device("cpu") if section.device == "cpu" else engine.device
         self._crosses = device.type == "cpu" and any(master.is_cuda for master in masters)
         self._averages = _allocate([master.numel() for master in masters], device, pinned=self._crosses)
@@ -102,7 +89,7 @@ class WeightAverage:
         num_steps, self._last = step - self._last, step
         weight = 1.0 - self.decay**num_steps
         for average, fragment in zip(self._averages, self._fragments, strict=True):
-            master = fragment.master()
+            master = fragment.read()
             # The update runs on the device of the weights, in the order of its stream, so the host does not wait.
             updated = average.to(master.device, non_blocking=master.is_cuda)
             updated.lerp_(master.float(), weight)
@@ -134,7 +121,7 @@ class WeightAverage:
         """
         path = folder / average_file(dist.get_rank())
         with TensorFiles([path], f"--resume {folder.parent}") as files:
-            header = read_average_header(files, path)
+            header = read_header(files.metadata, path, AVERAGE_METADATA)
             if header["fragments"] != self._places:
                 raise CheckpointError(
                     f"--resume {folder.parent}: the moving average in {path.name} is partitioned differently from this run's "
@@ -184,40 +171,24 @@ def build_averages(
     return averages
 
 
-def _fragments_of(engine: Any) -> list[_Fragment]:
-    """Return the range of each trained parameter whose moving average this rank keeps.
-
-    A fragment describes one range. It refers to the engine's fp32 master weights, so its values are always current.
+def _own_fragments(engine: Any) -> list[Fragment]:
+    """Return the fragments of all trained parameters that this rank averages. At ZeRO-0, where every rank has all
+    weights, this is the rank's share of each parameter.
     """
-    fragments = [
-        _fragment(engine, name, parameter)
-        for name, parameter in engine.module.named_parameters()
-        if parameter.requires_grad
-    ]
-    return [fragment for fragment in fragments if fragment is not None and fragment.master().numel()]
-
-
-def _fragment(engine: Any, name: str, parameter: Any) -> _Fragment | None:
-    if hasattr(parameter, "ds_id"):  # ZeRO-3
-        # safe_get_local_fp32_param would copy an offloaded master to the GPU and include the last rank's padding.
-        optimizer = engine.optimizer
-        group, offset, partition = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = partition * dist.get_rank(parameter.ds_process_group)
-        own = max(min(partition, parameter.ds_numel - start), 0)
-        masters = optimizer.fp32_partitioned_groups_flat
-        return _Fragment(
-            name, [start, list(parameter.ds_shape)], lambda: masters[group].narrow(0, offset, own)
-        )
-    shape = list(parameter.shape)
-    if hasattr(parameter, "_hp_mapping"):  # ZeRO-1 and 2
-        mapping = parameter._hp_mapping
-        if mapping is None:  # other ranks own the whole parameter
-            return None
-        start = mapping.lp_fragment_address.start
-        return _Fragment(name, [start, shape], lambda: parameter._hp_mapping.hp_fragment)
+    fragments = trained_fragments(engine)
+    if engine.zero_optimization_stage():
+        return fragments
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    start, end = (parameter.numel() * r // world_size for r in (rank, rank + 1))
-    return _Fragment(name, [start, shape], lambda: parameter.detach().flatten()[start:end])
+    shares = []
+    for fragment in fragments:
+        start, end = (fragment.read().numel() * r // world_size for r in (rank, rank + 1))
+        if start < end:
+            shares.append(fragment._replace(start=start, read=partial(_range, fragment.read, start, end)))
+    return shares
+
+
+def _range(read: Callable[[], Tensor], start: int, end: int) -> Tensor:
+    return read()[start:end]
 
 
 def _allocate(numels: Sequence[int], device: torch.device, pinned: bool) -> list[Tensor]:

@@ -237,7 +237,9 @@ def test_on_the_host_or_beside_the_weights_it_has_the_same_bits(
         {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} for _ in range(4)
     ]
     module = torch.nn.ParameterDict({name: torch.empty(shape) for name, shape in shapes.items()}).to(device)
-    engine = SimpleNamespace(module=module, device=torch.device(device))
+    optimizer = torch.optim.AdamW(module.parameters())
+    stage = SimpleNamespace(zero_optimization_stage=lambda: 0, optimizer=optimizer)
+    engine = SimpleNamespace(module=module, device=torch.device(device), **vars(stage))
 
     def share(rank: int, where: str) -> None:
         monkeypatch.setattr(ema, "dist", SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: 3))
@@ -352,7 +354,7 @@ def test_an_average_that_is_not_whole_is_refused(finished: Finished, tmp_path: P
     (folder / average_file(1)).rename(folder / "gone")
     with pytest.raises(
         CheckpointError,
-        match=r"the moving average of .* is incomplete; use an older step_\* folder or no --ema",
+        match=r"ema_rank_\* has not all values of .*; use an older step_\* folder",
     ):
         load_average(folder)
     assert len(whole) > 1

@@ -5,8 +5,6 @@ One process can read a checkpoint that any number of ranks wrote.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import logging
 import math
@@ -30,7 +28,7 @@ from wands.variants import Expert
 log = logging.getLogger(__name__)
 
 STATE_FILE = "wands_state.json"
-AVERAGE_METADATA = "wands_ema"
+AVERAGE_METADATA, STATE_METADATA = "wands_ema", "wands_state"
 _PUBLISHER = "Wan-AI/"  # a base with this prefix is a published model, as a folder or as a Hub id
 
 
@@ -217,29 +215,9 @@ def load_exported_state(where: Path, part: str = "transformer", ema: bool = Fals
 
 def _load_trained(checkpoint: Checkpoint, part: str, excluded: Collection[str] = ()) -> dict[str, Tensor]:
     """Read the fp32 weights of the DiT `part` from a checkpoint, except the weights with a name in `excluded`."""
-    folder, state = checkpoint
-    adapters_only = state.recipe.get("lora") is not None
-    weights: dict[str, Tensor] = {}
-    if state.zero_stage > 0:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            lazy = get_fp32_state_dict_from_zero_checkpoint(
-                str(folder), tag=part, exclude_frozen_parameters=adapters_only, lazy_mode=True
-            )
-            weights = {  # frozen weights have the dtype in which they were saved
-                name: tensor.contiguous().to(torch.float32, copy=True)
-                for name, tensor in lazy.items()
-                if name not in excluded
-            }
-    # DeepSpeed saves frozen weights separately only from stage 2 on.
-    if state.zero_stage == 0 or (state.zero_stage == 1 and not adapters_only):
-        module: Mapping[str, Tensor] = torch.load(
-            folder / part / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False, mmap=True
-        )["module"]
-        missing = [name for name in module if name not in weights and name not in excluded]
-        weights |= {name: module[name].to(torch.float32, copy=True) for name in missing}
-    return weights
+    parts = checkpoint.folder / part
+    weights = _join_fragments(parts, "state_rank_*", STATE_METADATA, "fragments", "/master", excluded)
+    return weights | _join_fragments(parts, "state_rank_*", STATE_METADATA, "frozen", "/frozen", excluded)
 
 
 def lora_of(state: TrainState) -> LoraConfig | None:
@@ -346,26 +324,31 @@ def check_average(checkpoint: Path, state: TrainState) -> None:
         )
 
 
-def read_average_header(files: TensorFiles, path: Path) -> dict[str, Any]:
-    """Return the metadata of a file with one rank's fragments of the moving average.
+def state_file(rank: int) -> str:
+    """Return the name of the file in which a rank stores its part of the weights and of the optimizer's state."""
+    return f"state_rank_{rank:05d}.safetensors"
+
+
+def read_header(metadata: Mapping[str, str], path: Path, key: str) -> dict[str, Any]:
+    """Return the JSON object that wands stored in a safetensors file of a checkpoint, next to the tensors.
 
     Args:
-        files: the open file.
-        path: path of this file, for error messages.
+        metadata: metadata of the file.
+        path: path of the file, for error messages.
+        key: `STATE_METADATA` or `AVERAGE_METADATA`.
 
     Returns:
-        A dict with the keys "first_step", "last_step" and "fragments". "fragments" maps a parameter name to a list
-        [start, shape]. start is the index of the fragment's first value in the flattened parameter. shape is the shape
-        of the whole parameter.
+        A dict. Its key "fragments" maps a parameter name to a list [start, shape]. start is the index of the fragment's
+        first value in the flattened parameter. shape is the shape of the whole parameter.
 
     Raises:
-        CheckpointError: if the file has no such metadata, which means that `wands train` did not write the file.
+        CheckpointError: if the file has no such metadata, so that `wands train` did not write it.
     """
     try:
-        return dict(json.loads(files.metadata[AVERAGE_METADATA]))
+        return dict(json.loads(metadata[key]))
     except (KeyError, ValueError):
         raise CheckpointError(
-            f"{path} was not written by wands train (no {AVERAGE_METADATA} metadata); use an older step_* folder."
+            f"{path} was not written by wands train (no {key} metadata); use an older step."
         ) from None
 
 
@@ -383,15 +366,39 @@ def load_average(folder: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
     """
+    return _join_fragments(folder, "ema_rank_*", AVERAGE_METADATA, "fragments", "")
+
+
+def _join_fragments(
+    folder: Path, pattern: str, metadata: str, section: str, suffix: str, excluded: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Join the fragments (slices of parameters) that the ranks wrote. Only one file is open at a time.
+
+    Args:
+        folder: DiT folder of a checkpoint.
+        pattern: names of the files, without suffix.
+        metadata: name of the metadata that contains the ranges of the fragments.
+        section: key of the ranges in the metadata.
+        suffix: end of the tensor names after the parameter's name.
+        excluded: parameters to leave out.
+
+    Returns:
+        A dict that maps the name of each parameter to an fp32 CPU tensor.
+
+    Raises:
+        CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
+    """
     whole: dict[str, Tensor] = {}
     spans: dict[str, list[tuple[int, int]]] = {}
-    for path in sorted(folder.glob("ema_rank_*.safetensors")):
+    for path in sorted(folder.glob(f"{pattern}.safetensors")):
         with TensorFiles([path], f"checkpoint={folder.parent}") as files:
-            for name, (start, shape) in read_average_header(files, path)["fragments"].items():
+            for name, (start, shape) in read_header(files.metadata, path, metadata)[section].items():
+                if name in excluded:
+                    continue
                 if name not in whole:
                     whole[name], spans[name] = torch.empty(shape), []
-                end = start + math.prod(files.shapes[name])
-                whole[name].view(-1)[start:end] = files.read(name)
+                end = start + math.prod(files.shapes[name + suffix])
+                whole[name].view(-1)[start:end] = files.read(name + suffix).view(-1)
                 spans[name].append((start, end))
     for name, ranges in spans.items():
         covered = 0
@@ -399,6 +406,6 @@ def load_average(folder: Path) -> dict[str, Tensor]:
             covered = max(covered, end) if start <= covered else covered
         if covered != whole[name].numel():
             raise CheckpointError(
-                f"checkpoint={folder.parent}: the moving average of {name} is incomplete; use an older step_* folder or no --ema."
+                f"checkpoint={folder.parent}: {pattern} has not all values of {name}; use an older step_* folder."
             )
     return whole

@@ -1,0 +1,246 @@
+"""State of a DeepSpeed engine as named tensors and plain values, so that a checkpoint contains no pickle.
+
+Each rank stores the fragments that it owns. A fragment is a range of a flattened trained parameter: its fp32 master weights
+and its optimizer states, each [N]. The tensors have names such as "blocks.0.attn1.to_q.weight/exp_avg". At every ZeRO stage
+the fragments of all ranks cover each parameter exactly once, so a reader needs neither DeepSpeed nor the number of ranks.
+At ZeRO-0 every rank has the whole state, and only rank 0 stores it.
+
+A state that is not one value for each weight (a step count, the scales of 8-bit moments) belongs to a flat tensor: the tensor
+that the optimizer updates. At ZeRO-0 it is a parameter, otherwise a rank's partition of many parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wands.errors import CheckpointError
+from wands.model.files.tensor_files import LazyTensor
+
+MASTER, FROZEN = "master", "frozen"
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class Fragment(NamedTuple):
+    """Range of a flattened parameter that this rank owns.
+
+    Attributes:
+        name: name of the parameter.
+        start: index of the first value in the flattened parameter.
+        shape: shape of the whole parameter.
+        flat: number of the flat tensor that contains the values, in the order of the optimizer.
+        offset: index of the first value in the flat tensor.
+        read: function that returns the current values, [N], as a view.
+    """
+
+    name: str
+    start: int
+    shape: list[int]
+    flat: int
+    offset: int
+    read: Callable[[], Tensor]
+
+
+def trained_fragments(engine: Any) -> list[Fragment]:
+    """Return this rank's fragments of all trained parameters, without empty fragments.
+
+    `Fragment.read` returns the fp32 master weights after the last update.
+    """
+    with _base_optimizer(engine) as base:
+        order = {id(flat): number for number, flat in enumerate(_flats(base))}
+        found = [
+            _fragment(engine, name, parameter, order)
+            for name, parameter in engine.module.named_parameters()
+            if parameter.requires_grad
+        ]
+    return [fragment for fragment in found if fragment is not None and fragment.read().numel()]
+
+
+def engine_tensors(engine: Any) -> tuple[list[LazyTensor], dict[str, Any]]:
+    """Return the state of an engine: the tensors that this rank stores, and everything else as JSON values.
+
+    The JSON object has the keys "fragments" (name -> [start, shape]), "frozen" (likewise, without a LoRA), "optimizer" and
+    "scheduler" (their state dicts without tensors) and "counters".
+    """
+    fragments = trained_fragments(engine)
+    tensors = [_lazy(f"{fragment.name}/{MASTER}", fragment.read()) for fragment in fragments]
+    with _base_optimizer(engine) as base:
+        flats, state = _flats(base), base.state_dict()
+    plain: dict[str, dict[str, Any]] = {}
+    for number, values in state["state"].items():
+        values = _without_nesting(values)
+        own = [fragment for fragment in fragments if fragment.flat == number]
+        plain[str(number)] = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+        for key, value in values.items():
+            if isinstance(value, Tensor) and _is_flat(value, flats[number]):
+                tensors += [_lazy(f"{fragment.name}/{key}", _cut(value, fragment)) for fragment in own]
+            elif isinstance(value, Tensor):
+                tensors.append(_lazy(f"flat.{number}/{key}", value))
+    frozen = list(_frozen_fragments(engine))
+    tensors += [_lazy(f"{fragment.name}/{FROZEN}", fragment.read()) for fragment in frozen]
+    return tensors, {
+        "fragments": {fragment.name: [fragment.start, fragment.shape] for fragment in fragments},
+        "frozen": {fragment.name: [fragment.start, fragment.shape] for fragment in frozen},
+        "optimizer": {"state": plain, "param_groups": state["param_groups"]},
+        "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler else None,
+        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+    }
+
+
+@torch.no_grad()
+def load_engine(engine: Any, file: Any, values: Mapping[str, Any], label: str) -> None:
+    """Restore the state of an engine. Every rank must call this function.
+
+    Args:
+        engine: a new engine with the same partition of the weights as the engine whose state was stored.
+        file: open safetensors file with the tensors of `engine_tensors`.
+        values: JSON values of `engine_tensors`.
+        label: start of error messages, such as "--resume runs/default".
+
+    Raises:
+        CheckpointError: if this run divides the weights differently among the ranks.
+    """
+    fragments = trained_fragments(engine)
+    if values["fragments"] != {fragment.name: [fragment.start, fragment.shape] for fragment in fragments}:
+        raise CheckpointError(
+            f"{label}: the checkpoint divides the weights differently among the ranks; use the DeepSpeed JSON of the run that "
+            "wrote the checkpoint.",
+            agreed=True,
+        )
+    keys: dict[str, list[str]] = {}
+    for name in file.keys():  # noqa: SIM118, not a dict
+        owner, _, key = name.rpartition("/")
+        keys.setdefault(owner, []).append(key)
+    optimizer = engine.optimizer
+    is_zero = engine.zero_optimization_stage() > 0
+    gathers = hasattr(
+        optimizer, "checkpoint_event_prologue"
+    )  # ZeRO-3 keeps some parameters whole between steps
+    if gathers:
+        optimizer.checkpoint_event_prologue()
+    for fragment, key in [(f, MASTER) for f in fragments] + [(f, FROZEN) for f in _frozen_fragments(engine)]:
+        fragment.read().copy_(file.get_tensor(f"{fragment.name}/{key}"))
+    with _base_optimizer(engine) as base:
+        flats = _flats(base)
+        state = {int(number): dict(plain) for number, plain in values["optimizer"]["state"].items()}
+        for fragment in fragments:
+            for key in set(keys[fragment.name]) - {MASTER}:
+                value = file.get_tensor(f"{fragment.name}/{key}")
+                flat = flats[fragment.flat]
+                whole = state[fragment.flat].setdefault(key, torch.zeros(flat.shape, dtype=value.dtype))
+                _cut(whole, fragment).copy_(value)
+        for number in state:
+            state[number] |= {
+                key: file.get_tensor(f"flat.{number}/{key}") for key in keys.get(f"flat.{number}", ())
+            }
+        loaded = {"state": state, "param_groups": values["optimizer"]["param_groups"]}
+        if not is_zero:
+            base.load_state_dict(loaded)
+    if is_zero:
+        # DeepSpeed's own function also copies the masters to the weights. Its tree refers to the masters filled above.
+        tree = optimizer.state_dict()
+        tree["optimizer_state_dict" if "optimizer_state_dict" in tree else "base_optimizer_state"] = loaded
+        optimizer.load_state_dict({dist.get_rank(): tree}, load_from_fp32_weights=True)
+        if hasattr(optimizer, "update_lp_params"):
+            optimizer.update_lp_params()
+        if gathers:
+            optimizer.checkpoint_event_epilogue()
+    if engine.lr_scheduler:
+        engine.lr_scheduler.load_state_dict(values["scheduler"])
+    for name in _COUNTERS:
+        setattr(engine, name, values["counters"][name])
+
+
+@contextmanager
+def _base_optimizer(engine: Any) -> Iterator[Any]:
+    """Yield the torch optimizer inside an engine's optimizer, with its parameters. ZeRO-3 sets them only for an update."""
+    optimizer = engine.optimizer
+    in_update = getattr(optimizer, "_set_fp32_optimizer_param_groups", None)
+    if in_update:
+        in_update()
+    try:
+        yield getattr(optimizer, "optimizer", optimizer)
+    finally:
+        if in_update:
+            optimizer._clear_fp32_optimizer_param_groups()
+
+
+def _flats(base: Any) -> list[Tensor]:
+    return [parameter for group in base.param_groups for parameter in group["params"]]
+
+
+def _without_nesting(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of one parameter without the dict in which bitsandbytes wraps its quantised moments."""
+    nested = [value for value in values.values() if isinstance(value, dict)]
+    plain = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    return {key: value for part in (plain, *nested) for key, value in part.items()}
+
+
+def _is_flat(value: Tensor, flat: Tensor) -> bool:
+    """Return whether a state has one floating-point value for each value of a flat tensor."""
+    return value.is_floating_point() and value.shape == flat.shape
+
+
+def _cut(flat: Tensor, fragment: Fragment) -> Tensor:
+    return flat.detach().reshape(-1)[fragment.offset : fragment.offset + fragment.read().numel()]
+
+
+def _lazy(name: str, value: Tensor) -> LazyTensor:
+    return LazyTensor(name, tuple(value.shape), value.dtype, value.detach().cpu)
+
+
+def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) -> Fragment | None:
+    if hasattr(parameter, "ds_id"):  # ZeRO-3
+        # safe_get_local_fp32_param would copy an offloaded master to the GPU and include the last rank's padding.
+        optimizer = engine.optimizer
+        group, offset, partition = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = partition * dist.get_rank(parameter.ds_process_group)
+        own = max(min(partition, parameter.ds_numel - start), 0)
+        masters = optimizer.fp32_partitioned_groups_flat
+        return Fragment(
+            name,
+            start,
+            list(parameter.ds_shape),
+            order[id(masters[group])],
+            offset,
+            lambda: masters[group].narrow(0, offset, own),
+        )
+    shape = list(parameter.shape)
+    if hasattr(parameter, "_hp_mapping"):  # ZeRO-1 and 2
+        mapping = parameter._hp_mapping
+        if mapping is None:  # other ranks own the whole parameter
+            return None
+        flat = engine.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        return Fragment(
+            name,
+            mapping.lp_fragment_address.start,
+            shape,
+            order[id(flat)],
+            mapping.hp_fragment_address.start,
+            lambda: parameter._hp_mapping.hp_fragment,
+        )
+    return Fragment(name, 0, shape, order[id(parameter)], 0, lambda: parameter.detach().view(-1))
+
+
+def _frozen_fragments(engine: Any) -> Iterator[Fragment]:
+    """Yield this rank's fragments of frozen parameters. A LoRA run has none, because its base is not stored."""
+    if any(".lora_A." in name for name, _ in engine.module.named_parameters()):
+        return
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            continue
+        if hasattr(parameter, "ds_id"):  # ZeRO-3: every rank has a part
+            values = parameter.ds_tensor
+            start = values.numel() * dist.get_rank(parameter.ds_process_group)
+            own = max(min(values.numel(), parameter.ds_numel - start), 0)
+            yield Fragment(
+                name, start, list(parameter.ds_shape), 0, 0, partial(values.detach().narrow, 0, 0, own)
+            )
+        elif dist.get_rank() == 0:
+            yield Fragment(name, 0, list(parameter.shape), 0, 0, partial(parameter.detach().view, -1))
