@@ -29,6 +29,7 @@ from wands.model.files.checkpoint_files import (
     STATE_FILE,
     STATE_METADATA,
     TrainState,
+    average_file,
     list_steps,
     read_header,
     state_file,
@@ -112,17 +113,21 @@ def save_checkpoint(
             shutil.rmtree(stale)
     dist.barrier()
     _check_space(run, folder, more=sum(average.num_bytes for average in averages.values()))
+    hashes: dict[str, str] = {}
     try:
         for part, engine in engines.items():
             (partial / part).mkdir(parents=True, exist_ok=True)
             if rank == 0 or run.zero_stage:
+                name = f"{part}/{state_file(rank)}"
                 tensors, values = engine_tensors(engine)
-                write_safetensors(
-                    partial / part / state_file(rank), tensors, {STATE_METADATA: json.dumps(values)}
+                hashes[name] = write_safetensors(
+                    partial / name, tensors, {STATE_METADATA: json.dumps(values)}
                 )
             if part in averages:
-                averages[part].save(partial / part)
-        dist.barrier()
+                hashes[f"{part}/{average_file(rank)}"] = averages[part].save(partial / part)
+        of_ranks: list[dict[str, str]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, hashes)  # also waits until every rank has written its files
+        state = replace(state, hashes={name: digest for own in of_ranks for name, digest in own.items()})
         if rank == 0:
             _finish(partial, target, state)
             older = [path for path in list_steps(folder) if path.name <= target.name]

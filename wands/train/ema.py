@@ -96,7 +96,7 @@ class WeightAverage:
             if updated is not average:
                 average.copy_(updated, non_blocking=master.is_cuda)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> str:
         """Write this rank's part of the moving average into the DiT's folder of an unfinished checkpoint.
 
         Raises:
@@ -110,7 +110,7 @@ class WeightAverage:
         ]
         header = {"first_step": self._first, "last_step": self._last, "fragments": self._places}
         metadata = {AVERAGE_METADATA: json.dumps(header)}
-        write_safetensors(folder / average_file(dist.get_rank()), entries, metadata)
+        return write_safetensors(folder / average_file(dist.get_rank()), entries, metadata)
 
     def load(self, folder: Path) -> None:
         """Restore this rank's part of the moving average from the DiT's folder of a checkpoint.

@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import CheckpointError
 from wands.model.files.loading import load_weights
 from wands.model.files.lora_update import LoraPair, LoraUpdate
-from wands.model.files.tensor_files import TensorFiles
+from wands.model.files.tensor_files import TensorFiles, hash_file
 from wands.model.lora import MergedLoras, lora_pairs
 from wands.variants import Expert
 
@@ -62,6 +62,8 @@ class TrainState:
         base_fingerprint: digest of a part of the base weights and merged LoRAs of a LoRA run. None for a full finetune,
             random base weights, and in older checkpoints.
         ds_config: complete DeepSpeed config of the run. None in older checkpoints.
+        hashes: maps the name of every file in `files` to its hash (see `hash_file`). Empty in checkpoints of versions of
+            wands that stored pickles.
     """
 
     step: int
@@ -81,6 +83,7 @@ class TrainState:
     data_contents: str | None = None
     base_fingerprint: str | None = None
     ds_config: dict[str, Any] | None = None
+    hashes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = self.base_on_hub is not None or self.base.startswith(_PUBLISHER)
@@ -146,6 +149,30 @@ def load_state(checkpoint: Path) -> TrainState:
                 f"checkpoint={checkpoint}: {name} should have {size} bytes but {problem}; use an older step_* folder."
             )
     return state
+
+
+def check_hashes(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> None:
+    """Read files of a checkpoint, and compare their hashes with `wands_state.json`.
+
+    Args:
+        checkpoint: a checkpoint whose files all have the right size.
+        share: (rank, number of ranks). Each rank checks its share of the files.
+
+    Raises:
+        CheckpointError: if a file is damaged, or the checkpoint contains pickles of an earlier version of wands.
+    """
+    folder, state = checkpoint
+    if not state.hashes:
+        raise CheckpointError(
+            f"checkpoint={folder} was written by an earlier version of wands, and its files are pickles, which can run any "
+            f"code. If you trust them, run wands convert {folder} --trust-pickle."
+        )
+    rank, world_size = share
+    for name in sorted(state.files)[rank::world_size]:
+        if hash_file(folder / name) != state.hashes.get(name):
+            raise CheckpointError(
+                f"checkpoint={folder}: {name} is damaged (its hash is not that of {STATE_FILE}); use an older step_* folder."
+            )
 
 
 def find_checkpoint(where: Path) -> Checkpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import pickle
 import struct
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -254,8 +256,9 @@ def write_sharded(
 
 def write_safetensors(
     path: Path, tensors: Sequence[LazyTensor], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write one safetensors file, with at most one tensor in memory at a time.
+) -> str:
+    """Write one safetensors file, with at most one tensor in memory at a time, and return the hash of the file (see
+    `hash_file`).
 
     The safetensors package is not used to write the file. The package needs all tensors in memory, and makes the file
     readable only for its owner. Here, the file gets the permissions that the umask allows.
@@ -275,12 +278,27 @@ def write_safetensors(
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    digest = xxhash.xxh3_128()
     with path.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        for tensor in ordered:
-            value = tensor.read()
-            assert (tuple(value.shape), value.dtype) == (tensor.shape, tensor.dtype), tensor.name
-            stream.write(memoryview(as_bytes(value).numpy()))
+        for data in itertools.chain([struct.pack("<Q", len(text)) + text], map(_checked_bytes, ordered)):
+            digest.update(data)
+            stream.write(data)
+    return digest.hexdigest()
+
+
+def _checked_bytes(tensor: LazyTensor) -> memoryview:
+    value = tensor.read()
+    assert (tuple(value.shape), value.dtype) == (tensor.shape, tensor.dtype), tensor.name
+    return memoryview(as_bytes(value).numpy())
+
+
+def hash_file(path: Path) -> str:
+    """Return the XXH3 hash (128 bits, hexadecimal) of a file. It finds damage, not forgery."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as stream:
+        while block := stream.read(2**24):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command: str) -> None:
