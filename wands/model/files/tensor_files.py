@@ -280,7 +280,10 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)
     digest = xxhash.xxh3_128()
     with path.open("wb") as stream:
-        for data in itertools.chain([struct.pack("<Q", len(text)) + text], map(_checked_bytes, ordered)):
+        chunks: Iterator[Any] = itertools.chain(
+            [struct.pack("<Q", len(text)) + text], map(_checked_bytes, ordered)
+        )
+        for data in chunks:
             digest.update(data)
             stream.write(data)
     return digest.hexdigest()
