@@ -50,14 +50,14 @@ def export(options: ExportOptions) -> Path:
         The absolute path of the written folder.
 
     Raises:
-        CheckpointError: if the checkpoint is incomplete, has no moving average although `options.ema` is set, or
+        CheckpointError: if the checkpoint is incomplete or damaged, has no moving average although `options.ema` is set, or
             differs from the written weights.
         ConfigError: if the options contradict each other or the checkpoint. Also if `--out` cannot be replaced,
             `--base` does not have the DiTs of the run, or `--max-shard-size` is not a size.
         WandsError: if `--out` cannot be written. In this case no incomplete export is left.
     """
     max_shard_bytes = _bytes_of(options.max_shard_size)
-    step_dir, state = find_checkpoint(options.checkpoint)
+    step_dir, state = find_checkpoint(options.checkpoint, verify=True)
     out, dtype = options.out.resolve(), _DTYPES[options.dtype]
     is_lora = lora_of(state) is not None
     as_pipeline = options.merge or not is_lora

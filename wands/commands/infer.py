@@ -224,7 +224,7 @@ def _find_trained(checkpoint: Path, model: str, ema: bool) -> dict[str, DiTSourc
             run initialised the base weights at random.
         ema: whether to use the moving average of the weights.
     """
-    step, state = find_checkpoint(checkpoint)
+    step, state = find_checkpoint(checkpoint, verify=True)
     if ema:
         check_average(step, state)
     # The checkpoint of a LoRA run does not contain the base weights. They come from `model`, unless the run initialised them

@@ -15,11 +15,18 @@ from wands.config.deepspeed import load_ds_config
 from wands.config.options import TrainOptions
 from wands.config.recipe import Recipe
 from wands.config.recipe_loading import load_recipe
-from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node, start_together
+from wands.distributed.bootstrap import (
+    accelerator_type,
+    gather_objects,
+    init_process_group,
+    ranks_per_node,
+    start_together,
+)
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.errors import ConfigError
 from wands.files import write_text
 from wands.lock import LOCK_NAME, WriterLock
+from wands.model.files.checkpoint_files import find_damage
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
 from wands.train.control import REQUESTS
 from wands.train.engine import check_offload
@@ -81,11 +88,60 @@ def _check_and_train(
                 write_text(run.output_dir / "deepspeed.json", json.dumps(run.ds_config, indent=2))
     if options.dry_run:
         return
+    with ExitStack() as stack:  # the lock of the run folder
+        run = _load_run(options, rank, log, stack)
+        with start_together():
+            if (
+                rank == 0
+            ):  # start_block queries the accelerator of the calling rank; rank 0 uses that accelerator
+                log(start_block(run))
+            _check_memory(run, options, log)
+            if not options.dry_run:
+                check_offload(run.ds_config)
+                if rank == 0:
+                    write_text(run.output_dir / "recipe.yaml", run.recipe.to_yaml())
+                    write_text(run.output_dir / "deepspeed.json", json.dumps(run.ds_config, indent=2))
+        if options.dry_run:
+            return
 
-    from wands.train.loop import train
+        from wands.train.loop import train
+
+        rank, _, device = init_process_group()
+        log(f"done: {train(run, rank, device, log)}")
+
+
+def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> TrainingRun:
+    """Check the run. If it resumes from a step that turns out to be damaged, check it again with an older step."""
+    claim = partial(_claim, stack=stack, log=log) if rank == 0 and not options.dry_run else _claim_nothing
+    damaged: dict[Path, str] = {}
+    while True:
+        with start_together():
+            run = load_run(
+                options.recipe,
+                options.deepspeed,
+                options.overrides,
+                world_size=int(os.environ.get("WORLD_SIZE", "1")),
+                device_type=accelerator_type(),
+                # Hashing a UMT5 takes seconds, so only one rank does it.
+                encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
+                ranks_per_node=ranks_per_node(),
+                resume=options.resume,
+                claim=_claim_nothing if damaged else claim,
+                damaged=damaged,
+            )
+        if run.checkpoint is None:
+            return run
+        problems = gather_objects(find_damage(run.checkpoint, (rank, run.world_size)))
+        if not any(problems):
+            return run
+        problem = next(filter(None, problems))
+        damaged[run.checkpoint.folder] = problem
+
 
     rank, _, device = init_process_group()
     log(f"done: {train(run, rank, device, log, watchdog)}")
+def _claim_nothing(output_dir: Path) -> None:
+    """Do not lock the run folder, because this rank does not write to it, or rank 0 has locked it already."""
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:

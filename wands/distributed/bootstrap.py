@@ -8,11 +8,14 @@ import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from wands.errors import ConfigError, WandsError
+
+T = TypeVar("T")
 
 
 def accelerator_type() -> str:
@@ -107,14 +110,13 @@ def start_together() -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    _, world_size, _ = init_process_group()
+    init_process_group()
     message: tuple[type[WandsError], str] | None = None
     if isinstance(failure, WandsError):
         message = type(failure), str(failure)
     elif failure is not None:
         message = WandsError, f"{type(failure).__name__}: {failure}"
-    messages: list[tuple[type[WandsError], str] | None] = [None] * world_size
-    dist.all_gather_object(messages, message)
+    messages = gather_objects(message)
     if failure is not None and not isinstance(failure, WandsError):
         raise failure
     for rank, message in enumerate(messages):
@@ -122,6 +124,18 @@ def start_together() -> Iterator[None]:
             error_class, text = message
             prefix = "" if rank == 0 else f"[rank {rank}] "
             raise error_class(prefix + text, agreed=True) from failure
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return the values of all ranks, in the order of the ranks. Without a process group, return a list of one value.
+
+    Every rank must call this function. The values are pickled, so they come from this run only.
+    """
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _free_port() -> int:

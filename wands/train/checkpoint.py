@@ -1,9 +1,9 @@
 """Save and load checkpoints. The folder of a saved step is either complete or does not exist.
 
-A save has these stages. First, DeepSpeed writes its partitions into a folder with a temporary name, with a subfolder
-for each DiT. Then rank 0 writes `wands_state.json`, which contains the size of every file. Then the folder gets its
-final name. Last, the file `latest` is replaced. If the process is killed at any moment, the previous checkpoint stays
-valid.
+A save has these stages. First, each rank writes its part of the weights and of the optimizer states into a folder with
+a temporary name, with a subfolder for each DiT. Then rank 0 writes `wands_state.json`, which contains the size and the
+hash of every file. Then the folder gets its final name. Last, the file `latest` is replaced. If the process is killed at
+any moment, the previous checkpoint stays valid.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from safetensors import safe_open
 
 from wands.config.optimizer_kinds import state_bytes_per_param
 from wands.config.recipe import Recipe
-from wands.errors import CheckpointError
+from wands.distributed.bootstrap import gather_objects
+from wands.errors import CheckpointError, WandsError, one_line
 from wands.files import publish, sync, write_text
 from wands.model.files.checkpoint_files import (
     STATE_FILE,
@@ -41,9 +42,6 @@ from wands.train.ema import WeightAverage
 from wands.train.engine_state import engine_tensors, load_engine
 from wands.train.metrics import thin
 from wands.train.run import TrainingRun
-
-# Texts of torch's RuntimeErrors for a full or unwritable disk.
-_WRITE_ERRORS = ("PytorchStreamWriter", "unexpected pos", "No space", "File too large")
 
 
 def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
@@ -95,7 +93,7 @@ def save_checkpoint(
     Args:
         run: the checked training run.
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
-        state: training state for `wands_state.json`. This function adds the sizes of the files to the state.
+        state: training state for `wands_state.json`. This function adds the sizes and hashes of the files to the state.
         averages: maps the subfolder of each trained DiT to the moving average of its weights; empty without `ema`.
 
     Returns:
@@ -113,36 +111,39 @@ def save_checkpoint(
             shutil.rmtree(stale)
     dist.barrier()
     _check_space(run, folder, more=sum(average.num_bytes for average in averages.values()))
-    hashes: dict[str, str] = {}
+    hashes = gather_objects(_write_files(run, engines, averages, partial))
+    problem: str | None = next((found for found in hashes if isinstance(found, str)), None)
+    if rank == 0 and not problem:
+        files = {name: digest for own in hashes if isinstance(own, dict) for name, digest in own.items()}
+        try:
+            _finish(partial, target, replace(state, hashes=files), run.recipe.checkpoint.keep)
+        except (OSError, WandsError) as error:
+            problem = one_line(error)
+    if problem := next(filter(None, gather_objects(problem)), None):
+        raise CheckpointError(
+            f"checkpoint {target} could not be written ({problem}); free disk space and continue the run with --resume.",
+            agreed=True,
+        )
+    return target
+
+
+def _write_files(
+    run: TrainingRun, engines: Mapping[str, Any], averages: Mapping[str, WeightAverage], folder: Path
+) -> dict[str, str] | str:
+    """Write the files of this rank. Return the hash of each file by name, or the reason why a file cannot be written."""
+    rank, hashes = dist.get_rank(), {}
     try:
         for part, engine in engines.items():
-            (partial / part).mkdir(parents=True, exist_ok=True)
+            (folder / part).mkdir(parents=True, exist_ok=True)
             if rank == 0 or run.zero_stage:
                 name = f"{part}/{state_file(rank)}"
                 tensors, values = engine_tensors(engine)
-                hashes[name] = write_safetensors(
-                    partial / name, tensors, {STATE_METADATA: json.dumps(values)}
-                )
+                hashes[name] = write_safetensors(folder / name, tensors, {STATE_METADATA: json.dumps(values)})
             if part in averages:
-                hashes[f"{part}/{average_file(rank)}"] = averages[part].save(partial / part)
-        of_ranks: list[dict[str, str]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, hashes)  # also waits until every rank has written its files
-        state = replace(state, hashes={name: digest for own in of_ranks for name, digest in own.items()})
-        if rank == 0:
-            _finish(partial, target, state)
-            older = [path for path in list_steps(folder) if path.name <= target.name]
-            abandoned = sorted(folder.glob("step_*.abandoned*"), key=lambda path: path.stat().st_mtime)
-            keep = run.recipe.checkpoint.keep
-            for path in older[:-keep] + abandoned[:-keep]:
-                shutil.rmtree(path)
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(text in str(error) for text in _WRITE_ERRORS):
-            raise
-        raise CheckpointError(
-            f"checkpoint {target} could not be written ({error}); free disk space and continue the run with --resume."
-        ) from error
-    dist.barrier()
-    return target
+                hashes[f"{part}/{average_file(rank)}"] = averages[part].save(folder / part)
+    except OSError as error:
+        return one_line(error)
+    return hashes
 
 
 def checkpoint_bytes(weights: Sequence[Weight], recipe: Recipe, zero_stage: int) -> tuple[int, int]:
@@ -151,18 +152,16 @@ def checkpoint_bytes(weights: Sequence[Weight], recipe: Recipe, zero_stage: int)
     Args:
         weights: parameters of the DiT. A LoRA run saves only the trained parameters.
         recipe: recipe of the run, with its optimizer and LoRA.
-        zero_stage: ZeRO stage. At stage 0 there are no separate fp32 master weights. At stage 3 the checkpoint contains
-            the master weights instead of the trained weights.
+        zero_stage: ZeRO stage.
 
     Returns:
-        (bytes of the weights, bytes of the optimizer's fp32 master weights and states).
+        (bytes of the frozen weights, bytes of the trained fp32 weights and of the optimizer states).
     """
     trained = [(weight.name, weight.shape) for weight in weights if weight.trained]
     num_trained = sum(weight.numel for weight in weights if weight.trained)
-    num_saved = num_trained if recipe.lora else sum(weight.numel for weight in weights)
-    states = state_bytes_per_param(recipe.optim.name, trained, zero_stage) + (4 if zero_stage else 0)
-    in_weights = num_saved - num_trained if zero_stage == 3 else num_saved
-    return 4 * in_weights, round(states * num_trained)
+    num_frozen = 0 if recipe.lora else sum(weight.numel for weight in weights) - num_trained
+    states = state_bytes_per_param(recipe.optim.name, trained, zero_stage)
+    return 4 * num_frozen, round((4 + states) * num_trained)
 
 
 def _check_space(run: TrainingRun, folder: Path, more: int) -> None:
@@ -173,7 +172,7 @@ def _check_space(run: TrainingRun, folder: Path, more: int) -> None:
     Args:
         run: the checked training run.
         folder: folder of the checkpoints.
-        more: bytes that this rank writes in addition to DeepSpeed's files.
+        more: bytes of this rank's moving averages.
 
     Raises:
         CheckpointError: on all ranks, if any rank has too little free space or a file size limit that is too small.
@@ -183,27 +182,22 @@ def _check_space(run: TrainingRun, folder: Path, more: int) -> None:
     needed = len(run.experts) * (weights + states) + more * world_size
     free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    # Each rank writes a file with its masters and states. A further file contains the weights. At stage 3, frozen weights are
-    # partitioned too.
-    largest = max(states // world_size, weights // world_size if stage == 3 else weights)
-    if stage == 0:
-        largest = weights + states
+    # Each rank writes a file. At stage 0, rank 0 writes everything. Below stage 3, rank 0 writes the frozen weights.
+    largest = states // (world_size if stage else 1) + weights // (world_size if stage == 3 else 1)
     problem = None
     if needed > free:
         problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free"
     elif limit != resource.RLIM_INFINITY and largest > limit:
         problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit}"
-    problems: list[str | None] = [None] * world_size
-    dist.all_gather_object(problems, problem)
-    if any(problems):
-        first_problem = next(filter(None, problems))
+    if first_problem := next(filter(None, gather_objects(problem)), None):
         raise CheckpointError(
             f"output_dir={run.output_dir}: a checkpoint {first_problem}. Free disk space, raise the limit, or change output_dir.",
             agreed=True,
         )
 
 
-def _finish(partial: Path, target: Path, state: TrainState) -> None:
+def _finish(partial: Path, target: Path, state: TrainState, keep: int) -> None:
+    """Write `wands_state.json`, give the folder its final name, and delete old steps."""
     files = {}
     for path in sorted(p for p in partial.rglob("*") if p.is_file()):
         sync(path)
@@ -213,6 +207,10 @@ def _finish(partial: Path, target: Path, state: TrainState) -> None:
         shutil.rmtree(target)
     publish(partial, target)
     write_text(target.parent / "latest", target.name)
+    older = [path for path in list_steps(target.parent) if path.name <= target.name]
+    abandoned = sorted(target.parent.glob("step_*.abandoned*"), key=lambda path: path.stat().st_mtime)
+    for path in older[:-keep] + abandoned[:-keep]:
+        shutil.rmtree(path)
 
 
 def load_checkpoint(engines: Mapping[str, Any], checkpoint: Path) -> None:
@@ -226,7 +224,7 @@ def load_checkpoint(engines: Mapping[str, Any], checkpoint: Path) -> None:
         checkpoint: folder of the step.
 
     Raises:
-        CheckpointError: if DeepSpeed cannot use the partitions in the checkpoint.
+        CheckpointError: if this run divides the weights differently among the ranks.
     """
     for part, engine in engines.items():
         _load_engine(engine, checkpoint, part)

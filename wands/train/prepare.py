@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from wands.config.deepspeed import build_ds_config, load_ds_config
@@ -41,6 +42,7 @@ def load_run(
     resume: str | None = None,
     ignore_output_dir: bool = False,
     claim: Callable[[Path], None] = lambda output_dir: None,
+    damaged: Mapping[Path, str] = MappingProxyType({}),
 ) -> TrainingRun:
     """Read the recipe, the DeepSpeed JSON and the checkpoint of a run, check everything, and return the planned run.
 
@@ -57,6 +59,7 @@ def load_run(
         ignore_output_dir: whether to skip the search for checkpoints in the run folder.
         claim: function that locks the run folder. It is called before the search for checkpoints, so that no other process
             adds a checkpoint after the search.
+        damaged: maps step folders that are known to be damaged to their error messages. The run resumes from an older step.
 
     Raises:
         WandsError: with all problems. A check that needs the result of a failed check is skipped.
@@ -70,7 +73,7 @@ def load_run(
     if not ignore_output_dir:
         problems.run("lock", lambda: claim(Path(recipe.output_dir)), "output_dir")
         checkpoint = problems.run(
-            "checkpoint", lambda: find_resume(recipe.output_dir, resume), "output_dir", "lock"
+            "checkpoint", lambda: find_resume(recipe.output_dir, resume, damaged), "output_dir", "lock"
         )
     run = prepare_run(
         recipe,

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -37,13 +38,16 @@ _BASE_KEYS = ("model.init", "model.path", "model.merge_loras")
 _OLD_DEFAULTS = {"precision.weights": "fp32", "lora.quantize": "none", "optim.name": "adamw"}
 
 
-def find_resume(output_dir: str, resume: str | None) -> Checkpoint | None:
+def find_resume(
+    output_dir: str, resume: str | None, damaged: Mapping[Path, str] = MappingProxyType({})
+) -> Checkpoint | None:
     """Find the checkpoint that the option `--resume` names.
 
     Args:
         output_dir: the run folder.
         resume: None for a new run. "auto" for the newest checkpoint of the run folder, or for a new run if the run
             folder has no checkpoint. Otherwise a path of a checkpoint or run folder.
+        damaged: maps step folders that are known to be damaged to their error messages, as for `find_checkpoint`.
 
     Returns:
         The checkpoint, or None for a new run.
@@ -51,7 +55,8 @@ def find_resume(output_dir: str, resume: str | None) -> Checkpoint | None:
     Raises:
         ConfigError: if the path does not exist, the name of the checkpoint folder contains `.abandoned`, or the run
             folder already contains checkpoints of a different run.
-        CheckpointError: if there is no complete checkpoint.
+        CheckpointError: if there is no complete checkpoint, or the checkpoint contains pickles of an earlier version of
+            wands.
     """
     folder = Path(output_dir) / "checkpoints"
     has_checkpoints = bool(list_steps(folder))
@@ -68,7 +73,7 @@ def find_resume(output_dir: str, resume: str | None) -> Checkpoint | None:
             f"--resume {resume} does not exist; pass a run folder or a step folder. If {resume} is the recipe, write {resume} "
             "before --resume."
         )
-    checkpoint = find_checkpoint(where)
+    checkpoint = find_checkpoint(where, damaged=damaged)
     name = checkpoint.folder.name
     if ".abandoned" in name:
         raise ConfigError(

@@ -232,15 +232,25 @@ def test_transformer_folder_replaces_the_pipelines(
     assert found == {"transformer": DiTSource(str(tiny_pipeline), "transformer", label)}
 
 
+def write_state(path: Path, weights: dict[str, torch.Tensor]) -> str:
+    """Write the weights as the only rank of a ZeRO-0 run does. Return the hash of the file."""
+    from wands.model.files.checkpoint_files import STATE_METADATA
+    from wands.model.files.tensor_files import LazyTensor, write_safetensors
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fragments = {name: [0, list(value.shape)] for name, value in weights.items()}
+    tensors = [LazyTensor.of(f"{name}/master", value.flatten()) for name, value in weights.items()]
+    header = json.dumps({"fragments": fragments, "frozen": {}})
+    return write_safetensors(path, tensors, {STATE_METADATA: header})
+
+
 def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config: object) -> Path:
     """Write what `wands train` leaves after a ZeRO-0 step on one process."""
-    from wands.model.files.checkpoint_files import STATE_FILE, TrainState, step_name
+    from wands.model.files.checkpoint_files import STATE_FILE, TrainState, state_file, step_name
 
     folder = run / "checkpoints" / step_name(step)
-    folder.mkdir(parents=True)
-    weights = folder / "transformer" / "mp_rank_00_model_states.pt"
-    weights.parent.mkdir()
-    torch.save({"module": model.state_dict()}, weights)
+    weights = folder / "transformer" / state_file(0)
+    digest = write_state(weights, model.state_dict())
     state = TrainState(
         step=step,
         epoch=0,
@@ -255,6 +265,7 @@ def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config
         base="",
         loss=[],
         files={f"transformer/{weights.name}": weights.stat().st_size},
+        hashes={f"transformer/{weights.name}": digest},
     )
     (folder / STATE_FILE).write_text(json.dumps(state.to_json()))
     (folder.parent / "latest").write_text(folder.name)

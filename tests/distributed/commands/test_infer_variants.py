@@ -22,7 +22,7 @@ from diffusers import (
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.distributed.commands.test_infer import make_checkpoint, records
+from tests.distributed.commands.test_infer import make_checkpoint, records, write_state
 from tests.support.sampling import infer, source_of
 from wands.cli import main
 from wands.commands import infer as infer_module
@@ -32,6 +32,7 @@ from wands.data.clips.video import decode_clip, save_video, to_pixels
 from wands.distributed.dims import ParallelDims
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError
+from wands.model.files.checkpoint_files import state_file
 from wands.sampling import sample as sampling
 from wands.sampling.images import ConditionImages, read_image
 from wands.sampling.pipeline import find_pipeline, load_pipeline
@@ -259,18 +260,17 @@ def test_either_expert_is_replaced(tiny_variant: Callable[[str], Path], tmp_path
     # A run of the low-noise expert alone, and of both.
     trained = make_checkpoint(tmp_path / "run", own["transformer"], 1)
     state = json.loads((trained / "wands_state.json").read_text())
+    del state["hash_of_this_file"]
     for parts in (["transformer_2"], ["transformer", "transformer_2"]):
-        files = {}
+        files, hashes = {}, {}
         for part in parts:
-            (trained / part).mkdir(exist_ok=True)
-            torch.save(
-                {"module": {k: v + 1 for k, v in own[part].state_dict().items()}},
-                trained / part / "mp_rank_00_model_states.pt",
+            name = f"{part}/{state_file(0)}"
+            hashes[name] = write_state(
+                trained / name, {key: value + 1 for key, value in own[part].state_dict().items()}
             )
-            files[f"{part}/mp_rank_00_model_states.pt"] = (
-                (trained / part / "mp_rank_00_model_states.pt").stat().st_size
-            )
-        (trained / "wands_state.json").write_text(json.dumps(state | {"parts": parts, "files": files}))
+            files[name] = (trained / name).stat().st_size
+        changes = {"parts": parts, "files": files, "hashes": hashes}
+        (trained / "wands_state.json").write_text(json.dumps(state | changes))
         found = weights(checkpoint=tmp_path / "run")
         assert torch.equal(found["transformer"], high + ("transformer" in parts))
         assert torch.equal(found["transformer_2"], low + 1)

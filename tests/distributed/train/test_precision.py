@@ -212,9 +212,6 @@ def test_trained_weights_in_bf16_take_the_steps_of_fp32(
     assert (found[name] != before[name]).float().mean() > 0.99
     assert (found[name].bfloat16() == before[name]).float().mean() > 0.9
     last = tmp_path / "bf16" / "checkpoints" / "step_00000004"
-    module = torch.load(last / "transformer" / "mp_rank_00_model_states.pt", weights_only=False)["module"]
-    assert module[name].dtype == torch.bfloat16
-    assert module["blocks.0.attn1.norm_q.weight"].dtype == torch.float32
     last.rename(tmp_path / "set aside")
     assert losses(run("bf16", resume=True)) == losses(narrow)
     again = load_exported_state(tmp_path / "bf16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +33,7 @@ def run_with_a_resume_bug(
 ) -> list[dict[str, Any]]:
     """Resume with one thing forgotten."""
     from wands.train import loop, resume
+    from wands.train.checkpoint import load_checkpoint
 
     if bug == "data":
         right = loop.prefetched
@@ -39,15 +41,19 @@ def run_with_a_resume_bug(
     elif bug == "optimizer":
 
         def weights_only(engines: dict[str, Any], path: Path) -> None:
-            for part, engine in engines.items():
-                engine.load_checkpoint(str(path), tag=part, load_optimizer_states=False)
+            load_checkpoint(engines, path)
+            for engine in engines.values():
+                for state in engine.optimizer.optimizer.state.values():
+                    state["exp_avg"].zero_()
 
         resume.load_checkpoint = weights_only
     elif bug == "schedule":
 
         def no_schedule(engines: dict[str, Any], path: Path) -> None:
-            for part, engine in engines.items():
-                engine.load_checkpoint(str(path), tag=part, load_lr_scheduler_states=False)
+            fresh = [copy.deepcopy(engine.lr_scheduler.state_dict()) for engine in engines.values()]
+            load_checkpoint(engines, path)
+            for engine, state in zip(engines.values(), fresh, strict=True):
+                engine.lr_scheduler.load_state_dict(state)
 
         resume.load_checkpoint = no_schedule
     return run_training(model, out, overrides, ZERO2, resume=True)

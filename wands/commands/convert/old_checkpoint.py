@@ -7,17 +7,10 @@ else in wands opens these files.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from wands.config.optimizer_kinds import is_hidden_matrix
-from wands.config.recipe import Recipe
 from wands.files import atomic_folder
 from wands.model.files.checkpoint_files import (
     STATE_FILE,
@@ -28,7 +21,6 @@ from wands.model.files.checkpoint_files import (
     state_file,
 )
 from wands.model.files.tensor_files import LazyTensor, hash_file, write_safetensors
-from wands.model.freezing import is_trained
 
 Place = tuple[int, int, int, list[int]]
 """(flat tensor, offset in the flat tensor, start in the parameter, number of values) of a fragment of a parameter."""
@@ -51,11 +43,20 @@ def convert_step(folder: Path) -> None:
                     (out / name).write_bytes((folder / name).read_bytes())
                     hashes[name] = hash_file(out / name)
         files = {name: (out / name).stat().st_size for name in hashes}
-        (out / STATE_FILE).write_text(json.dumps(replace(state, files=files, hashes=hashes).to_json()), encoding="utf-8")
+        (out / STATE_FILE).write_text(
+            json.dumps(replace(state, files=files, hashes=hashes).to_json()), encoding="utf-8"
+        )
 
 
 def _read_rank(folder: Path, state: TrainState, rank: int) -> tuple[list[LazyTensor], dict[str, Any]]:
     stage = state.zero_stage
-    model = _load(folder, f"*zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "*mp_rank_00_model_states.pt")
-    zero = _load(folder, f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"] if stage else {}
+    model = _load(
+        folder,
+        f"*zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "*mp_rank_00_model_states.pt",
+    )
+    zero = (
+        _load(folder, f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+        if stage
+        else {}
+    )
     base = zero.get("optimizer_state_dict") or zero.get("base_optimizer_state") or model["optimizer"]

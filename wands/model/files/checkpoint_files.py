@@ -12,13 +12,15 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from wands.config.recipe import LoraConfig, MergeConfig
-from wands.errors import CheckpointError
+from wands.errors import CheckpointError, one_line
 from wands.model.files.loading import load_weights
 from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.files.tensor_files import TensorFiles, hash_file
@@ -30,6 +32,10 @@ log = logging.getLogger(__name__)
 STATE_FILE = "wands_state.json"
 AVERAGE_METADATA, STATE_METADATA = "wands_ema", "wands_state"
 _PUBLISHER = "Wan-AI/"  # a base with this prefix is a published model, as a folder or as a Hub id
+
+
+class PickleError(CheckpointError):
+    """Error because a checkpoint contains pickles, which can run any code."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,9 @@ class TrainState:
             object.__setattr__(self, "base", f"./{self.base}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as a dict of plain values that `json.dump` can write."""
-        return asdict(self)
+        """Return the state as a dict of plain values that `json.dump` can write, with a hash of these values."""
+        values = asdict(self)
+        return {**values, "hash_of_this_file": _hash_of(values)}
 
 
 class Checkpoint(NamedTuple):
@@ -130,15 +137,18 @@ def load_state(checkpoint: Path) -> TrainState:
             has a different size.
     """
     try:
-        values = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        values = json.loads((checkpoint / STATE_FILE).read_bytes())
+        digest = values.pop("hash_of_this_file", None)
+        if digest not in (None, _hash_of(values)):
+            raise ValueError("its hash is wrong")
         state = TrainState(**values)
     except OSError:
         raise CheckpointError(
             f"checkpoint={checkpoint} has no {STATE_FILE}; use a step_* folder that wands train saved."
         ) from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"checkpoint={checkpoint}: {STATE_FILE} is damaged ({error}); use an older step_* folder."
+            f"checkpoint={checkpoint}: {STATE_FILE} is damaged ({one_line(error)}); use an older step_* folder."
         ) from None
     for name, size in state.files.items():
         path = checkpoint / name
@@ -151,45 +161,51 @@ def load_state(checkpoint: Path) -> TrainState:
     return state
 
 
-def check_hashes(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> None:
-    """Read files of a checkpoint, and compare their hashes with `wands_state.json`.
+def _hash_of(values: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
+
+
+def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str | None:
+    """Compare the files of a checkpoint with the hashes in `wands_state.json`. Return an error message if a file differs.
 
     Args:
         checkpoint: a checkpoint whose files all have the right size.
-        share: (rank, number of ranks). Each rank checks its share of the files.
-
-    Raises:
-        CheckpointError: if a file is damaged, or the checkpoint contains pickles of an earlier version of wands.
+        share: (rank, number of ranks). Each rank reads its share of the files.
     """
     folder, state = checkpoint
-    if not state.hashes:
-        raise CheckpointError(
-            f"checkpoint={folder} was written by an earlier version of wands, and its files are pickles, which can run any "
-            f"code. If you trust them, run wands convert {folder} --trust-pickle."
-        )
     rank, world_size = share
-    for name in sorted(state.files)[rank::world_size]:
-        if hash_file(folder / name) != state.hashes.get(name):
-            raise CheckpointError(
-                f"checkpoint={folder}: {name} is damaged (its hash is not that of {STATE_FILE}); use an older step_* folder."
+    for name in sorted(state.hashes)[rank::world_size]:
+        try:
+            problem = (
+                "" if hash_file(folder / name) == state.hashes[name] else f"not the hash in {STATE_FILE}"
             )
+        except OSError as error:
+            problem = one_line(error)
+        if problem:
+            return f"checkpoint={folder}: {name} is damaged ({problem}); use an older step_* folder."
+    return None
 
 
-def find_checkpoint(where: Path) -> Checkpoint:
+def find_checkpoint(
+    where: Path, *, verify: bool = False, damaged: Mapping[Path, str] = MappingProxyType({})
+) -> Checkpoint:
     """Return a complete checkpoint of a step folder, a checkpoints folder or a run folder.
 
     For a step folder, return its checkpoint. For a checkpoints folder or run folder, return the checkpoint that the file
     `latest` names. If `latest` is missing, is empty or names a damaged checkpoint, log a warning and return the newest
-    complete checkpoint.
+    checkpoint that is not damaged.
 
     Args:
         where: step folder, checkpoints folder or run folder.
+        verify: whether to compare the hash of every file, in addition to the size.
+        damaged: maps step folders that are known to be damaged to their error messages.
 
     Raises:
-        CheckpointError: if the folder contains no complete checkpoint.
+        CheckpointError: if the folder contains no complete checkpoint, or the checkpoint contains pickles of an earlier
+            version of wands.
     """
     if (where / STATE_FILE).is_file():
-        return Checkpoint(where, load_state(where))
+        return _open_step(where, verify, damaged)
     folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
     steps = list_steps(folder)[::-1]
     latest = folder / "latest"
@@ -202,12 +218,27 @@ def find_checkpoint(where: Path) -> Checkpoint:
         log.warning("%s does not name a checkpoint; using the newest complete checkpoint", latest)
     for step in steps:
         try:
-            return Checkpoint(step, load_state(step))
+            return _open_step(step, verify, damaged)
+        except PickleError:
+            raise
         except CheckpointError as error:
             log.warning("%s", error)
     raise CheckpointError(
         f"checkpoint={where} contains no complete checkpoint; use the output_dir of a run, or one of its step_* folders."
     )
+
+
+def _open_step(folder: Path, verify: bool, damaged: Mapping[Path, str]) -> Checkpoint:
+    checkpoint = Checkpoint(folder, load_state(folder))
+    if not checkpoint.state.hashes:
+        raise PickleError(
+            f"checkpoint={folder} was written by an earlier version of wands. Its files are pickles, and opening a pickle can "
+            f"run any code. If you trust the files, run wands convert {folder} --trust-pickle."
+        )
+    problem = damaged.get(folder) or (find_damage(checkpoint) if verify else None)
+    if problem:
+        raise CheckpointError(problem)
+    return checkpoint
 
 
 # ---- weights
