@@ -177,11 +177,8 @@ def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
             f"optim.name=adafactor needs whole weight matrices, but ZeRO-{stage} cuts the matrices into flat partitions; use "
             "zero_optimization.stage=0 (Adafactor's states are small), or "
             "optim.name=adamw8bit.": name == "adafactor" and stage > 0,
-            "optim.name=adamw8bit has states that DeepSpeed cannot swap to NVMe; use "
-            "zero_optimization.offload_optimizer.device=cpu.": name == "adamw8bit" and offload == "nvme",
-            "ema cannot be used with zero_optimization.offload_optimizer.device=nvme, because reading the weights back from "
-            "disk would take as long as the step; use device=cpu, or remove ema.": recipe.ema
-            and offload == "nvme",
+            "zero_optimization.offload_optimizer.device=nvme keeps the fp32 master weights in files that wands cannot read for a "
+            "checkpoint; use device=cpu.": offload == "nvme",
         }
     )
     if name != "muon":

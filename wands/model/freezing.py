@@ -34,16 +34,18 @@ def freeze_parameters(model: nn.Module, trainable: Sequence[str], frozen: Sequen
                     f"{names[0]}."
                 )
 
-    def is_trained(name: str) -> bool:
-        is_trainable = not trainable or any(fnmatchcase(name, pattern) for pattern in trainable)
-        return is_trainable and not any(fnmatchcase(name, pattern) for pattern in frozen)
-
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained(name))
-    count = sum(is_trained(name) for name in names)
+        parameter.requires_grad_(is_trained(name, trainable, frozen))
+    count = sum(is_trained(name, trainable, frozen) for name in names)
     if not count:
         raise ConfigError(
             f"model.freeze={list(frozen)} freezes all parameters of model.trainable={list(trainable)}, so nothing is trained. "
             "Remove a pattern from model.freeze."
         )
     return count
+
+
+def is_trained(name: str, trainable: Sequence[str], frozen: Sequence[str]) -> bool:
+    """Return whether the patterns of `freeze_parameters` make a parameter trainable."""
+    is_trainable = not trainable or any(fnmatchcase(name, pattern) for pattern in trainable)
+    return is_trainable and not any(fnmatchcase(name, pattern) for pattern in frozen)

@@ -11,7 +11,7 @@ that the optimizer updates. At ZeRO-0 it is a parameter, otherwise a rank's part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from wands.errors import CheckpointError
 from wands.model.files.tensor_files import LazyTensor
 
 MASTER, FROZEN = "master", "frozen"
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class Fragment(NamedTuple):
@@ -65,16 +65,40 @@ def trained_fragments(engine: Any) -> list[Fragment]:
 def engine_tensors(engine: Any) -> tuple[list[LazyTensor], dict[str, Any]]:
     """Return the state of an engine: the tensors that this rank stores, and everything else as JSON values.
 
-    The JSON object has the keys "fragments" (name -> [start, shape]), "frozen" (likewise, without a LoRA), "optimizer" and
-    "scheduler" (their state dicts without tensors) and "counters".
+    The JSON object has the keys "fragments" (name -> [start, shape]), "frozen" (likewise, without a LoRA), "flat_sizes",
+    "optimizer" and "scheduler" (their state dicts without tensors) and "counters".
     """
-    fragments = trained_fragments(engine)
-    tensors = [_lazy(f"{fragment.name}/{MASTER}", fragment.read()) for fragment in fragments]
     with _base_optimizer(engine) as base:
         flats, state = _flats(base), base.state_dict()
+    scheduler = engine.lr_scheduler.state_dict() if engine.lr_scheduler else None
+    counters = {name: getattr(engine, name) for name in COUNTERS}
+    return state_tensors(
+        trained_fragments(engine), list(_frozen_fragments(engine)), flats, state, scheduler, counters
+    )
+
+
+def state_tensors(
+    fragments: Sequence[Fragment],
+    frozen: Sequence[Fragment],
+    flats: Sequence[Tensor],
+    optimizer: Mapping[str, Any],
+    scheduler: Any,
+    counters: Mapping[str, int],
+) -> tuple[list[LazyTensor], dict[str, Any]]:
+    """Return the result of `engine_tensors` for a state that is given by its parts.
+
+    Args:
+        fragments: this rank's fragments of the trained parameters.
+        frozen: this rank's fragments of the frozen parameters.
+        flats: the flat tensors, in the order of the optimizer.
+        optimizer: state dict of the torch optimizer.
+        scheduler: state dict of the learning rate schedule; None without a schedule.
+        counters: maps each name in `COUNTERS` to its value.
+    """
+    tensors = [_lazy(f"{fragment.name}/{MASTER}", fragment.read()) for fragment in fragments]
     plain: dict[str, dict[str, Any]] = {}
-    for number, values in state["state"].items():
-        values = _without_nesting(values)
+    for number, nested in optimizer["state"].items():
+        values = _without_nesting(nested)
         own = [fragment for fragment in fragments if fragment.flat == number]
         plain[str(number)] = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
         for key, value in values.items():
@@ -82,15 +106,19 @@ def engine_tensors(engine: Any) -> tuple[list[LazyTensor], dict[str, Any]]:
                 tensors += [_lazy(f"{fragment.name}/{key}", _cut(value, fragment)) for fragment in own]
             elif isinstance(value, Tensor):
                 tensors.append(_lazy(f"flat.{number}/{key}", value))
-    frozen = list(_frozen_fragments(engine))
     tensors += [_lazy(f"{fragment.name}/{FROZEN}", fragment.read()) for fragment in frozen]
     return tensors, {
-        "fragments": {fragment.name: [fragment.start, fragment.shape] for fragment in fragments},
-        "frozen": {fragment.name: [fragment.start, fragment.shape] for fragment in frozen},
-        "optimizer": {"state": plain, "param_groups": state["param_groups"]},
-        "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler else None,
-        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+        "fragments": _places(fragments),
+        "frozen": _places(frozen),
+        "flat_sizes": [flat.numel() for flat in flats],
+        "optimizer": {"state": plain, "param_groups": optimizer["param_groups"]},
+        "scheduler": scheduler,
+        "counters": dict(counters),
     }
+
+
+def _places(fragments: Iterable[Fragment]) -> dict[str, list[Any]]:
+    return {fragment.name: [fragment.start, fragment.shape] for fragment in fragments}
 
 
 @torch.no_grad()
@@ -107,7 +135,9 @@ def load_engine(engine: Any, file: Any, values: Mapping[str, Any], label: str) -
         CheckpointError: if this run divides the weights differently among the ranks.
     """
     fragments = trained_fragments(engine)
-    if values["fragments"] != {fragment.name: [fragment.start, fragment.shape] for fragment in fragments}:
+    with _base_optimizer(engine) as base:
+        flat_sizes = [flat.numel() for flat in _flats(base)]
+    if (values["fragments"], values["flat_sizes"]) != (_places(fragments), flat_sizes):
         raise CheckpointError(
             f"{label}: the checkpoint divides the weights differently among the ranks; use the DeepSpeed JSON of the run that "
             "wrote the checkpoint.",
@@ -153,7 +183,7 @@ def load_engine(engine: Any, file: Any, values: Mapping[str, Any], label: str) -
             optimizer.checkpoint_event_epilogue()
     if engine.lr_scheduler:
         engine.lr_scheduler.load_state_dict(values["scheduler"])
-    for name in _COUNTERS:
+    for name in COUNTERS:
         setattr(engine, name, values["counters"][name])
 
 

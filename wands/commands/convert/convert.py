@@ -18,6 +18,7 @@ from torch import Tensor
 
 from wands.commands.convert.convert_result import ComponentSummary, ConvertResult
 from wands.commands.convert.lora_layouts import convert_lora, find_loras
+from wands.commands.convert.old_checkpoint import convert_run
 from wands.commands.convert.pipeline_folder import (
     build_stock,
     copy_path,
@@ -59,11 +60,13 @@ _NOT_CONVERTED = {
 }
 
 
-def convert(options: ConvertOptions) -> ConvertResult:
+def convert(options: ConvertOptions) -> ConvertResult | str:
     """Write a model or a LoRA in the file layout of diffusers, official Wan or ComfyUI.
 
     Tensors are converted one at a time. The result is read back and compared with the source bit for bit. Then
     diffusers runs a forward pass with the source's DiT and with the result's DiT, and the two outputs must be equal.
+
+    With `options.trust_pickle`, convert the checkpoints of an earlier version of wands instead (see `convert_run`).
 
     Args:
         options: options of the command.
@@ -75,6 +78,12 @@ def convert(options: ConvertOptions) -> ConvertResult:
             source.
         WandsError: if `--out` cannot be written. In this case no file of the result is left.
     """
+    if options.trust_pickle:
+        return convert_run(options.source)
+    if options.to is None or options.out is None:
+        raise ConfigError(
+            "--to and --out are missing: wands convert needs the layout and the folder to write. Add both."
+        )
     result, source, base = ConvertResult(options.out.resolve()), options.source, options.base
     with atomic_folder(result.out) as unfinished:
         root = (
@@ -94,7 +103,7 @@ def convert(options: ConvertOptions) -> ConvertResult:
             )
         if not loras:
             rest = fetch_model(base, key="--base", ignore=_DIT_FILES) if base else None
-            ModelConversion(options, root, unfinished, rest, result).run()
+            ModelConversion(options, options.to, root, unfinished, rest, result).run()
     return result
 
 
@@ -104,9 +113,10 @@ class ModelConversion:
 
     Attributes:
         options: options of the command.
+        to: layout of the result, as in the options.
         root: folder or file of the source.
         out: existing folder for the result.
-        rest: folder of a model in the layout `options.to`. Components that the source lacks are copied from this model.
+        rest: folder of a model in the layout `to`. Components that the source lacks are copied from this model.
             None copies nothing.
         result: receives a summary of each component, and notes for the user.
         variant: model variant of the DiT; None until the DiT has been converted.
@@ -114,6 +124,7 @@ class ModelConversion:
     """
 
     options: ConvertOptions
+    to: str
     root: Path
     out: Path
     rest: Path | None
@@ -130,16 +141,16 @@ class ModelConversion:
                 self.result.notes.append(f"{component.name} is left out: {reason}.")
             else:
                 self._convert(component)
-        if self.options.to == "diffusers":
+        if self.to == "diffusers":
             self._complete_pipeline()
-        if self.options.to == "official":
+        if self.to == "official":
             self._complete_official()
 
     def _reason_to_skip(self, component: SourceComponent) -> str | None:
         """Return the reason why a component cannot be written in the new layout. Return None if it can be written."""
         config = component.config or {"_class_name": official.OFFICIAL_CLASS}
         is_official = config.get("_class_name") == official.OFFICIAL_CLASS
-        to = self.options.to
+        to = self.to
         if to == "official" and is_official:
             return None
         if component.name == "vae" and to != "diffusers" and not (is_official or _is_wans_own(config)):
@@ -149,7 +160,7 @@ class ModelConversion:
     def _convert(self, component: SourceComponent) -> None:
         is_dit = component.name in EXPERTS
         with component.open() as files:
-            mapping = map_component(component, files, self.options.to)
+            mapping = map_component(component, files, self.to)
             if is_dit and self.variant is None:
                 self.dit_config, self.variant = mapping.config, self._find_variant(mapping.config)
             sources, dtype = mapping.sources, _DTYPES[self.options.dtype] if is_dit else None
@@ -184,9 +195,9 @@ class ModelConversion:
         in one file.
         """
         name = component.name
-        if self.options.to == "diffusers":
+        if self.to == "diffusers":
             return self.out / name
-        if name in EXPERTS and self.options.to == "official":
+        if name in EXPERTS and self.to == "official":
             return self.out / official.EXPERT_FOLDERS[name] if self.two_experts else self.out
         if name in EXPERTS:
             assert self.variant is not None
@@ -199,7 +210,7 @@ class ModelConversion:
             ("text_encoder", "official"): "models_t5_umt5-xxl-enc-bf16.pth",
             ("image_encoder", "official"): f"{component.files[0].stem}.pth",
         }
-        return self.out / files[name, self.options.to]
+        return self.out / files[name, self.to]
 
     def _write(
         self, component: SourceComponent, config: Mapping[str, Any], tensors: Sequence[LazyTensor]
@@ -215,7 +226,7 @@ class ModelConversion:
             (_write_pickle if target.suffix == ".pth" else write_safetensors)(target, tensors)
             return [target]
         target.mkdir(exist_ok=True)
-        if self.options.to == "diffusers":
+        if self.to == "diffusers":
             write_stock_config(component.name, config, target)
         else:
             assert self.variant is not None

@@ -7,56 +7,191 @@ else in wands opens these files.
 from __future__ import annotations
 
 import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wands.files import atomic_folder
+import torch
+
+from wands.config.optimizer_kinds import is_hidden_matrix
+from wands.config.recipe import ModelConfig
+from wands.errors import CheckpointError
+from wands.files import publish, sync
 from wands.model.files.checkpoint_files import (
     STATE_FILE,
     STATE_METADATA,
     TrainState,
-    average_file,
+    list_steps,
     load_state,
     state_file,
 )
-from wands.model.files.tensor_files import LazyTensor, hash_file, write_safetensors
+from wands.model.files.tensor_files import hash_file, write_safetensors
+from wands.model.freezing import is_trained
+from wands.train.engine_state import COUNTERS, Fragment, state_tensors
 
-Place = tuple[int, int, int, list[int]]
-"""(flat tensor, offset in the flat tensor, start in the parameter, number of values) of a fragment of a parameter."""
 
+def convert_run(run: str) -> str:
+    """Convert all pickled checkpoints of a run in a subprocess, and return a text for the user.
 
-def convert_step(folder: Path) -> None:
-    """Replace the pickles of one step folder by safetensors files. The old folder is kept until the new one is complete."""
-    state = load_state(folder)
-    with atomic_folder(folder, replaceable=STATE_FILE) as out:
-        hashes = {}
-        for part in state.parts:
-            (out / part).mkdir()
-            for rank in range(state.world_size if state.zero_stage else 1):
-                tensors, values = _read_rank(folder / part, state, rank)
-                name = f"{part}/{state_file(rank)}"
-                hashes[name] = write_safetensors(out / name, tensors, {STATE_METADATA: json.dumps(values)})
-            for rank in range(state.world_size):
-                name = f"{part}/{average_file(rank)}"
-                if (folder / name).is_file():
-                    (out / name).write_bytes((folder / name).read_bytes())
-                    hashes[name] = hash_file(out / name)
-        files = {name: (out / name).stat().st_size for name in hashes}
-        (out / STATE_FILE).write_text(
-            json.dumps(replace(state, files=files, hashes=hashes).to_json()), encoding="utf-8"
+    Args:
+        run: run folder, checkpoints folder or step folder.
+
+    Raises:
+        CheckpointError: if there is no pickled checkpoint, or one cannot be converted.
+    """
+    done = subprocess.run([sys.executable, "-m", __name__, run], capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason"])[-1]
+        raise CheckpointError(
+            f"SOURCE={run} cannot be converted: {reason}. The pickled checkpoints did not change."
         )
+    return done.stdout.strip()
 
 
-def _read_rank(folder: Path, state: TrainState, rank: int) -> tuple[list[LazyTensor], dict[str, Any]]:
+def main(run: Path) -> None:
+    """Convert the pickled checkpoints of a run, and write the name of each to stdout. The pickles stay in `step_*.pickles`."""
+    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    for old in folder.glob("step_*.pickles"):
+        if not old.with_suffix("").exists():  # the conversion was killed
+            old.rename(old.with_suffix(""))
+    steps = [run] if (run / STATE_FILE).is_file() else list_steps(folder)
+    found = [(step, state) for step in steps if not (state := load_state(step)).hashes]
+    if not found:
+        raise CheckpointError(f"{run} contains no checkpoint of an earlier version of wands")
+    for step, state in found:
+        unfinished = step.with_name(f"{step.name}.tmp")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        _convert_step(step, state, unfinished)
+        old = step.with_name(f"{step.name}.pickles")
+        step.rename(old)
+        publish(unfinished, step)
+        sys.stdout.write(f"converted {step}; you can delete {old}\n")
+
+
+def _convert_step(step: Path, state: TrainState, out: Path) -> None:
+    hashes = {}
+    for part in state.parts:
+        (out / part).mkdir(parents=True)
+        starts: dict[str, int] = {}  # values of each parameter that lower ranks have
+        for rank in range(state.world_size if state.zero_stage else 1):
+            tensors, values = _read_rank(step / part, state, rank, starts)
+            name = f"{part}/{state_file(rank)}"
+            hashes[name] = write_safetensors(out / name, tensors, {STATE_METADATA: json.dumps(values)})
+    for name in state.files:
+        if name.endswith(".safetensors"):  # the moving average
+            shutil.copyfile(step / name, out / name)
+            hashes[name] = hash_file(out / name)
+    for name in hashes:
+        sync(out / name)
+    state = replace(state, hashes=hashes, files={name: (out / name).stat().st_size for name in hashes})
+    (out / STATE_FILE).write_text(json.dumps(state.to_json()), encoding="utf-8")
+
+
+def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int]) -> Any:
+    """Return the result of `state_tensors` for the pickles of a rank.
+
+    Source: the layout of these files in stage_1_and_2.py, stage3.py and zero_to_fp32.py of DeepSpeed 0.19.
+    """
     stage = state.zero_stage
     model = _load(
         folder,
-        f"*zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "*mp_rank_00_model_states.pt",
+        f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt",
     )
     zero = (
         _load(folder, f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
         if stage
         else {}
     )
-    base = zero.get("optimizer_state_dict") or zero.get("base_optimizer_state") or model["optimizer"]
+    module = model["module"] if stage != 3 else {}
+    model_config = ModelConfig.model_validate(state.recipe["model"])
+    trains = partial(is_trained, trainable=model_config.trainable, frozen=model_config.freeze)
+    if stage == 3:
+        flats, optimizer = zero["fp32_flat_groups"], zero["optimizer_state_dict"]
+        fragments = _partitions(model["param_shapes"], flats, rank, state.world_size)
+    elif stage:
+        flats, optimizer = zero["single_partition_of_fp32_groups"], zero["base_optimizer_state"]
+        shapes = {name: list(shape) for group in model["param_shapes"] for name, shape in group.items()}
+        fragments = []
+        for number, slices in enumerate(zero["param_slice_mappings"]):
+            for name, place in slices.items():
+                start = starts.get(name, 0)
+                starts[name] = start + place.numel
+                fragments.append(
+                    _fragment(name, start, shapes[name], number, place.start, flats[number], place.numel)
+                )
+    else:
+        names = _in_optimizer_order([name for name in module if trains(name)], state, module)
+        flats, optimizer = [module[name] for name in names], model["optimizer"]
+        fragments = [
+            _fragment(name, 0, list(value.shape), number, 0, value.flatten(), value.numel())
+            for number, (name, value) in enumerate(zip(names, flats, strict=True))
+        ]
+    frozen = []
+    if state.recipe.get("lora") is None and (stage == 3 or rank == 0):
+        stored = (
+            model["frozen_param_fragments"]
+            if stage >= 2
+            else {k: v for k, v in module.items() if not trains(k)}
+        )
+        shapes = (
+            model["frozen_param_shapes"]
+            if stage >= 2
+            else {name: value.shape for name, value in stored.items()}
+        )
+        for name, value in stored.items():
+            start = value.numel() * rank if stage == 3 else 0
+            numel = max(min(value.numel(), math.prod(shapes[name]) - start), 0)
+            frozen.append(_fragment(name, start, list(shapes[name]), 0, 0, value.flatten(), numel))
+    counters = {name: model[name] for name in COUNTERS}
+    return state_tensors(fragments, frozen, flats, optimizer, model["lr_scheduler"], counters)
+
+
+def _load(folder: Path, pattern: str) -> Any:
+    paths = list(folder.glob(pattern))
+    if len(paths) != 1:
+        raise CheckpointError(f"{folder} has {len(paths)} files {pattern} instead of 1")
+    return torch.load(paths[0], map_location="cpu", weights_only=False)
+
+
+def _partitions(
+    shapes: list[Mapping[str, Any]], flats: list[torch.Tensor], rank: int, world_size: int
+) -> list[Fragment]:
+    """Return the fragments of a rank at ZeRO-3, where each rank has the same number of values of every parameter."""
+    fragments, number, offset = [], 0, 0
+    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+        partition = math.ceil(math.prod(shape) / world_size)
+        if offset == flats[number].numel():
+            number, offset = number + 1, 0
+        start = partition * rank
+        numel = max(min(partition, math.prod(shape) - start), 0)
+        if numel:
+            fragments.append(_fragment(name, start, list(shape), number, offset, flats[number], numel))
+        offset += partition
+    return fragments
+
+
+def _fragment(
+    name: str, start: int, shape: list[int], number: int, offset: int, flat: torch.Tensor, numel: int
+) -> Fragment:
+    return Fragment(name, start, shape, number, offset, partial(flat.detach().narrow, 0, offset, numel))
+
+
+def _in_optimizer_order(names: list[str], state: TrainState, module: Mapping[str, Any]) -> list[str]:
+    if state.recipe["optim"].get("name") != "muon":
+        return names
+    shapes: dict[tuple[int, ...], list[str]] = {}
+    others: list[str] = []
+    for name in names:
+        shape = tuple(module[name].shape)
+        (shapes.setdefault(shape, []) if is_hidden_matrix(name, shape) else others).append(name)
+    return [*others, *(name for group in shapes.values() for name in group)]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
