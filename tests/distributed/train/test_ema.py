@@ -342,6 +342,7 @@ def test_an_average_that_is_cut_otherwise_is_refused(
     second.rename(first)
     (tmp_path / "first").rename(second)
     state = json.loads((step / STATE_FILE).read_text())
+    del state["hash_of_this_file"]
     state["files"] |= {f"transformer/{path.name}": path.stat().st_size for path in (first, second)}
     (step / STATE_FILE).write_text(json.dumps(state))
     for said in worlds[2].run(refused_run, tiny_pipeline, run, (*PLAIN, "train.max_steps=5"), zero(2), True):
@@ -366,7 +367,7 @@ def test_keys_that_make_no_sense(tiny_pipeline: Path, tmp_path: Path):
             make_run(tiny_pipeline, tmp_path, (f"ema.{key}={value}",), world_size=1)
     nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     with pytest.raises(
-        ConfigError, match=r"ema cannot be used with zero_optimization\.offload_optimizer\.device=nvme"
+        ConfigError, match=r"zero_optimization\.offload_optimizer\.device=nvme keeps .* use device=cpu"
     ):
         make_run(tiny_pipeline, tmp_path, PLAIN, {"zero_optimization": nvme}, world_size=1)
 
