@@ -58,37 +58,6 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
         _show_timesteps(load_recipe(options.recipe, options.overrides), log)
         return
     with Watchdog(launcher) as watchdog, ExitStack() as stack:
-        _check_and_train(options, rank, log, watchdog, stack)
-
-
-def _check_and_train(
-    options: TrainOptions, rank: int, log: Log, watchdog: Watchdog, stack: ExitStack
-) -> None:
-    is_writer = rank == 0 and not options.dry_run
-    with start_together():
-        run = load_run(
-            options.recipe,
-            options.deepspeed,
-            options.overrides,
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            device_type=accelerator_type(),
-            # Hashing a UMT5 takes seconds, so only one rank does it.
-            encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
-            ranks_per_node=ranks_per_node(),
-            resume=options.resume,
-            claim=partial(_claim, stack=stack, log=log) if is_writer else lambda output_dir: None,
-        )
-        if rank == 0:  # start_block queries the accelerator of the calling rank; rank 0 uses that accelerator
-            log(start_block(run))
-        _check_memory(run, options, log)
-        if not options.dry_run:
-            check_offload(run.ds_config)
-            if rank == 0:
-                write_text(run.output_dir / "recipe.yaml", run.recipe.to_yaml())
-                write_text(run.output_dir / "deepspeed.json", json.dumps(run.ds_config, indent=2))
-    if options.dry_run:
-        return
-    with ExitStack() as stack:  # the lock of the run folder
         run = _load_run(options, rank, log, stack)
         with start_together():
             if (
@@ -107,7 +76,7 @@ def _check_and_train(
         from wands.train.loop import train
 
         rank, _, device = init_process_group()
-        log(f"done: {train(run, rank, device, log)}")
+        log(f"done: {train(run, rank, device, log, watchdog)}")
 
 
 def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> TrainingRun:
@@ -138,8 +107,6 @@ def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> T
         damaged[run.checkpoint.folder] = problem
 
 
-    rank, _, device = init_process_group()
-    log(f"done: {train(run, rank, device, log, watchdog)}")
 def _claim_nothing(output_dir: Path) -> None:
     """Do not lock the run folder, because this rank does not write to it, or rank 0 has locked it already."""
 

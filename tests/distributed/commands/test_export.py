@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from tests.support.runs import make_run, run_training, weights
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.export.model_card import MARKER, RECORD_FILE
 from wands.model.files import hub
-from wands.model.files.checkpoint_files import TrainState
 from wands.model.files.tensor_files import write_sharded
 from wands.train.checkpoint import build_state
 

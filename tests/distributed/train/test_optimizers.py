@@ -394,7 +394,11 @@ def test_the_start_block_names_it(tiny_pipeline: Path, tmp_path: Path):
             zero(3),
             "would keep Muon's momentum in bf16",
         ),
-        (("optim.name=adamw8bit",), zero(3, offload_optimizer={"device": "nvme"}), "device=nvme keeps the fp32 master"),
+        (
+            ("optim.name=adamw8bit",),
+            zero(3, offload_optimizer={"device": "nvme"}),
+            "device=nvme keeps the fp32 master",
+        ),
         (
             ("optim.name=adamw8bit",),
             {**zero(2), "optimizer": {"type": "SGD"}},
