@@ -311,7 +311,11 @@ def test_a_folder_is_not_credited_as_a_repository(
     """Older checkpoints have a relative `model.path` as it was typed, which looks like a Hub id."""
     step = tmp_path / "run" / "checkpoints" / "step_00000007"
     step.mkdir(parents=True)
-    values = dict.fromkeys(inspect.signature(TrainState).parameters, 0) | {"variant": "", "files": {}}
+    values = dict.fromkeys(inspect.signature(TrainState).parameters, 0) | {
+        "variant": "",
+        "files": {},
+        "hashes": {},
+    }
     values |= {"parts": [], "recipe": {}, "data_summary": {}, "loss": [], "base": "models/wan"}
     values = {key: value for key, value in values.items() if key != "base_on_hub"} | settings
     (step / "wands_state.json").write_text(json.dumps(values))

@@ -61,7 +61,7 @@ def main(run: Path) -> None:
         if not old.with_suffix("").exists():  # the conversion was killed
             old.rename(old.with_suffix(""))
     steps = [run] if (run / STATE_FILE).is_file() else list_steps(folder)
-    found = [(step, state) for step in steps if not (state := load_state(step)).hashes]
+    found = [(step, state) for step in steps if (state := load_state(step)).files and not state.hashes]
     if not found:
         raise CheckpointError(f"{run} contains no checkpoint of an earlier version of wands")
     for step, state in found:

@@ -230,7 +230,7 @@ def find_checkpoint(
 
 def _open_step(folder: Path, verify: bool, damaged: Mapping[Path, str]) -> Checkpoint:
     checkpoint = Checkpoint(folder, load_state(folder))
-    if not checkpoint.state.hashes:
+    if checkpoint.state.files.keys() - checkpoint.state.hashes.keys():
         raise PickleError(
             f"checkpoint={folder} was written by an earlier version of wands. Its files are pickles, and opening a pickle can "
             f"run any code. If you trust the files, run wands convert {folder} --trust-pickle."
