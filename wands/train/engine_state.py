@@ -65,8 +65,8 @@ def trained_fragments(engine: Any) -> list[Fragment]:
 def engine_tensors(engine: Any) -> tuple[list[LazyTensor], dict[str, Any]]:
     """Return the state of an engine: the tensors that this rank stores, and everything else as JSON values.
 
-    The JSON object has the keys "fragments" (name -> [start, shape]), "frozen" (the same for frozen parameters; empty with a LoRA), "flat_sizes",
-    "optimizer" and "scheduler" (their state dicts without tensors) and "counters".
+    The JSON object has the keys "fragments" (name -> [start, shape]), "frozen" (the same for frozen parameters; empty with a
+    LoRA), "flat_sizes", "optimizer" and "scheduler" (their state dicts without tensors) and "counters".
     """
     with _base_optimizer(engine) as base:
         flats, state = _flats(base), base.state_dict()
