@@ -174,6 +174,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.ExportOptions: "wands.commands.export:export",
     opts.PushOptions: "wands.commands.push:push",
     opts.ConvertOptions: "wands.commands.convert.convert:convert",
+    opts.VerifyOptions: "wands.commands.verify:verify",
     opts.SelftestOptions: _selftest,
 }
 """Maps the class with a subcommand's options to the function that runs the subcommand, in the order of the help page.

@@ -26,6 +26,7 @@ from wands.model.files.checkpoint_files import (
     load_lora_of,
     lora_of,
 )
+from wands.model.files.hashes import check_files, write_hashes
 from wands.model.files.hub import fetch_model
 from wands.model.files.lora_files import EXPERT_NAMES
 
@@ -50,8 +51,8 @@ def export(options: ExportOptions) -> Path:
         The absolute path of the written folder.
 
     Raises:
-        CheckpointError: if the checkpoint is incomplete or damaged, has no moving average although `options.ema` is set, or
-            differs from the written weights.
+        CheckpointError: if the checkpoint is incomplete, the checkpoint or the base is damaged, or the weights that were
+            read back differ. Also if `options.ema` is set and the checkpoint has no moving average.
         ConfigError: if the options contradict each other or the checkpoint. Also if `--out` cannot be replaced,
             `--base` does not have the DiTs of the run, or `--max-shard-size` is not a size.
         WandsError: if `--out` cannot be written. In this case no incomplete export is left.
@@ -79,6 +80,8 @@ def export(options: ExportOptions) -> Path:
             ignore = [] if is_lora else [f"{part}/*.safetensors" for part in state.parts]
             base_dir = fetch_model(base, key="--base", ignore=ignore)
             check_base(base_dir, state.transformer_config, state.parts, "the run's base model")
+            copied = {path.name for path in base_dir.iterdir()} - set(state.parts)
+            check_files(base_dir, f"--base {base}", parts=copied)
             copy_base(base_dir, partial, state.parts, link=options.link)
             for part in state.parts:
                 weights = load_full_weights(step_dir, part, options.base, options.ema)
@@ -92,6 +95,7 @@ def export(options: ExportOptions) -> Path:
                 log.warning(
                     "the base of this LoRA includes other LoRAs (model.merge_loras); load these LoRAs too, or export with --merge"
                 )
+        write_hashes(partial)
         record = _record(step_dir, state, base, options)
         write_text(partial / RECORD_FILE, json.dumps(record, indent=2))
         carry_over(out, partial)

@@ -38,6 +38,7 @@ from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
 from wands.model.files.checkpoint_files import check_average, find_checkpoint, load_full_weights
+from wands.model.files.hashes import check_files
 from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_sheet
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.loras import find_loras
@@ -212,7 +213,10 @@ def find_source(options: InferOptions) -> PipelineSource:
         raise ConfigError(
             "--ema needs --checkpoint; add --checkpoint, or leave --ema out if wands export --ema wrote the weights."
         )
-    return find_pipeline(options.model, dits, find_loras(options.lora, options.lora_2))
+    source = find_pipeline(options.model, dits, find_loras(options.lora, options.lora_2))
+    if Path(options.model).is_dir():
+        check_files(Path(options.model), f"--model={options.model}")
+    return source
 
 
 def _find_trained(checkpoint: Path, model: str, ema: bool) -> dict[str, DiTSource]:

@@ -28,6 +28,7 @@ from wands.export import model_card
 from wands.export.model_card import FolderContents, LoraFile, without_paths
 from wands.export.upload import RETRY_WAITS, Hub, connect, open_repository
 from wands.files import read_json_object, write_text
+from wands.model.files.hashes import HASH_FILE
 from wands.model.files.hub import is_hub_id
 from wands.model.files.lora_files import EXPERT_NAMES
 from wands.model.files.name_maps import EXPERTS
@@ -247,6 +248,8 @@ def _list_files(directory: Path, folders: Iterable[str]) -> tuple[list[str], lis
         named, skipped = (
             any(fnmatchcase(path.name, pattern) for pattern in kind) for kind in (patterns, _SKIPPED)
         )
+        if path.name == HASH_FILE:  # the Hub stores hashes of its own
+            return False
         if not named or skipped:
             left_out.append(path.relative_to(directory).as_posix())
             return False

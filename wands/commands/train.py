@@ -23,10 +23,12 @@ from wands.distributed.bootstrap import (
     start_together,
 )
 from wands.encoders.fingerprint import fingerprint_pipeline
-from wands.errors import ConfigError
+from wands.errors import CheckpointError, ConfigError
 from wands.files import write_text
 from wands.lock import LOCK_NAME, WriterLock
 from wands.model.files.checkpoint_files import find_damage
+from wands.model.files.hashes import find_changed_files
+from wands.model.files.hub import fetch_model
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
 from wands.train.control import REQUESTS
 from wands.train.engine import check_offload
@@ -98,13 +100,35 @@ def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> T
                 claim=_claim_nothing if damaged else claim,
                 damaged=damaged,
             )
-        if run.checkpoint is None:
+        damage = _find_damage(run, (rank, run.world_size))
+        if damage is None:
             return run
-        problems = gather_objects(find_damage(run.checkpoint, (rank, run.world_size)))
-        if not any(problems):
-            return run
-        problem = next(filter(None, problems))
-        damaged[run.checkpoint.folder] = problem
+        assert run.checkpoint is not None
+        damaged[run.checkpoint.folder] = damage
+
+
+def _find_damage(run: TrainingRun, share: tuple[int, int]) -> str | None:
+    """Compare the files of the model and the checkpoint with their hashes. Every rank reads its share of the files.
+
+    Returns:
+        The first problem with the checkpoint, or None.
+
+    Raises:
+        CheckpointError: if a file of the model is damaged.
+    """
+    problems = []
+    if run.recipe.model.init == "pretrained":
+        root = fetch_model(run.recipe.model.path, allow=[f"{expert.subfolder}/*" for expert in run.experts])
+        parts = {expert.subfolder for expert in run.experts}
+        problems = find_changed_files(root, parts=parts, share=share)[1]
+    if problems := list(chain(*gather_objects(problems))):
+        label = f"model.path={run.recipe.model.path}"
+        raise CheckpointError(
+            [f"{label}: {text}. Write or download the file again." for text in problems], agreed=True
+        )
+    return next(
+        filter(None, gather_objects(find_damage(run.checkpoint, share) if run.checkpoint else None)), None
+    )
 
 
 def _claim_nothing(output_dir: Path) -> None:

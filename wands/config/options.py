@@ -432,6 +432,21 @@ class ConvertOptions(Options):
     """Run SOURCE and the converted files in stock diffusers, and check that both give equal outputs."""
 
 
+class VerifyOptions(Options):
+    """Find damaged files of a run, a cache or a model.
+
+    All files are read and compared with their stored hashes, which find damage, not forgery. The exit code is 0 if all files
+    are intact, else 2. `python -m data_tools.verify` checks more parts of a cache.
+
+    Examples:
+        wands verify runs/my-run
+        wands verify cache/
+    """
+
+    path: Annotated[Path, ARGUMENT]
+    """Folder of a run, a step, a cache, or a model that wands wrote or that comes from the Hub."""
+
+
 class SelftestOptions(Options):
     """Compare a model with stock diffusers on this machine.
 

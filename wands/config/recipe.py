@@ -252,9 +252,9 @@ class DataConfig(StrictModel):
     other clips, the value `holdout` uses only the held-out clips, and the value `all` uses both."""
     mock: MockConfig | None = None
     """Leave this section unset if you use `cache` or `sources`."""
-    verify: bool = False
-    """Verify the checksum of each sample when the sample is read. Set this key to true if you suspect storage errors.
-    Reading then takes more time."""
+    verify: bool = True
+    """Verify the checksum of each sample when the sample is read, which happens in the background. Set this key to false if
+    reading is too slow with context parallelism: each rank then reads only the frames of its tokens."""
     prefetch: int = Field(default=2, ge=0)
     """Number of optimizer steps whose data a background thread reads in advance. 0 reads the data in the training loop.
     Increase the number if the storage is slow."""

@@ -300,7 +300,7 @@ def test_one_tensor_at_a_time(pipelines: dict[str, Path], tmp_path: Path, monkey
     source = pipelines["wan2.1-t2v-1.3b"] / "transformer"
     report = convert(str(source), tmp_path / "out", to="comfyui", forward=False)
     assert len(alive) == 3 * report.summaries[0].written  # once to write, once from either end to compare
-    assert max(alive) == 1
+    assert max(alive) <= 1
 
 
 def test_nothing_is_overwritten(pipelines: dict[str, Path], tmp_path: Path):

@@ -37,6 +37,7 @@ from wands.errors import ConfigError
 from wands.export.base_pipeline import check_base
 from wands.files import atomic_folder
 from wands.model.files import official
+from wands.model.files.hashes import write_hashes
 from wands.model.files.hub import fetch_model
 from wands.model.files.lora_files import EXPERT_NAMES
 from wands.model.files.name_maps import EXPERTS
@@ -104,6 +105,7 @@ def convert(options: ConvertOptions) -> ConvertResult | str:
         if not loras:
             rest = fetch_model(base, key="--base", ignore=_DIT_FILES) if base else None
             ModelConversion(options, options.to, root, unfinished, rest, result).run()
+        write_hashes(unfinished)
     return result
 
 

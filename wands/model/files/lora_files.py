@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from wands.errors import CheckpointError, ConfigError, one_line
+from wands.model.files.hashes import check_files
 from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.files.name_maps import COMFYUI_DIT, COMFYUI_LORA, DIT, EXPERTS, shorten
 from wands.model.files.tensor_files import TensorFiles
@@ -98,12 +99,15 @@ def find_lora_file(path: Path, key: str, expert: str | None = None) -> Path:
                 f"{key}={path} contains no LoRA of the {name.replace('_', '-')} expert. Add the LoRA of this expert, or set "
                 "model.experts so that only the expert with a LoRA is trained."
             )
-        return find_lora_file(_with_name(path, name)[0], key)
+        found = _with_name(path, name)[0]
+        check_files(path, f"{key}={path}", parts={found.name})
+        return find_lora_file(found, key)
     files = sorted(path.glob("*.safetensors"))
     usual = [path / name for name in (LORA_FILE, PEFT_FILE) if (path / name).is_file()]
     if not usual and len(files) != 1:
         number = f"{len(files)} .safetensors files" if files else "no .safetensors file"
         raise ConfigError(f"{key}={path} contains {number} and no {LORA_FILE}. Set {key} to a LoRA file.")
+    check_files(path, f"{key}={path}", parts={(usual or files)[0].name})
     return (usual or files)[0]
 
 

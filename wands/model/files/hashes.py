@@ -1,0 +1,96 @@
+"""Hashes of the files of a model, which find files that changed after they were written or downloaded. They find damage,
+not forgery.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from wands.errors import CheckpointError, one_line
+from wands.model.files.tensor_files import hash_file
+
+HASH_FILE = ".wands_hashes.json"
+"""File with the hash of every file that `wands export` or `wands convert` wrote to the folder."""
+_SHA256 = re.compile(r"^[0-9a-f]{64}$", re.MULTILINE)
+
+
+def write_hashes(folder: Path) -> None:
+    """Write the hashes of all files in a new model folder to `HASH_FILE`."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    hashes = {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
+    (folder / HASH_FILE).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
+
+
+def find_changed_files(
+    folder: Path, *, parts: Collection[str] | None = None, share: tuple[int, int] = (0, 1), hub: bool = True
+) -> tuple[int, list[str]]:
+    """Read the files of a model, and compare them with their stored hashes.
+
+    The hashes come from `HASH_FILE`. For files that were downloaded from the Hub, they are the SHA-256 that the Hub client
+    stored: as the name of the file in its cache, or in `.cache/huggingface` of a folder given with --local-dir. Other files
+    have no stored hash.
+
+    Args:
+        folder: folder of a pipeline or another model.
+        parts: subfolders to check; None checks the whole folder.
+        share: (rank, number of ranks). Each rank reads its share of the files.
+        hub: whether to also check the files that have only the SHA-256 of the Hub, which takes about 1 s for each GB.
+
+    Returns:
+        (number of files with a stored hash, problems: one text for each changed or unreadable file).
+    """
+    try:
+        stored = json.loads((folder / HASH_FILE).read_bytes()) if (folder / HASH_FILE).is_file() else {}
+        expected = {str(name): str(value) for name, value in stored.items()}
+    except (ValueError, OSError, AttributeError) as error:
+        return 1, [f"{folder / HASH_FILE} is damaged ({one_line(error)})"]
+    if hub and not expected:
+        expected = {
+            path.relative_to(folder).as_posix(): value
+            for path in folder.rglob("*.safetensors")
+            if (value := _hub_sha256(folder, path))
+        }
+    names = [name for name in sorted(expected) if parts is None or name.split("/")[0] in parts]
+    problems = []
+    for name in names[share[0] :: share[1]]:
+        try:
+            is_sha256 = len(expected[name]) == 64
+            found = _sha256(folder / name) if is_sha256 else hash_file(folder / name)
+            problem = "" if found == expected[name] else "it is not the file that was written"
+        except OSError as error:
+            problem = one_line(error)
+        if problem:
+            problems.append(f"{folder / name} is damaged ({problem})")
+    return len(names), problems
+
+
+def check_files(folder: Path, label: str, *, parts: Collection[str] | None = None, hub: bool = False) -> None:
+    """Check the files of a model with `find_changed_files`.
+
+    Raises:
+        CheckpointError: if a file changed after it was written. The message starts with `label`.
+    """
+    _, problems = find_changed_files(folder, parts=parts, hub=hub)
+    if problems:
+        raise CheckpointError(
+            [f"{label}: {problem}. Write or download the file again." for problem in problems]
+        )
+
+
+def _hub_sha256(folder: Path, path: Path) -> str | None:
+    """Return the SHA-256 that the Hub client stored for a large file, or None."""
+    if (blob := path.resolve()).parent.name == "blobs":
+        texts = [blob.name]
+    else:
+        record = folder / ".cache/huggingface/download" / f"{path.relative_to(folder)}.metadata"
+        texts = [record.read_text(encoding="utf-8")] if record.is_file() else []
+    return next((found[0] for text in texts if (found := _SHA256.search(text))), None)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
