@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 17_313
+TOTAL = 17_454
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,14 +19,14 @@ CORE_FILES = (
 FOLDERS = {
     ".": 661,
     "attention": 820,
-    "commands": 3929,
+    "commands": 4007,
     "config": 1097,
     "data": 3841,
     "distributed": 397,
     "encoders": 362,
     "export": 406,
     "flow": 185,
-    "model": 2150,
+    "model": 2210,
     "planning": 625,
     "recipes": 0,
     "sampling": 908,
