@@ -248,7 +248,7 @@ def _list_files(directory: Path, folders: Iterable[str]) -> tuple[list[str], lis
         named, skipped = (
             any(fnmatchcase(path.name, pattern) for pattern in kind) for kind in (patterns, _SKIPPED)
         )
-        if path.name == HASH_FILE:  # the Hub stores hashes of its own
+        if path.name == HASH_FILE:  # the Hub stores other hashes
             return False
         if not named or skipped:
             left_out.append(path.relative_to(directory).as_posix())
