@@ -1,10 +1,11 @@
-"""Killed launchers, Ctrl-C and closed terminals: the workers save a checkpoint and leave. Real launchers and processes."""
+"""Killed launchers and workers, Ctrl-C and closed terminals, with real launchers and processes."""
 
 from __future__ import annotations
 
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,14 @@ class Job:
             ):
                 found.append(int(folder.name))
         return found
+
+    def worker(self, rank: int) -> int:
+        """Return the process of a rank."""
+        return next(
+            pid
+            for pid in self.processes()
+            if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_text().split("\0")
+        )
 
     def rows(self) -> list[dict[str, float]]:
         path = self.run / "metrics.jsonl"
@@ -150,8 +159,7 @@ def test_a_save_that_the_launcher_kills_leaves_the_older_step(start: Callable[..
     """A worker that is stopped, so that no save ends, and Ctrl-C: after 30 s, deepspeed kills the workers."""
     job = start("deepspeed", 100_000, "checkpoint.every=2")
     job.wait_for(lambda: "saved " in job.output())
-    worker = next(pid for pid in job.processes("--local_rank=1") if pid not in job.processes(MIDDLE))
-    os.kill(worker, signal.SIGSTOP)
+    os.kill(job.worker(1), signal.SIGSTOP)
     os.write(job.terminal, b"\x03")
     job.wait_for(lambda: "SIGINT received" in job.output(), seconds=5)
     assert job.wait_for(lambda: not job.processes(), seconds=90) > 25
@@ -166,3 +174,27 @@ def test_the_workers_save_and_leave(attack: str, start: Callable[..., Job]):
     job = start(launcher)
     act(job)
     ends_with_a_checkpoint(job)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_a_worker_that_dies_is_one_sentence(launcher: str, start: Callable[..., Job]):
+    job = start(launcher)
+    os.kill(job.worker(1), signal.SIGKILL)
+    job.wait_for(lambda: not job.processes(), seconds=60)
+    assert job.output().count("wands: step ") == 1, job.output()
+    assert re.search(
+        r"the connection to another rank failed \(.*no answer within 3 s from rank 1;", job.output()
+    )
+    assert "RuntimeError" not in job.output()
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_stops_is_named(launcher: str, rank: int, start: Callable[..., Job]):
+    """On commit 2950222, the other workers wait for an hour."""
+    job = start(launcher, 100_000, "train.step_timeout=5")
+    os.kill(job.worker(rank), signal.SIGSTOP)
+    job.wait_for(lambda: not job.processes(), seconds=100)
+    assert f"did not end within 5 s: no answer within 15 s from rank {rank};" in job.output(), job.output()

@@ -412,6 +412,10 @@ class TrainConfig(StrictModel):
     log_samples: bool = False
     """Write the loss and sigma (noise level) of every clip to the files samples-rank*.jsonl. Use this key to find the
     clip that causes a loss spike."""
+    step_timeout: float | None = Field(default=None, gt=0)
+    """Seconds after which a step that has not ended stops the run. The error names the ranks that do not answer. If this
+    key is unset, the limit is 10 times the longest of the last 50 steps, and at least 300 s. Checks, checkpoints and the
+    start including the first step may take an hour, or the minutes in the environment variable DEEPSPEED_TIMEOUT."""
 
 
 class CheckpointConfig(StrictModel):

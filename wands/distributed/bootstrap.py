@@ -64,10 +64,14 @@ def init_process_group() -> tuple[int, int, torch.device]:
         if "OMP_NUM_THREADS" not in os.environ:
             # Ranks that each start a thread per core compete for the cores and run a hundred times slower.
             torch.set_num_threads(max((os.cpu_count() or 1) // ranks_per_node(), 1))
-    # DeepSpeed's default of 10 minutes is too short for ranks that wait while the first rank writes a large checkpoint.
-    timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "60")))
-    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+    deepspeed.init_distributed(dist_backend=backend, timeout=group_timeout(), verbose=False)
     return dist.get_rank(), dist.get_world_size(), device
+
+
+def group_timeout() -> timedelta:
+    """Return the time that a rank waits for other ranks: the minutes in DEEPSPEED_TIMEOUT, else an hour."""
+    # DeepSpeed's default of 10 minutes is too short for ranks that wait while the first rank writes a large checkpoint.
+    return timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "60")))
 
 
 def check_gpus() -> None:

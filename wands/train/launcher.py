@@ -6,14 +6,14 @@ A worker whose launcher was killed is an orphan: the worker trains on, and nobod
 from __future__ import annotations
 
 import os
+from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
 _LAUNCHERS = {
     *("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
-    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate"),
-    *("srun", "slurmstepd", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"),
-    *("orterun", "orted", "prterun", "prte", "prted"),
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "srun", "slurmstepd"),
+    *("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "orterun", "orted", "prterun", "prted"),
 }
 """Names of programs, of Python scripts, and of modules that Python runs with -m."""
 
@@ -77,7 +77,6 @@ def _program(pid: int) -> str:
         return ""
     name = Path(words[0]).name
     if name.startswith("python"):
-        options = [number for number, word in enumerate(words) if number and word.startswith("-")]
-        script = next((number for number in range(1, len(words)) if number not in options), 0)
-        name = words[script] if words[script - 1] == "-m" else Path(words[script]).name
+        rest = [*dropwhile(lambda word: word.startswith("-") and word != "-m", words[1:]), ""]
+        name = rest[1] if rest[0] == "-m" else Path(rest[0]).name
     return name.partition(":")[0]  # slurmstepd writes the number of its job behind its name

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from wands.distributed.bootstrap import group_timeout
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.errors import CheckpointError, DataError
@@ -50,6 +51,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     recipe, total_steps, checkpoint = run.recipe, run.sampler.total_steps, run.checkpoint
     saved, start_step = (checkpoint.folder, checkpoint.state.step) if checkpoint else (None, 0)
     watchdog.saved, requests = saved, ControlRequests(run.output_dir, watchdog)
+    watchdog.watch_run(run.output_dir, recipe.train.step_timeout, group_timeout().total_seconds())
     # Ranks that differ would wait for each other forever.
     check_agreement(run_digests(run, start_step), device, FIXES)
     groups = ProcessGroups.build(run.grid(rank), device)
@@ -75,7 +77,6 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 requests.poll(rank),
                 device,
             )
-            watchdog.end_step()
             for expert, loss, result in zip(run.experts, losses, results, strict=True):
                 _check_finite(expert, loss, result, step)
                 if sample_log is not None:
@@ -83,6 +84,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
             for average in averages.values():
                 average.update(step)
             seconds, started = time.perf_counter() - started, time.perf_counter()
+            watchdog.end_step(step, seconds)
             if writer is not None:
                 norms = [result.grad_norm for result in results]
                 ema_decay = next((average.decay for average in averages.values()), None)
@@ -110,6 +112,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 if step < total_steps:  # otherwise the run is complete
                     log(f"stopped after step {step} as requested; use --resume to continue the run")
                 break
+            watchdog.begin_step(step + 1)
     for log_file in (writer, sample_log):
         if log_file is not None:
             log_file.close()

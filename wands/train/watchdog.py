@@ -1,17 +1,21 @@
-"""Watch a training process from a thread: its launcher and its signals."""
+"""Watch a training process from a thread: its launcher, its signals and its progress."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import re
 import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from wands.errors import WandsError, one_line
 from wands.texts import safe_lines
 from wands.train.launcher import Ancestor
 
@@ -19,7 +23,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ONE_REQUEST = 2.0
 """Seconds in which several signals count as one. Ctrl-C reaches a worker from the terminal and from the launcher."""
 
+STEP_FACTOR, STEP_FLOOR = 10.0, 300.0
+"""A step may take this many times as long as the longest of the last 50 steps, and always this many seconds."""
+
 _TICK = 1.0
+_HANG_WAIT, _LOSS_WAIT = 15.0, 3.0
+"""Seconds to wait for the answers of other ranks. After a lost connection, launchers soon kill the ranks that are left."""
 
 
 class Watchdog:
@@ -29,6 +38,9 @@ class Watchdog:
     `stop_requested`, and the training loop saves a checkpoint and stops. Before the first step, there is nothing to save
     and the process exits at once. A second SIGINT, later than `ONE_REQUEST`, also exits at once. The thread can do both
     while the main thread waits for other ranks. A signal that was ignored at the start stays ignored.
+
+    If a step does not end in time, or the connection to another rank breaks, the ranks write their stacks and the process
+    ends with one message that names the ranks that do not answer.
 
     Args:
         launcher: processes from the parent of this process to its launcher. See `find_launcher`.
@@ -42,10 +54,15 @@ class Watchdog:
         self.stop_requested = False
         self.saved: Path | None = None
         self._launcher = launcher
-        self._has_trained = False
         self._first_signal: float | None = None
         self._handlers: dict[signal.Signals, Any] = {}
         self._main, self._pipe = socket.socketpair()
+        self._folder: Path | None = None
+        self._step_timeout: float | None = None
+        self._timeout = float("inf")
+        self._allowed: tuple[str, float] = "the start", float("inf")
+        self._durations: deque[float] = deque(maxlen=50)
+        self._is_ending = False
 
     def __enter__(self) -> Watchdog:
         # Python runs handlers only between the operations of the main thread, but writes to this socket at once.
@@ -59,20 +76,66 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._previous)
-        self._main.close()
-        self._thread.join()
-        self._pipe.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._is_ending:  # the other ranks may end first
+            self._thread.join()
+        work, _ = self._allowed
+        self._allow("the end", float("inf"))
+        try:
+            self._raise_lost_connection(error, work)
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._previous)
+            self._main.close()
+            self._thread.join()
+            self._pipe.close()
 
-    def end_step(self) -> None:
-        """Note that a step has ended: from now on, a checkpoint is saved before the run stops."""
-        self._has_trained = True
+    def watch_run(self, output_dir: Path, step_timeout: float | None, timeout: float) -> None:
+        """Begin to limit the time of the run.
+
+        Args:
+            output_dir: run folder.
+            step_timeout: seconds that a step may take. None: a limit from the last steps.
+            timeout: seconds for all other work: the start including the first step, and checks and checkpoints.
+        """
+        self._folder = output_dir / "stacks"
+        self._step_timeout, self._timeout = step_timeout, timeout
+        answer_file(self._folder, int(os.environ.get("RANK", "0"))).unlink(
+            missing_ok=True
+        )  # of an earlier run
+        self._allow("the start", self._timeout)
+
+    def begin_step(self, step: int) -> None:
+        """Limit the time of a step. The first step belongs to the start.
+
+        Args:
+            step: number of the step in messages.
+        """
+        limit = max(STEP_FACTOR * max(self._durations), STEP_FLOOR)
+        self._allow(f"step {step}", self._step_timeout or limit)
+
+    def end_step(self, step: int, seconds: float) -> None:
+        """Note that a step has ended: from now on, a checkpoint is saved before the run stops.
+
+        Args:
+            step: number of the step in messages.
+            seconds: duration of the step.
+        """
+        self._durations.append(seconds)
+        self._allow(f"the work after step {step}", self._timeout)
+
+    def _allow(self, work: str, limit: float) -> None:
+        self._allowed = (work, limit)  # a new tuple, also if its values are equal
 
     def _watch(self) -> None:
+        last, allowed, elapsed = time.monotonic(), self._allowed, 0.0
         while True:
+            # Only time in which this process runs counts: a job that was suspended as a whole continues.
+            last, passed = time.monotonic(), min(time.monotonic() - last, 2 * _TICK)
+            allowed, elapsed = self._allowed, elapsed + passed if allowed is self._allowed else 0.0
+            if elapsed > allowed[1]:
+                self._end_hang(*allowed)
             try:
                 numbers = self._pipe.recv(64)
             except TimeoutError:
@@ -85,42 +148,69 @@ class Watchdog:
             for number in set(numbers) & set(self._handlers):
                 self._receive(signal.Signals(number))
 
+    def _end_hang(self, work: str, limit: float) -> NoReturn:
+        from wands.train.roll_call import call_roll, dump_collectives
+
+        self._is_ending = True
+        faulthandler.dump_traceback_later(60 + _HANG_WAIT, exit=True)  # the run folder may hang too
+        assert self._folder is not None
+        text, is_lowest = call_roll(self._folder, _HANG_WAIT)
+        key = "train.step_timeout" if work.startswith("step") else "DEEPSPEED_TIMEOUT (environment, minutes)"
+        if is_lowest:
+            ending = f"Continue the run with --resume; if more time is needed, raise {key}."
+            _print(f"{work} did not end within {limit:.0f} s: {text}. {ending}", all_ranks=True)
+        dump_collectives(self._folder)
+        os._exit(2)
+
+    def _raise_lost_connection(self, error: BaseException | None, work: str) -> None:
+        # gloo raises a plain RuntimeError, whose text contains the path of gloo's source file.
+        if not isinstance(error, RuntimeError) or not re.search("gloo|^Dist", repr(error)):
+            return
+        from wands.train.roll_call import call_roll
+
+        reason = re.sub(r"\[\S*/gloo/\S*\] ", "", one_line(error)).partition(". ")[0]
+        text = "check MASTER_ADDR and MASTER_PORT"
+        if self._folder is not None:
+            text, _ = call_roll(self._folder, _LOSS_WAIT, error)
+        raise WandsError(
+            f"{work}: the connection to another rank failed ({reason}): {text}. Read the last lines of the other ranks, then "
+            "continue with --resume."
+        ) from error
+
     def _receive(self, number: signal.Signals) -> None:
-        now = time.monotonic()
         if self._first_signal is None:
-            self._first_signal = now
-        elif number is signal.SIGINT and now - self._first_signal > ONE_REQUEST:
+            self._first_signal = time.monotonic()
+        elif number is signal.SIGINT and time.monotonic() - self._first_signal > ONE_REQUEST:
             self._exit(f"stopped at once by a second SIGINT; {self._remains()}", 128 + number)
         if not self.stop_requested:
             self._stop(f"{number.name} received", 128 + number)
 
     def _stop(self, reason: str, exit_code: int) -> None:
-        if not self._has_trained:
+        if not self._durations:
             self._exit(f"{reason} before the end of the first step; there is nothing new to save.", exit_code)
         self.stop_requested = True
         limit = ""
         if self._launcher and self._first_signal is not None:
-            name = self._launcher[-1].name
-            limit = (
-                f" {name} may kill the run after 30 s; if the save has not ended by then, {self._remains()}"
-            )
+            limit = f" {self._launcher[-1].name} may kill the run after 30 s"
+            limit += f"; if the save has not ended by then, {self._remains()}"
         _print(f"{reason}; saving a checkpoint after this step, then stopping.{limit}")
 
     def _remains(self) -> str:
-        return (
-            f"{self.saved} remains, and --resume continues from it."
-            if self.saved
-            else "no checkpoint remains."
-        )
+        text = f"{self.saved} remains, and --resume continues from it."
+        return text if self.saved else "no checkpoint remains."
 
     def _exit(self, message: str, exit_code: int) -> NoReturn:
         _print(message)
         os._exit(exit_code)
 
 
-def _print(message: str) -> None:
-    """Write a line to stderr on the first rank of a node. Other ranks receive the same signals."""
-    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
-        return
-    with contextlib.suppress(OSError):  # the terminal was closed
-        os.write(2, f"{safe_lines(f'wands: {message}')}\n".encode())
+def answer_file(folder: Path, rank: int) -> Path:
+    """Return the file in which a rank writes its stacks, so that the other ranks see that this rank answers."""
+    return folder / f"rank-{rank}.txt"
+
+
+def _print(message: str, *, all_ranks: bool = False) -> None:
+    """Write a line to stderr, by default only on the first rank of a node: other ranks receive the same signals."""
+    if all_ranks or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+        with contextlib.suppress(OSError):  # the terminal was closed
+            os.write(2, f"{safe_lines(f'wands: {message}')}\n".encode())

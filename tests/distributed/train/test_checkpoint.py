@@ -213,7 +213,10 @@ def run_until(number: int, model: Path, out: Path, overrides: tuple[str, ...]) -
     return run_training(model, out, overrides, ZERO2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_a_signal_to_one_worker_saves_and_stops_all(number: int, tiny_pipeline: Path, tmp_path: Path, worlds):
     rows = worlds[2].run(run_until, number, tiny_pipeline, tmp_path, ("train.max_steps=500",))[0]
     assert 2 <= len(rows) < 500

@@ -51,11 +51,10 @@ def ancestors_in(tmp_path: Path):
     [
         ("deepspeed $LAUNCH $WORKER", ["deepspeed.launcher.launch", "deepspeed"]),
         ("$LAUNCH $WORKER", ["deepspeed.launcher.launch"]),  # on the nodes that deepspeed reaches over ssh
-        ("setsid nohup torchrun $WORKER", ["torchrun"]),
+        pytest.param("setsid nohup torchrun $WORKER", ["torchrun"], marks=pytest.mark.slow),
         ("torchrun bash -c '$WORKER; true'", ["bash", "torchrun"]),
-        ("torchrun $WORKER", ["torchrun"]),
         ("$WORKER", []),
-        ("trainer $WORKER", []),
+        pytest.param("trainer $WORKER", [], marks=pytest.mark.slow),
         ("bash -c '$WORKER; true' torchrun", []),
     ],
 )

@@ -28,7 +28,7 @@ def wait_for_stop(watchdog: Watchdog) -> None:
 def test_a_signal_requests_a_stop(number: signal.Signals, capfd: pytest.CaptureFixture[str]):
     before = [signal.getsignal(number) for number in SIGNALS]
     with Watchdog() as watchdog:
-        watchdog.end_step()
+        watchdog.end_step(1, 0.1)
         assert not watchdog.stop_requested
         os.kill(os.getpid(), number)
         wait_for_stop(watchdog)
@@ -42,7 +42,7 @@ def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Watchdog() as watchdog:
-            watchdog.end_step()
+            watchdog.end_step(1, 0.1)
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.2)
             assert not watchdog.stop_requested
@@ -55,7 +55,7 @@ def test_a_launcher_that_ends_requests_a_stop(monkeypatch: pytest.MonkeyPatch, c
     child = subprocess.Popen(["sleep", "60"])
     start = int(Path(f"/proc/{child.pid}/stat").read_text().split()[21])
     with Watchdog([Ancestor(child.pid, start, "torchrun")]) as watchdog:
-        watchdog.end_step()
+        watchdog.end_step(1, 0.1)
         time.sleep(0.2)
         assert not watchdog.stop_requested
         child.kill()
@@ -70,7 +70,7 @@ import ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from wands.train import watchdog as module
 from wands.train.launcher import Ancestor
-module._TICK, module.ONE_REQUEST = 0.05, 0.5
+module._TICK, module.ONE_REQUEST = 0.05, 0.3
 
 def send(number, delay=0.0):
     threading.Timer(delay, os.kill, (os.getpid(), number)).start()
@@ -89,13 +89,13 @@ def test_a_second_ctrl_c_leaves_at_once():
     """Signals of one moment count once. The main thread waits for other ranks all the time."""
     done = run_alone("""
 with module.Watchdog() as watchdog:
-    watchdog.end_step()
+    watchdog.end_step(1, 0.1)
     watchdog.saved = Path("run/checkpoints/step_00000500")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
         send(number)
-    time.sleep(0.2)
-    send(signal.SIGTERM, 0.7)  # a launcher repeats this signal
-    send(signal.SIGINT, 1.0)
+    time.sleep(0.1)
+    send(signal.SIGTERM, 0.4)  # a launcher repeats this signal
+    send(signal.SIGINT, 0.5)
     block()
 """)
     assert done.returncode == 128 + signal.SIGINT
@@ -129,7 +129,7 @@ def test_the_message_names_what_remains_if_the_launcher_kills_the_run():
     done = run_alone("""
 status = Path(f"/proc/{os.getpid()}/stat").read_text().split()
 with module.Watchdog([Ancestor(os.getpid(), int(status[21]), "deepspeed")]) as watchdog:
-    watchdog.end_step()
+    watchdog.end_step(1, 0.1)
     watchdog.saved = Path("run/checkpoints/step_00000500")
     send(signal.SIGINT)
     while not watchdog.stop_requested:
@@ -139,11 +139,12 @@ with module.Watchdog([Ancestor(os.getpid(), int(status[21]), "deepspeed")]) as w
     assert sentence in done.stderr
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_does_not_end_the_thread():
     done = run_alone("""
 os.close(2)
 with module.Watchdog() as watchdog:
-    watchdog.end_step()
+    watchdog.end_step(1, 0.1)
     send(signal.SIGHUP)
     while not watchdog.stop_requested:
         time.sleep(0.01)
@@ -151,3 +152,36 @@ with module.Watchdog() as watchdog:
     block()
 """)
     assert done.returncode == 128 + signal.SIGINT
+
+
+def test_the_limit_of_a_step_follows_the_last_steps(tmp_path: Path):
+    watchdog, hour = Watchdog(), 3600.0
+    watchdog.watch_run(tmp_path, None, hour)
+    assert watchdog._allowed == ("the start", 3600.0)
+    for seconds, limit in ((2.0, 300.0), (100.0, 1000.0), (50.0, 1000.0)):
+        watchdog.end_step(7, seconds)
+        assert watchdog._allowed == ("the work after step 7", 3600.0)
+        watchdog.begin_step(8)
+        assert watchdog._allowed == ("step 8", limit)
+    for _ in range(50):
+        watchdog.end_step(7, 40.0)
+    watchdog.begin_step(8)
+    assert watchdog._allowed == ("step 8", 400.0)
+    watchdog.watch_run(tmp_path, 20.0, hour)
+    watchdog.begin_step(8)
+    assert watchdog._allowed == ("step 8", 20.0)
+
+
+def test_a_job_that_was_suspended_as_a_whole_continues():
+    """Ctrl-Z, or a scheduler: the time in which this process does not run counts for no limit."""
+    done = run_alone("""
+import subprocess
+with module.Watchdog() as watchdog:
+    watchdog._end_hang = lambda *allowed: os._exit(9)
+    watchdog._allow("step 2", 0.5)
+    subprocess.Popen(["bash", "-c", f"kill -STOP {os.getpid()}; sleep 0.8; kill -CONT {os.getpid()}"])
+    time.sleep(1.0)
+    watchdog._allow("step 3", 0.3)
+    block()
+""")
+    assert done.returncode == 9  # of step 3

@@ -1,0 +1,73 @@
+"""Find the ranks that do not answer, after a step that does not end or a connection that breaks.
+
+Each rank writes its Python stacks to a file in the run folder, waits, and reads which other ranks have written. This works
+when the network is down and when a process is stopped, and costs nothing in a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from wands.distributed.consistency import group_ranks, name_ranks
+from wands.train.watchdog import answer_file
+
+
+def call_roll(folder: Path, seconds: float, error: BaseException | None = None) -> tuple[str, bool]:
+    """Write where this rank is, wait for the answers of the other ranks, and return a text about all ranks.
+
+    Args:
+        folder: folder of the answers, which all ranks see.
+        seconds: time to wait for answers.
+        error: exception that has ended the training of this rank; None if the main thread still runs.
+
+    Returns:
+        (the text, whether this rank is the lowest that answered).
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    files = [answer_file(folder, number) for number in range(world_size)]
+    with contextlib.suppress(OSError):  # the disk may be full
+        folder.mkdir(parents=True, exist_ok=True)
+        with files[rank].open("w", encoding="utf-8") as file:
+            file.write(f"{_place(error)}\n\n")
+            file.writelines(traceback.format_exception(error) if error else ())
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+    time.sleep(seconds)
+    answers = [file.read_text("utf-8").partition("\n")[0] if file.exists() else "" for file in files]
+    groups = {answers[ranks[0]]: name_ranks(ranks) for ranks in group_ranks(answers)}
+    missing = groups.pop("", None)  # the cause: named first
+    clauses = [f"no answer within {seconds:.0f} s from {missing}"] if missing else []
+    clauses += [f"{ranks} in {place}" for place, ranks in groups.items()]
+    text = f"{'; '.join(clauses)}. The stacks are in {folder}"
+    return text, not any(answers[:rank])
+
+
+def dump_collectives(folder: Path) -> None:
+    """Write the last collective operations of this rank, as PyTorch's flight recorder has stored them."""
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # with NCCL; other backends
+        with contextlib.suppress(AttributeError, OSError, RuntimeError):
+            file = answer_file(folder, int(os.environ.get("RANK", "0"))).with_suffix(".collectives.json")
+            file.write_bytes(getattr(torch._C._distributed_c10d, name)())
+            return
+
+
+def _place(error: BaseException | None) -> str:
+    """Return the innermost function of wands in which the main thread is, or in which an exception was raised."""
+    if error is None:
+        frames = list(traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0]))
+    else:
+        frames = list(traceback.walk_tb(error.__traceback__))[::-1]
+    for frame, line in frames:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("wands."):
+            return f"{frame.f_code.co_name} (line {line} of {name})"
+    return "code outside wands"
