@@ -142,6 +142,8 @@ ATTACKS = {
     "KILL of deepspeed's child": ("deepspeed", kill(MIDDLE)),
     "TERM of deepspeed": ("deepspeed", kill(RUNNER, number=signal.SIGTERM)),
     "INT of deepspeed": ("deepspeed", kill(RUNNER, number=signal.SIGINT)),
+    "TERM of deepspeed's child": ("deepspeed", kill(MIDDLE, number=signal.SIGTERM)),
+    "TERM of a worker": ("deepspeed", lambda job: os.kill(job.worker(1), signal.SIGTERM)),
     "HUP of deepspeed": ("deepspeed", kill(RUNNER, number=signal.SIGHUP)),
     "KILL of torchrun": ("torchrun", kill(TORCHRUN)),
     "TERM of torchrun": ("torchrun", kill(TORCHRUN, number=signal.SIGTERM)),
@@ -155,6 +157,23 @@ ATTACKS = {
 
 
 @pytest.mark.kill
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_no_orphans_of_a_launcher_that_was_killed_in_the_start(
+    launcher: str, tiny_pipeline: Path, tmp_path: Path
+):
+    """At moments from the first process to the first step."""
+    for moment in (0.5, 2.0, 4.0, 6.0, 9.0):
+        job = Job(launcher, tiny_pipeline, tmp_path / f"run-{moment}", 100_000)
+        try:
+            job.wait_for(job.processes)
+            time.sleep(moment)
+            kill(RUNNER, TORCHRUN)(job)
+            job.wait_for(lambda job=job: not job.processes(), seconds=60)
+        finally:
+            job.close()
+
+
+@pytest.mark.kill
 def test_a_save_that_the_launcher_kills_leaves_the_older_step(start: Callable[..., Job]):
     """A worker that is stopped, so that no save ends, and Ctrl-C: after 30 s, deepspeed kills the workers."""
     job = start("deepspeed", 100_000, "checkpoint.every=2")
@@ -164,7 +183,7 @@ def test_a_save_that_the_launcher_kills_leaves_the_older_step(start: Callable[..
     job.wait_for(lambda: "SIGINT received" in job.output(), seconds=5)
     assert job.wait_for(lambda: not job.processes(), seconds=90) > 25
     latest = find_checkpoint(job.run)[0]
-    assert f"if the save has not ended by then, {latest} remains" in job.output()
+    assert f"may kill the run after 30 s; then {latest} remains" in job.output()
 
 
 @pytest.mark.kill

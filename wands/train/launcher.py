@@ -56,6 +56,9 @@ def find_launcher() -> tuple[Ancestor, ...]:
         elif length:
             break
         pid = parent
+    # `deepspeed` was killed while its child imported, before there were workers: process 1 has adopted the child.
+    if pid == 1 and length and ancestors[length - 1].name == "deepspeed.launcher.launch":
+        return (*ancestors[:length], Ancestor(0, 0, "deepspeed"))
     return tuple(ancestors[:length])
 
 

@@ -141,7 +141,7 @@ class Watchdog:
             except TimeoutError:
                 gone = next((ancestor for ancestor in self._launcher if ancestor.is_gone()), None)
                 if gone is not None and not self.stop_requested:
-                    self._stop(f"the launcher {gone.name} (process {gone.pid}) has ended", 1)
+                    self._stop(f"the launcher {gone.name} has ended", 1)
                 continue
             if not numbers:  # closed by __exit__
                 return
@@ -181,27 +181,24 @@ class Watchdog:
         if self._first_signal is None:
             self._first_signal = time.monotonic()
         elif number is signal.SIGINT and time.monotonic() - self._first_signal > ONE_REQUEST:
-            self._exit(f"stopped at once by a second SIGINT; {self._remains()}", 128 + number)
+            _print(f"stopped at once by a second SIGINT; {self._remains()}")
+            os._exit(128 + number)
         if not self.stop_requested:
             self._stop(f"{number.name} received", 128 + number)
 
     def _stop(self, reason: str, exit_code: int) -> None:
         if not self._durations:
-            self._exit(f"{reason} before the end of the first step; there is nothing new to save.", exit_code)
+            _print(f"{reason} before the end of the first step; there is nothing new to save.")
+            os._exit(exit_code)
         self.stop_requested = True
         limit = ""
         if self._launcher and self._first_signal is not None:
-            limit = f" {self._launcher[-1].name} may kill the run after 30 s"
-            limit += f"; if the save has not ended by then, {self._remains()}"
+            limit = f" {self._launcher[-1].name} may kill the run after 30 s; then {self._remains()}"
         _print(f"{reason}; saving a checkpoint after this step, then stopping.{limit}")
 
     def _remains(self) -> str:
         text = f"{self.saved} remains, and --resume continues from it."
         return text if self.saved else "no checkpoint remains."
-
-    def _exit(self, message: str, exit_code: int) -> NoReturn:
-        _print(message)
-        os._exit(exit_code)
 
 
 def answer_file(folder: Path, rank: int) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from wands.train import launcher
 from wands.train.launcher import Ancestor, _read_status, find_launcher
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -83,6 +84,29 @@ def test_a_number_that_another_process_has_taken_is_gone():
     assert parent == os.getppid()
     assert not Ancestor(os.getpid(), start, "").is_gone()
     assert Ancestor(os.getpid(), start - 1, "").is_gone()
+
+
+@pytest.mark.parametrize(
+    ("names", "is_gone"),
+    [
+        (["deepspeed.launcher.launch", "init"], True),
+        (["deepspeed.launcher.launch", "deepspeed", "init"], False),
+        (["deepspeed.launcher.launch", "deepspeed"], False),  # deepspeed is process 1 of a container
+        (["deepspeed.launcher.launch", "sshd", "init"], False),
+        (["torchrun", "init"], False),
+    ],
+)
+def test_deepspeed_was_killed_before_there_were_workers(
+    names: list[str], is_gone: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """KILL of `deepspeed` in the seconds in which its child imports; the child then starts the workers."""
+    processes = dict(zip(range(len(names), 0, -1), names, strict=True))  # number -> name, down to process 1
+    read = {pid: (pid - 1, 7) for pid in processes}.get
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(os, "getppid", lambda: len(names))
+    monkeypatch.setattr(launcher, "_read_status", read)
+    monkeypatch.setattr(launcher, "_program", processes.__getitem__)
+    assert any(ancestor.is_gone() for ancestor in find_launcher()) == is_gone
 
 
 def test_no_process_below_the_first_one(monkeypatch: pytest.MonkeyPatch):

@@ -61,7 +61,7 @@ def test_a_launcher_that_ends_requests_a_stop(monkeypatch: pytest.MonkeyPatch, c
         child.kill()
         wait_for_stop(watchdog)
         child.wait()
-    assert f"the launcher torchrun (process {child.pid}) has ended; saving" in capfd.readouterr().err
+    assert "the launcher torchrun has ended; saving" in capfd.readouterr().err
 
 
 def run_alone(code: str) -> subprocess.CompletedProcess[str]:
@@ -111,7 +111,7 @@ with module.Watchdog() as watchdog:
     ("attack", "code", "reason"),
     [
         ("send(signal.SIGHUP)", 128 + signal.SIGHUP, "SIGHUP received"),
-        ("launcher.append(Ancestor(1, 0, 'torchrun'))", 1, "the launcher torchrun (process 1) has ended"),
+        ("launcher.append(Ancestor(1, 0, 'torchrun'))", 1, "the launcher torchrun has ended"),
     ],
 )
 def test_before_the_first_step_there_is_nothing_to_save(attack: str, code: int, reason: str):
@@ -135,7 +135,7 @@ with module.Watchdog([Ancestor(os.getpid(), int(status[21]), "deepspeed")]) as w
     while not watchdog.stop_requested:
         time.sleep(0.01)
 """)
-    sentence = "deepspeed may kill the run after 30 s; if the save has not ended by then, run/checkpoints/step_00000500 remains"
+    sentence = "deepspeed may kill the run after 30 s; then run/checkpoints/step_00000500 remains"
     assert sentence in done.stderr
 
 
