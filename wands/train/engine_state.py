@@ -163,8 +163,9 @@ def load_engine(engine: Any, file: Any, values: Mapping[str, Any], label: str) -
             for key in set(keys[fragment.name]) - {MASTER}:
                 value = file.get_tensor(f"{fragment.name}/{key}")
                 flat = flats[fragment.flat]
-                whole = state[fragment.flat].setdefault(key, torch.zeros(flat.shape, dtype=value.dtype))
-                _cut(whole, fragment).copy_(value)
+                if key not in state[fragment.flat]:
+                    state[fragment.flat][key] = torch.zeros(flat.shape, dtype=value.dtype)
+                _cut(state[fragment.flat][key], fragment).copy_(value)
         for number in state:
             state[number] |= {
                 key: file.get_tensor(f"flat.{number}/{key}") for key in keys.get(f"flat.{number}", ())

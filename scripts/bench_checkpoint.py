@@ -1,0 +1,171 @@
+"""Measure how long a checkpoint takes to save and load, compared with DeepSpeed's pickles, in one run.
+
+    torchrun --nproc-per-node 2 scripts/bench_checkpoint.py                     # some 200 million parameters on a CPU
+    torchrun --nproc-per-node 8 scripts/bench_checkpoint.py --layers 30 --stage 3
+
+wands          each rank writes its part as safetensors, and hashes it while it is written
+no hash        the same without the hash
+DeepSpeed      engine.save_checkpoint and engine.load_checkpoint, as earlier versions of wands did
+
+All files are synced to the disk, and loading reads them from the page cache. Loading with wands includes the comparison of
+the hashes. The variants alternate (a, b, c, a, b, c, ...), so that a busy machine slows down all three. A ratio is the median
+over rounds of the ratio within one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from wands.distributed.bootstrap import init_process_group
+from wands.files import sync
+from wands.model.files import tensor_files
+from wands.model.files.tensor_files import hash_file, write_safetensors
+from wands.train.engine_state import engine_tensors, load_engine
+
+
+def build_engine(layers: int, width: int, stage: int, device: torch.device) -> Any:
+    """Build an engine with AdamW states: a stack of square linear layers, after one step."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    loss = engine(torch.randn(4, width, device=device)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return engine
+
+
+def save_wands(engine: Any, folder: Path, rank: int, stage: int) -> None:
+    if rank == 0 or stage:
+        tensors, values = engine_tensors(engine)
+        write_safetensors(folder / f"state_{rank}.safetensors", tensors, {"state": json.dumps(values)})
+
+
+def load_wands(engine: Any, folder: Path, rank: int, stage: int) -> None:
+    path = folder / f"state_{rank if stage else 0}.safetensors"
+    hash_file(path)
+    with safe_open(path, framework="pt") as file:
+        load_engine(engine, file, json.loads(file.metadata()["state"]), "bench")
+
+
+def timed(action: Callable[[], Any], folder: Path, rank: int, synced: bool) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        action()
+    dist.barrier()
+    if synced and rank == 0:
+        for path in folder.rglob("*"):
+            sync(path)
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def measure(
+    engine: Any, root: Path, rank: int, stage: int, rounds: int
+) -> dict[str, list[tuple[float, float, int]]]:
+    """Return (seconds to save, seconds to load, bytes) of each round by variant."""
+
+    class NoHash:
+        def update(self, data: Any) -> None:
+            pass
+
+        def hexdigest(self) -> str:
+            return ""
+
+    def save_unhashed(folder: Path) -> None:
+        with mock.patch.object(tensor_files, "xxhash", SimpleNamespace(xxh3_128=NoHash)):
+            save_wands(engine, folder, rank, stage)
+
+    variants: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
+        "wands": (
+            lambda folder: save_wands(engine, folder, rank, stage),
+            lambda folder: load_wands(engine, folder, rank, stage),
+        ),
+        "no hash": (save_unhashed, lambda folder: None),
+        "DeepSpeed": (
+            lambda folder: engine.save_checkpoint(str(folder), tag="step", save_latest=False),
+            lambda folder: engine.load_checkpoint(str(folder), tag="step"),
+        ),
+    }
+    results: dict[str, list[tuple[float, float, int]]] = {name: [] for name in variants}
+    for number in range(rounds + 1):
+        for name, (save, load) in variants.items():
+            folder = root / name
+            if rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            saved = timed(lambda save=save, folder=folder: save(folder), folder, rank, True)  # type: ignore[misc]
+            loaded = timed(lambda load=load, folder=folder: load(folder), folder, rank, False)  # type: ignore[misc]
+            num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            if number:  # the first round is a warm-up
+                results[name].append((saved, loaded, num_bytes))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=48, help="number of linear layers")
+    parser.add_argument("--width", type=int, default=2048, help="rows and columns of each layer")
+    parser.add_argument("--stage", type=int, nargs="+", default=[0, 2, 3], help="ZeRO stages")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds")
+    parser.add_argument(
+        "--out", type=Path, help="folder on the disk to measure [default: a temporary folder]"
+    )
+    args = parser.parse_args()
+    logging.disable(logging.INFO)
+    rank, world_size, device = init_process_group()
+    names: list[Any] = [tempfile.mkdtemp(dir=args.out)] if rank == 0 else [None]
+    dist.broadcast_object_list(names)
+    root = Path(names[0])
+    if rank == 0:
+        print(f"torch {torch.__version__}, {world_size} processes, {args.layers} x {args.width}^2 parameters")
+        print(f"{'ZeRO':>4}  {'variant':<10} {'GB':>6} {'save s':>7} {'ratio':>6} {'load s':>7} {'ratio':>6}")
+    for stage in args.stage:
+        engine = build_engine(args.layers, args.width, stage, device)
+        results = measure(engine, root, rank, stage, args.rounds)
+        engine.destroy()
+        if rank == 0:
+            for name, rows in results.items():
+                saves, loads, sizes = zip(*rows, strict=True)
+                others = results["DeepSpeed"]
+                ratios = [
+                    statistics.median(row[i] / other[i] for row, other in zip(rows, others, strict=True))
+                    for i in (0, 1)
+                ]
+                loaded = f"{statistics.median(loads):7.2f} {ratios[1]:6.2f}" if name != "no hash" else ""
+                print(
+                    f"{stage:>4}  {name:<10} {sizes[0] / 1e9:6.2f} {statistics.median(saves):7.2f} {ratios[0]:6.2f} {loaded}"
+                )
+    if rank == 0:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
