@@ -21,13 +21,22 @@ find_python() {
   return 1
 }
 
+# Whether a Python finds the wands of this checkout, and not the one of another checkout with the same environment.
+has_this_wands() {
+  [ "$(cd / && "$1" -c 'import wands; print(wands.__path__[0])' 2>/dev/null)" -ef "$ROOT/wands" ]
+}
+
 stamp="$(cat "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt" | cksum | cut -d' ' -f1)"
 if [ "$VENV" = none ]; then
   for needed in python wands deepspeed; do
     command -v "$needed" >/dev/null || { echo "WANDS_VENV=none: no $needed on the PATH; pip install -e '$ROOT[$extra]' first" >&2; exit 2; }
   done
+  if ! has_this_wands python; then
+    echo "WANDS_VENV=none: python does not import the wands of this checkout; pip install -e '$ROOT[$extra]' first" >&2
+    exit 2
+  fi
 else
-  if [ ! -x "$VENV/bin/wands" ] || [ "$(cat "$VENV/.wands-$extra" 2>/dev/null)" != "$stamp" ]; then
+  if [ "$(cat "$VENV/.wands-$extra" 2>/dev/null)" != "$stamp" ] || ! has_this_wands "$VENV/bin/python"; then
     say "set-up: packages into ${VENV#"$ROOT"/} (once)"
     if [ ! -x "$VENV/bin/python" ]; then
       "$(find_python)" -m venv "$VENV"

@@ -73,6 +73,7 @@ def test_loss_compare_accepts_packing_and_refuses_another_seed(
 # A Python that finds so many GPUs and fails at some scripts.
 PYTHON = """#!/bin/sh
 case "$*" in
+  *"import wands"*) echo "{root}/wands" ;;
   *device_count*) echo {gpus} ;;
   *get_device_name*) echo "NVIDIA Test" ;;
   *"{failing}"*) echo no; exit 3 ;;
@@ -83,7 +84,7 @@ esac
 
 def run_gpu(folder: Path, gpus: int, failing: str = "nothing") -> subprocess.CompletedProcess[str]:
     for name in ("python", "wands", "deepspeed", "nvidia-smi"):
-        (folder / name).write_text(PYTHON.format(gpus=gpus, failing=failing))
+        (folder / name).write_text(PYTHON.format(gpus=gpus, failing=failing, root=ROOT))
         (folder / name).chmod(0o755)
     environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
     environment |= {"PATH": f"{folder}:/usr/bin:/bin", "WANDS_VENV": "none"}
@@ -123,3 +124,33 @@ def test_setup_takes_only_a_whole_environment(tmp_path: Path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "on the PATH; pip install -e" in done.stderr
+
+
+def set_up(folder: Path, venv: str, found: Path) -> subprocess.CompletedProcess[str]:
+    """Source setup.sh with an environment whose Python imports the wands in the folder `found`."""
+    programs = folder / "venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "wands", "deepspeed"):
+        text = PYTHON.format(gpus=0, failing="nothing", root=found)
+        (programs / name).write_text(text.replace("ran", "$0 ran"))
+        (programs / name).chmod(0o755)
+    command = f"source {ROOT}/scripts/setup.sh dev"
+    stamp = f"cat {ROOT}/pyproject.toml {ROOT}/scripts/constraints.txt | cksum | cut -d' ' -f1 > {folder}/venv/.wands-dev"
+    subprocess.run(["bash", "-c", stamp], check=True)
+    environment = {**os.environ, "PATH": f"{programs}:/usr/bin:/bin", "WANDS_VENV": venv}
+    return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
+
+
+def test_the_wands_of_another_checkout_is_not_used(tmp_path: Path):
+    """An environment that two checkouts share imports the one that was installed last."""
+    other = tmp_path / "other"
+    (other / "wands").mkdir(parents=True)
+    for number, (found, installs) in enumerate(((ROOT, False), (other, True))):
+        folder = tmp_path / str(number)
+        done = set_up(folder, str(folder / "venv"), found)
+        assert done.returncode == 0, done.stderr
+        assert (f"-e {ROOT}[dev]" in done.stdout) == installs
+    refused = set_up(tmp_path / "none", "none", other)
+    assert refused.returncode == 2
+    assert "does not import the wands of this checkout; pip install -e" in refused.stderr
+    assert set_up(tmp_path / "right", "none", ROOT).returncode == 0
