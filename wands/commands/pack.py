@@ -118,8 +118,8 @@ def _step_line(run: TrainingRun, step: int, mean_cost: float) -> dict[str, Any]:
         "step": step,
         "num_samples": plan.num_samples,
         "num_tokens": plan.num_tokens,
-        "fill": round(plan.num_tokens / (sampler.max_tokens * sum(map(bool, plan.bins))), 4),
-        "efficiency": round(sum(costs) / len(costs) / max(costs), 4),
+        "fill": round(plan.num_tokens / (sampler.max_tokens * max(1, sum(map(bool, plan.bins)))), 4),
+        "efficiency": round(sum(costs) / len(costs) / (max(costs) or 1), 4),
         "bins": [
             {
                 "keys": [sampler.keys[i] for i in bin],

@@ -5,10 +5,11 @@ The docstring of a key is its description in `wands config` and in the reference
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from wands.config.base import StrictModel
 
@@ -234,6 +235,14 @@ class SourceConfig(StrictModel):
     epoch uses each sample once and half of the samples a second time. The next epoch repeats the other half."""
 
 
+def _read_keys(value: Any) -> Any:
+    try:
+        text = Path(value).read_text("utf-8", "surrogateescape") if isinstance(value, str) else ""
+    except OSError as error:
+        raise ValueError(f"the file cannot be read ({error.strerror})") from None
+    return list(filter(str.strip, text.splitlines())) if isinstance(value, str) else value
+
+
 class DataConfig(StrictModel):
     """Training data. Set exactly one of `cache`, `sources` and `mock`."""
 
@@ -250,6 +259,10 @@ class DataConfig(StrictModel):
     split: Literal["train", "holdout", "all"] = "train"
     """Choose the clips to use. `data.holdout` sets how many clips are held out from training. The value `train` uses all
     other clips, the value `holdout` uses only the held-out clips, and the value `all` uses both."""
+    exclude: Annotated[list[str], BeforeValidator(_read_keys)] = Field(default_factory=list)
+    """Exclude these samples from training: a list of sample keys, or the path of a text file with one key per line. The
+    key may change when a run is resumed. The plan of the steps does not change: an excluded sample leaves a gap in its bin.
+    A step whose samples are all excluded is counted, but changes no weight."""
     mock: MockConfig | None = None
     """Leave this section unset if you use `cache` or `sources`."""
     verify: bool = True
@@ -409,6 +422,17 @@ class TrainConfig(StrictModel):
     log_every: int = Field(default=1, gt=0)
     """Number of optimizer steps between two lines on the terminal. TensorBoard and metrics.jsonl always contain every
     step."""
+    on_bad_step: Literal["stop", "skip"] = "stop"
+    """Choose what happens at a bad step. With `stop`, a loss or a gradient norm that is not finite ends the run. With
+    `skip`, all ranks discard the update if the loss or the gradient norm is not finite or is a spike. The file
+    `events.jsonl` in the run folder then names the clips. A skipped update changes no weight, no optimizer state and no
+    moving average, but the learning rate schedule counts the step. Two experts are judged separately."""
+    max_bad_steps: int = Field(default=10, ge=0)
+    """Largest number of updates that `on_bad_step: skip` may skip in the whole run. The next bad update ends the run.
+    Raise this number to continue such a run."""
+    spike_zscore: float = Field(default=6.0, gt=0)
+    """Robust z-score above which `on_bad_step: skip` takes a loss or a gradient norm for a spike. The score compares the
+    logarithm of the value with the last 128 updates. The first 20 updates are not judged."""
     log_samples: bool = False
     """Write the loss and sigma (noise level) of every clip to the files samples-rank*.jsonl. Use this key to find the
     clip that causes a loss spike."""

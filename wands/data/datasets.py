@@ -4,6 +4,7 @@ can be held out of training.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -162,6 +163,21 @@ def open_data(
     )
 
 
+def check_excluded(section: DataConfig, data: Dataset) -> None:
+    """Check the keys in `data.exclude`. Keys of samples that `data.split` leaves out are allowed.
+
+    Raises:
+        ConfigError: if a key is not the key of a sample, or every sample is excluded.
+    """
+    excluded, used = set(section.exclude), set(data.keys)
+    known = used.union(*(part.data.keys for part in getattr(data, "sources", ())))
+    if unknown := sorted(excluded - known):
+        near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0)[0]
+        raise ConfigError(f"data.exclude={unknown[0]} is not the key of a sample; did you mean {near}?")
+    if used <= excluded:
+        raise ConfigError("data.exclude names every sample; remove a key from the list.")
+
+
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
     """Describe each source by a dictionary with its path, num_samples, num_other_side and repeat.
 
@@ -198,6 +214,7 @@ def describe_data(section: DataConfig, data: Dataset) -> list[str]:
             "all": f"all {here:,} clips, none held out",
         }
         lines.append(f"split {section.split} (data.holdout={section.holdout:g}): {shares[section.split]}")
+    lines += [f"data.exclude leaves out {len(section.exclude):,} samples"] * bool(section.exclude)
     return lines
 
 

@@ -253,7 +253,7 @@ def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], flo
             costs = [bin_cost(bin) for bin in bins]
             mean += sum(costs) / dp_size
             slowest += max(costs)
-    return slowest / mean
+    return slowest / mean if mean else 1.0  # a step whose samples are all excluded
 
 
 def bin_costs(seq_lens: np.ndarray, cost: Cost) -> Callable[[Bin], float]:

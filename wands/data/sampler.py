@@ -5,7 +5,7 @@ state.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
@@ -26,8 +26,8 @@ class StepPlan:
         step: global step, from 0.
         epoch: pass over the data, from 0.
         step_in_epoch: step inside the epoch, from 0.
-        bins: sample indices of every bin (one forward pass of one rank). The last step of an epoch may contain empty
-            bins, written as `()`.
+        bins: sample indices of every bin (one forward pass of one rank), without excluded samples. A bin without samples
+            is written as `()`. The last step of an epoch may contain such bins.
         num_samples: number of samples in all bins of this step.
         num_tokens: number of tokens in all bins of this step.
         mean_samples: mean number of samples per step in this epoch.
@@ -94,6 +94,8 @@ class PlanSampler:
         schedule: rows of each epoch. None means all rows.
         buffer_size: number of rows that are packed together (`packing.buffer_size`). None means all rows of an epoch.
         places: int64 [N, 2], (shard, position in the shard) of every row. Required with `buffer_size`.
+        excluded: ids of samples that no step contains (`data.exclude`). They stay in the plan of an epoch, so the other
+            samples stay in their steps, and the divisor of the loss does not change.
         steps_per_epoch: number of steps of epoch 0. Without a schedule, all epochs have this number of steps.
         total_steps: number of optimizer steps of the whole run.
         bin_cost: function that returns the cost of a bin of rows.
@@ -115,6 +117,7 @@ class PlanSampler:
     schedule: RepeatSchedule | None = None
     buffer_size: int | None = None
     places: np.ndarray | None = None
+    excluded: Collection[str] = ()
 
     def __post_init__(self) -> None:
         assert len(self.seq_lens) == len(self.keys)
@@ -168,7 +171,8 @@ class PlanSampler:
         """Return the plan of a global step: its bins, and the numbers of samples and tokens."""
         epoch = self.epoch_of(step)
         plan, step_in_epoch = self.epoch_plan(epoch), step - self.first_step(epoch)
-        bins = plan.steps[step_in_epoch]
+        planned = plan.steps[step_in_epoch]
+        bins = tuple(tuple(i for i in bin if self.keys[i] not in self.excluded) for bin in planned)
         samples = [i for bin in bins for i in bin]
         num_samples, num_tokens = plan.totals
         return StepPlan(

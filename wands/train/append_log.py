@@ -17,7 +17,7 @@ from wands.errors import one_line
 
 _log = logging.getLogger(__name__)
 
-_NEXT = "The training continues; the next step tries again."
+_FAILURE = "%s cannot be written (%s); free disk space. The training continues; the next step tries again."
 MAX_WAITING = 10_000
 """Largest number of records that a log keeps in memory while its file cannot be written."""
 
@@ -34,11 +34,9 @@ class AppendLog:
     """
 
     def __init__(self, path: Path, header: bytes = b"") -> None:
-        self.path = path
-        self._header = header
+        self.path, self._header = path, header
         self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
-        self._num_lost = 0
-        self._failed = False
+        self._num_lost, self._failed = 0, False
 
     def append(self, *records: bytes) -> None:
         """Write records, after the records that are still waiting. Do not raise an error if the file cannot be written."""
@@ -46,26 +44,22 @@ class AppendLog:
         self._waiting.extend(records)
         try:
             self._write(b"".join(self._waiting))
+            if self._failed:
+                _log.error("%s can be written again; missing records: %d", self.path, self._num_lost)
+            self._waiting.clear()
+            self._num_lost, self._failed = 0, False
         except OSError as error:
             if not self._failed:
-                _log.error(
-                    "%s cannot be written (%s); free disk space. %s", self.path, one_line(error), _NEXT
-                )
+                _log.error(_FAILURE, self.path, one_line(error))
             self._failed = True
-            return
-        if self._failed:
-            _log.error("%s can be written again; missing records: %d", self.path, self._num_lost)
-        self._waiting.clear()
-        self._num_lost, self._failed = 0, False
 
     def close(self) -> None:
         """Try again to write the records that are waiting. If the file still cannot be written, report their number."""
         if self._waiting:
             self.append()
         if self._waiting:
-            _log.error(
-                "%s is incomplete; missing records: %d", self.path, self._num_lost + len(self._waiting)
-            )
+            num_missing = self._num_lost + len(self._waiting)
+            _log.error("%s is incomplete; missing records: %d", self.path, num_missing)
 
     def _write(self, data: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,9 +84,8 @@ class TensorBoardLog(AppendLog):
     """
 
     def __init__(self, folder: Path, start_step: int) -> None:
-        header = _event(step=start_step + 1, file_version="brain.Event:2")
-        if start_step:
-            header += _event(step=start_step + 1, session_log={"status": 1})  # SessionLog.START
+        fields = {"file_version": "brain.Event:2"}, {"session_log": {"status": 1}}  # SessionLog.START
+        header = b"".join(_event(step=start_step + 1, **field) for field in fields)
         place = f"{socket.gethostname()}.{os.getpid()}.{start_step}"
         super().__init__(folder / f"events.out.tfevents.{int(time.time()):010d}.{place}", header)
 

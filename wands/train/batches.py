@@ -35,7 +35,7 @@ def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
     _check_step(run, plan, bins_of_ranks)
     bins = list(bins_of_ranks[grid.dp_rank])
     if not run.recipe.packing.enabled:
-        num_forwards = max(sum(map(len, rank_bins)) for rank_bins in bins_of_ranks)
+        num_forwards = max(1, *(sum(map(len, rank_bins)) for rank_bins in bins_of_ranks))
         bins = [(i,) for bin in bins for i in bin]
         bins += [()] * (num_forwards - len(bins))
     return [read_slice(run, bin, plan, grid) for bin in bins]

@@ -59,6 +59,7 @@ def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int
     is_folder = Path(base).is_dir()
     # A clip counts once, however often an epoch repeats it.
     lengths = dict(zip(run.data.keys, run.seq_lens.tolist(), strict=True))
+    lengths = {key: length for key, length in lengths.items() if key not in run.sampler.excluded}
     return TrainState(
         step=step,
         epoch=epoch,
@@ -120,6 +121,7 @@ def save_checkpoint(
         except (OSError, WandsError) as error:
             problem = one_line(error)
     if problem := next(filter(None, gather_objects(problem)), None):
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk may be full of these files
         raise CheckpointError(
             f"checkpoint {target} could not be written ({problem}); free disk space and continue the run with --resume.",
             agreed=True,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +15,10 @@ import torch.distributed as dist
 from wands.distributed.bootstrap import group_timeout
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ParallelDims, ProcessGroups
-from wands.errors import CheckpointError, DataError
+from wands.errors import CheckpointError
 from wands.model.offload import ActivationOffloader
 from wands.train.append_log import AppendLog
+from wands.train.bad_steps import BadSteps
 from wands.train.batches import prefetched
 from wands.train.checkpoint import build_state, save_checkpoint
 from wands.train.control import ControlRequest, ControlRequests
@@ -28,7 +28,7 @@ from wands.train.metrics import MetricsWriter, continue_rows, describe_step, ste
 from wands.train.rank_checks import FIXES, check_step, run_digests
 from wands.train.resume import restore
 from wands.train.run import Log, TrainingRun
-from wands.train.step import SampleLoss, StepResult, train_step
+from wands.train.step import SampleLoss, train_step
 from wands.train.watchdog import Watchdog
 from wands.variants import Expert
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog: Watchdog) -> Path | None:
-    """Train to the end of the run, or until the step in which a request to stop arrives.
+    """Train to the end of the run, or until a request to stop arrives. Return the folder of the last checkpoint, or None.
 
     Args:
         run: the checked training run.
@@ -44,45 +44,38 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
         device: device of this process.
         log: function that prints a line for the user on rank 0.
         watchdog: watchdog that already runs.
-
-    Returns:
-        The folder of the last checkpoint; None if there is no checkpoint.
     """
     recipe, total_steps, checkpoint = run.recipe, run.sampler.total_steps, run.checkpoint
     saved, start_step = (checkpoint.folder, checkpoint.state.step) if checkpoint else (None, 0)
     watchdog.saved, requests = saved, ControlRequests(run.output_dir, watchdog)
     watchdog.watch_run(run.output_dir, recipe.train.step_timeout, group_timeout().total_seconds())
-    # Ranks that differ would wait for each other forever.
-    check_agreement(run_digests(run, start_step), device, FIXES)
+    check_agreement(run_digests(run, start_step), device, FIXES)  # ranks that differ would hang
     groups = ProcessGroups.build(run.grid(rank), device)
     engines = _build_engines(run, groups, device)
     restore(engines, checkpoint, run.output_dir, rank, log)
     averages = build_averages(engines, recipe.ema, checkpoint, log)
     past_losses = checkpoint.state.loss if checkpoint else ()
     writer = MetricsWriter(run.output_dir, start_step, past_losses) if rank == 0 else None
-    sample_log = _open_sample_log(run, groups.dims, start_step)
+    sample_log, bad_steps = _open_sample_log(run, groups.dims, start_step), BadSteps(run, rank)
 
     with contextlib.closing(prefetched(run, groups.dims, start_step)) as batches:
         started = time.perf_counter()
         for (plan, slices), own_wait in _timed(batches):
             lr = float(engines[run.experts[0].subfolder].optimizer.param_groups[0]["lr"])  # of this step
+            divisor, step = run.denominator(plan), plan.step + 1
+            trained = zip(run.experts, engines.values(), bad_steps.judges(plan), strict=True)
             results = [
-                train_step(engine, slices, run, groups, device, run.denominator(plan), expert.sigma_range)
-                for expert, engine in zip(run.experts, engines.values(), strict=True)
+                train_step(engine, slices, run, groups, device, divisor, expert.sigma_range, is_bad)
+                for expert, engine, is_bad in trained
             ]
-            step = plan.step + 1
-            losses, data_wait, request = _reduce(
-                torch.stack([result.loss for result in results]) / run.count(plan),
-                own_wait,
-                requests.poll(rank),
-                device,
-            )
+            own_losses = torch.stack([result.loss for result in results]) / max(run.count(plan), 1)
+            losses, data_wait, request = _reduce(own_losses, own_wait, requests.poll(rank), device)
             for expert, loss, result in zip(run.experts, losses, results, strict=True):
-                _check_finite(expert, loss, result, step)
+                bad_steps.check(plan, expert, loss, result)
                 if sample_log is not None:
                     _log_samples(sample_log, step, expert, result.samples)
-            for average in averages.values():
-                average.update(step)
+                if averages and not result.skipped:
+                    averages[expert.subfolder].update(step)
             seconds, started = time.perf_counter() - started, time.perf_counter()
             watchdog.end_step(step, seconds)
             if writer is not None:
@@ -98,12 +91,12 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 started = time.perf_counter()
             is_due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
             if is_due or request.save or step == total_steps:
-                state = build_state(run, step, plan.epoch, writer.history if writer else [])
+                history = writer.history if writer else []
+                state = replace(build_state(run, step, plan.epoch, history), bad_steps=bad_steps.state)
                 try:
                     watchdog.saved = saved = save_checkpoint(run, engines, state, averages)
                     log(f"saved {saved}")
-                except CheckpointError as error:
-                    # If only one rank fails, the others wait for it.
+                except CheckpointError as error:  # not agreed: the other ranks wait for a rank that failed
                     if not error.agreed or request.quit or step == total_steps:
                         raise
                     log(f"{error} The training continues without a checkpoint of step {step}.")
@@ -157,22 +150,6 @@ def _reduce(
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
     longest_wait, *flags = maxima.tolist()
     return summed.tolist(), longest_wait, ControlRequest(*map(bool, flags))
-
-
-def _check_finite(expert: Expert, loss: float, result: StepResult, step: int) -> None:
-    if math.isfinite(loss) and math.isfinite(result.grad_norm):
-        return
-    samples = [item for item in result.samples if not math.isfinite(item.loss)]
-    names = [f"{item.sample_id} (sigma {item.sigma:.4f})" for item in samples]
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, names)
-    clips = ", ".join(dict.fromkeys(chain(*gathered))) or "none"
-    of_expert = f" of the {expert.name}-noise expert" if expert.name else ""
-    raise DataError(
-        f"step {step}: the loss{of_expert} is {loss} and the gradient norm is {result.grad_norm} (clips without a finite loss: "
-        f"{clips}); check these clips or lower optim.lr, then continue from the last checkpoint with --resume.",
-        agreed=True,
-    )
 
 
 def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> AppendLog | None:

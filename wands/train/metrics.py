@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def step_metrics(
         "data_wait": data_wait,
         "tflops": tflops,
         "mfu": tflops / peak if peak else None,
-        "fill": plan.num_tokens / (sum(map(bool, plan.bins)) * run.recipe.packing.max_tokens),
+        "fill": plan.num_tokens / (max(1, sum(map(bool, plan.bins))) * run.recipe.packing.max_tokens),
         "imbalance": run.imbalance(plan.bins),
         "ema_decay": ema_decay,
         "tokens_per_second": plan.num_tokens / seconds,
@@ -111,11 +112,12 @@ class MetricsWriter:
         self._board = TensorBoardLog(output_dir / "tensorboard", start_step)
         self.history = [(int(step), float(loss)) for step, loss in past]
         if kept:
-            self.history = [(row["step"], row["loss"]) for row in kept]
+            self.history = [(row["step"], row["loss"]) for row in kept if row["loss"]]
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add the metrics of one step to metrics.jsonl and to TensorBoard, and (step, loss) to the attribute `history`."""
-        self.history.append((row["step"], row["loss"]))
+        if row["loss"] and math.isfinite(row["loss"]):  # a step whose samples are all excluded has the loss 0
+            self.history.append((row["step"], row["loss"]))
         self._rows.append(to_line(row))
         of_training = ("loss", "lr", "grad_norm", "epoch", "ema_decay")
         curves = {f"{'train' if name.startswith(of_training) else 'speed'}/{name}": row[name] for name in row}
@@ -129,8 +131,8 @@ class MetricsWriter:
 
 
 def to_line(row: Mapping[str, Any]) -> bytes:
-    """Return a row as a line of a `.jsonl` file."""
-    return (json.dumps(row) + "\n").encode()
+    """Return a row as a line of a `.jsonl` file, with null in place of numbers that are not finite."""
+    return (json.dumps(json.loads(json.dumps(row), parse_constant=lambda name: None)) + "\n").encode()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -155,8 +157,7 @@ def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], Ap
     Raises:
         WandsError: if the file contains rows to remove, but cannot be written.
     """
-    rows = read_rows(path)
-    rows = [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= start_step]
+    rows = [row for row in read_rows(path) if row.get("step", math.inf) <= start_step]
     lines = b"".join(map(to_line, rows))
     if path.is_file() and path.read_bytes() != lines:
         write_text(path, lines.decode())

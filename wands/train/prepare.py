@@ -14,7 +14,7 @@ from wands.config.recipe import FlowConfig, Recipe, SourceConfig
 from wands.config.recipe_loading import read_recipe
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import PackingCollator
-from wands.data.datasets import CombinedDataset, Dataset, open_data
+from wands.data.datasets import CombinedDataset, Dataset, check_excluded, open_data
 from wands.data.sampler import PlanSampler, check_enough_samples
 from wands.distributed.dims import check_world, choose_degrees
 from wands.errors import ConfigError, Problems
@@ -168,6 +168,7 @@ def prepare_run(
         for source in sources:  # without a model, check only that the caches can be opened
             check("data files", partial(LatentCache, source.path))
     check("samples", lambda: _check_samples(data, dp_size), "data files", "world size")
+    check("data.exclude", lambda: check_excluded(recipe.data, data), "data files")
     problems.raise_all()
     model = (config, variant, experts, weights)
     plan = _plan(recipe, data, variant)
@@ -212,6 +213,7 @@ def _plan(recipe: Recipe, data: Dataset, variant: Variant) -> tuple[PlanSampler,
         schedule=data.schedule if isinstance(data, CombinedDataset) else None,
         buffer_size=recipe.packing.buffer_size,
         places=data.places,
+        excluded=frozenset(recipe.data.exclude),
     )
     options = (recipe.train.seed, data.null_text_embeds, variant.conditions, recipe.uses_dropout)
     return sampler, PackingCollator(shape, recipe.flow, *options)

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from wands import __version__
-from wands.data.cache.reader import LatentCache
-from wands.data.datasets import CombinedDataset
 from wands.data.packing import Step
 from wands.data.sampler import StepPlan
 from wands.distributed.consistency import Fixes, check_agreement, check_tensors_agree, tensor_checksum
@@ -61,7 +59,12 @@ def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
         "software": _versions(),
         "model config": run.transformer_config,
         "context parallelism": dict(zip(("ulysses_degree", "ring_degree"), run.degrees, strict=True)),
-        "data": _describe_data(run),
+        "data": {
+            "num_samples": len(run.data.keys),
+            "num_tokens": int(run.seq_lens.sum()),
+            "keys, lengths and order": run.data_fingerprint(),
+            "contents": run.data_contents,
+        },
         "plan": {
             "start_step": step,
             "total_steps": run.sampler.total_steps,
@@ -82,21 +85,6 @@ def bins_digest(steps: Sequence[Step]) -> str:
     per_step = np.fromiter(map(len, steps), np.int64, len(steps))
     per_bin = np.fromiter(map(len, bins), np.int64, len(bins))
     return _digest(per_step, per_bin, np.fromiter(chain.from_iterable(bins), np.int64, int(per_bin.sum())))
-
-
-def _describe_data(run: TrainingRun) -> dict[str, Any]:
-    description = {
-        "num_samples": len(run.data.keys),
-        "num_tokens": int(run.seq_lens.sum()),
-        "keys, lengths and order": run.data_fingerprint(),
-    }
-    caches = [part.data for part in run.data.sources] if isinstance(run.data, CombinedDataset) else [run.data]
-    for number, cache in enumerate(caches):
-        if isinstance(cache, LatentCache):
-            # If the same clips are encoded again, names and lengths stay equal, but the checksums differ.
-            index, name = cache.index, f"contents of source {number}" if number else "contents"
-            description[name] = _digest(index.crc32, index.text_lens, index.null_text)
-    return description
 
 
 def _versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ import numpy as np
 from wands.config.recipe import Recipe
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import PackingCollator
-from wands.data.datasets import CombinedDataset, Dataset
+from wands.data.datasets import CombinedDataset, Dataset, SelectedSource
 from wands.data.packing import Step, imbalance
 from wands.data.patchify import grid_size
 from wands.data.sampler import PlanSampler, StepPlan
@@ -115,11 +115,8 @@ class TrainingRun:
     def data_contents(self) -> str:
         """Digest of the contents of the samples that the run uses, in order. Clips that are encoded again change it."""
         digest, data = hashlib.blake2b(digest_size=16), self.data
-        if isinstance(data, CombinedDataset):
-            parts = [(part.data, part.chosen) for part in data.sources]
-        else:
-            parts = [(data, np.arange(len(data.keys)))]
-        for source, chosen in parts:
+        for part in data.sources if isinstance(data, CombinedDataset) else (data,):
+            source, chosen = (part.data, part.chosen) if isinstance(part, SelectedSource) else (part, ...)
             if isinstance(source, LatentCache):
                 index = source.index
                 for array in (index.crc32, index.text_lens, index.latent_shapes):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,11 +46,13 @@ class StepResult:
             divided by the result of `TrainingRun.count`.
         samples: loss of each sample in the bins of this rank.
         grad_norm: norm of the whole gradient before clipping, which is equal on every rank.
+        skipped: whether the update was discarded, so that weights and optimizer states did not change.
     """
 
     loss: torch.Tensor
     samples: list[SampleLoss]
     grad_norm: float
+    skipped: bool
 
 
 def train_step(
@@ -59,6 +63,7 @@ def train_step(
     device: torch.device,
     denominator: float,
     sigma_range: tuple[float, float] = (0.0, 1.0),
+    is_bad: Callable[[torch.Tensor, float], bool] | None = None,
 ) -> StepResult:
     """Run one optimizer step: the forward and backward pass of every micro step, then the update of the weights.
 
@@ -71,6 +76,8 @@ def train_step(
         device: device of the engine.
         denominator: result of `TrainingRun.denominator`: the number by which the summed loss of the step is divided.
         sigma_range: (lowest, highest) noise level of the expert that the engine trains.
+        is_bad: function that decides whether the update is discarded. Its arguments are this rank's weighted loss and the
+            norm of the whole gradient. Its result must be equal on all ranks. None discards no update.
     """
     recipe = run.recipe
     total, micro_losses = torch.zeros((), device=device), []
@@ -102,13 +109,52 @@ def train_step(
 
         total += loss.detach()
         micro_losses.append((host_slice, noisy.sigmas, errors))
-    grad_norm = None if run.zero_stage else _unpartitioned_grad_norm(engine.module)
-    engine.step()
+    unpartitioned = None if run.zero_stage else _unpartitioned_grad_norm(engine.module)
+    skipped, grad_norm = _step(engine, unpartitioned, is_bad and partial(is_bad, total))
     # The losses are read after the step, because a read makes the host wait for the device.
-    samples = _sample_losses(micro_losses, groups)
-    return StepResult(
-        total, samples, float(grad_norm if grad_norm is not None else engine.get_global_grad_norm())
-    )
+    return StepResult(total, _sample_losses(micro_losses, groups), grad_norm, skipped)
+
+
+def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, float]:
+    """Update the weights, unless `is_bad` decides from the gradient norm to discard the update.
+
+    ZeRO knows the norm only inside its step. There it also discards updates whose gradients overflow, and this function
+    lets it discard a bad update in the same way. The learning rate schedule counts a discarded update as a step.
+
+    Args:
+        engine: DeepSpeed engine after the backward pass.
+        norm: gradient norm at ZeRO stage 0; None at the other stages.
+        is_bad: function that decides from the norm, a float. None discards no update.
+
+    Returns:
+        (whether the update was discarded, gradient norm).
+    """
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    optimizer, stage, bad = engine.optimizer, engine.zero_optimization_stage(), False
+
+    def judge(**_: Any) -> Any:
+        nonlocal norm, bad
+        norm = combine_grad_norm_groups(optimizer._get_norm_groups()) if stage == 3 else measure(optimizer)
+        optimizer.overflow = bad = is_bad(float(norm))
+        return norm
+
+    if is_bad is None:
+        engine.step()
+        norm = engine.get_global_grad_norm() if norm is None else norm
+    elif norm is not None:
+        bad = is_bad(float(norm))
+        engine.zero_grad() if bad else engine.step()
+    else:
+        # At stage 3 this is the first check of the step, because Muon changes its momentum before the norm.
+        name = "_overflow_check_and_loss_scale_update" if stage == 3 else "scaled_global_norm"
+        measure = getattr(type(optimizer), name)
+        setattr(optimizer, name, judge)
+        engine.step()
+        delattr(optimizer, name)
+    if bad:
+        engine.lr_scheduler.step()
+    return bad, float(norm)
 
 
 def _sample_losses(

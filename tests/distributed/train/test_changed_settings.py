@@ -31,7 +31,6 @@ def save_state(run: TrainingRun, **old: None) -> Path:
     values = build_state(run, 1, 0, [(1, 0.5)]).to_json()
     left_out = {*old, "hash_of_this_file"} if old else set()
     write_text(step / STATE_FILE, json.dumps({key: values[key] for key in values.keys() - left_out}))
-
     return step
 
 
@@ -52,8 +51,7 @@ def test_every_change_is_in_the_start_block(tiny_pipeline: Path, tmp_path: Path)
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2, "overlap_comm": false}}')
     changes = ("optim.lr=2e-6", "flow.flow_shift=5", "precision.compute=fp32", "lora.dropout=0.1", "ema={}")
     run = resume(tiny_pipeline, tmp_path / "run", *LORA, *changes, deepspeed=tmp_path / "ds.json")
-    text = start_block(run)
-    lines = [line.strip().removeprefix("changed").strip() for line in text.splitlines()]
+    lines = [line.strip().removeprefix("changed").strip() for line in start_block(run).splitlines()]
     assert {
         "optim.lr=2e-06 (checkpoint: 1e-05)",
         "flow.flow_shift=5.0 (checkpoint: 3.0)",
@@ -61,14 +59,13 @@ def test_every_change_is_in_the_start_block(tiny_pipeline: Path, tmp_path: Path)
         "lora.dropout=0.1 (checkpoint: 0.0)",
         "DeepSpeed.zero_optimization.overlap_comm=false (checkpoint: null)",
     } <= set(lines)
-    print(text)
     assert sum("(checkpoint: " in line for line in lines) < 12
 
 
 def test_keys_that_the_checkpoint_is_older_than_are_no_changes(tiny_pipeline: Path, tmp_path: Path):
     step = save_state(first_run(tiny_pipeline, tmp_path / "run", *LORA), ds_config=None, data_contents=None)
     values = json.loads((step / STATE_FILE).read_text())
-    del values["recipe"]["model"]["dropout"], values["recipe"]["attention"], values["hash_of_this_file"]
+    del values["recipe"]["model"]["dropout"], values["recipe"]["attention"]
     (step / STATE_FILE).write_text(json.dumps(values))
     assert "checkpoint:" not in start_block(resume(tiny_pipeline, tmp_path / "run", *LORA))
 
@@ -134,7 +131,7 @@ def test_the_base_of_a_lora_is_known_by_its_weights(tiny_pipeline: Path, tmp_pat
     name = tiny_pipeline.name
     moved = copy_model(tiny_pipeline, tmp_path / "moved" / "renamed")
     resume(moved, tmp_path / "run", *LORA)
-    for number in (0, 7, -1):
+    for number in (0, -1):
         other = copy_model(tiny_pipeline, tmp_path / f"changed{number}" / name, number % 60)
         with pytest.raises(CheckpointError, match="different weights than the base of the checkpoint's LoRA"):
             resume(other, tmp_path / "run", *LORA)

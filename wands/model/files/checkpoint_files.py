@@ -70,6 +70,7 @@ class TrainState:
         ds_config: complete DeepSpeed config of the run. None in older checkpoints.
         hashes: maps the name of every file in `files` to its hash (see `hash_file`). Empty in checkpoints of versions of
             wands that stored pickles.
+        bad_steps: skipped steps, and losses and gradient norms of the last updates. None in older checkpoints.
     """
 
     step: int
@@ -90,6 +91,7 @@ class TrainState:
     base_fingerprint: str | None = None
     ds_config: dict[str, Any] | None = None
     hashes: dict[str, str] = field(default_factory=dict)
+    bad_steps: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         known = self.base_on_hub is not None or self.base.startswith(_PUBLISHER)

@@ -1,0 +1,117 @@
+"""Excluded samples leave gaps: all other clips keep their steps and their noise, also from the middle of a run on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.train.test_bad_steps import watch, zero
+from tests.distributed.train.test_datasets import write_cache
+from tests.support.runs import losses, make_run, run_training, weights
+from wands.data.sampler import PlanSampler
+from wands.errors import ConfigError
+from wands.model.files.checkpoint_files import find_checkpoint
+from wands.train.checkpoint import build_state
+from wands.train.summary import start_block
+
+OUT = "data.exclude=[mock-000001, mock-000004]"  # one bin, with others in the steps 2, 3, 5 and 8
+
+
+def clips_of(out: Path) -> set[tuple[Any, ...]]:
+    names = ("step", "sample_id", "repeat_index", "epoch", "sigma")
+    lines = (line for path in out.glob("samples-rank*.jsonl") for line in path.read_text().splitlines())
+    return {tuple(json.loads(line)[name] for name in names) for line in lines}
+
+
+def test_the_other_clips_keep_their_steps_and_their_noise(tiny_pipeline: Path, tmp_path: Path, run_world):
+    """A run that excludes clips after its third step, stopped once more after its sixth."""
+    common = ("train.max_steps=8", "train.log_samples=true", "checkpoint.every=3", "checkpoint.keep=9")
+
+    def run(name: str, *overrides: str, resume: bool | Path = False) -> list[dict[str, Any]]:
+        return run_world(
+            2, run_training, tiny_pipeline, tmp_path / name, (*common, *overrides), zero(2), resume
+        )[0]
+
+    whole = run("run")
+    every_clip = clips_of(tmp_path / "run")
+    without = run("run", OUT, resume=tmp_path / "run" / "checkpoints" / "step_00000003")
+    left, after = clips_of(tmp_path / "run"), weights(tmp_path / "run")
+    names = {"mock-000001", "mock-000004"}
+    assert left == {clip for clip in every_clip if clip[0] <= 3 or clip[1] not in names}
+    assert losses(without)[:4] == losses(whole)[:4]  # none of these clips is in step 4
+    assert losses(without)[4:] != losses(whole)[4:]
+    assert [row["samples"] for row in without] == [3, 4, 4, 3, 2, 3, 3, 2]
+    again = run("run", OUT, resume=tmp_path / "run" / "checkpoints" / "step_00000006")
+    assert losses(again) == losses(without)
+    assert all(torch.equal(value, after[name]) for name, value in weights(tmp_path / "run").items())
+    assert find_checkpoint(tmp_path / "run").state.data_summary["num_samples"] == 5
+
+
+@pytest.mark.parametrize("enabled", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_a_step_without_clips_changes_nothing(enabled: str, tiny_pipeline: Path, tmp_path: Path, run_world):
+    overrides = (
+        *("train.max_steps=4", "ema.decay=0.9", "optim.weight_decay=0.5", "train.log_samples=true"),
+        *("data.exclude=[mock-000002, mock-000003, mock-000005]", f"packing.enabled={enabled}"),
+    )
+    ranks = run_world(2, watch, tiny_pipeline, tmp_path, overrides, zero(2), 1.0)
+    assert ranks[0] == ranks[1] == [(empty, empty, empty) for empty in (True, False, False, True)]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["samples"] for row in rows] == [0, 4, 4, 0]
+    state = find_checkpoint(tmp_path).state
+    assert [step for step, _ in state.loss] == [2, 3]
+    assert state.bad_steps["skipped"] == []
+    assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_the_plan_without_samples_is_the_plan_with_gaps(tiny_pipeline: Path, tmp_path: Path):
+    """The reference takes the samples out of the steps of a sampler that knows nothing of them."""
+    settings = ("train.max_steps=12", "data.mock.num_samples=40", "train.bins_per_step=4")
+    every = make_run(tiny_pipeline, tmp_path, settings, world_size=1).sampler
+    excluded = {every.keys[i] for i in range(0, 40, 3)}
+    run = make_run(tiny_pipeline, tmp_path, (*settings, f"data.exclude={sorted(excluded)}"), world_size=1)
+    sampler: PlanSampler = run.sampler
+    assert (sampler.total_steps, sampler.steps_per_epoch) == (every.total_steps, every.steps_per_epoch)
+    for ours, theirs in zip(sampler.iterate(), every.iterate(), strict=True):
+        assert ours.bins == tuple(tuple(i for i in bin if i % 3) for bin in theirs.bins)
+        assert ours.denominators == theirs.denominators
+        assert ours.num_samples == sum(map(len, ours.bins))
+    assert "data.exclude leaves out 14 samples" in start_block(run)
+
+
+def test_wrong_keys_are_refused(tiny_pipeline: Path, tmp_path: Path):
+    def run(*overrides: str) -> Any:
+        return make_run(tiny_pipeline, tmp_path / "run", overrides, world_size=1)
+
+    with pytest.raises(
+        ConfigError, match=r"data\.exclude=mock-00003 is not the key .* did you mean mock-000003\?"
+    ):
+        run("data.exclude=[mock-000001, mock-00003]")
+    with pytest.raises(ConfigError, match=r"data\.exclude names every sample"):
+        run(f"data.exclude={[f'mock-{number:06d}' for number in range(7)]}")
+    with pytest.raises(
+        ConfigError, match=r"data\.exclude='.*missing\.txt' is invalid: .*cannot be read \(No such file"
+    ):
+        run(f"data.exclude={tmp_path / 'missing.txt'}")
+    keys = tmp_path / "bad clips.txt"
+    keys.write_text("mock-000001\n\nmock-000004\n")
+    of_file, of_list = run(f"data.exclude={keys}"), run(OUT)
+    assert of_file.recipe == of_list.recipe  # every rank and the checkpoint know the keys, not the path
+    assert build_state(of_file, 0, 0, []).data_fingerprint == build_state(run(), 0, 0, []).data_fingerprint
+
+
+def test_keys_of_the_other_side_of_a_split_are_known(tiny_pipeline: Path, tmp_path: Path):
+    write_cache(tmp_path / "cache", tiny_pipeline, "abcdefg", 1)
+    settings = (
+        "data.mock=null",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.exclude=[a, b, c]",
+        "data.holdout=0.4",
+    )
+    for split in ("train", "holdout"):
+        run = make_run(tiny_pipeline, tmp_path / "run", (*settings, f"data.split={split}"), world_size=1)
+        names = {run.data.keys[i] for plan in run.sampler.iterate() for bin in plan.bins for i in bin}
+        assert names == set(run.data.keys) - {"a", "b", "c"}

@@ -1,0 +1,125 @@
+"""Judge every update of the weights by its loss and gradient norm. A bad update ends the run, or is skipped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from wands.data.sampler import StepPlan
+from wands.errors import DataError
+from wands.train.metrics import continue_rows, to_line
+from wands.train.run import TrainingRun
+from wands.train.step import SampleLoss, StepResult
+from wands.variants import Expert
+
+_log = logging.getLogger(__name__)
+WINDOW = 128
+"""Number of past updates with which an update is compared."""
+MIN_UPDATES = 20
+"""Number of past updates that are needed to recognise a spike."""
+
+
+class BadSteps:
+    """Losses and gradient norms of the last updates of each DiT, and the decision whether an update is bad.
+
+    Args:
+        run: the checked training run. If it resumes, the decisions continue as if the run had not stopped.
+        rank: rank of this process. Rank 0 writes `events.jsonl`.
+
+    Attributes:
+        state: steps with a skipped update, and [loss, gradient norm] of the last updates of each DiT, for
+            `wands_state.json`.
+    """
+
+    def __init__(self, run: TrainingRun, rank: int) -> None:
+        self._run, self._config = run, run.recipe.train
+        saved = run.checkpoint.state if run.checkpoint else None
+        self.state: dict[str, list[Any]] = {"skipped": [], **{expert.subfolder: [] for expert in run.experts}}
+        self.state |= (saved and saved.bad_steps) or {}
+        events = run.output_dir / "events.jsonl"
+        self._events = continue_rows(events, saved.step if saved else 0)[1] if rank == 0 else None
+
+    def judges(self, plan: StepPlan) -> list[Callable[[torch.Tensor, float], bool] | None]:
+        """Return a function for each trained DiT that decides whether to skip its update, equally on all ranks.
+
+        The arguments of the function are this rank's part of the loss, and the gradient norm. None skips no update.
+        """
+        experts, count = self._run.experts, self._run.count(plan)
+        if not plan.num_samples or self._config.on_bad_step == "stop":
+            skip = None if plan.num_samples else lambda loss, norm: True  # all samples are excluded
+            return [skip] * len(experts)
+        return [partial(self._is_bad, self.state[expert.subfolder], count) for expert in experts]
+
+    def _is_bad(self, past: Sequence[Any], count: float, loss: torch.Tensor, norm: float) -> bool:
+        mean = (loss / count).to(torch.float64)
+        dist.all_reduce(mean)
+        bad = not (mean.isfinite() and math.isfinite(norm))
+        if not bad and len(past) >= MIN_UPDATES:
+            bad = max(robust_z_scores((mean.item(), norm), past)) > self._config.spike_zscore
+        verdict = torch.full_like(mean, float(bad))
+        dist.all_reduce(verdict, op=dist.ReduceOp.MAX)  # ranks with different hardware must not disagree
+        return bool(verdict)
+
+    def check(self, plan: StepPlan, expert: Expert, loss: float, result: StepResult) -> None:
+        """Record an update, or report a bad update. Every rank must call this function.
+
+        Raises:
+            DataError: on all ranks, if the loss or the gradient norm is not finite and `train.on_bad_step` is `stop`, or
+                if more than `train.max_bad_steps` updates were skipped.
+        """
+        step, norm, budget = plan.step + 1, result.grad_norm, self._config.max_bad_steps
+        if not plan.num_samples:
+            return
+        if not result.skipped and math.isfinite(loss) and math.isfinite(norm):
+            past = self.state[expert.subfolder]
+            past[:] = [*past, (loss, norm)][-WINDOW:]
+            return
+        gathered: list[list[SampleLoss]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, result.samples)
+        # The ranks of a context-parallel group have the same clips.
+        clips = {(clip.sample_id, clip.repeat_index): clip for clip in chain(*gathered)}.values()
+        if self._events is not None:
+            row = {"step": step, "event": "bad update", "expert": expert.name, "skipped": result.skipped}
+            row |= {"loss": loss, "grad_norm": norm, "clips": list(map(vars, clips))}
+            self._events.append(to_line(row))
+        self.state["skipped"] += [step] * result.skipped
+        if result.skipped and len(self.state["skipped"]) <= budget:
+            _log.warning("step %d: the update is skipped, see events.jsonl in the run folder", step)
+            return
+        bad = [clip for clip in clips if not math.isfinite(clip.loss)]
+        names = ", ".join(f"{clip.sample_id} (sigma {clip.sigma:.4f})" for clip in bad) or "none"
+        keys = dict.fromkeys([*self._run.recipe.data.exclude, *(clip.sample_id for clip in bad)])
+        option = shlex.quote(f"data.exclude={json.dumps([*keys], ensure_ascii=False)}")
+        fix = f"train without these clips (add --set {option}), " if bad else ""
+        fix += f"raise train.max_bad_steps={budget}" if result.skipped else "set train.on_bad_step=skip"
+        of_expert = f" of the {expert.name}-noise expert" if expert.name else ""
+        raise DataError(
+            f"step {step}: the loss{of_expert} is {loss} and the gradient norm is {norm} (clips without a finite loss: {names}); "
+            f"{fix}, or lower optim.lr. Then continue from the last checkpoint with --resume.",
+            agreed=True,
+        )
+
+
+def robust_z_scores(values: Sequence[float], past: Sequence[Sequence[float]]) -> list[float]:
+    """Return how far the logarithm of each value is above the median of past logarithms, in robust standard deviations.
+
+    The robust standard deviation is 1.4826 times the median absolute deviation, and at least 0.05.
+
+    Args:
+        values: numbers of the update to judge.
+        past: the same numbers of each past update.
+    """
+    *logs, current = np.log(np.maximum([*past, values], 1e-30))
+    median = np.median(logs, axis=0)
+    spread = 1.4826 * np.median(np.abs(logs - median), axis=0)
+    return ((current - median) / np.maximum(spread, 0.05)).tolist()
