@@ -62,7 +62,6 @@ class Watchdog:
         self._timeout = float("inf")
         self._allowed: tuple[str, float] = "the start", float("inf")
         self._durations: deque[float] = deque(maxlen=50)
-        self._is_ending = False
 
     def __enter__(self) -> Watchdog:
         # Python runs handlers only between the operations of the main thread, but writes to this socket at once.
@@ -77,8 +76,6 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._is_ending:  # the other ranks may end first
-            self._thread.join()
         work, _ = self._allowed
         self._allow("the end", float("inf"))
         try:
@@ -88,7 +85,7 @@ class Watchdog:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._previous)
             self._main.close()
-            self._thread.join()
+            self._thread.join()  # ends the process if a step did not end in time
             self._pipe.close()
 
     def watch_run(self, output_dir: Path, step_timeout: float | None, timeout: float) -> None:
@@ -151,7 +148,6 @@ class Watchdog:
     def _end_hang(self, work: str, limit: float) -> NoReturn:
         from wands.train.roll_call import call_roll, dump_collectives
 
-        self._is_ending = True
         faulthandler.dump_traceback_later(60 + _HANG_WAIT, exit=True)  # the run folder may hang too
         assert self._folder is not None
         text, is_lowest = call_roll(self._folder, _HANG_WAIT)
