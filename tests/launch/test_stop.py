@@ -34,7 +34,9 @@ class Job:
     def __init__(self, name: str, model: Path, run: Path, steps: int = 100_000, *overrides: str) -> None:
         self.run = run
         values = (*BASE, f"model.path={model}", f"output_dir={run}", f"train.max_steps={steps}", *overrides)
-        settings = [word for value in values for word in ("--set", value)]
+        settings = [
+            word for value in values for word in ((value,) if value.startswith("--") else ("--set", value))
+        ]
         env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         # A shell that goes on after Ctrl-C, as a prompt does. Without one, the end of the launcher would close the terminal.
         command = ["bash", "-c", 'trap : INT; "$@"; read -r', "bash", *LAUNCHERS[name](), "train", *settings]

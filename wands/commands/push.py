@@ -8,11 +8,14 @@ machine are copied without these paths.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -92,14 +95,14 @@ def push(options: PushOptions, token: str | None = None) -> str:
     _write_card(directory, hub, record, contents)
     kind = "LoRA" if contents.loras else "pipeline"
     step = f" of step {record['step']}" if "step" in record else ""
-    with tempfile.TemporaryDirectory(prefix="wands-push-") as staging:
+    with _staging_folder() as staging:
         written = (name for name in ("README.md", model_card.LOSS_FILE) if (directory / name).is_file())
-        _stage(directory, sorted({*files, *written}), Path(staging))
+        _stage(directory, sorted({*files, *written}), staging)
         log.info("uploading to %s", url)
         upload = partial(
             hub.api.upload_folder,
             repo_id=hub.repo_id,
-            folder_path=staging,
+            folder_path=str(staging),
             revision=options.revision,
             commit_message=options.message or f"Upload the {kind}{step} with wands {__version__}",
         )
@@ -289,6 +292,27 @@ def _check_path(path: Path, directory: Path) -> None:
             raise WandsError(
                 f"{path} contains a token, a password or a private key; remove it from the file."
             )
+
+
+@contextmanager
+def _staging_folder() -> Iterator[Path]:
+    """Yield a temporary folder, and delete it afterwards. Also delete the folders that killed processes left."""
+    for leftover in Path(tempfile.gettempdir()).glob("wands-push-*"):
+        with suppress(OSError):  # a folder of another user, or of a process that runs
+            with _locked(leftover):
+                shutil.rmtree(leftover)
+    with tempfile.TemporaryDirectory(prefix="wands-push-") as folder, _locked(Path(folder)):
+        yield Path(folder)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _stage(directory: Path, files: Iterable[str], staging: Path) -> None:

@@ -1,0 +1,221 @@
+"""Fifty kills at random moments, each followed by the same command: nothing is lost, and nothing is left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.launch.test_stop import MIDDLE, RUNNER, TORCHRUN, Job, kill
+from tests.support.fake_hub import FakeHub
+from tests.support.runs import run_training
+from tests.support.world import WorldPool
+from wands.commands.export import export
+from wands.config.options import ExportOptions
+from wands.model.files.checkpoint_files import find_checkpoint
+from wands.model.files.hashes import HASH_FILE
+from wands.train.metrics import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SAVES = ("checkpoint.every=4", "checkpoint.keep=2", "ema.decay=0.9")
+SEED = int(os.environ.get("WANDS_KILL_SEED", "0"))
+"""Another seed kills at other moments."""
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "pym-"))}
+
+
+# ---- training
+
+
+def final(run: Path) -> tuple[list[tuple[float, ...]], dict[str, str]]:
+    """Losses and gradient norms of all steps, and the hashes of the weights, moments and averages of the last step."""
+    rows = [(row["step"], row["loss"], row["grad_norm"]) for row in read_rows(run / "metrics.jsonl")]
+    return rows, dict(find_checkpoint(run, verify=True).state.hashes)
+
+
+def train_calmly(launcher: str, steps: int, model: Path, run: Path, worlds: WorldPool) -> None:
+    if launcher == "wands":  # the same bits in a process that has imported everything
+        worlds[1].run(run_training, model, run, (f"train.max_steps={steps}", *SAVES))
+        return
+    job = Job(launcher, model, run, steps, *SAVES)
+    try:
+        job.wait_for(lambda: "done: " in job.output(), 400)
+        job.wait_for(lambda: not job.processes())
+    finally:
+        job.close()
+
+
+def is_saving(job: Job) -> bool:
+    return any((job.run / "checkpoints").glob("*.tmp"))
+
+
+def send(job: Job, launcher: str, rng: random.Random) -> str:
+    """Send a random signal to a worker, to the launcher or to all processes of the run."""
+    number, target = rng.choice(SIGNALS), rng.choice(("worker", "launcher", "all"))
+    if launcher == "wands":
+        target = "all"
+    try:
+        if target == "worker":
+            os.kill(job.worker(rng.randrange(2)), number)
+        else:
+            kill(*(("",) if target == "all" else (RUNNER, MIDDLE, TORCHRUN)), number=number)(job)
+    except (ProcessLookupError, StopIteration):  # it has just ended
+        pass
+    return f"{number.name} to {target}"
+
+
+def train_through_kills(launcher: str, steps: int, seed: int, num_kills: int, model: Path, folder: Path) -> None:
+    """Train a run that is killed again and again, and compare it with the run in `folder`/calm."""
+    before, rng = shared_memory(), random.Random(seed)
+    log, done = [], 0
+    for number in range(num_kills + 1):
+        job = Job(launcher, model, folder / "killed", steps, *SAVES, "--resume")
+        try:
+            if number < num_kills:
+                goal = rng.randrange(1, max(2 * (steps - done) // (num_kills - number + 1), 2))
+                start = done
+
+                def is_time(job: Job = job, target: int = start + goal) -> bool:
+                    return "done: " in job.output() or len(job.rows()) >= target
+
+                if rng.random() < 0.15:  # before the first step
+                    job.wait_for(job.processes)
+                    time.sleep(rng.uniform(0, 8))
+                else:
+                    job.wait_for(is_time, 200)
+                    if rng.random() < 0.5:
+                        job.wait_for(lambda job=job: is_saving(job) or "done: " in job.output(), 60)  # type: ignore[misc]
+                log.append(f"{send(job, launcher, rng)} at step {len(job.rows())}")
+            else:
+                job.wait_for(
+                    lambda job=job: "done: " in job.output() or "already the end" in job.output(), 400
+                )  # type: ignore[misc]
+            job.wait_for(lambda job=job: not job.processes(), 90)  # type: ignore[misc]
+            # deepspeed's own launcher prints a traceback at SIGINT.
+            assert f'File "{ROOT}/wands' not in job.output(), (log, job.output())
+            done = find_checkpoint(job.run).state.step if any(job.run.rglob("wands_state.json")) else 0
+        finally:
+            job.close()
+    assert final(folder / "killed") == final(folder / "calm"), log
+    left = [
+        path.name
+        for path in (folder / "killed").rglob("*")
+        if path.name.endswith((".tmp", ".lock", ".abandoned"))
+    ]
+    assert not left, log
+    assert shared_memory() <= before
+
+
+TRAINING = [
+    pytest.param("wands", 40, 0, 1),
+    *(
+        pytest.param(launcher, 120, seed, 9, marks=pytest.mark.kill)
+        for seed, launcher in enumerate(("deepspeed", "torchrun", "deepspeed"), start=1)
+    ),
+]
+
+
+@pytest.mark.parametrize(("launcher", "steps", "seed", "num_kills"), TRAINING)
+def test_a_run_that_is_killed_ends_like_one_that_is_not(
+    launcher: str, steps: int, seed: int, num_kills: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    train_calmly(launcher, steps, tiny_pipeline, tmp_path / "calm", worlds)
+    train_through_kills(launcher, steps, seed + SEED, num_kills, tiny_pipeline, tmp_path)
+
+
+# ---- export, convert, push
+
+
+@pytest.fixture(scope="module")
+def run(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, worlds: WorldPool) -> Path:
+    run = tmp_path_factory.mktemp("export") / "run"
+    worlds[1].run(run_training, tiny_pipeline, run, ("train.max_steps=1",))
+    return run
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with FakeHub({"hf_secret": "alice"}) as hub:
+        yield hub
+
+
+def start(arguments: Sequence[object], temporary: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    env |= {"HF_TOKEN": "hf_secret", "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-m", "wands", *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def tree(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".png")
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+    }
+
+
+KILLS = {"few": range(1), "many": range(1, 9)}
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [pytest.param(KILLS["few"], id="one"), pytest.param(KILLS["many"], id="eight", marks=pytest.mark.kill)],
+)
+@pytest.mark.parametrize("command", ["export", "convert", "push"])
+def test_a_killed_command_is_completed_by_the_same_command(
+    command: str, seeds: range, run: Path, tiny_pipeline: Path, tmp_path: Path, hub: FakeHub
+):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    export(ExportOptions(checkpoint=run, out=tmp_path / "wanted"))
+    calls: dict[str, tuple[list[object], Callable[[], dict[str, str]]]] = {
+        "export": (["export", run, "--out", tmp_path / "out"], lambda: tree(tmp_path / "out")),
+        "convert": (
+            ["convert", tiny_pipeline, "--to", "official", "--out", tmp_path / "out"],
+            lambda: tree(tmp_path / "out"),
+        ),
+        "push": (
+            ["push", tmp_path / "wanted", "alice/wan", "--endpoint", hub.url],
+            lambda: {name: hashlib.sha256(data).hexdigest() for name, data in hub.files("alice/wan").items()},
+        ),
+    }
+    arguments, result = calls[command]
+    calm = start(arguments, temporary)
+    began = time.monotonic()
+    output, _ = calm.communicate(timeout=300)
+    duration = time.monotonic() - began
+    assert calm.returncode == 0, output
+    wanted = result()
+    assert len(wanted) > 3
+    names = {path.name for path in tmp_path.iterdir()}
+    for seed in seeds:
+        rng = random.Random(f"{command} {seed} {SEED}")
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        hub.repos.clear()
+        process = start(arguments, temporary)
+        time.sleep(duration * rng.uniform(0.3, 1))  # the first third imports packages
+        os.killpg(process.pid, number := rng.choice(SIGNALS))
+        process.communicate(timeout=60)
+        again = start(arguments, temporary)
+        output, _ = again.communicate(timeout=300)
+        if command == "convert" and "contains files" in output:
+            assert process.returncode == 0  # the signal came after the end
+        else:
+            assert again.returncode == 0, (number, output)
+        assert result() == wanted, (seed, number, output)
+        assert {path.name for path in tmp_path.iterdir()} == names, (seed, number)
+        assert not list(temporary.iterdir()), (seed, number)
+    assert (tmp_path / "wanted" / HASH_FILE).is_file()
