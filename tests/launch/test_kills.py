@@ -76,7 +76,9 @@ def send(job: Job, launcher: str, rng: random.Random) -> str:
     return f"{number.name} to {target}"
 
 
-def train_through_kills(launcher: str, steps: int, seed: int, num_kills: int, model: Path, folder: Path) -> None:
+def train_through_kills(
+    launcher: str, steps: int, seed: int, num_kills: int, model: Path, folder: Path
+) -> None:
     """Train a run that is killed again and again, and compare it with the run in `folder`/calm."""
     before, rng = shared_memory(), random.Random(seed)
     log, done = [], 0
@@ -129,7 +131,13 @@ TRAINING = [
 
 @pytest.mark.parametrize(("launcher", "steps", "seed", "num_kills"), TRAINING)
 def test_a_run_that_is_killed_ends_like_one_that_is_not(
-    launcher: str, steps: int, seed: int, num_kills: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+    launcher: str,
+    steps: int,
+    seed: int,
+    num_kills: int,
+    tiny_pipeline: Path,
+    tmp_path: Path,
+    worlds: WorldPool,
 ):
     train_calmly(launcher, steps, tiny_pipeline, tmp_path / "calm", worlds)
     train_through_kills(launcher, steps, seed + SEED, num_kills, tiny_pipeline, tmp_path)
