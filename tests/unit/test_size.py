@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 17_658
+TOTAL = 17_673
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,7 +19,7 @@ CORE_FILES = (
 FOLDERS = {
     ".": 661,
     "attention": 820,
-    "commands": 4007,
+    "commands": 4026,
     "config": 1097,
     "data": 3841,
     "distributed": 398,
