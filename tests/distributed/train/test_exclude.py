@@ -28,8 +28,8 @@ def clips_of(out: Path) -> set[tuple[Any, ...]]:
 
 
 def test_the_other_clips_keep_their_steps_and_their_noise(tiny_pipeline: Path, tmp_path: Path, run_world):
-    """A run that excludes clips after its third step, stopped once more after its sixth."""
-    common = ("train.max_steps=8", "train.log_samples=true", "checkpoint.every=3", "checkpoint.keep=9")
+    """A run that excludes clips after its second step, stopped once more after its fourth."""
+    common = ("train.max_steps=6", "train.log_samples=true", "checkpoint.every=2", "checkpoint.keep=9")
 
     def run(name: str, *overrides: str, resume: bool | Path = False) -> list[dict[str, Any]]:
         return run_world(
@@ -38,14 +38,14 @@ def test_the_other_clips_keep_their_steps_and_their_noise(tiny_pipeline: Path, t
 
     whole = run("run")
     every_clip = clips_of(tmp_path / "run")
-    without = run("run", OUT, resume=tmp_path / "run" / "checkpoints" / "step_00000003")
+    without = run("run", OUT, resume=tmp_path / "run" / "checkpoints" / "step_00000002")
     left, after = clips_of(tmp_path / "run"), weights(tmp_path / "run")
     names = {"mock-000001", "mock-000004"}
-    assert left == {clip for clip in every_clip if clip[0] <= 3 or clip[1] not in names}
-    assert losses(without)[:4] == losses(whole)[:4]  # none of these clips is in step 4
-    assert losses(without)[4:] != losses(whole)[4:]
-    assert [row["samples"] for row in without] == [3, 4, 4, 3, 2, 3, 3, 2]
-    again = run("run", OUT, resume=tmp_path / "run" / "checkpoints" / "step_00000006")
+    assert left == {clip for clip in every_clip if clip[0] <= 2 or clip[1] not in names}
+    assert losses(without)[:2] == losses(whole)[:2]
+    assert losses(without)[2:] != losses(whole)[2:]
+    assert [row["samples"] for row in without] == [3, 4, 2, 3, 2, 3]
+    again = run("run", OUT, resume=tmp_path / "run" / "checkpoints" / "step_00000004")
     assert losses(again) == losses(without)
     assert all(torch.equal(value, after[name]) for name, value in weights(tmp_path / "run").items())
     assert find_checkpoint(tmp_path / "run").state.data_summary["num_samples"] == 5

@@ -67,6 +67,7 @@ def test_the_run_goes_on(undisturbed: list[float], tiny_pipeline: Path, tmp_path
     assert steps == ["step_00000002", "step_00000006"]
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_save_its_end_fails(tiny_pipeline: Path, tmp_path: Path, run_world):
     error, _ = run_world(2, run_with_a_full_disk, tiny_pipeline, tmp_path, 5, 99)[0]
     assert "file size limit" in error
