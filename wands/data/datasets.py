@@ -214,7 +214,7 @@ def describe_data(section: DataConfig, data: Dataset) -> list[str]:
             "all": f"all {here:,} clips, none held out",
         }
         lines.append(f"split {section.split} (data.holdout={section.holdout:g}): {shares[section.split]}")
-    lines += [f"data.exclude leaves out {len(section.exclude):,} samples"] * bool(section.exclude)
+    lines += [f"data.exclude leaves out {len(section.exclude):,} of the samples"] * bool(section.exclude)
     return lines
 
 

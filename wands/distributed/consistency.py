@@ -104,7 +104,7 @@ def _first_key(odd: str | None, usual: str | None) -> str:
 
 def shorten_value(value: Any, most: int = 60) -> str:
     """Return a JSON value as a text of at most `most` characters."""
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= most else f"{text[:most]}..."
 
 
