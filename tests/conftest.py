@@ -9,6 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import gc
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,9 @@ hypothesis.settings.load_profile("wands")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide the GPU from CPU tests: commands would choose it and give other numbers. Draw fewer examples in the default tier."""
+    # A shell starts background jobs with these signals ignored, and every process of a test would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if "not slow" in (config.getoption("-m") or ""):
         examples.divisor = 3
     if re.search(r"(?<!not )\bgpu\b", config.getoption("-m") or "") and torch.cuda.is_available():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.test_end_to_end import free_port
+from tests.support.fake_hub import FakeHub
 from tests.support.runs import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,4 +102,15 @@ def test_every_command_imports_nothing_from_it(start, tiny_pipeline: Path, clips
     start(
         every, "wands", "convert", tmp_path / "exported", "--out", tmp_path / "official", "--to", "official"
     )
+    for folder in (cache, run, tmp_path / "exported"):
+        start(every, "wands", "verify", folder)
+    old = shutil.copytree(ROOT / "tests" / "fixtures" / "checkpoint", tmp_path / "old")
+    start(every, "wands", "convert", old, "--trust-pickle")
+    start(every, "wands", "config", "optim.lr")
+    start(every, "wands", "selftest", "--model", tmp_path / "exported", "--only", "vae")
+    with FakeHub({"hf_secret": "alice"}) as hub:
+        environment = {"HF_TOKEN": "hf_secret", "HF_HUB_DISABLE_XET": "1"}
+        start(
+            every, "wands", "push", tmp_path / "exported", "alice/wan", "--endpoint", hub.url, **environment
+        )
     start(every, sys.executable, "-m", "data_tools.verify", cache, PYTHONSAFEPATH="1")

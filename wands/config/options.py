@@ -415,10 +415,10 @@ class ConvertOptions(Options):
     source: Annotated[str, ARGUMENT]
     """Model or LoRA to convert. A Wan model is a folder, a file or a Hub id. A LoRA may come from any trainer."""
     to: Literal["diffusers", "official", "comfyui", "musubi"] | None = None
-    """File layout to write. official is the layout of Wan's own repositories. musubi is for LoRAs only. [required without
-    --trust-pickle]"""
+    """File layout to write. official is the layout of Wan's own repositories. musubi is for LoRAs only [required without
+    --trust-pickle]."""
     out: Path | None = None
-    """Folder to write; it must be new or empty. [required without --trust-pickle]"""
+    """Folder to write; it must be new or empty [required without --trust-pickle]."""
     trust_pickle: bool = False
     """SOURCE is the run folder of an earlier version of wands, whose checkpoints are pickles. Convert these checkpoints in
     place to files that can run no code. Opening a pickle can run any code, so use this flag only for runs of your own."""

@@ -131,6 +131,9 @@ def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, float]:
     """
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
+    if is_bad is None:
+        engine.step()
+        return False, float(engine.get_global_grad_norm() if norm is None else norm)
     optimizer, stage, bad = engine.optimizer, engine.zero_optimization_stage(), False
 
     def judge(**_: Any) -> Any:
@@ -139,10 +142,7 @@ def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, float]:
         optimizer.overflow = bad = is_bad(float(norm))
         return norm
 
-    if is_bad is None:
-        engine.step()
-        norm = engine.get_global_grad_norm() if norm is None else norm
-    elif norm is not None:
+    if norm is not None:
         bad = is_bad(float(norm))
         engine.zero_grad() if bad else engine.step()
     else:

@@ -25,6 +25,7 @@ from tests.support.runs import losses, make_run, run_training
 from wands.cli import main
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.model.files import hub, name_maps
+from wands.model.files.hashes import HASH_FILE
 from wands.model.files.lora_files import EXPERT_NAMES, LORA_FILE, parse_lora
 from wands.model.files.name_maps import DIT, EXPERTS
 from wands.model.files.tensor_files import TensorFiles, as_bytes
@@ -553,7 +554,7 @@ def test_full_differences_there_and_back(tmp_path: Path):
 def test_lora_of_two_experts_becomes_two_files(pipelines: dict[str, Path], tmp_path: Path):
     keys = write_lora(tmp_path / "pair.safetensors", pipelines["wan2.2-i2v-a14b"], EXPERTS)
     report = convert(str(tmp_path / "pair.safetensors"), tmp_path / "out", to="comfyui", dtype="bf16")
-    files = sorted(path.name for path in report.out.iterdir())
+    files = sorted(path.name for path in report.out.iterdir() if path.name != HASH_FILE)
     assert files == ["high_noise_pair.safetensors", "low_noise_pair.safetensors"]
     low = parse_lora(tensors(report.out / files[1]))["transformer"].pairs["blocks.0.attn1.to_q"]
     assert torch.equal(low.lora_B, keys["transformer_2.blocks.0.attn1.to_q.lora_B.weight"].bfloat16())
@@ -574,12 +575,12 @@ def test_a_folder_with_a_lora_for_each_expert(
         keys[expert] = write_lora(folder / LORA_FILE, pipelines["wan2.2-i2v-a14b"])
         save_file({"a": torch.zeros(1)}, folder / "comfyui.safetensors")
     report = convert(str(tmp_path / "exported"), tmp_path / "out", to="comfyui")
-    files = sorted(path.name for path in report.out.iterdir())
+    files = sorted(path.name for path in report.out.iterdir() if path.name != HASH_FILE)
     assert files == [f"{EXPERT_NAMES[expert]}_{LORA_FILE}" for expert in experts]
     assert [row.read for row in report.summaries] == [len(keys[expert]) for expert in experts]
     assert all(key.startswith("diffusion_model.") for key in tensors(report.out / files[0]))
     back = convert(str(report.out), tmp_path / "back", to="diffusers")
-    assert sorted(path.name for path in back.out.iterdir()) == files
+    assert sorted(path.name for path in back.out.glob("[!.]*")) == files
     for name, expert in zip(files, experts, strict=True):
         assert_same_bits(tensors(back.out / name), keys[expert])
     assert back.notes == [
