@@ -38,7 +38,8 @@ def hide_secrets(text: str) -> str:
 def redact(text: str) -> str:
     """Replace the secrets in a text by the word REDACTED, and the name of the user in paths by the shell variable ``$USER``."""
     names = {os.path.basename(os.path.expanduser("~")), os.environ.get("USER"), os.environ.get("LOGNAME")}
-    name = "|".join(re.escape(name) for name in names if name and name not in ("root", "~"))
+    # A container may have the home folder /home, which names no user.
+    name = "|".join(re.escape(name) for name in names if name and name not in ("root", "~", "home"))
     # In a URL, the name is the public name of an account.
     pattern = rf"(https?://\S+)|(?<=[/\\])(?:{name})(?![\w-]|\.\w)" if name else r"(?!)"
     return re.sub(pattern, lambda match: match[1] or "$USER", hide_secrets(text))

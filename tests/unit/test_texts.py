@@ -49,6 +49,8 @@ def test_the_user_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert redact("/home/caroline/x and /data/carol.") == "/home/$USER/x and /data/$USER."
     assert redact("/data/carol-2/x carol carol/x") == "/data/carol-2/x carol carol/x"
     assert redact("https://huggingface.co/carol/model") == "https://huggingface.co/carol/model"
+    monkeypatch.setenv("HOME", "/data/home")
+    assert redact("/home/dave/x and /data/carol.") == "/home/dave/x and /data/$USER."
     for name in ("HOME", "USER", "LOGNAME"):
         monkeypatch.setenv(name, "/root" if name == "HOME" else "root")
     assert redact("/root/x /x/carol") == "/root/x /x/carol"
