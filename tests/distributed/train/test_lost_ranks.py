@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -49,12 +50,11 @@ def train_until(fault: str, model: Path, out: Path, overrides: tuple[str, ...]) 
 def test_a_rank_that_dies_is_one_sentence_on_the_others(new_world, tiny_pipeline: Path, tmp_path: Path):
     with pytest.raises(AssertionError, match="rank 1 died"):
         new_world(2, catch_to_file, "killed", tiny_pipeline, tmp_path, ())
-    error = (tmp_path / "error-0").read_text()
-    assert error.startswith(
-        "WandsError: step 3: the connection to another rank failed (Connection closed by peer ["
-    )
+    error, closed = (tmp_path / "error-0").read_text(), r"Connection (closed|reset) by peer"
+    prefix = r"WandsError: step 3: the connection to another rank failed \([^()]*"
+    assert re.match(prefix + closed, error)
     assert "no answer within 0 s from rank 1; rank 0 in " in error
-    assert "Connection closed by peer" in (tmp_path / "stacks" / "rank-0.txt").read_text()
+    assert re.search(closed, (tmp_path / "stacks" / "rank-0.txt").read_text())
 
 
 def catch_to_file(fault: str, model: Path, out: Path, overrides: tuple[str, ...]) -> None:
