@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
 # In bitsandbytes: number of values that share one fp32 scale, and size of the smallest tensor whose moments are quantised.
-_BLOCK_8BIT, _MIN_8BIT = 256, 4096
+BLOCK_8BIT, MIN_8BIT = 256, 4096
 
 
 class OptimizerKind(NamedTuple):
@@ -68,8 +68,8 @@ def state_bytes_per_param(
     for parameter, shape in parameters:
         numel = math.prod(shape)
         num_params += numel
-        if name == "adamw8bit" and (zero_stage > 0 or numel >= _MIN_8BIT):
-            total += 2 * (numel + 4 * numel / _BLOCK_8BIT)  # two moments in one byte each, and fp32 scales
+        if name == "adamw8bit" and numel >= MIN_8BIT:
+            total += 2 * (numel + 4 * numel / BLOCK_8BIT)  # two moments in one byte each, and fp32 scales
         elif name == "adafactor":
             total += 4 * numel * (1 / shape[-1] + 1 / shape[-2] if len(shape) > 1 else 1)
         elif name == "muon" and is_hidden_matrix(parameter, shape):

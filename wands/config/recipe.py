@@ -369,7 +369,8 @@ class OptimConfig(StrictModel):
     """Optimizer that updates the weights. AdamW is the usual choice.
 
     - `adamw` is AdamW of torch. With optimizer offload, it is AdamW of DeepSpeed, which runs on the host.
-    - `adamw8bit` is AdamW of bitsandbytes. It stores the moments in 8 bits and needs less memory.
+    - `adamw8bit` is AdamW of bitsandbytes. It stores the moments in 8 bits and needs less memory. Tensors with fewer than
+      4,096 values keep fp32 moments.
     - `adafactor` stores factored second moments. It works only with ZeRO-0.
     - `muon` uses orthogonalised updates for the matrices of the blocks, and AdamW for all other parameters. It works only
       for full finetunes. With ZeRO-1 to ZeRO-3, it needs grad_clip 0, and the logged norm is the norm of the update."""

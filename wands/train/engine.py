@@ -16,6 +16,7 @@ import torch
 from wands.attention.ulysses import OPERATORS, context_attention
 from wands.attention.varlen import Backend, choose_backend
 from wands.config.deepspeed import REDUCE_BUCKET_SIZE, learning_rate, offloads_optimizer, uses_adam
+from wands.config.optimizer_kinds import kind_of
 from wands.config.recipe import OptimConfig, Recipe
 from wands.distributed.bootstrap import accelerator_type
 from wands.distributed.dims import ProcessGroups
@@ -24,6 +25,7 @@ from wands.model.files.loading import load_transformer
 from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, add_lora, load_start
 from wands.model.offload import ActivationOffloader
+from wands.train.engine_state import fragments_by_flat
 from wands.train.optimizers import build_optimizer
 from wands.train.precision import split_by_dtype, weight_dtype_policy
 from wands.train.run import TrainingRun
@@ -193,6 +195,8 @@ def build_engine(
     )
     if int(zero.get("stage", 0)) == 3:
         _share_masters(engine.optimizer)
+    if kind_of(ds_config["optimizer"]["type"]) == "adamw8bit":
+        optimizer.fragments = fragments_by_flat(engine)
     return engine
 
 

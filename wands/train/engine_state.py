@@ -5,8 +5,9 @@ and its optimizer states, each [N]. The tensors have names such as "blocks.0.att
 the fragments of all ranks cover each parameter exactly once, so a reader needs neither DeepSpeed nor the number of ranks.
 At ZeRO-0 every rank has the whole state, and only rank 0 stores it.
 
-A state that is not one value for each weight (a step count, the scales of 8-bit moments) belongs to a flat tensor: the tensor
-that the optimizer updates. At ZeRO-0 it is a parameter, otherwise a rank's partition of many parameters.
+8-bit AdamW has states for each fragment, so the names also contain the parameter: "blocks.0.attn1.to_q.weight/absmax1". Other
+states that are not one value for each weight, such as a step count, belong to a flat tensor: the tensor that the optimizer
+updates. At ZeRO-0 it is a parameter, otherwise a rank's partition of many parameters.
 """
 
 from __future__ import annotations
@@ -62,6 +63,16 @@ def trained_fragments(engine: Any) -> list[Fragment]:
     return [fragment for fragment in found if fragment is not None and fragment.read().numel()]
 
 
+def fragments_by_flat(engine: Any) -> dict[Tensor, list[Fragment]]:
+    """Return this rank's fragments of all trained parameters by the flat tensor that contains them."""
+    fragments = trained_fragments(engine)
+    with _base_optimizer(engine) as base:
+        return {
+            flat: [fragment for fragment in fragments if fragment.flat == number]
+            for number, flat in enumerate(_flats(base))
+        }
+
+
 def engine_tensors(engine: Any) -> tuple[list[LazyTensor], dict[str, Any]]:
     """Return the state of an engine: the tensors that this rank stores, and everything else as JSON values.
 
@@ -98,14 +109,14 @@ def state_tensors(
     tensors = [_lazy(f"{fragment.name}/{MASTER}", fragment.read()) for fragment in fragments]
     plain: dict[str, dict[str, Any]] = {}
     for number, nested in optimizer["state"].items():
-        values = _without_nesting(nested)
         own = [fragment for fragment in fragments if fragment.flat == number]
+        values = _without_nesting(nested, [fragment.name for fragment in own])
         plain[str(number)] = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
         for key, value in values.items():
-            if isinstance(value, Tensor) and _is_flat(value, flats[number]):
-                tensors += [_lazy(f"{fragment.name}/{key}", _cut(value, fragment)) for fragment in own]
+            if isinstance(value, Tensor) and "/" not in key and _is_flat(value, flats[number]):
+                tensors += [_lazy(f"{fragment.name}/{key}", cut_flat(value, fragment)) for fragment in own]
             elif isinstance(value, Tensor):
-                tensors.append(_lazy(f"flat.{number}/{key}", value))
+                tensors.append(_lazy(key if "/" in key else f"flat.{number}/{key}", value))
     tensors += [_lazy(f"{fragment.name}/{FROZEN}", fragment.read()) for fragment in frozen]
     return tensors, {
         "fragments": _places(fragments),
@@ -157,15 +168,18 @@ def load_engine(engine: Any, file: Any, values: Mapping[str, Any], label: str) -
     for fragment, key in [(f, MASTER) for f in fragments] + [(f, FROZEN) for f in _frozen_fragments(engine)]:
         fragment.read().copy_(file.get_tensor(f"{fragment.name}/{key}"))
     with _base_optimizer(engine) as base:
-        flats = _flats(base)
+        flats, has_fragments = _flats(base), hasattr(base, "fragments")
         state = {int(number): dict(plain) for number, plain in values["optimizer"]["state"].items()}
         for fragment in fragments:
             for key in set(keys[fragment.name]) - {MASTER}:
                 value = file.get_tensor(f"{fragment.name}/{key}")
+                if has_fragments:
+                    state[fragment.flat].setdefault(fragment.name, {})[key] = value
+                    continue
                 flat = flats[fragment.flat]
                 if key not in state[fragment.flat]:
                     state[fragment.flat][key] = torch.zeros(flat.shape, dtype=value.dtype)
-                _cut(state[fragment.flat][key], fragment).copy_(value)
+                cut_flat(state[fragment.flat][key], fragment).copy_(value)
         for number in state:
             state[number] |= {
                 key: file.get_tensor(f"flat.{number}/{key}") for key in keys.get(f"flat.{number}", ())
@@ -206,11 +220,18 @@ def _flats(base: Any) -> list[Tensor]:
     return [parameter for group in base.param_groups for parameter in group["params"]]
 
 
-def _without_nesting(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of one parameter without the dict in which bitsandbytes wraps its quantised moments."""
-    nested = [value for value in values.values() if isinstance(value, dict)]
-    plain = {key: value for key, value in values.items() if not isinstance(value, dict)}
-    return {key: value for part in (plain, *nested) for key, value in part.items()}
+def _without_nesting(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the states of a flat tensor without nested dicts.
+
+    The key of a state of one fragment contains a slash: "blocks.0.attn1.to_q.weight/state1". Earlier versions of wands
+    used bitsandbytes' own optimizer, which wraps its states in one dict.
+    """
+    result = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    for owner, states in values.items():
+        if isinstance(states, dict):
+            prefix = f"{owner}/" if owner in names else ""
+            result |= {f"{prefix}{key}": value for key, value in states.items()}
+    return result
 
 
 def _is_flat(value: Tensor, flat: Tensor) -> bool:
@@ -218,7 +239,8 @@ def _is_flat(value: Tensor, flat: Tensor) -> bool:
     return value.is_floating_point() and value.shape == flat.shape
 
 
-def _cut(flat: Tensor, fragment: Fragment) -> Tensor:
+def cut_flat(flat: Tensor, fragment: Fragment) -> Tensor:
+    """Return the values of a fragment, [N], in its flat tensor or in a tensor of the same shape, such as the gradient."""
     return flat.detach().reshape(-1)[fragment.offset : fragment.offset + fragment.read().numel()]
 
 

@@ -35,7 +35,7 @@ def build_optimizer(
     name, params = kind_of(section["type"]), section["params"]
     named = list(named_parameters)
     if name == "adamw8bit":
-        return _bitsandbytes().optim.AdamW8bit([parameter for _, parameter in named], **params)
+        return _adamw8bit()([parameter for _, parameter in named], **params)
     if name == "adafactor":
         from transformers.optimization import Adafactor
 
@@ -45,15 +45,15 @@ def build_optimizer(
     return _build_muon(named, params, fused) if name == "muon" else None
 
 
-def _bitsandbytes() -> Any:
+def _adamw8bit() -> Any:
     try:
-        import bitsandbytes
+        from wands.train.adamw8bit import FragmentAdamW8bit
     except Exception as error:  # a build for another torch or CUDA raises errors of many classes
         raise ConfigError(
             f"optim.name=adamw8bit: bitsandbytes cannot be loaded on this machine ({one_line(error, 300)}); "
             "run pip install --upgrade 'wands[8bit]'."
         ) from error
-    return bitsandbytes
+    return FragmentAdamW8bit
 
 
 def muon_ratio(rows: int, columns: int) -> float:

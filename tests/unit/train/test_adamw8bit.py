@@ -1,0 +1,199 @@
+"""8-bit AdamW on fragments of parameters: bitsandbytes on whole parameters is the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import bitsandbytes
+import pytest
+import torch
+from torch import Tensor
+
+from wands.train.adamw8bit import FragmentAdamW8bit, cut_states, dequantize, quantize
+from wands.train.engine_state import Fragment
+
+SHAPES = {"matrix": [70, 100], "gain": [300], "table": [4200], "bias": [5]}
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+STEPS = 6
+
+
+def sizes() -> dict[str, int]:
+    return {name: math.prod(shape) for name, shape in SHAPES.items()}
+
+
+def cut(bounds: Sequence[int]) -> list[FragmentAdamW8bit]:
+    """One optimizer for each rank; the flat tensor of a rank is a range of all parameters in a row."""
+    row = torch.cat([value.flatten() for value in start_values().values()])
+    ranks = []
+    for first, last in zip([0, *bounds], [*bounds, len(row)], strict=True):
+        flat, fragments, begin = row[first:last].clone(), [], 0
+        for name, size in sizes().items():
+            lower, upper = max(begin, first), min(begin + size, last)
+            if lower < upper:
+                # `read` is a view of the first storage, as DeepSpeed's fragments are.
+                read = flat[lower - first : upper - first].detach
+                fragments.append(Fragment(name, lower - begin, SHAPES[name], 0, lower - first, read))
+            begin += size
+        optimizer = FragmentAdamW8bit([flat.requires_grad_()], **SETTINGS)
+        optimizer.fragments = {flat: fragments}
+        ranks.append(optimizer)
+    return ranks
+
+
+def flat_of(optimizer: torch.optim.Optimizer) -> Tensor:
+    return optimizer.param_groups[0]["params"][0]
+
+
+def start_values() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def gradients() -> list[Tensor]:
+    """Of all parameters in a row. Those of the gain are far smaller than its neighbours'."""
+    generator = torch.Generator().manual_seed(1)
+    scales = torch.cat(
+        [torch.full((size,), 1e-4 if name == "gain" else 1.0) for name, size in sizes().items()]
+    )
+    return [torch.randn(len(scales), generator=generator) * scales for _ in range(STEPS)]
+
+
+def step(ranks: Sequence[FragmentAdamW8bit], gradient: Tensor) -> None:
+    for optimizer, part in zip(ranks, gradient.split([flat_of(one).numel() for one in ranks]), strict=True):
+        flat_of(optimizer).grad = part.clone()
+        optimizer.step()
+
+
+def whole() -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
+    """Weights and states of bitsandbytes' own optimizer."""
+    parameters = {name: torch.nn.Parameter(value) for name, value in start_values().items()}
+    optimizer = bitsandbytes.optim.AdamW8bit(parameters.values(), **SETTINGS)
+    for gradient in gradients():
+        for parameter, part in zip(parameters.values(), gradient.split(list(sizes().values())), strict=True):
+            parameter.grad = part.reshape(parameter.shape).clone()
+        optimizer.step()
+    return {name: (value.detach().flatten(), optimizer.state[value]) for name, value in parameters.items()}
+
+
+def joined(ranks: Sequence[FragmentAdamW8bit]) -> dict[str, Tensor]:
+    row = torch.cat([flat_of(optimizer).detach() for optimizer in ranks])
+    return dict(zip(SHAPES, row.split(list(sizes().values())), strict=True))
+
+
+# 100 and 300 values of the matrix before and after a boundary inside a block, a block in three parts, a gain in two parts.
+@pytest.mark.parametrize("bounds", [(), (256,), (100,), (3940, 3950, 7100, 9000)])
+def test_every_whole_block_is_that_of_bitsandbytes(bounds: tuple[int, ...]):
+    ranks, wanted = cut(bounds), whole()
+    for number, gradient in enumerate(gradients()):
+        if number == 2:  # as offloading does
+            for optimizer in ranks:
+                flat_of(optimizer).data = flat_of(optimizer).data.clone()
+        step(ranks, gradient)
+    found, begin = joined(ranks), 0
+    for name, size in sizes().items():
+        value, _ = wanted[name]
+        different = {int(i) // 256 for i in (found[name] != value).nonzero()}
+        is_quantized = size >= 4096
+        inside = [bound - begin for bound in bounds if begin < bound < begin + size]
+        assert different <= ({bound // 256 for bound in inside if bound % 256} if is_quantized else set())
+        start = start_values()[name].flatten()
+        assert float((found[name] - value).norm()) <= 5e-3 * float((value - start).norm())
+        begin += size
+
+
+def test_the_states_are_those_of_bitsandbytes():
+    (optimizer,) = cut(())
+    for gradient in gradients():
+        step([optimizer], gradient)
+    state = optimizer.state[flat_of(optimizer)]
+    assert state.pop("step") == STEPS
+    for name, (_, wanted) in whole().items():
+        found = state.pop(name)
+        assert found.keys() == wanted.keys() - {"step", "qmap1", "qmap2"}
+        assert all(torch.equal(found[key], wanted[key].flatten()) for key in found)
+    assert not state
+    assert list(optimizer.state) == [flat_of(optimizer)]
+
+
+def test_saved_and_loaded_states_continue_bitwise():
+    ranks = cut((3940,))
+    for gradient in gradients()[:3]:
+        step(ranks, gradient)
+    again = cut((3940,))
+    for one, other in zip(ranks, again, strict=True):
+        other.load_state_dict(one.state_dict())
+        flat_of(other).data.copy_(flat_of(one).data)
+    for gradient in gradients()[3:]:
+        step(ranks, gradient)
+        step(again, gradient)
+    assert all(torch.equal(value, joined(again)[name]) for name, value in joined(ranks).items())
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_blocks_of_an_earlier_version_are_converted(is_whole: bool):
+    """At ZeRO-0, a block never ran across parameters, and nothing changes."""
+    (optimizer,) = cut(())
+    if is_whole:
+        flat = flat_of(optimizer)
+        flat.data = flat.data[:7000]
+        optimizer.fragments = {flat: optimizer.fragments[flat][:1]}
+    flat = flat_of(optimizer)
+    old_flat = torch.nn.Parameter(flat.detach().clone())
+    old = bitsandbytes.optim.AdamW8bit([old_flat], **SETTINGS)
+    for gradient in gradients():
+        old_flat.grad = gradient[: len(flat)].clone()
+        old.step()
+    states = old.state_dict()
+    # `load_engine` passes the states without the dict in which bitsandbytes wraps them.
+    wrapped = states["state"][0].pop("__bnb_optimizer_quant_state__")
+    optimizer.load_state_dict({**states, "state": {0: states["state"][0] | wrapped}})
+    moments = dequantize(old.state[old_flat], 0)
+    state = optimizer.state[flat]
+    assert state["step"] == STEPS
+    assert state.keys() == {"step", *(fragment.name for fragment in optimizer.fragments[flat])}
+    for fragment in optimizer.fragments[flat]:
+        found = state[fragment.name]
+        assert ("absmax1" in found) == (math.prod(fragment.shape) >= 4096)
+        for key in ("state1", "state2"):
+            values = moments[key][fragment.offset :][: math.prod(fragment.shape)]
+            again = dequantize(found, 0)[key]
+            if is_whole or "absmax1" not in found:
+                assert torch.equal(again, values)
+            else:  # the distance of two codes is at most 1 / 64 of the largest value of a block
+                assert float((again - values).abs().max()) <= float(values.abs().max()) / 64
+    flat.grad = torch.ones_like(flat)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("start", [0, 300])
+def test_quantized_moments_are_read_back(start: int):
+    """And a range of them is the same range of the moments."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 3000, generator=generator)
+    moments = {"state1": values[0], "state2": values[1].square() * 1e-6}
+    states = quantize(moments, [10_000], start)
+    again = dequantize(states, start)
+    for key, value in moments.items():
+        assert float((again[key] - value).abs().max()) <= float(value.abs().max()) / 64
+    for first, last in ((0, 3000), (100, 101), (700, 1700)):
+        part = cut_states(states, start, start + first, start + last)
+        assert all(torch.equal(dequantize(part, start + first)[key], again[key][first:last]) for key in again)
+    assert quantize(moments, [3000], start) is moments
+    assert dequantize(moments, start) is moments
+
+
+def test_fp32_moments_are_quantized_when_they_are_loaded():
+    """A reader may have dequantized the moments of other ranks' ranges."""
+    (optimizer,) = cut(())
+    for gradient in gradients():
+        step([optimizer], gradient)
+    states = optimizer.state_dict()
+    wanted = {name: dequantize(states["state"][0][name], 0) for name in SHAPES}
+    states["state"][0] |= wanted
+    optimizer.load_state_dict(states)
+    found = optimizer.state[flat_of(optimizer)]
+    for name, size in sizes().items():
+        assert ("absmax1" in found[name]) == (size >= 4096)
+        for key, value in dequantize(found[name], 0).items():
+            assert float((value - wanted[name][key]).abs().max()) <= float(value.abs().max()) / 64

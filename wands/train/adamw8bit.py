@@ -1,0 +1,172 @@
+"""8-bit AdamW of bitsandbytes with the same states at every ZeRO stage.
+
+DeepSpeed flattens many parameters into one tensor. If bitsandbytes updated this flat tensor, values of several parameters
+would share a block and its scale, and parameters with small gradients would lose their moments. Therefore the optimizer of
+this module updates each fragment of a parameter separately. Blocks start where bitsandbytes starts them in the whole
+parameter, and small parameters have fp32 moments. Only blocks that are cut by the boundary between two ranks are different.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from bitsandbytes.functional import create_dynamic_map
+from bitsandbytes.optim import AdamW8bit
+from torch import Tensor
+
+from wands.config.optimizer_kinds import BLOCK_8BIT, MIN_8BIT
+from wands.train.engine_state import Fragment, cut_flat
+
+States = Mapping[str, Tensor]
+"""Moments of a range of a flattened parameter, [N], as "state1" and "state2".
+
+The moments are either fp32 values, or uint8 codes with the fp32 scales "absmax1" and "absmax2", [number of blocks]. Blocks
+start at multiples of 256 in the flattened parameter. The range may begin and end inside a block.
+"""
+
+_STATES = ("state1", "state2", "absmax1", "absmax2")
+
+
+class FragmentAdamW8bit(AdamW8bit):
+    """8-bit AdamW that updates each fragment of its flat tensors separately.
+
+    The state of a flat tensor is the step count "step" and, by the name of the parameter, the `States` of each fragment.
+
+    Attributes:
+        fragments: maps each flat tensor to its fragments.
+    """
+
+    fragments: Mapping[Tensor, Sequence[Fragment]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update all flat tensors that have a gradient. `closure` is ignored."""
+        for group_number, group in enumerate(self.param_groups):
+            for number, flat in enumerate(group["params"]):
+                if flat.grad is None:
+                    continue
+                state = self.state[flat]
+                for fragment in self.fragments[flat]:
+                    values, gradient = cut_flat(flat, fragment), cut_flat(flat.grad, fragment)
+                    if fragment.name not in state:
+                        state[fragment.name] = _new_states(values, fragment)
+                    start, end = fragment.start, fragment.start + values.numel()
+                    # If the fragment begins inside a block, the rest of this block is updated separately.
+                    block_start = min(-(-start // BLOCK_8BIT) * BLOCK_8BIT, end)
+                    for first, last in ((start, block_start), (block_start, end)):
+                        if first == last:
+                            continue
+                        part = values[first - start : last - start]
+                        part.grad = gradient[first - start : last - start]
+                        self.state[part] = {
+                            "step": state.get("step", 0),
+                            "qmap1": _table("1", part.device),
+                            "qmap2": _table("2", part.device),
+                            **cut_states(state[fragment.name], start, first, last),
+                        }
+                        self.update_step(group, part, group_number, number)
+                        del self.state[part]
+                state["step"] = state.get("step", 0) + 1
+
+    def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+        """Load a state dict, and change it to the format of this class.
+
+        Earlier versions of wands had blocks of whole flat tensors. Moments that are stored as fp32 values are quantized, and
+        moments of small parameters are decoded.
+        """
+        flats = [flat for group in self.param_groups for flat in group["params"]]
+        for number, state in state_dict["state"].items():
+            old = {key: state.pop(key).flatten() for key in _STATES if key in state}
+            for table in ("qmap1", "qmap2"):
+                state.pop(table, None)
+            for fragment in self.fragments[flats[number]]:
+                first, last = fragment.offset, fragment.offset + fragment.read().numel()
+                states = cut_states(old, 0, first, last) if old else state[fragment.name]
+                # At ZeRO-0, the flat tensor is a parameter, and the blocks do not change.
+                same_blocks = not old or (
+                    last - first == len(old["state1"]) and fragment.start % BLOCK_8BIT == 0
+                )
+                if not same_blocks or ("absmax1" in states) != _is_quantized(fragment.shape):
+                    moments = dequantize(states, first if old else fragment.start)
+                    states = quantize(moments, fragment.shape, fragment.start)
+                state[fragment.name] = states
+        super().load_state_dict(state_dict, move_to_device)
+
+
+def cut_states(states: States, start: int, first: int, last: int) -> dict[str, Tensor]:
+    """Return the states of a part of a range, as views.
+
+    Args:
+        states: states of the range.
+        start: index of the first value of the range in the flattened parameter.
+        first: index of the first value of the part in the flattened parameter.
+        last: index after the last value of the part.
+    """
+    values = slice(first - start, last - start)
+    blocks = slice(first // BLOCK_8BIT - start // BLOCK_8BIT, -(-last // BLOCK_8BIT) - start // BLOCK_8BIT)
+    return {key: value[blocks if key.startswith("absmax") else values] for key, value in states.items()}
+
+
+def dequantize(states: States, start: int) -> States:
+    """Return the moments of a range as fp32 values.
+
+    Args:
+        states: states of the range. If they are fp32 values, they are returned unchanged.
+        start: index of the first value of the range in the flattened parameter.
+    """
+    if "absmax1" not in states:
+        return states
+    moments = {}
+    for moment in "12":
+        codes, scales = states[f"state{moment}"], states[f"absmax{moment}"]
+        values = _table(moment, codes.device)[codes.int()]
+        moments[f"state{moment}"] = (
+            values * scales.repeat_interleave(BLOCK_8BIT)[start % BLOCK_8BIT :][: len(codes)]
+        )
+    return moments
+
+
+def quantize(moments: States, shape: Sequence[int], start: int) -> States:
+    """Return the states that `FragmentAdamW8bit` has for a range: codes and scales, or fp32 values for a small parameter.
+
+    Args:
+        moments: moments of the range as fp32 values.
+        shape: shape of the whole parameter.
+        start: index of the first value of the range in the flattened parameter.
+    """
+    if not _is_quantized(shape):
+        return moments
+    states = {}
+    for moment in "12":
+        values = moments[f"state{moment}"]
+        table, before = _table(moment, values.device), start % BLOCK_8BIT
+        padding = (before, -(before + len(values)) % BLOCK_8BIT)
+        blocks = torch.nn.functional.pad(values, padding).view(-1, BLOCK_8BIT)
+        scales = blocks.abs().amax(dim=1)
+        bounds = (table[1:] + table[:-1]) / 2  # the nearest code is the number of bounds below the value
+        codes = torch.bucketize(blocks / scales.clamp(min=1e-38)[:, None], bounds, out_int32=True)
+        states[f"state{moment}"] = codes.to(torch.uint8).view(-1)[before : before + len(values)]
+        states[f"absmax{moment}"] = scales
+    return states
+
+
+def _is_quantized(shape: Sequence[int]) -> bool:
+    return math.prod(shape) >= MIN_8BIT
+
+
+def _new_states(values: Tensor, fragment: Fragment) -> States:
+    if not _is_quantized(fragment.shape):
+        return {f"state{moment}": torch.zeros_like(values) for moment in "12"}
+    num_blocks = -(-(fragment.start + len(values)) // BLOCK_8BIT) - fragment.start // BLOCK_8BIT
+    codes = {f"state{moment}": torch.zeros_like(values, dtype=torch.uint8) for moment in "12"}
+    return codes | {f"absmax{moment}": values.new_zeros(num_blocks) for moment in "12"}
+
+
+@cache
+def _table(moment: str, device: torch.device) -> Tensor:
+    """Return the value of each code, [256], in ascending order. The second moment has no negative values."""
+    return create_dynamic_map(signed=moment == "1").to(device)
