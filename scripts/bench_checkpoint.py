@@ -31,11 +31,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
 from wands.distributed.bootstrap import init_process_group
 from wands.files import sync
 from wands.model.files import tensor_files
+from wands.model.files.checkpoint_files import FragmentFiles
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.train.engine_state import engine_tensors, load_engine
 
@@ -66,10 +66,8 @@ def save_wands(engine: Any, folder: Path, rank: int, stage: int) -> None:
 
 
 def load_wands(engine: Any, folder: Path, rank: int, stage: int) -> None:
-    path = folder / f"state_{rank if stage else 0}.safetensors"
-    hash_file(path)
-    with safe_open(path, framework="pt") as file:
-        load_engine(engine, file, json.loads(file.metadata()["state"]), "bench")
+    hash_file(folder / f"state_{rank if stage else 0}.safetensors")
+    load_engine(engine, FragmentFiles(folder, "state_*", "state"))
 
 
 def timed(action: Callable[[], Any], folder: Path, rank: int, synced: bool) -> float:

@@ -101,6 +101,11 @@ class CombinedDataset:
         data, position = self._find(i)
         return data.latent_shape(position)
 
+    def crc32(self, i: int) -> int:
+        """Return the checksum of the sample of row `i`."""
+        data, position = self._find(i)
+        return data.crc32(position)
+
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
         """Read the sample of row `i` (one use of a sample in an epoch). Different clips have different sample ids.
 

@@ -65,6 +65,10 @@ class MockDataset:
         """Return the latent (frames, height, width) of the sample with this index."""
         return self.mock.shapes[index % len(self.mock.shapes)]
 
+    def crc32(self, index: int) -> int:
+        """Return 0 instead of a checksum, because the key determines the sample."""
+        return 0
+
     def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
         """Return a sample in bf16: latents [channels, frames, rows, columns], text_embeds [text tokens, text_dim], and
         image latents and image embeddings if the model needs them.

@@ -36,11 +36,13 @@ class EpochPlan:
             Every step has the same number of bins.
         seq_lens: int64 [N], number of tokens of every sample, including samples that the epoch does not use.
         max_tokens: capacity of a bin in tokens.
+        planned_totals: `totals` of the epoch when it was planned, if samples were removed from the data since.
     """
 
     steps: tuple[Step, ...]
     seq_lens: np.ndarray
     max_tokens: int
+    planned_totals: tuple[int, int] | None = None
 
     @property
     def num_steps(self) -> int:
@@ -60,6 +62,8 @@ class EpochPlan:
     @cached_property
     def totals(self) -> tuple[int, int]:
         """Number of samples and number of tokens in all steps of the epoch."""
+        if self.planned_totals is not None:
+            return self.planned_totals
         used = [i for step in self.steps for bin in step for i in bin]
         return len(used), int(self.seq_lens[used].sum())
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,6 +35,7 @@ class StepPlan:
         mean_tokens: mean number of tokens per step in this epoch.
         repeat_index_of: int64 [rows]. For each row of the data (one use of a sample), the number of earlier rows with
             the same sample id.
+        epoch_plan: plan of the epoch.
     """
 
     step: int
@@ -45,6 +47,7 @@ class StepPlan:
     mean_samples: float
     mean_tokens: float
     repeat_index_of: np.ndarray = field(repr=False, compare=False)
+    epoch_plan: EpochPlan = field(repr=False, compare=False)
 
     def repeat_indices(self, bin: Bin) -> list[int]:
         """Return the repeat index of each sample of a bin, for the collator.
@@ -73,6 +76,20 @@ class StepPlan:
         return {"sample": self.num_samples, "token": self.num_tokens}
 
 
+class EarlierEpoch(NamedTuple):
+    """Plan of an epoch that started before the data changed. A resumed run finishes this epoch as it was planned.
+
+    Attributes:
+        epoch: pass over the data, from 0.
+        first_step: global step at which the epoch started.
+        plan: plan of the epoch, with rows of the changed data. Samples that were removed from the data are left out.
+    """
+
+    epoch: int
+    first_step: int
+    plan: EpochPlan
+
+
 @dataclass(eq=False)
 class PlanSampler:
     """All optimizer steps of a training run. Every epoch has new bins (packed batches) in a new order.
@@ -96,7 +113,9 @@ class PlanSampler:
         places: int64 [N, 2], (shard, position in the shard) of every row. Required with `buffer_size`.
         excluded: ids of samples that no step contains (`data.exclude`). They stay in the plan of an epoch, so the other
             samples stay in their steps, and the divisor of the loss does not change.
-        steps_per_epoch: number of steps of epoch 0. Without a schedule, all epochs have this number of steps.
+        start: (epoch, step) at which the plan of this data starts. Later than (0, 0) if the data changed during the run.
+        earlier: the epoch before `start`, if a step of this epoch is still needed.
+        steps_per_epoch: number of steps of the first epoch. Without a schedule, all epochs have this number of steps.
         total_steps: number of optimizer steps of the whole run.
         bin_cost: function that returns the cost of a bin of rows.
 
@@ -118,6 +137,8 @@ class PlanSampler:
     buffer_size: int | None = None
     places: np.ndarray | None = None
     excluded: Collection[str] = ()
+    start: tuple[int, int] = (0, 0)
+    earlier: EarlierEpoch | None = None
 
     def __post_init__(self) -> None:
         assert len(self.seq_lens) == len(self.keys)
@@ -129,15 +150,23 @@ class PlanSampler:
         if self.buffer_size is not None:
             assert self.places is not None
             self._windows = storage_windows(self.places, self.buffer_size, self.seed)
-        self._repeat_index_of = _count_earlier(self.keys)
+        self.repeat_index_of = count_earlier(self.keys)
         self._counted: dict[tuple[int, ...], int] = {}
-        self._first_steps = [0]  # first steps of epochs 0, 1, ..., up to the latest requested epoch
-        self._plan = (0, self._plan_epoch(0))
+        # First known epoch, and first steps of this epoch and the next ones, up to the latest requested epoch.
+        self._first_epoch, self._first_steps = self.start[0], [self.start[1]]
+        if self.earlier is not None:
+            self._first_epoch, self._first_steps = (
+                self.earlier.epoch,
+                [self.earlier.first_step, self.start[1]],
+            )
+        self._plan = (self.start[0], self._plan_epoch(self.start[0]))
         self.steps_per_epoch = self._plan[1].num_steps
         self.total_steps = self.max_steps if self.max_steps is not None else self.first_step(self.epochs)
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of optimizer steps of an epoch."""
+        if self.earlier is not None and epoch == self.earlier.epoch:
+            return self.earlier.plan.num_steps
         if self.schedule is None:
             return self.steps_per_epoch
         phase = self.schedule.phase(epoch)
@@ -148,15 +177,19 @@ class PlanSampler:
 
     def first_step(self, epoch: int) -> int:
         """Return the first global step of an epoch."""
-        while len(self._first_steps) <= epoch:
-            self._first_steps.append(self._first_steps[-1] + self.num_steps(len(self._first_steps) - 1))
-        return self._first_steps[epoch]
+        while self._last_epoch < epoch:
+            self._first_steps.append(self._first_steps[-1] + self.num_steps(self._last_epoch))
+        return self._first_steps[epoch - self._first_epoch]
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch that contains a global step."""
         while self._first_steps[-1] <= step:
-            self.first_step(len(self._first_steps))
-        return bisect_right(self._first_steps, step) - 1
+            self.first_step(self._last_epoch + 1)
+        return self._first_epoch + bisect_right(self._first_steps, step) - 1
+
+    @property
+    def _last_epoch(self) -> int:
+        return self._first_epoch + len(self._first_steps) - 1
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
         """Return the plan of an epoch: its optimizer steps, each with its bins (packed batches). The latest plan is
@@ -184,13 +217,16 @@ class PlanSampler:
             num_tokens=int(self.seq_lens[samples].sum()),
             mean_samples=num_samples / plan.num_steps,
             mean_tokens=num_tokens / plan.num_steps,
-            repeat_index_of=self._repeat_index_of,
+            repeat_index_of=self.repeat_index_of,
+            epoch_plan=plan,
         )
 
     def rows(self, epoch: int) -> np.ndarray | None:
         """Return the indices of the rows that an epoch uses, int64, or None for all rows. A row is one use of a
         sample.
         """
+        if self.earlier is not None and epoch == self.earlier.epoch:
+            return np.array([i for step in self.earlier.plan.steps for bin in step for i in bin], np.int64)
         return None if self.schedule is None else self.schedule.rows(epoch)
 
     def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
@@ -214,6 +250,8 @@ class PlanSampler:
         return [window for window in (window[used[window]] for window in windows) if len(window)]
 
     def _plan_epoch(self, epoch: int) -> EpochPlan:
+        if self.earlier is not None and epoch == self.earlier.epoch:
+            return self.earlier.plan
         return plan_epoch(
             self.seq_lens,
             max_tokens=self.max_tokens,
@@ -236,7 +274,7 @@ def check_enough_samples(num_samples: int, dp_size: int) -> None:
         )
 
 
-def _count_earlier(keys: Sequence[str]) -> np.ndarray:
+def count_earlier(keys: Sequence[str]) -> np.ndarray:
     """Return for each key the number of earlier equal keys, int64 [N]."""
     repeat_indices = np.zeros(len(keys), dtype=np.int64)
     if len(set(keys)) == len(keys):

@@ -72,6 +72,24 @@ class FragmentAdamW8bit(AdamW8bit):
                         del self.state[part]
                 state["step"] = state.get("step", 0) + 1
 
+    def join_states(self, fragment: Fragment, stored: Sequence[tuple[int, States]]) -> States:
+        """Return the states of a fragment.
+
+        Args:
+            fragment: a fragment of this rank.
+            stored: (index of the first value, states) of ranges that together contain the fragment, in ascending order.
+                If one of them is the fragment, its states are returned. Otherwise, the result has fp32 moments.
+        """
+        first, last = fragment.start, fragment.start + fragment.read().numel()
+        moments = []
+        for start, states in stored:
+            end = start + len(states["state1"])
+            if (start, end) == (first, last):
+                return states
+            low, high = max(start, first), min(end, last)
+            moments.append(dequantize(cut_states(states, start, low, high), low))
+        return {key: torch.cat([part[key] for part in moments]) for key in ("state1", "state2")}
+
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
         """Load a state dict, and change it to the format of this class.
 

@@ -19,25 +19,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
 from wands.config.optimizer_kinds import state_bytes_per_param
 from wands.config.recipe import Recipe
+from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import gather_objects
 from wands.errors import CheckpointError, WandsError, one_line
 from wands.files import publish, sync, write_text
 from wands.model.files.checkpoint_files import (
     STATE_FILE,
     STATE_METADATA,
+    FragmentFiles,
     TrainState,
     average_file,
     list_steps,
-    read_header,
     state_file,
     step_name,
 )
-from wands.model.files.tensor_files import write_safetensors
+from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.planning.workload import Weight
+from wands.train.changed_data import EPOCH_FILE, epoch_values
 from wands.train.ema import WeightAverage
 from wands.train.engine_state import engine_tensors, load_engine
 from wands.train.metrics import thin
@@ -78,6 +79,7 @@ def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int
         data_contents=run.data_contents,
         base_fingerprint=run.base_fingerprint,
         ds_config=run.ds_config,
+        data_start=run.sampler.start,
     )
 
 
@@ -85,6 +87,7 @@ def save_checkpoint(
     run: TrainingRun,
     engines: Mapping[str, Any],
     state: TrainState,
+    plan: StepPlan,
     averages: Mapping[str, WeightAverage] = MappingProxyType({}),
 ) -> Path:
     """Write a checkpoint, then delete the oldest checkpoints until `checkpoint.keep` checkpoints remain.
@@ -95,6 +98,7 @@ def save_checkpoint(
         run: the checked training run.
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
         state: training state for `wands_state.json`. This function adds the sizes and hashes of the files to the state.
+        plan: plan of the last step.
         averages: maps the subfolder of each trained DiT to the moving average of its weights; empty without `ema`.
 
     Returns:
@@ -112,7 +116,7 @@ def save_checkpoint(
             shutil.rmtree(stale)
     dist.barrier()
     _check_space(run, folder, more=sum(average.num_bytes for average in averages.values()))
-    hashes = gather_objects(_write_files(run, engines, averages, partial))
+    hashes = gather_objects(_write_files(run, engines, plan, averages, partial))
     problem: str | None = next((found for found in hashes if isinstance(found, str)), None)
     if rank == 0 and not problem:
         files = {name: digest for own in hashes if isinstance(own, dict) for name, digest in own.items()}
@@ -130,7 +134,11 @@ def save_checkpoint(
 
 
 def _write_files(
-    run: TrainingRun, engines: Mapping[str, Any], averages: Mapping[str, WeightAverage], folder: Path
+    run: TrainingRun,
+    engines: Mapping[str, Any],
+    plan: StepPlan,
+    averages: Mapping[str, WeightAverage],
+    folder: Path,
 ) -> dict[str, str] | str:
     """Write the files of this rank. Return the hash of each file by name, or the reason why a file cannot be written."""
     rank, hashes = dist.get_rank(), {}
@@ -143,6 +151,9 @@ def _write_files(
                 hashes[name] = write_safetensors(folder / name, tensors, {STATE_METADATA: json.dumps(values)})
             if part in averages:
                 hashes[f"{part}/{average_file(rank)}"] = averages[part].save(folder / part)
+        if rank == 0:
+            (folder / EPOCH_FILE).write_text(json.dumps(epoch_values(run, plan)), encoding="utf-8")
+            hashes[EPOCH_FILE] = hash_file(folder / EPOCH_FILE)
     except OSError as error:
         return one_line(error)
     return hashes
@@ -226,7 +237,7 @@ def load_checkpoint(engines: Mapping[str, Any], checkpoint: Path) -> None:
         checkpoint: folder of the step.
 
     Raises:
-        CheckpointError: if this run divides the weights differently among the ranks.
+        CheckpointError: if a state of the optimizer cannot be divided differently among the ranks.
     """
     for part, engine in engines.items():
         _load_engine(engine, checkpoint, part)
@@ -239,13 +250,10 @@ def _load_engine(engine: Any, checkpoint: Path, part: str) -> None:
     # If the scheduler comes from the DeepSpeed JSON, it is not a LambdaLR, and the JSON controls the learning rate.
     is_ours = isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
     base_lrs = list(scheduler.base_lrs) if is_ours else []
-    path = checkpoint / part / state_file(dist.get_rank() if engine.zero_optimization_stage() else 0)
-    with safe_open(path, framework="pt") as file:
-        load_engine(
-            engine, file, read_header(file.metadata() or {}, path, STATE_METADATA), f"--resume {checkpoint}"
-        )
+    load_engine(engine, FragmentFiles(checkpoint / part, "state_rank_*", STATE_METADATA))
+    if is_ours:
+        scheduler.base_lrs = base_lrs
     for i, (group, current) in enumerate(zip(engine.optimizer.param_groups, settings, strict=True)):
         group.update(current)
         if is_ours:
-            scheduler.base_lrs[i] = base_lrs[i]
             group["lr"] = base_lrs[i] * scheduler.lr_lambdas[i](scheduler.last_epoch)

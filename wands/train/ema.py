@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wands.config.recipe import EmaConfig
-from wands.errors import CheckpointError, ConfigError
+from wands.errors import ConfigError
 from wands.model.files.checkpoint_files import (
     AVERAGE_METADATA,
     Checkpoint,
+    FragmentFiles,
     average_file,
     has_average,
-    read_header,
 )
-from wands.model.files.tensor_files import LazyTensor, TensorFiles, write_safetensors
+from wands.model.files.tensor_files import LazyTensor, write_safetensors
 from wands.train.engine_state import Fragment, trained_fragments
 
 _BLOCK = 2**28  # elements: 1 GiB
@@ -113,22 +113,15 @@ class WeightAverage:
         return write_safetensors(folder / average_file(dist.get_rank()), entries, metadata)
 
     def load(self, folder: Path) -> None:
-        """Restore this rank's part of the moving average from the DiT's folder of a checkpoint.
+        """Restore this rank's part of the moving average from the DiT's folder of a checkpoint of any number of ranks.
 
         Raises:
-            CheckpointError: if the ranks of this run divide the parameters differently than the ranks that wrote the
-                checkpoint, for example after a change of the ZeRO stage.
+            CheckpointError: if the files of the ranks do not contain the whole average.
         """
-        path = folder / average_file(dist.get_rank())
-        with TensorFiles([path], f"--resume {folder.parent}") as files:
-            header = read_header(files.metadata, path, AVERAGE_METADATA)
-            if header["fragments"] != self._places:
-                raise CheckpointError(
-                    f"--resume {folder.parent}: the moving average in {path.name} is partitioned differently from this run's "
-                    "weights; use the DeepSpeed JSON of the run that wrote the checkpoint."
-                )
-            for average, fragment in zip(self._averages, self._fragments, strict=True):
-                average.copy_(files.read(fragment.name))
+        files = FragmentFiles(folder, "ema_rank_*", AVERAGE_METADATA)
+        fragments = zip(self._fragments, self._averages, strict=True)
+        files.read({fragment.name: (fragment.start, average) for fragment, average in fragments})
+        header = next(iter(files.headers.values()))
         self._first, self._last = header["first_step"], header["last_step"]
 
 
@@ -152,9 +145,6 @@ def build_averages(
 
     Returns:
         A dict that maps the subfolder of each trained DiT to its average; {} if `section` is None.
-
-    Raises:
-        CheckpointError: if the checkpoint's averages do not fit this run.
     """
     saved = checkpoint is not None and any(has_average(checkpoint.state, part) for part in engines)
     if section is None:

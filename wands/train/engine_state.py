@@ -12,6 +12,7 @@ updates. At ZeRO-0 it is a parameter, otherwise a rank's partition of many param
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wands.errors import CheckpointError
+from wands.model.files.checkpoint_files import FragmentFiles
 from wands.model.files.tensor_files import LazyTensor
 
-MASTER, FROZEN = "master", "frozen"
+MASTER, FROZEN, MOMENTUM = "master", "frozen", "momentum_buffer"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -76,16 +78,19 @@ def fragments_by_flat(engine: Any) -> dict[Tensor, list[Fragment]]:
 def engine_tensors(engine: Any) -> tuple[list[LazyTensor], dict[str, Any]]:
     """Return the state of an engine: the tensors that this rank stores, and everything else as JSON values.
 
-    The JSON object has the keys "fragments" (name -> [start, shape]), "frozen" (the same for frozen parameters; empty with a
-    LoRA), "flat_sizes", "optimizer" and "scheduler" (their state dicts without tensors) and "counters".
+    The JSON object has the keys "fragments" (name -> [start, shape, number of the flat tensor]), "frozen" (the same for
+    frozen parameters; empty with a LoRA), "flat_sizes", "optimizer" and "scheduler" (their state dicts without tensors) and
+    "counters".
     """
+    fragments = trained_fragments(engine)
     with _base_optimizer(engine) as base:
         flats, state = _flats(base), base.state_dict()
+        for number, own in _with_whole_momentum(engine, base, fragments).items():
+            if MOMENTUM in state["state"].get(number, {}):
+                state["state"][number] = flat_momentum(state["state"][number], own, flats[number])
     scheduler = engine.lr_scheduler.state_dict() if engine.lr_scheduler else None
     counters = {name: getattr(engine, name) for name in COUNTERS}
-    return state_tensors(
-        trained_fragments(engine), list(_frozen_fragments(engine)), flats, state, scheduler, counters
-    )
+    return state_tensors(fragments, list(_frozen_fragments(engine)), flats, state, scheduler, counters)
 
 
 def state_tensors(
@@ -129,62 +134,37 @@ def state_tensors(
 
 
 def _places(fragments: Iterable[Fragment]) -> dict[str, list[Any]]:
-    return {fragment.name: [fragment.start, fragment.shape] for fragment in fragments}
+    return {fragment.name: [fragment.start, fragment.shape, fragment.flat] for fragment in fragments}
 
 
 @torch.no_grad()
-def load_engine(engine: Any, file: Any, values: Mapping[str, Any], label: str) -> None:
+def load_engine(engine: Any, files: FragmentFiles) -> None:
     """Restore the state of an engine. Every rank must call this function.
 
+    Each rank reads the ranges that it owns, which other ranks at another ZeRO stage may have stored. If the ranges did not
+    change, every bit is restored.
+
     Args:
-        engine: a new engine with the same partition of the weights as the engine whose state was stored.
-        file: open safetensors file with the tensors of `engine_tensors`.
-        values: JSON values of `engine_tensors`.
-        label: start of error messages, such as "--resume runs/default".
+        engine: new engine.
+        files: the `state_rank_*` files of the DiT.
 
     Raises:
-        CheckpointError: if this run divides the weights differently among the ranks.
+        CheckpointError: if a state cannot be divided differently among the ranks.
     """
-    fragments = trained_fragments(engine)
-    with _base_optimizer(engine) as base:
-        flat_sizes = [flat.numel() for flat in _flats(base)]
-    if (values["fragments"], values["flat_sizes"]) != (_places(fragments), flat_sizes):
-        raise CheckpointError(
-            f"{label}: the checkpoint divides the weights differently among the ranks; use the DeepSpeed JSON of the run that "
-            "wrote the checkpoint.",
-            agreed=True,
-        )
-    keys: dict[str, list[str]] = {}
-    for name in file.keys():  # noqa: SIM118, not a dict
-        owner, _, key = name.rpartition("/")
-        keys.setdefault(owner, []).append(key)
-    optimizer = engine.optimizer
-    is_zero = engine.zero_optimization_stage() > 0
+    fragments, header = trained_fragments(engine), next(iter(files.headers.values()))
+    optimizer, is_zero = engine.optimizer, engine.zero_optimization_stage() > 0
     gathers = hasattr(
         optimizer, "checkpoint_event_prologue"
     )  # ZeRO-3 keeps some parameters whole between steps
     if gathers:
         optimizer.checkpoint_event_prologue()
-    for fragment, key in [(f, MASTER) for f in fragments] + [(f, FROZEN) for f in _frozen_fragments(engine)]:
-        fragment.read().copy_(file.get_tensor(f"{fragment.name}/{key}"))
+    stored = [(f, MASTER) for f in fragments] + [(f, FROZEN) for f in _frozen_fragments(engine)]
+    files.read({f"{fragment.name}/{key}": (fragment.start, fragment.read()) for fragment, key in stored})
     with _base_optimizer(engine) as base:
-        flats, has_fragments = _flats(base), hasattr(base, "fragments")
-        state = {int(number): dict(plain) for number, plain in values["optimizer"]["state"].items()}
-        for fragment in fragments:
-            for key in set(keys[fragment.name]) - {MASTER}:
-                value = file.get_tensor(f"{fragment.name}/{key}")
-                if has_fragments:
-                    state[fragment.flat].setdefault(fragment.name, {})[key] = value
-                    continue
-                flat = flats[fragment.flat]
-                if key not in state[fragment.flat]:
-                    state[fragment.flat][key] = torch.zeros(flat.shape, dtype=value.dtype)
-                cut_flat(state[fragment.flat][key], fragment).copy_(value)
-        for number in state:
-            state[number] |= {
-                key: file.get_tensor(f"flat.{number}/{key}") for key in keys.get(f"flat.{number}", ())
-            }
-        loaded = {"state": state, "param_groups": values["optimizer"]["param_groups"]}
+        groups, saved = base.state_dict()["param_groups"], header["optimizer"]["param_groups"]
+        for i, group in enumerate(groups):
+            group["lr"] = saved[i if len(saved) == len(groups) else 0]["lr"]
+        loaded = {"state": _optimizer_state(engine, base, fragments, files), "param_groups": groups}
         if not is_zero:
             base.load_state_dict(loaded)
     if is_zero:
@@ -197,9 +177,98 @@ def load_engine(engine: Any, file: Any, values: Mapping[str, Any], label: str) -
         if gathers:
             optimizer.checkpoint_event_epilogue()
     if engine.lr_scheduler:
-        engine.lr_scheduler.load_state_dict(values["scheduler"])
+        engine.lr_scheduler.load_state_dict(header["scheduler"])
     for name in COUNTERS:
-        setattr(engine, name, values["counters"][name])
+        setattr(engine, name, header["counters"][name])
+
+
+def _optimizer_state(
+    engine: Any, base: Any, fragments: Sequence[Fragment], files: FragmentFiles
+) -> dict[int, dict[str, Any]]:
+    """Return the states of this rank's flat tensors that contain a fragment, for `load_state_dict` of the optimizer."""
+    flats, keys = _flats(base), dict[str, list[str]]()
+    for name in files.dtypes:
+        owner, _, key = name.rpartition("/")
+        keys.setdefault(owner, []).append(key)
+    layout, state = (_places(fragments), [flat.numel() for flat in flats]), dict[int, dict[str, Any]]()
+    for fragment in fragments:
+        if fragment.flat not in state:
+            state[fragment.flat] = _flat_values(fragment, layout, files)
+    if hasattr(base, "join_states"):  # 8-bit AdamW
+        stored = files.read_overlapping({f.name: (f.start, f.start + f.read().numel()) for f in fragments})
+        for fragment in fragments:
+            state[fragment.flat][fragment.name] = base.join_states(fragment, stored[fragment.name])
+        return state
+    wanted = {}
+    for fragment in fragments:
+        values = state[fragment.flat]
+        for key in set(keys[fragment.name]) - {MASTER}:
+            name = f"{fragment.name}/{key}"
+            if key not in values:
+                values[key] = torch.zeros(flats[fragment.flat].shape, dtype=files.dtypes[name])
+            wanted[name] = (fragment.start, cut_flat(values[key], fragment))
+    files.read(wanted)
+    for number, own in _with_whole_momentum(engine, base, fragments).items():
+        if MOMENTUM in state[number]:
+            dtype = state[number][MOMENTUM].dtype
+            whole = {f"{f.name}/{MOMENTUM}": torch.empty(math.prod(f.shape), dtype=dtype) for f in own}
+            files.read({name: (0, values) for name, values in whole.items()})
+            state[number][MOMENTUM] = torch.cat([*whole.values()])
+    for values in state.values():  # another class of optimizer, if the states are on another device now
+        if isinstance(base, torch.optim.Adam):
+            values["step"] = torch.tensor(float(values["step"]))
+        elif type(base).__module__.startswith("deepspeed.ops.adam"):
+            values["step"] = int(values["step"])
+    return state
+
+
+def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) -> dict[int, list[Fragment]]:
+    """Return the fragments of each flat tensor whose momentum consists of whole parameters: Muon's at ZeRO-1 and 2."""
+    if engine.zero_optimization_stage() not in (1, 2) or engine.zero_cpu_offload():
+        return {}
+    found: dict[int, list[Fragment]] = {}
+    for fragment in fragments:  # DeepSpeed has one flat tensor for each parameter group
+        if base.param_groups[fragment.flat].get("use_muon"):
+            found.setdefault(fragment.flat, []).append(fragment)
+    return found
+
+
+def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tensor) -> dict[str, Any]:
+    """Return the states of a flat tensor with a momentum of the shape of the flat tensor.
+
+    At ZeRO-1 and 2, the momentum of Muon contains all values of each parameter of which the rank has a fragment.
+
+    Args:
+        values: states of the flat tensor.
+        own: fragments in the flat tensor.
+        flat: the flat tensor.
+    """
+    momentum = torch.zeros(flat.shape, dtype=values[MOMENTUM].dtype)
+    for fragment, whole in zip(own, values[MOMENTUM].split([math.prod(f.shape) for f in own]), strict=True):
+        target = cut_flat(momentum, fragment)
+        target.copy_(whole[fragment.start : fragment.start + len(target)])
+    return {**values, MOMENTUM: momentum}
+
+
+def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFiles) -> dict[str, Any]:
+    """Return the states that belong to the flat tensor in which a fragment was stored."""
+    # The ranks stored ascending ranges of each parameter.
+    *_, (path, header) = (
+        (path, header)
+        for path, header in files.headers.items()
+        if header["fragments"].get(fragment.name, [fragment.start + 1])[0] <= fragment.start
+    )
+    number = header["fragments"][fragment.name][2]
+    tensors = files.read_all(path, f"flat.{number}/")
+    if (header["fragments"], header["flat_sizes"]) != layout:
+        fixed = [key for key, value in tensors.items() if value.numel() > 1]
+        if fixed:
+            raise CheckpointError(
+                f"checkpoint={path.parents[1]}: the optimizer's {', '.join(fixed)} cannot be divided differently among the "
+                "ranks; use the number of processes and the ZeRO stage of the run that wrote the checkpoint.",
+                agreed=True,
+            )
+    return {**header["optimizer"]["state"].get(str(number), {}), **tensors}
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 history = writer.history if writer else []
                 state = replace(build_state(run, step, plan.epoch, history), bad_steps=bad_steps.state)
                 try:
-                    watchdog.saved = saved = save_checkpoint(run, engines, state, averages)
+                    watchdog.saved = saved = save_checkpoint(run, engines, state, plan, averages)
                     log(f"saved {saved}")
                 except CheckpointError as error:  # not agreed: the other ranks wait for a rank that failed
                     if not error.agreed or request.quit or step == total_steps:

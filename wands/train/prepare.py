@@ -21,6 +21,7 @@ from wands.errors import ConfigError, Problems
 from wands.model.files.checkpoint_files import Checkpoint
 from wands.model.files.loading import check_weights
 from wands.model.quantize import load_library
+from wands.train.changed_data import follow_data
 from wands.train.checkpoint import build_state
 from wands.train.resume import check_resumable, find_resume
 from wands.train.run import TrainingRun
@@ -172,7 +173,8 @@ def prepare_run(
     problems.raise_all()
     model = (config, variant, experts, weights)
     plan = _plan(recipe, data, variant)
-    return TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, checkpoint)
+    run = TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, checkpoint)
+    return follow_data(run) if checkpoint else run
 
 
 def _check_bins(recipe: Recipe, dp_size: int, world_size: int) -> None:

@@ -16,6 +16,7 @@ from wands.distributed.consistency import shorten_value
 from wands.errors import CheckpointError, ConfigError, failed_rules
 from wands.files import differences, write_text
 from wands.model.files.checkpoint_files import Checkpoint, TrainState, find_checkpoint, list_steps
+from wands.train.changed_data import EPOCH_FILE
 from wands.train.checkpoint import load_checkpoint
 
 # Maps a reason to the recipe keys that a resumed run may not change for this reason. The first keys decide which samples
@@ -111,17 +112,13 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
     experts, saved_experts = (state.recipe["model"].get("experts") for state in (current, saved))
     problems = failed_rules(
         {
-            f"world_size={current.world_size} must equal the checkpoint's world_size={saved.world_size} (number of processes); "
-            f"start {saved.world_size} processes, or {new_run}.": current.world_size != saved.world_size,
-            f"zero_optimization.stage={current.zero_stage} must equal the checkpoint's ZeRO stage {saved.zero_stage}; use the "
-            f"DeepSpeed JSON of that run, or {new_run}.": current.zero_stage != saved.zero_stage,
             f"model.experts={experts} must equal the checkpoint's value {saved_experts}; restore that value, or "
             f"{new_run}.": current.parts != saved.parts,
             f"model.path names a model with a different {', '.join(changed)} than the checkpoint's model; set model.path to "
             f"{saved.base}.": changed,
             f"the training data differs from the checkpoint's training data (fingerprints {current.data_fingerprint} and "
-            f"{saved.data_fingerprint}); use the same cache, or {new_run}.": current.data_fingerprint
-            != saved.data_fingerprint,
+            f"{saved.data_fingerprint}); use the same cache, or {new_run}.": EPOCH_FILE not in saved.files
+            and current.data_fingerprint != saved.data_fingerprint,
             "the training samples have the same names as the checkpoint's samples but different contents, so they were encoded "
             f"again; use the cache of that run, or {new_run}.": other_contents
             and current.data_fingerprint == saved.data_fingerprint,
@@ -157,7 +154,8 @@ def list_changes(saved: TrainState, current: TrainState) -> list[str]:
     recipe: Mapping[str, Any] = saved.recipe
     with contextlib.suppress(ValidationError):  # fill in the keys that the checkpoint's recipe is older than
         recipe = Recipe.model_validate(saved.recipe).model_dump(mode="json")
-    changes = differences(current.recipe, recipe)
+    changes = [("number of processes", current.world_size, saved.world_size)]
+    changes = changes[: current.world_size != saved.world_size] + differences(current.recipe, recipe)
     changes += differences(current.ds_config, saved.ds_config, "DeepSpeed") if saved.ds_config else []
     return [f"{key}={shorten_value(new)} (checkpoint: {shorten_value(old)})" for key, new, old in changes]
 

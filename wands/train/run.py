@@ -46,6 +46,7 @@ class TrainingRun:
         world_size: number of ranks.
         degrees: Ulysses degree and ring degree.
         checkpoint: checkpoint that the run resumes from; None for a new run.
+        data_change: text about clips that were added or removed since the checkpoint.
     """
 
     recipe: Recipe
@@ -60,6 +61,7 @@ class TrainingRun:
     world_size: int
     degrees: ContextDegrees
     checkpoint: Checkpoint | None = None
+    data_change: str | None = None
 
     @property
     def shape(self) -> DiTShape:
@@ -197,7 +199,7 @@ class TrainingRun:
             device_type: "cuda" or "cpu".
         """
         packs, text_len = self.recipe.packing.enabled, TEXT_LEN
-        bins = [bin for step in self.sampler.epoch_plan(0).steps for bin in step if bin]
+        bins = [bin for step in self.sampler.epoch_plan(self.sampler.start[0]).steps for bin in step if bin]
         forwards = bins if packs else [(i,) for bin in bins for i in bin]
         if self.recipe.data.mock is not None:
             text_len = max(self.recipe.data.mock.text_lens)

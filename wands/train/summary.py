@@ -23,13 +23,16 @@ def start_block(run: TrainingRun) -> str:
     recipe, shape, lens, flow = run.recipe, run.shape, run.seq_lens, run.recipe.flow
     start_step = run.checkpoint.state.step if run.checkpoint else 0
     backend = attention_backend(run, torch.device(accelerator_type()))
-    plan = run.sampler.epoch_plan(0)
+    epoch_number = run.sampler.start[0]
+    plan = run.sampler.epoch_plan(epoch_number)
     bins = [bin for step in plan.steps for bin in step if bin]
     samples = [i for bin in bins for i in bin]
     tokens = f"{int(lens[samples].sum()):,} tokens"
     imbalance = float(np.mean([run.imbalance(step) for step in plan.steps[:64]]))
     first_source, *other_sources = describe_data(recipe.data, run.data)
-    epoch = [*other_sources, f"epoch 0: {len(samples):,} samples, {tokens}"] if other_sources else []
+    epoch = (
+        [*other_sources, f"epoch {epoch_number}: {len(samples):,} samples, {tokens}"] if other_sources else []
+    )
     rows = {
         "model": [
             f"{run.variant.name}  {recipe.model.path} ({recipe.model.init}), {shape.num_params / 1e6:,.1f} M parameters",
@@ -53,7 +56,7 @@ def start_block(run: TrainingRun) -> str:
         ],
         "packing": [
             f"{'on' if recipe.packing.enabled else 'off (one clip per forward)'}, bins of {recipe.packing.max_tokens:,} tokens",
-            f"epoch 0: {len(bins)} bins, fill {plan.fill:.1%}, imbalance {imbalance:.2f}",
+            f"epoch {epoch_number}: {len(bins)} bins, fill {plan.fill:.1%}, imbalance {imbalance:.2f}",
         ],
         "step": [
             f"{recipe.train.bins_per_step} bins = dp {run.dp_size} x accumulation "
@@ -69,7 +72,10 @@ def start_block(run: TrainingRun) -> str:
         ],
         "memory": [_memory_line(run)],
         "output": [str(run.output_dir)],
-        "changed": list_changes(run.checkpoint.state, build_state(run, 0, 0, [])) if run.checkpoint else [],
+        "changed": [
+            *([run.data_change] if run.data_change else []),
+            *(list_changes(run.checkpoint.state, build_state(run, 0, 0, [])) if run.checkpoint else []),
+        ],
     }
     names = [(name if i == 0 else "", line) for name, lines in rows.items() for i, line in enumerate(lines)]
     return "\n".join(f"  {name:<{max(map(len, rows))}}  {line}" for name, line in names)

@@ -101,8 +101,6 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
     recipe = state.recipe
     check_resumable(state, state, "x")
     for change, said in (
-        ({"world_size": 4}, "world_size=4 must equal the checkpoint's world_size=2 .number of processes"),
-        ({"zero_stage": 3}, "zero_optimization.stage=3 must equal the checkpoint's ZeRO stage 2"),
         (
             {"recipe": {**recipe, "train": {**recipe["train"], "seed": 9}}},
             "train.seed=9 must equal the checkpoint's value 0",
@@ -114,7 +112,6 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
             )
             for key in ("max_tokens", "level_bins", "buffer_size")
         ),
-        ({"data_fingerprint": "other"}, "the training data differs from the checkpoint's training data"),
         ({"parts": ["transformer_2"]}, "model.experts="),
         ({"transformer_config": {**state.transformer_config, "num_layers": 7}}, "different num_layers"),
     ):
@@ -360,23 +357,6 @@ def test_a_run_asked_to_stop_as_it_ends_is_over(step: int, tiny_pipeline: Path, 
     said = worlds[1].run(asked_to_quit, tiny_pipeline, tmp_path, step)[0]
     assert ("use --resume to continue" in said) == (step == 1)
     assert find_checkpoint(tmp_path)[1].step == step
-
-
-def test_shards_cut_otherwise_are_refused(tiny_pipeline: Path, tmp_path: Path, worlds):
-    cut = {"zero_optimization": {"stage": 3, "sub_group_size": 20_000}}
-    worlds[1].run(run_training, tiny_pipeline, tmp_path, ("train.max_steps=1",), cut)
-    with pytest.raises(
-        AssertionError,
-        match=r"the checkpoint divides the weights differently .* use the DeepSpeed JSON of the run",
-    ):
-        worlds[1].run(
-            run_training,
-            tiny_pipeline,
-            tmp_path,
-            ("train.max_steps=2",),
-            {"zero_optimization": {"stage": 3}},
-            True,
-        )
 
 
 def test_state_file_is_plain_json(finished: Path):

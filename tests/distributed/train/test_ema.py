@@ -27,7 +27,6 @@ from wands.config.recipe import EmaConfig
 from wands.errors import CheckpointError, ConfigError
 from wands.export.model_card import RECORD_FILE, FolderContents, build_card
 from wands.model.files.checkpoint_files import (
-    STATE_FILE,
     average_file,
     find_checkpoint,
     load_average,
@@ -332,23 +331,6 @@ def test_turned_off_and_on_again(finished: Finished, tiny_pipeline: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_an_average_that_is_cut_otherwise_is_refused(
-    finished: Finished, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
-):
-    run = shutil.copytree(finished("zero2")[0], tmp_path / "run")
-    step = find_checkpoint(run)[0]
-    first, second = (step / "transformer" / average_file(rank) for rank in (0, 1))
-    first.rename(tmp_path / "first")
-    second.rename(first)
-    (tmp_path / "first").rename(second)
-    state = json.loads((step / STATE_FILE).read_text())
-    del state["hash_of_this_file"]
-    state["files"] |= {f"transformer/{path.name}": path.stat().st_size for path in (first, second)}
-    (step / STATE_FILE).write_text(json.dumps(state))
-    for said in worlds[2].run(refused_run, tiny_pipeline, run, (*PLAIN, "train.max_steps=5"), zero(2), True):
-        assert "is partitioned differently from this run's weights; use the DeepSpeed JSON of the run" in said
-
-
 def test_an_average_that_is_not_whole_is_refused(finished: Finished, tmp_path: Path):
     folder = shutil.copytree(find_checkpoint(finished("zero3")[0])[0], tmp_path / "step") / "transformer"
     whole = load_average(folder)

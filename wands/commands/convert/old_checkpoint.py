@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from wands.config.deepspeed import offloads_optimizer
 from wands.config.optimizer_kinds import is_hidden_matrix
 from wands.config.recipe import ModelConfig
 from wands.errors import CheckpointError
@@ -33,7 +34,7 @@ from wands.model.files.checkpoint_files import (
 )
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.model.freezing import is_trained
-from wands.train.engine_state import COUNTERS, Fragment, state_tensors
+from wands.train.engine_state import COUNTERS, MOMENTUM, Fragment, flat_momentum, state_tensors
 
 
 def convert_run(run: str) -> str:
@@ -148,6 +149,11 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
             start = value.numel() * rank if stage == 3 else 0
             numel = max(min(value.numel(), math.prod(shapes[name]) - start), 0)
             frozen.append(_fragment(name, start, list(shapes[name]), 0, 0, value.flatten(), numel))
+    if stage in (1, 2) and not offloads_optimizer(state.ds_config or {}):
+        for number, group in enumerate(optimizer["param_groups"]):
+            values, own = optimizer["state"].get(number, {}), [f for f in fragments if f.flat == number]
+            if group.get("use_muon") and MOMENTUM in values:
+                optimizer["state"][number] = flat_momentum(values, own, flats[number])
     counters = {name: model[name] for name in COUNTERS}
     return state_tensors(fragments, frozen, flats, optimizer, model["lr_scheduler"], counters)
 

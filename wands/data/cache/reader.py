@@ -138,6 +138,10 @@ class LatentCache:
         f, h, w = self.index.latent_shapes[i][1:].tolist()
         return f, h, w
 
+    def crc32(self, i: int) -> int:
+        """Return the checksum of sample `i` in the index."""
+        return int(self.index.crc32[i])
+
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
         """Read a sample: latents bf16 [C, f, h, w], text_embeds bf16 [L, D] without padding, and the arrays that
         `conditions` need.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,7 @@ from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import CheckpointError, one_line
 from wands.model.files.loading import load_weights
 from wands.model.files.lora_update import LoraPair, LoraUpdate
-from wands.model.files.tensor_files import TensorFiles, hash_file
+from wands.model.files.tensor_files import hash_file, open_safetensors
 from wands.model.lora import MergedLoras, lora_pairs
 from wands.variants import Expert
 
@@ -70,6 +69,8 @@ class TrainState:
         ds_config: complete DeepSpeed config of the run. None in older checkpoints.
         hashes: maps the name of every file in `files` to its hash (see `hash_file`). Empty in checkpoints of versions of
             wands that stored pickles.
+        data_start: (epoch, step) at which the training data with this fingerprint takes effect. Later than (0, 0) if clips
+            were added or removed during the run.
         bad_steps: skipped steps, and losses and gradient norms of the last updates. None in older checkpoints.
     """
 
@@ -92,6 +93,7 @@ class TrainState:
     ds_config: dict[str, Any] | None = None
     hashes: dict[str, str] = field(default_factory=dict)
     bad_steps: dict[str, Any] | None = None
+    data_start: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         known = self.base_on_hub is not None or self.base.startswith(_PUBLISHER)
@@ -398,8 +400,8 @@ def read_header(metadata: Mapping[str, str], path: Path, key: str) -> dict[str, 
         key: `STATE_METADATA` or `AVERAGE_METADATA`.
 
     Returns:
-        A dict. Its key "fragments" maps a parameter name to a list [start, shape]. start is the index of the fragment's
-        first value in the flattened parameter. shape is the shape of the whole parameter.
+        A dict. Its key "fragments" maps a parameter name to a list that starts with [start, shape]. start is the index of the
+        fragment's first value in the flattened parameter. shape is the shape of the whole parameter.
 
     Raises:
         CheckpointError: if the file has no such metadata, so that `wands train` did not write it.
@@ -448,24 +450,103 @@ def _join_fragments(
     Raises:
         CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
     """
-    whole: dict[str, Tensor] = {}
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for path in sorted(folder.glob(f"{pattern}.safetensors")):
-        with TensorFiles([path], f"checkpoint={folder.parent}") as files:
-            for name, (start, shape) in read_header(files.metadata, path, metadata)[section].items():
-                if name in excluded:
-                    continue
-                if name not in whole:
-                    whole[name], spans[name] = torch.empty(shape), []
-                end = start + math.prod(files.shapes[name + suffix])
-                whole[name].view(-1)[start:end] = files.read(name + suffix).view(-1)
-                spans[name].append((start, end))
-    for name, ranges in spans.items():
-        covered = 0
-        for start, end in sorted(ranges):
-            covered = max(covered, end) if start <= covered else covered
-        if covered != whole[name].numel():
-            raise CheckpointError(
-                f"checkpoint={folder.parent}: {pattern} has not all values of {name}; use an older step_* folder."
-            )
+    files = FragmentFiles(folder, pattern, metadata)
+    whole = {
+        name: torch.empty(place[1])
+        for header in files.headers.values()
+        for name, place in header[section].items()
+        if name not in excluded
+    }
+    files.read({name + suffix: (0, value.view(-1)) for name, value in whole.items()})
     return whole
+
+
+class FragmentFiles:
+    """Files in which the ranks of a run stored fragments (ranges of flattened parameters) of a DiT.
+
+    Any range of a parameter can be read, whatever ranges the ranks stored.
+
+    Args:
+        folder: DiT folder of a checkpoint.
+        pattern: names of the files, without suffix.
+        metadata: name of the metadata that contains the ranges of the fragments, see `read_header`.
+
+    Attributes:
+        headers: the JSON object of each file, see `read_header`.
+        dtypes: dtype of each tensor, over all files.
+
+    Raises:
+        CheckpointError: if a file cannot be read.
+    """
+
+    def __init__(self, folder: Path, pattern: str, metadata: str) -> None:
+        self._where, self._pattern = f"checkpoint={folder.parent}", pattern
+        self.headers: dict[Path, dict[str, Any]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for path in sorted(folder.glob(f"{pattern}.safetensors")):
+            with open_safetensors(path, self._where) as file:
+                self.headers[path] = read_header(file.metadata() or {}, path, metadata)
+                for name in file.keys():  # noqa: SIM118, not a dict
+                    if name not in self.dtypes and file.get_slice(name).get_shape():
+                        self.dtypes[name] = file.get_slice(name)[:0].dtype
+
+    @torch.no_grad()
+    def read(self, wanted: Mapping[str, tuple[int, Tensor]]) -> None:
+        """Read ranges of stored tensors. Only one file is open at a time.
+
+        Args:
+            wanted: maps the name of a stored tensor to (index of the first value to read, flat tensor for the values).
+
+        Raises:
+            CheckpointError: if a file cannot be read, or the files do not have all values of a range.
+        """
+        missing = {name: target.numel() for name, (_, target) in wanted.items()}
+        for path, header in self.headers.items():
+            places = {**header.get("frozen", {}), **header["fragments"]}
+            with open_safetensors(path, self._where) as file:
+                for name in wanted.keys() & set(file.keys()):
+                    values, (first, target) = file.get_slice(name), wanted[name]
+                    start = places[name if name in places else name.rpartition("/")[0]][0]
+                    low = max(first, start)
+                    high = min(first + target.numel(), start + values.get_shape()[0])
+                    if low < high:
+                        target[low - first : high - first] = values[low - start : high - start]
+                        missing[name] -= high - low
+        if incomplete := [name for name, numel in missing.items() if numel]:
+            raise CheckpointError(
+                f"{self._where}: {self._pattern} has not all values of {incomplete[0]}; use an older step_* folder."
+            )
+
+    def read_all(self, path: Path, prefix: str) -> dict[str, Tensor]:
+        """Read the tensors of one file whose names start with a prefix, and return them without the prefix in their names."""
+        with open_safetensors(path, self._where) as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118, not a dict
+            return {name.removeprefix(prefix): file.get_tensor(name).clone() for name in names}
+
+    def read_overlapping(
+        self, ranges: Mapping[str, tuple[int, int]]
+    ) -> dict[str, list[tuple[int, dict[str, Tensor]]]]:
+        """Read the stored fragments that overlap with ranges of their parameters, with all tensors except the weights.
+
+        Args:
+            ranges: maps the name of a parameter to (first value, end) of the range.
+
+        Returns:
+            A dict that maps the name of a parameter to (index of the first value, tensors by key) of each fragment.
+        """
+        found: dict[str, list[tuple[int, dict[str, Tensor]]]] = {name: [] for name in ranges}
+        for path, header in self.headers.items():
+            with open_safetensors(path, self._where) as file:
+                names: dict[str, list[str]] = {}
+                for stored in file.keys():  # noqa: SIM118, not a dict
+                    names.setdefault(stored.rpartition("/")[0], []).append(stored)
+                for name in ranges.keys() & header["fragments"].keys():
+                    start, (first, last) = header["fragments"][name][0], ranges[name]
+                    numel = file.get_slice(f"{name}/master").get_shape()[0]
+                    if start < last and first < start + numel:
+                        tensors = {stored.rpartition("/")[2]: stored for stored in names[name]}
+                        del tensors["master"]
+                        found[name].append(
+                            (start, {key: file.get_tensor(stored).clone() for key, stored in tensors.items()})
+                        )
+        return found

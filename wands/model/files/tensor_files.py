@@ -114,29 +114,14 @@ class TensorFiles:
         stored = self._stored[name]
         if isinstance(stored, Tensor):
             return stored
-        with self._readable(stored) as file:
+        with open_safetensors(stored, self.where) as file:
             value: Tensor = file.get_tensor(name).clone()
         return value
 
     def _open_safetensors(self, path: Path) -> dict[str, Tensor]:
-        with self._readable(path) as file:
+        with open_safetensors(path, self.where) as file:
             self.metadata |= file.metadata() or {}
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
-
-    @contextmanager
-    def _readable(self, path: Path) -> Iterator[Any]:
-        """Open a safetensors file for a `with` block.
-
-        Raises:
-            CheckpointError: if the file is missing or damaged. The message names the file.
-        """
-        try:
-            with safe_open(path, framework="pt") as file:
-                yield file
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{self.where}: {path} cannot be read ({one_line(error)}). Download the file again."
-            ) from None
 
     def _open_pickle(self, path: Path) -> Mapping[str, Tensor]:
         try:
@@ -161,6 +146,26 @@ class TensorFiles:
                     f"{self.where}: {path} contains {name}, which is not a tensor. Use a file with one state dict."
                 )
         return state
+
+
+@contextmanager
+def open_safetensors(path: Path, where: str) -> Iterator[Any]:
+    """Open a safetensors file for a `with` block.
+
+    Args:
+        path: the file.
+        where: name of the files for error messages, such as "model.path=DIR".
+
+    Raises:
+        CheckpointError: if the file is missing or damaged. The message names the file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{where}: {path} cannot be read ({one_line(error)}). Download the file again."
+        ) from None
 
 
 def sample_digest(files: Sequence[Path], where: str) -> str:
