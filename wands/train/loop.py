@@ -157,9 +157,13 @@ def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> A
 
     Only the first rank of each context-parallel group writes a file, because the ranks of a group have the same samples.
     """
+    own = run.output_dir / f"samples-rank{grid.rank}.jsonl"
+    if grid.rank == 0:  # an earlier part of the run may have had more ranks
+        for path in run.output_dir.glob("samples-rank*.jsonl"):
+            continue_rows(path, start_step)
     if not run.recipe.train.log_samples or grid.cp_rank != 0:
         return None
-    return continue_rows(run.output_dir / f"samples-rank{grid.rank}.jsonl", start_step)[1]
+    return continue_rows(own, start_step)[1]
 
 
 def _log_samples(log: AppendLog, step: int, expert: Expert, losses: list[SampleLoss]) -> None:

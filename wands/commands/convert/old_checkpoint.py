@@ -149,7 +149,7 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
             start = value.numel() * rank if stage == 3 else 0
             numel = max(min(value.numel(), math.prod(shapes[name]) - start), 0)
             frozen.append(_fragment(name, start, list(shapes[name]), 0, 0, value.flatten(), numel))
-    if stage in (1, 2) and not offloads_optimizer(state.ds_config or {}):
+    if stage in (1, 2) and not (state.ds_config and offloads_optimizer(state.ds_config)):
         for number, group in enumerate(optimizer["param_groups"]):
             values, own = optimizer["state"].get(number, {}), [f for f in fragments if f.flat == number]
             if group.get("use_muon") and MOMENTUM in values:
