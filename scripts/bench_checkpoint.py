@@ -7,6 +7,13 @@ wands          each rank writes its part as safetensors, and hashes it while it 
 no hash        the same without the hash
 DeepSpeed      engine.save_checkpoint and engine.load_checkpoint, as earlier versions of wands did
 
+A second table measures `checkpoint.asynchronous`, which copies the state to host memory and writes it in a thread:
+
+plain copy     each tensor of the state copied once to host memory that was allocated before
+stall          how long the training waits: the state is listed, and copied as wands does it
+save           the same files written while the training waits
+step           one training step, alone and while the thread writes
+
 All files are synced to the disk, and loading reads them from the page cache. Loading with wands includes the comparison of
 the hashes. The variants alternate (a, b, c, a, b, c, ...), so that a busy machine slows down all three. A ratio is the median
 over rounds of the ratio within one round.
@@ -24,6 +31,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,11 +40,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from wands.distributed.bootstrap import init_process_group
+from wands.distributed.bootstrap import gather_objects, init_process_group
 from wands.files import sync
 from wands.model.files import tensor_files
 from wands.model.files.checkpoint_files import FragmentFiles
 from wands.model.files.tensor_files import hash_file, write_safetensors
+from wands.train.buffers import HostBuffers, TensorFile
 from wands.train.engine_state import engine_tensors, load_engine
 
 
@@ -48,7 +57,7 @@ def build_engine(layers: int, width: int, stage: int, device: torch.device) -> A
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-8, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
@@ -125,6 +134,61 @@ def measure(
     return results
 
 
+def measure_async(
+    engine: Any, root: Path, rank: int, stage: int, rounds: int, device: torch.device
+) -> dict[str, float]:
+    """Return the median seconds of each row of the second table, and its ratios."""
+    buffers, thread = HostBuffers("bench", "use fewer layers"), ThreadPoolExecutor(1)
+    batch = torch.randn(64, engine.module[0].in_features, device=device)
+
+    def own_files() -> list[TensorFile]:
+        if rank and not stage:
+            return []
+        tensors, values = engine_tensors(engine)
+        return [TensorFile(f"state_{rank}.safetensors", tensors, {"state": json.dumps(values)})]
+
+    plain = [torch.empty_like(tensor.read(), device="cpu") for file in own_files() for tensor in file.tensors]
+
+    def copy_plainly() -> None:
+        for target, tensor in zip(plain, (t for file in own_files() for t in file.tensors), strict=True):
+            target.copy_(tensor.read())
+
+    def write(files: list[TensorFile]) -> None:
+        for name, tensors, metadata in files:
+            write_safetensors(root / name, tensors, metadata)
+            sync(root / name)
+
+    def step() -> float:
+        start = time.perf_counter()
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+        return time.perf_counter() - start
+
+    rows: list[dict[str, float]] = []
+    for _ in range(rounds + 1):
+        row = {
+            "plain copy": timed(copy_plainly, root, rank, False),
+            "save": timed(lambda: write(own_files()), root, rank, False),
+            "step": statistics.median(step() for _ in range(5)),
+        }
+        copies: list[TensorFile] = []
+        row["stall"] = timed(
+            lambda copies=copies: copies.extend(buffers.copy_files(own_files())), root, rank, False
+        )  # type: ignore[misc]
+        work, during = thread.submit(write, copies), []
+        while not all(gather_objects(work.done())):
+            during.append(step())
+        row["step while writing"] = statistics.median(during or [row["step"]])
+        row["steps"] = len(during)
+        rows.append(row)
+    rows = rows[1:]  # the first round allocates
+    result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    result["stall / plain copy"] = statistics.median(row["stall"] / row["plain copy"] for row in rows)
+    result["slower"] = statistics.median(row["step while writing"] / row["step"] for row in rows)
+    thread.shutdown()
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -148,6 +212,7 @@ def main() -> None:
     for stage in args.stage:
         engine = build_engine(args.layers, args.width, stage, device)
         results = measure(engine, root, rank, stage, args.rounds)
+        in_background = measure_async(engine, root, rank, stage, args.rounds, device)
         engine.destroy()
         if rank == 0:
             for name, rows in results.items():
@@ -161,6 +226,12 @@ def main() -> None:
                 print(
                     f"{stage:>4}  {name:<10} {sizes[0] / 1e9:6.2f} {statistics.median(saves):7.2f} {ratios[0]:6.2f} {loaded}"
                 )
+            print(
+                f"{stage:>4}  asynchronous: stall {in_background['stall']:.3f} s, "
+                f"{in_background['stall / plain copy']:.2f} x plain copy ({in_background['plain copy']:.3f} s); "
+                f"save {in_background['save']:.2f} s; step {in_background['step']:.3f} s, "
+                f"{in_background['slower']:.2f} x while writing ({in_background['steps']:.0f} steps)"
+            )
     if rank == 0:
         shutil.rmtree(root)
 

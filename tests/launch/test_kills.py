@@ -79,13 +79,13 @@ def send(job: Job, launcher: str, rng: random.Random) -> str:
 
 
 def train_through_kills(
-    launcher: str, steps: int, seed: int, num_kills: int, model: Path, folder: Path
+    launcher: str, steps: int, seed: int, num_kills: int, model: Path, folder: Path, *settings: str
 ) -> None:
     """Train a run that is killed again and again, and compare it with the run in `folder`/calm."""
     before, rng = shared_memory(), random.Random(seed)
     log, done = [], 0
     for number in range(num_kills + 1):
-        job = Job(launcher, model, folder / "killed", steps, *SAVES, "--resume")
+        job = Job(launcher, model, folder / "killed", steps, *SAVES, *settings, "--resume")
         try:
             if number < num_kills:
                 goal = rng.randrange(1, max(2 * (steps - done) // (num_kills - number + 1), 2))
@@ -144,6 +144,17 @@ def test_a_run_that_is_killed_ends_like_one_that_is_not(
 ):
     train_calmly(launcher, steps, tiny_pipeline, tmp_path / "calm", worlds)
     train_through_kills(launcher, steps, seed + SEED, num_kills, tiny_pipeline, tmp_path)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize(("launcher", "seed"), [("deepspeed", 4), ("torchrun", 5)])
+def test_kills_during_asynchronous_saves(
+    launcher: str, seed: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    """Ten kills each. The calm run saves while it waits, and has the same bits."""
+    train_calmly(launcher, 120, tiny_pipeline, tmp_path / "calm", worlds)
+    settings = ("checkpoint.asynchronous=true",)
+    train_through_kills(launcher, 120, seed + SEED, 10, tiny_pipeline, tmp_path, *settings)
 
 
 # ---- export, convert, push

@@ -451,6 +451,16 @@ class CheckpointConfig(StrictModel):
     keep: int = Field(default=2, gt=0)
     """Number of checkpoints to keep on disk. When a new checkpoint is saved, wands deletes the oldest checkpoints beyond
     this number."""
+    every_minutes: float = Field(default=0.0, ge=0)
+    """Also save a checkpoint when this number of minutes has passed since the last save. 0 saves by `every` only."""
+    keep_every: int = Field(default=0, ge=0)
+    """Never delete checkpoints whose step is a multiple of this number. 0 keeps only the newest `keep` checkpoints."""
+    asynchronous: bool = False
+    """Whether the training continues while a checkpoint is written. Each rank then needs host memory for a copy of its
+    weights and optimizer states."""
+    weights_only: bool = False
+    """Whether to save only the weights and their moving average, without optimizer states. Such a checkpoint can be
+    exported, but the run cannot resume from it."""
 
 
 class Recipe(StrictModel):

@@ -144,6 +144,16 @@ class _States:
             host["weights"] = self.weights
         if self.ema and self.ema.device == "cpu":
             host["ema"] = self.average
+        checkpoint = self.workload.recipe.checkpoint
+        if checkpoint.asynchronous:
+            states = 0.0 if checkpoint.weights_only else self.moments
+            masters = self.share if self.stage else FP32 * self.workload.trained
+            host["checkpoint copy"] = models * (masters + states) + (self.average if self.ema else 0.0)
+            if not self.workload.recipe.lora:  # rank 0 also saves the frozen weights
+                frozen = sum(w.numel * w.element_size for w in self.workload.weights if not w.trained)
+                host["checkpoint copy"] += (
+                    models * frozen / (self.workload.world_size if self.stage == 3 else 1)
+                )
         return host
 
     def _during_step(self) -> dict[str, float]:

@@ -1,27 +1,31 @@
 """Save and load checkpoints. The folder of a saved step is either complete or does not exist.
 
 A save has these stages. First, each rank writes its part of the weights and of the optimizer states into a folder with
-a temporary name, with a subfolder for each DiT. Then rank 0 writes `wands_state.json`, which contains the size and the
+a temporary name, with a subfolder for each DiT. A thread writes them, from a copy of the state if the training continues
+during the save. Then rank 0 writes `wands_state.json`, which contains the size and the
 hash of every file. Then the folder gets its final name. Last, the file `latest` is replaced. If the process is killed at
 any moment, the previous checkpoint stays valid.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import resource
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from wands.config.optimizer_kinds import state_bytes_per_param
-from wands.config.recipe import Recipe
+from wands.config.recipe import CheckpointConfig, Recipe
 from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import gather_objects
 from wands.errors import CheckpointError, WandsError, one_line
@@ -38,11 +42,14 @@ from wands.model.files.checkpoint_files import (
 )
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.planning.workload import Weight
+from wands.train.buffers import HostBuffers, TensorFile
 from wands.train.changed_data import EPOCH_FILE, epoch_values
 from wands.train.ema import WeightAverage
 from wands.train.engine_state import engine_tensors, load_engine
 from wands.train.metrics import thin
-from wands.train.run import TrainingRun
+from wands.train.run import Log, TrainingRun
+
+_log = logging.getLogger(__name__)
 
 
 def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
@@ -83,77 +90,148 @@ def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int
     )
 
 
-def save_checkpoint(
-    run: TrainingRun,
-    engines: Mapping[str, Any],
-    state: TrainState,
-    plan: StepPlan,
-    averages: Mapping[str, WeightAverage] = MappingProxyType({}),
-) -> Path:
-    """Write a checkpoint, then delete the oldest checkpoints until `checkpoint.keep` checkpoints remain.
+class CheckpointSaver:
+    """Writes the checkpoints of a run.
 
-    Every rank must call this function.
+    With `checkpoint.asynchronous`, `save` copies the state to host memory, and a thread writes the copy while the training
+    continues. When no rank is writing any more, `finish` must be called.
 
     Args:
         run: the checked training run.
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
-        state: training state for `wands_state.json`. This function adds the sizes and hashes of the files to the state.
-        plan: plan of the last step.
         averages: maps the subfolder of each trained DiT to the moving average of its weights; empty without `ema`.
+        log: function that prints a line for the user on rank 0.
 
-    Returns:
-        The folder of the finished checkpoint.
-
-    Raises:
-        CheckpointError: if the disk is full or not writable. The previous checkpoint does not change.
+    Attributes:
+        saved: folder of the last complete checkpoint; None if there is none.
     """
-    rank, folder = dist.get_rank(), run.output_dir / "checkpoints"
-    target = folder / step_name(state.step)
-    partial = folder / f"{target.name}.tmp"
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob("step_*.tmp"):  # left by a save that was killed
-            shutil.rmtree(stale)
-    dist.barrier()
-    _check_space(run, folder, more=sum(average.num_bytes for average in averages.values()))
-    hashes = gather_objects(_write_files(run, engines, plan, averages, partial))
-    problem: str | None = next((found for found in hashes if isinstance(found, str)), None)
-    if rank == 0 and not problem:
-        files = {name: digest for own in hashes if isinstance(own, dict) for name, digest in own.items()}
+
+    def __init__(
+        self, run: TrainingRun, engines: Mapping[str, Any], averages: Mapping[str, WeightAverage], log: Log
+    ) -> None:
+        self._run, self._engines, self._averages, self._log = run, engines, averages, log
+        self._config = run.recipe.checkpoint
+        texts = ("checkpoint.asynchronous=true", "set checkpoint.asynchronous=false")
+        self._buffers = HostBuffers(*texts) if self._config.asynchronous else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="wands-save")
+        self._pending: tuple[TrainState, Future[dict[str, str] | str]] | None = None
+        self.saved = run.checkpoint.folder if run.checkpoint else None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a checkpoint was started and not finished. Equal on all ranks."""
+        return self._pending is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes its files of the started checkpoint."""
+        return self._pending is not None and not self._pending[1].done()
+
+    def save(self, state: TrainState, plan: StepPlan, required: bool) -> None:
+        """Save a checkpoint, or start it with `checkpoint.asynchronous`. Every rank must call this method.
+
+        If it fails, log the reason, so that the training can continue without this checkpoint.
+
+        Args:
+            state: training state for `wands_state.json`, without sizes and hashes of the files.
+            plan: plan of the last step.
+            required: whether the checkpoint must be complete when this method returns.
+
+        Raises:
+            CheckpointError: if the disk is full or not writable, and the checkpoint is required. The previous checkpoint
+                does not change.
+            ConfigError: if the host has too little memory for a copy of the state.
+        """
+        with self._tolerant(state.step, required):
+            self._start(state, plan)
+        if self.is_pending and (required or not self._config.asynchronous):
+            self.finish(required)
+
+    def finish(self, required: bool = False) -> None:
+        """Complete the started checkpoint, and delete old checkpoints. Every rank must call this method.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        assert self._pending is not None
+        (state, work), self._pending = self._pending, None
+        with self._tolerant(state.step, required):
+            self.saved = self._complete(state, work.result())
+            self._log(f"saved {self.saved}")
+
+    @contextmanager
+    def _tolerant(self, step: int, required: bool) -> Iterator[None]:
         try:
-            _finish(partial, target, replace(state, hashes=files), run.recipe.checkpoint.keep)
-        except (OSError, WandsError) as error:
-            problem = one_line(error)
-    if problem := next(filter(None, gather_objects(problem)), None):
-        shutil.rmtree(partial, ignore_errors=True)  # a full disk may be full of these files
-        raise CheckpointError(
-            f"checkpoint {target} could not be written ({problem}); free disk space and continue the run with --resume.",
-            agreed=True,
-        )
-    return target
+            yield
+        except CheckpointError as error:
+            if required or not error.agreed:  # not agreed: the other ranks wait for a rank that failed
+                raise
+            self._log(f"{error} The training continues without a checkpoint of step {step}.")
 
-
-def _write_files(
-    run: TrainingRun,
-    engines: Mapping[str, Any],
-    plan: StepPlan,
-    averages: Mapping[str, WeightAverage],
-    folder: Path,
-) -> dict[str, str] | str:
-    """Write the files of this rank. Return the hash of each file by name, or the reason why a file cannot be written."""
-    rank, hashes = dist.get_rank(), {}
-    try:
-        for part, engine in engines.items():
-            (folder / part).mkdir(parents=True, exist_ok=True)
-            if rank == 0 or run.zero_stage:
-                name = f"{part}/{state_file(rank)}"
-                tensors, values = engine_tensors(engine)
-                hashes[name] = write_safetensors(folder / name, tensors, {STATE_METADATA: json.dumps(values)})
-            if part in averages:
-                hashes[f"{part}/{average_file(rank)}"] = averages[part].save(folder / part)
+    def _start(self, state: TrainState, plan: StepPlan) -> None:
+        rank, folder = dist.get_rank(), self._run.output_dir / "checkpoints"
         if rank == 0:
-            (folder / EPOCH_FILE).write_text(json.dumps(epoch_values(run, plan)), encoding="utf-8")
-            hashes[EPOCH_FILE] = hash_file(folder / EPOCH_FILE)
+            folder.mkdir(parents=True, exist_ok=True)
+            for stale in folder.glob("step_*.tmp"):  # left by a save that was killed
+                shutil.rmtree(stale)
+        dist.barrier()
+        _check_space(self._run, folder, sum(average.num_bytes for average in self._averages.values()))
+        files = self._own_files()
+        if self._buffers is not None:
+            files = self._buffers.copy_files(files)
+        texts = {EPOCH_FILE: json.dumps(epoch_values(self._run, plan))} if rank == 0 else {}
+        partial = folder / f"{step_name(state.step)}.tmp"
+        self._pending = copy.deepcopy(state), self._thread.submit(_write_files, partial, files, texts)
+
+    def _own_files(self) -> list[TensorFile]:
+        rank, files = dist.get_rank(), []
+        for part, engine in self._engines.items():
+            if rank == 0 or self._run.zero_stage:
+                tensors, values = engine_tensors(engine, self._config.weights_only)
+                metadata = {STATE_METADATA: json.dumps(values)}
+                files.append(TensorFile(f"{part}/{state_file(rank)}", tensors, metadata))
+            if part in self._averages:
+                files.append(TensorFile(f"{part}/{average_file(rank)}", *self._averages[part].stored()))
+        return files
+
+    def _complete(self, state: TrainState, own_hashes: dict[str, str] | str) -> Path:
+        folder = self._run.output_dir / "checkpoints"
+        target = folder / step_name(state.step)
+        partial, hashes = folder / f"{target.name}.tmp", gather_objects(own_hashes)
+        problem: str | None = next((found for found in hashes if isinstance(found, str)), None)
+        if dist.get_rank() == 0 and not problem:
+            files = {name: digest for own in hashes if isinstance(own, dict) for name, digest in own.items()}
+            try:
+                _publish(partial, target, replace(state, hashes=files))
+                self._thread.submit(_delete_old_steps, target, self._config)
+            except (OSError, WandsError) as error:
+                problem = one_line(error)
+        if problem := next(filter(None, gather_objects(problem)), None):
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk may be full of these files
+            raise CheckpointError(
+                f"checkpoint {target} could not be written ({problem}); free disk space and continue the run with --resume.",
+                agreed=True,
+            )
+        return target
+
+    def close(self) -> None:
+        """Wait until old checkpoints are deleted."""
+        self._thread.shutdown()
+
+
+def _write_files(folder: Path, files: Sequence[TensorFile], texts: Mapping[str, str]) -> dict[str, str] | str:
+    """Write the files of this rank. Return the hash of each file by name, or the reason why a file cannot be written."""
+    hashes = {}
+    try:
+        for name, tensors, metadata in files:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            hashes[name] = write_safetensors(path, tensors, metadata)
+            sync(path)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+            hashes[name] = hash_file(folder / name)
+            sync(folder / name)
     except OSError as error:
         return one_line(error)
     return hashes
@@ -174,6 +252,7 @@ def checkpoint_bytes(weights: Sequence[Weight], recipe: Recipe, zero_stage: int)
     num_trained = sum(weight.numel for weight in weights if weight.trained)
     num_frozen = 0 if recipe.lora else sum(weight.numel for weight in weights) - num_trained
     states = state_bytes_per_param(recipe.optim.name, trained, zero_stage)
+    states = 0 if recipe.checkpoint.weights_only else states
     return 4 * num_frozen, round((4 + states) * num_trained)
 
 
@@ -209,21 +288,26 @@ def _check_space(run: TrainingRun, folder: Path, more: int) -> None:
         )
 
 
-def _finish(partial: Path, target: Path, state: TrainState, keep: int) -> None:
-    """Write `wands_state.json`, give the folder its final name, and delete old steps."""
-    files = {}
-    for path in sorted(p for p in partial.rglob("*") if p.is_file()):
-        sync(path)
-        files[str(path.relative_to(partial))] = path.stat().st_size
+def _publish(partial: Path, target: Path, state: TrainState) -> None:
+    """Write `wands_state.json`, and give the folder its final name."""
+    files = {name: (partial / name).stat().st_size for name in sorted(state.hashes)}
     write_text(partial / STATE_FILE, json.dumps(replace(state, files=files).to_json()))
     if target.exists():  # the same step saved again, after a resume from an older checkpoint
         shutil.rmtree(target)
     publish(partial, target)
     write_text(target.parent / "latest", target.name)
-    older = [path for path in list_steps(target.parent) if path.name <= target.name]
-    abandoned = sorted(target.parent.glob("step_*.abandoned*"), key=lambda path: path.stat().st_mtime)
-    for path in older[:-keep] + abandoned[:-keep]:
-        shutil.rmtree(path)
+
+
+def _delete_old_steps(newest: Path, config: CheckpointConfig) -> None:
+    older = [path for path in list_steps(newest.parent) if path.name <= newest.name]
+    abandoned = sorted(newest.parent.glob("step_*.abandoned*"), key=lambda path: path.stat().st_mtime)
+    for path in older[: -config.keep] + abandoned[: -config.keep]:
+        step = int(path.name.partition(".")[0].removeprefix("step_"))
+        if path in abandoned or not config.keep_every or step % config.keep_every:
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                _log.error("%s cannot be deleted (%s); delete the folder yourself.", path, one_line(error))
 
 
 def load_checkpoint(engines: Mapping[str, Any], checkpoint: Path) -> None:

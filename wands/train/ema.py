@@ -7,7 +7,7 @@ every rank has all weights, but each rank averages only its own range of every p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wands.config.recipe import EmaConfig
-from wands.errors import ConfigError
 from wands.model.files.checkpoint_files import (
     AVERAGE_METADATA,
     Checkpoint,
     FragmentFiles,
-    average_file,
     has_average,
 )
-from wands.model.files.tensor_files import LazyTensor, write_safetensors
+from wands.model.files.tensor_files import LazyTensor
+from wands.train.buffers import allocate
 from wands.train.engine_state import Fragment, trained_fragments
-
-_BLOCK = 2**28  # elements: 1 GiB
 
 
 def decay_after(section: EmaConfig, num_steps: int) -> float:
@@ -59,7 +56,9 @@ class WeightAverage:
         masters = [fragment.read() for fragment in self._fragments]
         device = torch.device("cpu") if section.device == "cpu" else engine.device
         self._crosses = device.type == "cpu" and any(master.is_cuda for master in masters)
-        self._averages = _allocate([master.numel() for master in masters], device, pinned=self._crosses)
+        sizes = [4 * master.numel() for master in masters]
+        vectors = allocate(sizes, device, self._crosses, "ema.device=cpu", "set ema.device=gpu")
+        self._averages = [vector.view(torch.float32) for vector in vectors]
         with torch.no_grad():
             for average, master in zip(self._averages, masters, strict=True):
                 average.copy_(master)
@@ -96,21 +95,15 @@ class WeightAverage:
             if updated is not average:
                 average.copy_(updated, non_blocking=master.is_cuda)
 
-    def save(self, folder: Path) -> str:
-        """Write this rank's part of the moving average into the DiT's folder of an unfinished checkpoint.
-
-        Raises:
-            OSError: if the disk is full or not writable.
-        """
+    def stored(self) -> tuple[list[LazyTensor], dict[str, str]]:
+        """Return this rank's part of the moving average as tensors and metadata of a file."""
         if self._crosses:
             torch.cuda.synchronize()  # the last copy to the host may not have finished
-        entries = [
-            LazyTensor(fragment.name, tuple(average.shape), torch.float32, average.cpu)
-            for fragment, average in zip(self._fragments, self._averages, strict=True)
-        ]
+        fragments = zip(self._fragments, self._averages, strict=True)
         header = {"first_step": self._first, "last_step": self._last, "fragments": self._places}
-        metadata = {AVERAGE_METADATA: json.dumps(header)}
-        return write_safetensors(folder / average_file(dist.get_rank()), entries, metadata)
+        return [LazyTensor.of(fragment.name, average) for fragment, average in fragments], {
+            AVERAGE_METADATA: json.dumps(header)
+        }
 
     def load(self, folder: Path) -> None:
         """Restore this rank's part of the moving average from the DiT's folder of a checkpoint of any number of ranks.
@@ -179,26 +172,3 @@ def _own_fragments(engine: Any) -> list[Fragment]:
 
 def _range(read: Callable[[], Tensor], start: int, end: int) -> Tensor:
     return read()[start:end]
-
-
-def _allocate(numels: Sequence[int], device: torch.device, pinned: bool) -> list[Tensor]:
-    """Allocate fp32 vectors with the given numbers of elements, as parts of a few large blocks.
-
-    Separate vectors would waste memory, because CUDA rounds each pinned allocation up to a power of two.
-    """
-    blocks: list[list[int]] = []
-    for numel in numels:
-        if not blocks or sum(blocks[-1]) + numel > _BLOCK:
-            blocks.append([])
-        blocks[-1].append(numel)
-    options = {"dtype": torch.float32, "device": device, "pin_memory": pinned}
-    try:
-        tensors = [torch.empty(sum(block), **options) for block in blocks]
-    except RuntimeError as error:
-        if not pinned:
-            raise
-        raise ConfigError(
-            f"ema.device=cpu cannot allocate {4 * sum(numels) / 2**30:.1f} GiB of pinned host memory on this rank "
-            f"({str(error).splitlines()[0]}); set ema.device=gpu, or use more ranks, which share the average."
-        ) from error
-    return [vector for tensor, block in zip(tensors, blocks, strict=True) for vector in tensor.split(block)]

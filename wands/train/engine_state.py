@@ -75,8 +75,10 @@ def fragments_by_flat(engine: Any) -> dict[Tensor, list[Fragment]]:
         }
 
 
-def engine_tensors(engine: Any) -> tuple[list[LazyTensor], dict[str, Any]]:
+def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTensor], dict[str, Any]]:
     """Return the state of an engine: the tensors that this rank stores, and everything else as JSON values.
+
+    With `weights_only`, the states of the optimizer are left out.
 
     The JSON object has the keys "fragments" (name -> [start, shape, number of the flat tensor]), "frozen" (the same for
     frozen parameters; empty with a LoRA), "flat_sizes", "optimizer" and "scheduler" (their state dicts without tensors) and
@@ -88,6 +90,8 @@ def engine_tensors(engine: Any) -> tuple[list[LazyTensor], dict[str, Any]]:
         for number, own in _with_whole_momentum(engine, base, fragments).items():
             if MOMENTUM in state["state"].get(number, {}):
                 state["state"][number] = flat_momentum(state["state"][number], own, flats[number])
+    if weights_only:
+        state["state"] = {}
     scheduler = engine.lr_scheduler.state_dict() if engine.lr_scheduler else None
     counters = {name: getattr(engine, name) for name in COUNTERS}
     return state_tensors(fragments, list(_frozen_fragments(engine)), flats, state, scheduler, counters)
@@ -197,7 +201,10 @@ def _optimizer_state(
     if hasattr(base, "join_states"):  # 8-bit AdamW
         stored = files.read_overlapping({f.name: (f.start, f.start + f.read().numel()) for f in fragments})
         for fragment in fragments:
-            state[fragment.flat][fragment.name] = base.join_states(fragment, stored[fragment.name])
+            if (
+                "state1" not in state[fragment.flat]
+            ):  # else an earlier version had blocks of whole flat tensors
+                state[fragment.flat][fragment.name] = base.join_states(fragment, stored[fragment.name])
         return state
     wanted = {}
     for fragment in fragments:
@@ -314,7 +321,7 @@ def cut_flat(flat: Tensor, fragment: Fragment) -> Tensor:
 
 
 def _lazy(name: str, value: Tensor) -> LazyTensor:
-    return LazyTensor(name, tuple(value.shape), value.dtype, value.detach().cpu)
+    return LazyTensor.of(name, value.detach())
 
 
 def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) -> Fragment | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +15,11 @@ import torch.distributed as dist
 from wands.distributed.bootstrap import group_timeout
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ParallelDims, ProcessGroups
-from wands.errors import CheckpointError
 from wands.model.offload import ActivationOffloader
 from wands.train.append_log import AppendLog
 from wands.train.bad_steps import BadSteps
 from wands.train.batches import prefetched
-from wands.train.checkpoint import build_state, save_checkpoint
+from wands.train.checkpoint import CheckpointSaver, build_state
 from wands.train.control import ControlRequest, ControlRequests
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
@@ -46,8 +45,8 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
         watchdog: watchdog that already runs.
     """
     recipe, total_steps, checkpoint = run.recipe, run.sampler.total_steps, run.checkpoint
-    saved, start_step = (checkpoint.folder, checkpoint.state.step) if checkpoint else (None, 0)
-    watchdog.saved, requests = saved, ControlRequests(run.output_dir, watchdog)
+    start_step = checkpoint.state.step if checkpoint else 0
+    watchdog.saved, requests = checkpoint and checkpoint.folder, ControlRequests(run.output_dir, watchdog)
     watchdog.watch_run(run.output_dir, recipe.train.step_timeout, group_timeout().total_seconds())
     check_agreement(run_digests(run, start_step), device, FIXES)  # ranks that differ would hang
     groups = ProcessGroups.build(run.grid(rank), device)
@@ -57,8 +56,9 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     past_losses = checkpoint.state.loss if checkpoint else ()
     writer = MetricsWriter(run.output_dir, start_step, past_losses) if rank == 0 else None
     sample_log, bad_steps = _open_sample_log(run, groups.dims, start_step), BadSteps(run, rank)
+    saver, last_save = CheckpointSaver(run, engines, averages, log), time.perf_counter()
 
-    with contextlib.closing(prefetched(run, groups.dims, start_step)) as batches:
+    with contextlib.closing(saver), contextlib.closing(prefetched(run, groups.dims, start_step)) as batches:
         started = time.perf_counter()
         for (plan, slices), own_wait in _timed(batches):
             lr = float(engines[run.experts[0].subfolder].optimizer.param_groups[0]["lr"])  # of this step
@@ -69,7 +69,13 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 for expert, engine, is_bad in trained
             ]
             own_losses = torch.stack([result.loss for result in results]) / max(run.count(plan), 1)
-            losses, data_wait, request = _reduce(own_losses, own_wait, requests.poll(rank), device)
+            own_request = requests.poll(rank)
+            minutes = recipe.checkpoint.every_minutes
+            if rank == 0 and minutes and time.perf_counter() - last_save >= 60 * minutes:
+                own_request = own_request._replace(save=True)
+            losses, (data_wait, is_writing), request = _reduce(
+                own_losses, (own_wait, float(saver.is_writing)), own_request, device
+            )
             for expert, loss, result in zip(run.experts, losses, results, strict=True):
                 bad_steps.check(plan, expert, loss, result)
                 if sample_log is not None:
@@ -90,17 +96,17 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 log(f"step {step}: {num_equal} parameters and the packing plan are equal on all ranks")
                 started = time.perf_counter()
             is_due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
-            if is_due or request.save or step == total_steps:
+            is_last = request.quit or step == total_steps
+            is_due = is_due or request.save or is_last
+            if saver.is_pending and (is_due or not is_writing):
+                saver.finish()
+                started = time.perf_counter()
+            if is_due:
                 history = writer.history if writer else []
                 state = replace(build_state(run, step, plan.epoch, history), bad_steps=bad_steps.state)
-                try:
-                    watchdog.saved = saved = save_checkpoint(run, engines, state, plan, averages)
-                    log(f"saved {saved}")
-                except CheckpointError as error:  # not agreed: the other ranks wait for a rank that failed
-                    if not error.agreed or request.quit or step == total_steps:
-                        raise
-                    log(f"{error} The training continues without a checkpoint of step {step}.")
-                started = time.perf_counter()
+                saver.save(state, plan, required=is_last)
+                last_save = started = time.perf_counter()
+            watchdog.saved = saver.saved
             if request.quit:
                 if step < total_steps:  # otherwise the run is complete
                     log(f"stopped after step {step} as requested; use --resume to continue the run")
@@ -109,7 +115,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     for log_file in (writer, sample_log):
         if log_file is not None:
             log_file.close()
-    return saved
+    return saver.saved
 
 
 def _timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
@@ -131,25 +137,25 @@ def _build_engines(run: TrainingRun, groups: ProcessGroups, device: torch.device
 
 
 def _reduce(
-    losses: torch.Tensor, data_wait: float, request: ControlRequest, device: torch.device
-) -> tuple[list[float], float, ControlRequest]:
-    """Combine the losses, the waiting time and the requests of all ranks with two small all-reduces.
+    losses: torch.Tensor, maxima: Sequence[float], request: ControlRequest, device: torch.device
+) -> tuple[list[float], list[float], ControlRequest]:
+    """Combine the losses, other numbers and the requests of all ranks with two small all-reduces.
 
     Args:
         losses: this rank's part of the loss, one value for each trained DiT.
-        data_wait: seconds that this rank waited for data.
+        maxima: numbers of which the largest over the ranks is returned.
         request: requests to save, stop or check that this rank received.
         device: device of this rank.
 
     Returns:
-        (losses summed over the ranks, longest waiting time of a rank, requests that any rank received).
+        (losses summed over the ranks, maxima over the ranks, requests that any rank received).
     """
     summed = losses.to(torch.float64)
-    maxima = torch.tensor([data_wait, *request], dtype=torch.float64, device=device)
+    combined = torch.tensor([*maxima, *request], dtype=torch.float64, device=device)
     dist.all_reduce(summed)
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-    longest_wait, *flags = maxima.tolist()
-    return summed.tolist(), longest_wait, ControlRequest(*map(bool, flags))
+    dist.all_reduce(combined, op=dist.ReduceOp.MAX)
+    values = combined.tolist()
+    return summed.tolist(), values[: len(maxima)], ControlRequest(*map(bool, values[len(maxima) :]))
 
 
 def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> AppendLog | None:

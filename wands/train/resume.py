@@ -112,6 +112,8 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
     experts, saved_experts = (state.recipe["model"].get("experts") for state in (current, saved))
     problems = failed_rules(
         {
+            "the checkpoint contains no optimizer states, because checkpoint.weights_only was true; use another checkpoint, or "
+            f"{new_run}.": saved.recipe.get("checkpoint", {}).get("weights_only"),
             f"model.experts={experts} must equal the checkpoint's value {saved_experts}; restore that value, or "
             f"{new_run}.": current.parts != saved.parts,
             f"model.path names a model with a different {', '.join(changed)} than the checkpoint's model; set model.path to "

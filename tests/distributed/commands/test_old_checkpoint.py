@@ -22,9 +22,10 @@ from tests.support.world import WorldPool
 from wands.cli import main
 from wands.commands.convert import old_checkpoint
 from wands.errors import CheckpointError
-from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint
-from wands.model.files.tensor_files import as_bytes
+from wands.model.files.checkpoint_files import STATE_FILE, average_file, find_checkpoint
+from wands.model.files.tensor_files import as_bytes, write_safetensors
 from wands.train import loop
+from wands.train.checkpoint import CheckpointSaver
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures" / "checkpoint"
 LORA = ("lora.rank=2", "lora.alpha=4", "lora.targets=attention")
@@ -32,26 +33,29 @@ LORA = ("lora.rank=2", "lora.alpha=4", "lora.targets=attention")
 
 def save_both_ways(model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any]) -> None:
     """Train, and let DeepSpeed save each step into `out`/old too, as earlier versions of wands did."""
-    save = loop.save_checkpoint
 
-    def save_twice(run: Any, engines: Any, state: Any, averages: Any) -> Path:
-        step = save(run, engines, state, averages)
-        old = out / "old" / "checkpoints" / step.name
-        for part, engine in engines.items():
-            is_lora = run.recipe.lora is not None
-            engine.save_checkpoint(str(old), tag=part, save_latest=False, exclude_frozen_parameters=is_lora)
-            if part in averages:
-                averages[part].save(old / part)
-        torch.distributed.barrier()
-        if torch.distributed.get_rank() == 0:
-            files = {str(path.relative_to(old)): path.stat().st_size for path in old.rglob("*.*")}
-            values = replace(state, files=files).to_json()
-            del values["hashes"], values["hash_of_this_file"]
-            (old / STATE_FILE).write_text(json.dumps(values))
-        return step
+    class SaveTwice(CheckpointSaver):
+        def _complete(self, state: Any, own_hashes: Any) -> Path:
+            step = super()._complete(state, own_hashes)
+            old = out / "old" / "checkpoints" / step.name
+            for part, engine in self._engines.items():
+                is_lora = self._run.recipe.lora is not None
+                engine.save_checkpoint(
+                    str(old), tag=part, save_latest=False, exclude_frozen_parameters=is_lora
+                )
+                if part in self._averages:
+                    path = old / part / average_file(torch.distributed.get_rank())
+                    write_safetensors(path, *self._averages[part].stored())
+            torch.distributed.barrier()
+            if torch.distributed.get_rank() == 0:
+                files = {str(path.relative_to(old)): path.stat().st_size for path in old.rglob("*.*")}
+                values = replace(state, files=files).to_json()
+                del values["hashes"], values["hash_of_this_file"]
+                (old / STATE_FILE).write_text(json.dumps(values))
+            return step
 
     try:
-        with mock.patch.object(loop, "save_checkpoint", save_twice):
+        with mock.patch.object(loop, "CheckpointSaver", SaveTwice):
             run_training(model, out, overrides, ds)
     finally:
         torch.compiler.set_stance("default")

@@ -24,7 +24,7 @@ from wands.errors import CheckpointError, ConfigError
 from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint, list_steps, load_state
 from wands.planning.workload import Weight
 from wands.train import checkpoint
-from wands.train.checkpoint import save_checkpoint
+from wands.train.checkpoint import CheckpointSaver
 from wands.train.control import ControlRequest, ControlRequests
 from wands.train.metrics import read_rows
 from wands.train.resume import check_resumable, find_resume
@@ -247,8 +247,12 @@ def save_without_space(model: Path, out: Path) -> str:
         1,
     )
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    saver, plan = (
+        CheckpointSaver(training_run, {"transformer": engine}, {}, print),
+        training_run.sampler.step_plan(0),
+    )
     with pytest.raises(CheckpointError) as caught:
-        save_checkpoint(training_run, {"transformer": engine}, build_state(training_run, 1, 0, []))
+        saver.save(build_state(training_run, 1, 0, []), plan, required=True)
     assert caught.value.agreed
     return str(caught.value)
 
@@ -316,7 +320,7 @@ def kill_in_the_first_save(model: Path, out: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_finish", killed)
+        patch.setattr(checkpoint, "_publish", killed)
         with pytest.raises(KeyboardInterrupt):
             run_training(model, out, ("train.max_steps=1",), ZERO2)
 

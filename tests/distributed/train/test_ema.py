@@ -35,6 +35,7 @@ from wands.model.files.checkpoint_files import (
     load_lora_of,
 )
 from wands.model.files.lora_files import LORA_FILE
+from wands.model.files.tensor_files import write_safetensors
 from wands.sampling.pipeline import load_pipeline
 from wands.train import ema, loop
 from wands.train.summary import start_block
@@ -251,7 +252,7 @@ def test_on_the_host_or_beside_the_weights_it_has_the_same_bits(
             else:
                 average.update(step)
         (tmp_path / where / "part").mkdir(parents=True, exist_ok=True)
-        average.save(tmp_path / where / "part")
+        write_safetensors(tmp_path / where / "part" / average_file(rank), *average.stored())
 
     for rank, where in itertools.product(range(3), ("cpu", "gpu")):
         share(rank, where)
@@ -279,26 +280,6 @@ def test_the_decay_warms_up():
     section = EmaConfig(decay=0.9)
     assert [ema.decay_after(section, n) for n in (1, 71, 80, 1000)] == [2 / 11, 72 / 81, 0.9, 0.9]
     assert ema.decay_after(EmaConfig(decay=0.9, warmup=False), 1) == 0.9
-
-
-def test_large_averages_are_in_several_blocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ema, "_BLOCK", 10)
-    found = ema._allocate([4, 6, 1, 30, 2], torch.device("cpu"), pinned=False)
-    assert [len(one) for one in found] == [4, 6, 1, 30, 2]
-    assert len({one.untyped_storage().data_ptr() for one in found}) == 4
-    assert ema._allocate([], torch.device("cpu"), pinned=False) == []
-
-
-def test_host_memory_that_runs_out_has_a_cure(monkeypatch: pytest.MonkeyPatch):
-    def pin(*_: object, pin_memory: bool, **__: object) -> torch.Tensor:
-        raise RuntimeError("CUDA error: out of memory\nmore")
-
-    monkeypatch.setattr(torch, "empty", pin)
-    said = r"ema\.device=cpu cannot allocate 2\.0 GiB of pinned .*\(CUDA error: out of memory\); set ema\.device=gpu"
-    with pytest.raises(ConfigError, match=said):
-        ema._allocate([2**28, 2**28], torch.device("cpu"), pinned=True)
-    with pytest.raises(RuntimeError, match="more"):
-        ema._allocate([2**28], torch.device("cuda"), pinned=False)
 
 
 # ---- going on with one, without one, and what is refused

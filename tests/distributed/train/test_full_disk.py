@@ -105,7 +105,7 @@ def listed_after_a_failure(model: Path, out: Path) -> list[str]:
     """The checkpoints folder right after a write that failed at the end of the run."""
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with (
-        mock.patch.object(checkpoint, "_finish", full),
+        mock.patch.object(checkpoint, "_publish", full),
         pytest.raises(CheckpointError, match="No space left"),
     ):
         run_training(model, out, ("train.max_steps=1",), ZERO2)

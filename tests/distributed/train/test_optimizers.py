@@ -25,7 +25,7 @@ from wands.model.files.checkpoint_files import find_checkpoint
 from wands.model.files.loading import build_empty
 from wands.train import loop
 from wands.train.batches import rank_slices
-from wands.train.checkpoint import build_state
+from wands.train.checkpoint import CheckpointSaver, build_state
 from wands.train.engine import build_engine, build_model, build_schedule
 from wands.train.engine_state import Fragment
 from wands.train.optimizers import build_optimizer, muon_ratio
@@ -300,15 +300,16 @@ def test_muons_update_is_of_adamws_size():
 
 def run_eagerly(*args: Any) -> list[dict[str, Any]]:
     """As `run_training`, in a process that compiles again afterwards. Writes the dtypes of the weights to a file."""
-    save = loop.save_checkpoint
 
-    def save_and_look(run: Any, engines: Any, *more: Any) -> Path:
-        found = {str(weight.dtype) for engine in engines.values() for weight in engine.module.parameters()}
-        (run.output_dir / "dtypes.json").write_text(json.dumps(sorted(found)))
-        return save(run, engines, *more)
+    class SaveAndLook(CheckpointSaver):
+        def save(self, *more: Any, **options: Any) -> None:
+            engines = self._engines.values()
+            found = {str(weight.dtype) for engine in engines for weight in engine.module.parameters()}
+            (self._run.output_dir / "dtypes.json").write_text(json.dumps(sorted(found)))
+            super().save(*more, **options)
 
     try:
-        with mock.patch.object(loop, "save_checkpoint", save_and_look):
+        with mock.patch.object(loop, "CheckpointSaver", SaveAndLook):
             return run_training(*args)
     finally:
         torch.compiler.set_stance("default")

@@ -295,7 +295,7 @@ def write_safetensors(
 
 
 def _checked_bytes(tensor: LazyTensor) -> memoryview:
-    value = tensor.read()
+    value = tensor.read().cpu()
     assert (tuple(value.shape), value.dtype) == (tensor.shape, tensor.dtype), tensor.name
     return memoryview(as_bytes(value).numpy())
 

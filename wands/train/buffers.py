@@ -1,0 +1,109 @@
+"""Host memory for the moving average, and for the copy of the state from which a checkpoint is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wands.errors import ConfigError
+from wands.model.files.tensor_files import LazyTensor
+
+_BLOCK = 2**30
+_ALIGNMENT = 64
+
+
+class TensorFile(NamedTuple):
+    """Safetensors file to write.
+
+    Attributes:
+        name: path in the folder of the checkpoint.
+        tensors: tensors of the file.
+        metadata: metadata of the file.
+    """
+
+    name: str
+    tensors: Sequence[LazyTensor]
+    metadata: Mapping[str, str]
+
+
+class HostBuffers:
+    """Copies of tensors in host memory. The memory is allocated with the first copy, and used again for later copies.
+
+    Args:
+        key: recipe key that needs the memory, for error messages, such as "checkpoint.asynchronous=true".
+        fix: the fix in error messages, such as "set checkpoint.asynchronous=false".
+    """
+
+    def __init__(self, key: str, fix: str) -> None:
+        self._texts = key, fix
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+
+    @torch.no_grad()
+    def copy_files(self, files: Sequence[TensorFile]) -> list[TensorFile]:
+        """Return files with copies of the tensors. The copies of an earlier call are overwritten.
+
+        Raises:
+            ConfigError: if the host has too little memory.
+        """
+        entries = {(file.name, tensor.name): tensor for file in files for tensor in file.tensors}
+        values = {place: tensor.read() for place, tensor in entries.items()}
+        on_gpu = any(value.is_cuda for value in values.values())
+        new = [place for place in entries if not self._fits(place, entries[place])]
+        sizes = [entries[place].num_bytes for place in new]
+        self._buffers |= zip(new, allocate(sizes, torch.device("cpu"), on_gpu, *self._texts), strict=True)
+        for place, value in values.items():
+            self._view(place, entries[place]).copy_(value, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return [
+            file._replace(
+                tensors=[LazyTensor.of(t.name, self._view((file.name, t.name), t)) for t in file.tensors]
+            )
+            for file in files
+        ]
+
+    def _fits(self, place: tuple[str, str], tensor: LazyTensor) -> bool:
+        return place in self._buffers and len(self._buffers[place]) == tensor.num_bytes
+
+    def _view(self, place: tuple[str, str], tensor: LazyTensor) -> Tensor:
+        return self._buffers[place].view(tensor.dtype).view(tensor.shape)
+
+
+def allocate(sizes: Sequence[int], device: torch.device, pinned: bool, key: str, fix: str) -> list[Tensor]:
+    """Allocate uint8 vectors with the given numbers of bytes, as parts of a few large blocks.
+
+    Separate vectors would waste memory, because CUDA rounds each pinned allocation up to a power of two.
+
+    Args:
+        sizes: size of each vector in bytes.
+        device: device of the vectors.
+        pinned: whether to allocate pinned host memory, which a GPU copies from and to without waiting.
+        key: recipe key that needs the memory, for error messages.
+        fix: the fix in error messages.
+
+    Raises:
+        ConfigError: if the host has too little memory.
+    """
+    blocks: list[list[int]] = []
+    rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    for size in rounded:
+        if not blocks or sum(blocks[-1]) + size > _BLOCK:
+            blocks.append([])
+        blocks[-1].append(size)
+    options = {"dtype": torch.uint8, "device": device, "pin_memory": pinned}
+    try:
+        tensors = [torch.empty(sum(block), **options) for block in blocks]
+    except RuntimeError as error:
+        if device.type != "cpu":
+            raise
+        raise ConfigError(
+            f"{key} cannot allocate {sum(rounded) / 2**30:.1f} GiB of {'pinned ' * pinned}host memory on this rank "
+            f"({str(error).splitlines()[0]}); {fix}, or use more ranks, which share the memory."
+        ) from error
+    vectors = [
+        vector for tensor, block in zip(tensors, blocks, strict=True) for vector in tensor.split(block)
+    ]
+    return [vector[:size] for vector, size in zip(vectors, sizes, strict=True)]
