@@ -254,6 +254,7 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     from wands.commands.plots import save_loss_plot
     from wands.data.cache.reader import LatentCache
     from wands.sampling.contact_sheet import SheetRow, save_contact_sheet
+    from wands.train.events import marked_steps
     from wands.train.metrics import read_rows
 
     cache = LatentCache(out / "cache")
@@ -276,7 +277,8 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
         )
     save_contact_sheet(out / "contact_sheet.png", rows)
     steps, losses = [int(row["step"]) for row in metrics], loss_columns(metrics)
-    save_loss_plot(out / "loss.png", {name: (steps, values) for name, values in losses.items()})
+    series = {name: (steps, values) for name, values in losses.items()}
+    save_loss_plot(out / "loss.png", series, marks=marked_steps(out / "run", steps[-1]))
 
     edge = max(len(steps) // 10, 1)
     names = [key[:14] for key in cache.index.keys]

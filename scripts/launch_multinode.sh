@@ -1,24 +1,29 @@
 #!/usr/bin/env bash
-# Starts `wands train` on many nodes: once on every node with torchrun, or with a hostfile and the deepspeed launcher.
+# Start `wands train` on one or many nodes: with torchrun on every node, or with a hostfile and the deepspeed launcher.
 set -euo pipefail
 
 usage() {
   cat <<'EOF'
 bash scripts/launch_multinode.sh OPTIONS -- [arguments of wands train]
 
-The same line on every node (Kubernetes, srun, a shell on each), torchrun:
-  --nnodes N             nodes; also NNODES, or what SLURM says
-  --node-rank R          0 to N-1, this node's number; also NODE_RANK, or what SLURM says
-  --master-addr HOST     node 0, as the others reach it; also MASTER_ADDR, or what SLURM says
-  --nproc-per-node G     processes here [default: the GPUs that are seen]; also NPROC_PER_NODE
+With torchrun: run the same command on every node (Kubernetes, srun, a shell on each node).
+  --nnodes N             number of nodes, or MIN:MAX; also NNODES [in SLURM: the nodes of the job]
+  --node-rank R          number of this node, 0 to N-1; also NODE_RANK [in SLURM: the number of the task's node]
+  --master-addr HOST     name or address of node 0, as the other nodes reach it; also MASTER_ADDR [in SLURM: the first node]
+  --nproc-per-node G     processes on this node [default: the number of GPUs]; also NPROC_PER_NODE
 
-From one node, the deepspeed launcher over ssh (needs pdsh and ssh without a password):
-  --hostfile FILE        a line per node: NAME slots=GPUS. With --node-rank R it is the same line on every node and no ssh.
-  --master-addr HOST     [default: the first address of the first node; without ssh its name]
+  If a process crashes, is killed or hangs, all processes start again and resume from the newest checkpoint. The run ends
+  after 3 restarts without a new checkpoint, after an error that only you can fix (exit code 2), and after a request to stop.
+  With MIN:MAX, the run continues without nodes that are gone, and with nodes that come back. Choose train.bins_per_step as
+  a multiple of all numbers of data-parallel ranks. If node 0 is gone, the run ends.
+
+With the deepspeed launcher: run the command on one node; it uses ssh (needs pdsh and ssh without a password). No restarts.
+  --hostfile FILE        one line per node: NAME slots=GPUS. With --node-rank R: run the command on every node; no ssh is used.
+  --master-addr HOST     [default: the first address of the first node; with --node-rank its name]
 
 Both:
-  --master-port PORT     free on node 0 [default: 29500, in SLURM from the job's number]; also MASTER_PORT
-  --interface NAME       network interface for NCCL and gloo [default: their own choice]
+  --master-port PORT     free port of node 0 [default: 29500; in SLURM from the job's number]; also MASTER_PORT
+  --interface NAME       network interface for NCCL and gloo [default: chosen by NCCL and gloo]
 
 Paths (recipe, cache, model, output_dir) and the Python environment must be the same on all nodes.
 Example:  bash scripts/launch_multinode.sh --nnodes 4 --node-rank 0 --master-addr node0 -- wan2.1-t2v-14b-finetune \
@@ -80,7 +85,7 @@ share_cores() { # share_cores PROCESSES
 }
 
 with_torchrun() {
-  need torchrun "activate the environment that wands is installed in, on every node"
+  need python "activate the environment that wands is installed in, on every node"
   if [ -n "${SLURM_NODEID:-}" ]; then
     nnodes="${nnodes:-${SLURM_NNODES:-}}"
     node_rank="${node_rank:-$SLURM_NODEID}"
@@ -92,11 +97,13 @@ with_torchrun() {
     # Two jobs may share a node: each gets a port of its own, the same on all nodes of a job.
     master_port="${master_port:-$((20000 + ${SLURM_JOB_ID:-0} % 10000))}"
   fi
-  [ -n "$nnodes" ] || die "--nnodes is missing: how many nodes there are (or --hostfile FILE)."
-  number --nnodes "$nnodes" 1
-  [ -n "$node_rank" ] || die "--node-rank is missing: this node's number, 0 to $((nnodes - 1))."
+  [ -n "$nnodes" ] || die "--nnodes is missing: the number of nodes (or use --hostfile FILE)."
+  local most="${nnodes#*:}"
+  number --nnodes "${nnodes%%:*}" 1
+  number --nnodes "$most" "${nnodes%%:*}"
+  [ -n "$node_rank" ] || die "--node-rank is missing: the number of this node, 0 to $((most - 1))."
   number --node-rank "$node_rank" 0
-  ((node_rank < nnodes)) || die "--node-rank=$node_rank must be less than --nnodes=$nnodes."
+  ((node_rank < most)) || die "--node-rank=$node_rank must be less than --nnodes=$nnodes."
   [ -n "$master_addr" ] || die "--master-addr is missing: name or address of node 0, as the other nodes reach it."
   if [ -z "$nproc" ]; then
     nproc="$(python -c 'import torch; print(torch.cuda.device_count())')" || die "torch does not load here (above)."
@@ -104,8 +111,11 @@ with_torchrun() {
   fi
   number --nproc-per-node "$nproc" 1
   share_cores "$nproc"
-  exec torchrun --nnodes "$nnodes" --node-rank "$node_rank" --nproc-per-node "$nproc" \
-    --master-addr "$master_addr" --master-port "${master_port:-29500}" -m wands train "$@"
+  # Node 0 waits for connections at the master address; torchrun's own guess from host names fails in some containers.
+  local here=(--rdzv-conf read_timeout=600,is_host=0)
+  ((node_rank)) || here=(--rdzv-conf read_timeout=600,is_host=1 --local-addr "$master_addr")
+  exec python -m wands.train.restart --nnodes "$nnodes" --nproc-per-node "$nproc" --rdzv-backend c10d \
+    --rdzv-endpoint "$master_addr:${master_port:-29500}" "${here[@]}" -m wands train "$@"
 }
 
 # "NAME SLOTS" a line; DeepSpeed reads the file the same way, and tells what is wrong with the rest of a line.

@@ -1,6 +1,7 @@
 """The `wands` command and its subcommands.
 
-Each subcommand parses its options and calls one function. If the function raises a WandsError, `wands` exits with code 2.
+Each subcommand parses its options and calls one function. If the function raises a WandsError, `wands` exits with code 2, or 3
+if another rank has failed.
 Heavy packages are imported inside the functions of the subcommands, so that `wands --help` answers at once.
 """
 
@@ -31,8 +32,8 @@ from wands.texts import log_to_stderr, printable, safe_lines
 class _CommandGroup(click.Group):
     """Group of the `wands` subcommands. The help page lists the subcommands in the order in which they were added.
 
-    If a subcommand raises a WandsError, the group prints the message and exits with code 2. If all ranks of a node or of the
-    process group raise the same error, only one of these ranks prints the message.
+    If a subcommand raises a WandsError, the group prints the message and exits with the code of the error. If all ranks of a
+    node or of the process group raise the same error, only one of these ranks prints the message.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -57,8 +58,8 @@ class _CommandGroup(click.Group):
                 time.sleep(1.0)
             if formed:
                 # The other ranks may wait in a collective: exit without destroying the process group.
-                os._exit(2)
-            sys.exit(2)
+                os._exit(error.exit_code)
+            sys.exit(error.exit_code)
 
 
 @click.group(

@@ -2,7 +2,7 @@
 
 A message has three elements in this order: what is wrong (key and value), the rule or the numbers, and the fix.
 Example: ``parallel.ulysses_degree=8 does not divide num_heads=12 (wan2.1-t2v-1.3b). Use 1, 2, 3, 4, 6 or 12.`` Only
-`wands.cli` turns a WandsError into exit code 2.
+`wands.cli` turns a WandsError into an exit code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class WandsError(Exception):
     Attributes:
         problems: the messages.
         agreed: value of the argument `agreed`.
+        exit_code: exit code of `wands`. A run that ends with the code 2 is not restarted by the launch scripts.
     """
+
+    exit_code = 2
 
     def __init__(self, message: str | Sequence[str], *, agreed: bool = False) -> None:
         self.problems = (message,) if isinstance(message, str) else tuple(message)
@@ -50,6 +53,12 @@ class CacheError(WandsError):
 
 class CheckpointError(WandsError):
     """Error because a checkpoint is missing, incomplete, or saved by an incompatible run."""
+
+
+class RankError(WandsError):
+    """Error because another rank has crashed or is lost, so that the launch scripts may restart the run."""
+
+    exit_code = 3
 
 
 class Problems:

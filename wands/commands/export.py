@@ -29,6 +29,7 @@ from wands.model.files.checkpoint_files import (
 from wands.model.files.hashes import check_files, write_hashes
 from wands.model.files.hub import fetch_model
 from wands.model.files.lora_files import EXPERT_NAMES
+from wands.train.events import marked_steps
 
 log = logging.getLogger(__name__)
 
@@ -141,4 +142,5 @@ def _record(step_dir: Path, state: TrainState, base: str, options: ExportOptions
         "recipe": state.recipe,
         "data": {**state.data_summary, "fingerprint": state.data_fingerprint},
         "loss": state.loss,
+        "events": marked_steps(step_dir.parent.parent, state.step),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -38,6 +39,7 @@ def save_loss_plot(
     *,
     title: str = "Training loss",
     window: int | None = None,
+    marks: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> None:
     """Plot loss curves over the optimizer steps, and write the plot as a PNG. A thin line shows the raw losses, and a thick
     line shows the running mean of the losses.
@@ -48,6 +50,7 @@ def save_loss_plot(
         title: heading of the plot.
         window: number of steps in the running mean. None uses a twentieth of each curve's steps, at most 200. 1 plots
             only the raw values.
+        marks: maps the name of an event, such as "restart", to its steps. The steps are marked at the lower edge.
 
     Raises:
         WandsError: if the file cannot be written.
@@ -72,6 +75,15 @@ def save_loss_plot(
             axes.plot(steps, raw, color=f"C{i}", linewidth=0.6, alpha=0.35)
             axes.plot(
                 steps, smooth(values, width), color=f"C{i}", linewidth=1.8, label=f"{name} (mean of {width})"
+            )
+    for i, (name, steps) in enumerate(marks.items()):
+        if steps:
+            axes.plot(
+                *(steps, [0.02] * len(steps)),
+                "^v"[i % 2],
+                color=f"C{i + 3}",
+                transform=axes.get_xaxis_transform(),
+                label=name,
             )
     axes.set(title=title, xlabel="optimizer step", ylabel="loss")
     axes.grid(alpha=0.25)

@@ -227,7 +227,8 @@ def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: 
     points = model_card.loss_points(record)
     if points:
         steps, losses = zip(*points, strict=True)
-        save_loss_plot(directory / model_card.LOSS_FILE, {"loss": (steps, losses)})
+        marks = record.get("events") or {}
+        save_loss_plot(directory / model_card.LOSS_FILE, {"loss": (steps, losses)}, marks=marks)
     license_id = _license_of(str(record.get("base", "")), hub)
     # A README.md that is a link is replaced by a file; the target of the link is kept.
     write_text(path, model_card.build_card(directory, hub.repo_id, record, contents, license_id))

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from wands.errors import ConfigError, WandsError
+from wands.errors import ConfigError, RankError, WandsError
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def start_together() -> Iterator[None]:
     Raises:
         WandsError: on every rank, with the message of the lowest rank that failed.
         Exception: on a rank whose block raised an exception that is not a WandsError. The other ranks raise a
-            WandsError that names this exception.
+            RankError that names this exception.
     """
     has_launcher = os.environ.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in os.environ
     if not has_launcher:
@@ -119,7 +119,7 @@ def start_together() -> Iterator[None]:
     if isinstance(failure, WandsError):
         message = type(failure), str(failure)
     elif failure is not None:
-        message = WandsError, f"{type(failure).__name__}: {failure}"
+        message = RankError, f"{type(failure).__name__}: {failure}"
     messages = gather_objects(message)
     if failure is not None and not isinstance(failure, WandsError):
         raise failure

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from wands.data.sampler import StepPlan
 from wands.errors import DataError
-from wands.train.metrics import continue_rows, to_line
+from wands.train.events import EventLog
 from wands.train.run import TrainingRun
 from wands.train.step import SampleLoss, StepResult
 from wands.variants import Expert
@@ -34,20 +34,18 @@ class BadSteps:
 
     Args:
         run: the checked training run. If it resumes, the decisions continue as if the run had not stopped.
-        rank: rank of this process. Rank 0 writes `events.jsonl`.
+        events: log of the run, for bad updates.
 
     Attributes:
         state: steps with a skipped update, and [loss, gradient norm] of the last updates of each DiT, for
             `wands_state.json`.
     """
 
-    def __init__(self, run: TrainingRun, rank: int) -> None:
-        self._run, self._config = run, run.recipe.train
+    def __init__(self, run: TrainingRun, events: EventLog) -> None:
+        self._run, self._config, self._events = run, run.recipe.train, events
         saved = run.checkpoint.state if run.checkpoint else None
         self.state: dict[str, list[Any]] = {"skipped": [], **{expert.subfolder: [] for expert in run.experts}}
         self.state |= (saved and saved.bad_steps) or {}
-        events = run.output_dir / "events.jsonl"
-        self._events = continue_rows(events, saved.step if saved else 0)[1] if rank == 0 else None
 
     def judges(self, plan: StepPlan) -> list[Callable[[torch.Tensor, float], bool] | None]:
         """Return a function for each trained DiT that decides whether to skip its update, equally on all ranks.
@@ -88,10 +86,8 @@ class BadSteps:
         dist.all_gather_object(gathered, result.samples)
         # The ranks of a context-parallel group have the same clips.
         clips = {(clip.sample_id, clip.repeat_index): clip for clip in chain(*gathered)}.values()
-        if self._events is not None:
-            row = {"step": step, "event": "bad update", "expert": expert.name, "skipped": result.skipped}
-            row |= {"loss": loss, "grad_norm": norm, "clips": list(map(vars, clips))}
-            self._events.append(to_line(row))
+        row = {"expert": expert.name, "skipped": result.skipped, "loss": loss, "grad_norm": norm}
+        self._events.write("bad update", **row, clips=list(map(vars, clips)))
         self.state["skipped"] += [step] * result.skipped
         if result.skipped and len(self.state["skipped"]) <= budget:
             _log.warning("step %d: the update is skipped, see events.jsonl in the run folder", step)

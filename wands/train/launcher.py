@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 _LAUNCHERS = {
     *("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
-    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "srun", "slurmstepd"),
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "wands.train.restart"),
+    *("accelerate", "srun", "slurmstepd"),
     *("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "orterun", "orted", "prterun", "prted"),
 }
 """Names of programs, of Python scripts, and of modules that Python runs with -m."""

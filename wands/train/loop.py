@@ -23,6 +23,7 @@ from wands.train.checkpoint import CheckpointSaver, build_state
 from wands.train.control import ControlRequest, ControlRequests
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
+from wands.train.events import EventLog
 from wands.train.metrics import MetricsWriter, continue_rows, describe_step, step_metrics, to_line
 from wands.train.rank_checks import FIXES, check_step, run_digests
 from wands.train.resume import restore
@@ -50,19 +51,22 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     watchdog.watch_run(run.output_dir, recipe.train.step_timeout, group_timeout().total_seconds())
     check_agreement(run_digests(run, start_step), device, FIXES)  # ranks that differ would hang
     groups = ProcessGroups.build(run.grid(rank), device)
+    events = EventLog(run, rank)
     engines = _build_engines(run, groups, device)
     restore(engines, checkpoint, run.output_dir, rank, log)
     averages = build_averages(engines, recipe.ema, checkpoint, log)
     past_losses = checkpoint.state.loss if checkpoint else ()
     writer = MetricsWriter(run.output_dir, start_step, past_losses) if rank == 0 else None
-    sample_log, bad_steps = _open_sample_log(run, groups.dims, start_step), BadSteps(run, rank)
+    sample_log, bad_steps = _open_sample_log(run, groups.dims, start_step), BadSteps(run, events)
     saver, last_save = CheckpointSaver(run, engines, averages, log), time.perf_counter()
 
-    with contextlib.closing(saver), contextlib.closing(prefetched(run, groups.dims, start_step)) as batches:
+    prefetcher = contextlib.closing(prefetched(run, groups.dims, start_step))
+    with events, contextlib.closing(saver), prefetcher as batches:
         started = time.perf_counter()
         for (plan, slices), own_wait in _timed(batches):
             lr = float(engines[run.experts[0].subfolder].optimizer.param_groups[0]["lr"])  # of this step
             divisor, step = run.denominator(plan), plan.step + 1
+            events.step = step
             trained = zip(run.experts, engines.values(), bad_steps.judges(plan), strict=True)
             results = [
                 train_step(engine, slices, run, groups, device, divisor, expert.sigma_range, is_bad)
@@ -106,13 +110,16 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 state = replace(build_state(run, step, plan.epoch, history), bad_steps=bad_steps.state)
                 saver.save(state, plan, required=is_last)
                 last_save = started = time.perf_counter()
-            watchdog.saved = saver.saved
+            if watchdog.saved != saver.saved:
+                watchdog.saved = saver.saved
+                events.write("save", checkpoint=watchdog.saved and watchdog.saved.name)
             if request.quit:
                 if step < total_steps:  # otherwise the run is complete
                     log(f"stopped after step {step} as requested; use --resume to continue the run")
                 break
             watchdog.begin_step(step + 1)
-    for log_file in (writer, sample_log):
+    events.write("end" if step == total_steps else "stop")
+    for log_file in (writer, sample_log, events):
         if log_file is not None:
             log_file.close()
     return saver.saved

@@ -149,7 +149,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], AppendLog]:
     """Open a `.jsonl` file to append rows. First remove the rows of steps after `start_step`, because a resumed run
-    writes these rows again.
+    writes these rows again. Events other than bad updates stay, because they have happened.
 
     Returns:
         (remaining rows, log to which rows can be appended).
@@ -157,7 +157,11 @@ def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], Ap
     Raises:
         WandsError: if the file contains rows to remove, but cannot be written.
     """
-    rows = [row for row in read_rows(path) if row.get("step", math.inf) <= start_step]
+    rows = [
+        row
+        for row in read_rows(path)
+        if row.get("step", math.inf) <= start_step or row.get("event", "bad update") != "bad update"
+    ]
     lines = b"".join(map(to_line, rows))
     if path.is_file() and path.read_bytes() != lines:
         write_text(path, lines.decode())

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wands.errors import WandsError, one_line
+from wands.errors import RankError, one_line
 from wands.texts import safe_lines
 from wands.train.launcher import Ancestor
 
@@ -156,7 +156,7 @@ class Watchdog:
             ending = f"Continue the run with --resume; if more time is needed, raise {key}."
             _print(f"{work} did not end within {limit:.0f} s: {text}. {ending}", all_ranks=True)
         dump_collectives(self._folder)
-        os._exit(2)
+        os._exit(RankError.exit_code)
 
     def _raise_lost_connection(self, error: BaseException | None, work: str) -> None:
         # gloo raises a plain RuntimeError, whose text contains the path of gloo's source file.
@@ -168,7 +168,7 @@ class Watchdog:
         text = "check MASTER_ADDR and MASTER_PORT"
         if self._folder is not None:
             text, _ = call_roll(self._folder, _LOSS_WAIT, error)
-        raise WandsError(
+        raise RankError(
             f"{work}: the connection to another rank failed ({reason}): {text}. Read the last lines of the other ranks, then "
             "continue with --resume."
         ) from error

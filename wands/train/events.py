@@ -1,0 +1,87 @@
+"""Write `events.jsonl`: starts, restarts, saves, bad updates and other events of a run, with their steps and times."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from wands import __version__
+from wands.distributed.bootstrap import ranks_per_node
+from wands.errors import one_line
+from wands.train.append_log import AppendLog
+from wands.train.metrics import continue_rows, read_rows, to_line
+from wands.train.run import TrainingRun
+
+FILE_NAME = "events.jsonl"
+_STARTS, _ENDS = ("start", "restart"), ("end", "stop")
+
+
+class EventLog:
+    """Log of the events of a run. Rank 0 writes the log; on other ranks, the methods do nothing.
+
+    The constructor writes the first event. It is a `restart` if the last process of the run ended neither at the end of the
+    run nor by a request to stop, else a `start`. In a `with` statement, an exception is an `error` event.
+
+    Args:
+        run: the checked training run. This class must be used before `metrics.jsonl` is cut to the step of the checkpoint.
+        rank: rank of this process.
+
+    Attributes:
+        step: number of the current step, which the events get.
+    """
+
+    def __init__(self, run: TrainingRun, rank: int) -> None:
+        self._log: AppendLog | None = None
+        self.step = run.checkpoint.state.step if run.checkpoint else 0
+        if rank != 0:
+            return
+        rows, self._log = continue_rows(run.output_dir / FILE_NAME, self.step)
+        past = [row for row in rows if row.get("event") in (*_STARTS, *_ENDS, "error")]
+        values: dict[str, Any] = {
+            "wands_version": __version__,
+            "world_size": run.world_size,
+            "num_nodes": run.world_size // ranks_per_node(),
+            "checkpoint": run.checkpoint and run.checkpoint.folder.name,
+        }
+        is_restart = bool(past) and past[-1]["event"] not in _ENDS
+        if is_restart:
+            steps = [row["step"] for row in read_rows(run.output_dir / "metrics.jsonl")]
+            values["number"] = 1 + sum(row["event"] == "restart" for row in past)
+            values["last_step"] = max(steps, default=0)
+            values["reason"] = past[-1].get("reason")
+        self.write("restart" if is_restart else "start", **values)
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.write("error", reason=one_line(error))
+
+    def write(self, event: str, **values: Any) -> None:
+        """Add a row with the current step, the event, the time in seconds since 1970, and more values."""
+        if self._log is not None:
+            row = {"step": self.step, "event": event, "time": round(time.time(), 3)}
+            self._log.append(to_line(row | values))
+
+    def close(self) -> None:
+        """Write the rows that could not be written before, or report that rows are missing."""
+        if self._log is not None:
+            self._log.close()
+
+
+def marked_steps(output_dir: Path, last_step: int) -> dict[str, list[int]]:
+    """Return the steps of a run's restarts and skipped updates, for model cards and plots.
+
+    Args:
+        output_dir: run folder.
+        last_step: later events are left out.
+
+    Returns:
+        A dict with the keys "restart" and "skipped update"; empty if the run folder has no events.
+    """
+    rows = [row for row in read_rows(output_dir / FILE_NAME) if row.get("step", last_step) <= last_step]
+    restarts = [row["step"] for row in rows if row.get("event") == "restart"]
+    skipped = [row["step"] for row in rows if row.get("skipped")]
+    return {"restart": restarts, "skipped update": skipped} if rows else {}

@@ -1,0 +1,129 @@
+"""torchrun that restarts the workers after a crash: `python -m wands.train.restart [options of torchrun] -m wands train ...`.
+
+`scripts/launch_multinode.sh` starts this program on every node. torchrun's option --max-restarts would also restart after an
+error of the user, would count all restarts of a long run, and would not resume.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import api
+
+from wands.config.click_options import build_command
+from wands.config.options import TrainOptions
+from wands.config.recipe_loading import load_recipe
+from wands.errors import WandsError, one_line
+from wands.texts import log_to_stderr
+
+_log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 3
+"""Number of restarts without a new checkpoint after which the run ends."""
+_RESUME = "wands/resume"
+
+
+class RestartingAgent(LocalElasticAgent):
+    """torchrun's agent on a node. It restarts the workers unless the user must act, or no checkpoint is saved any more.
+
+    Restarted workers get the option `--resume`, also on a node that joins the run later.
+    """
+
+    def __init__(self, spec: Any, **options: Any) -> None:
+        super().__init__(spec, **options)
+        self._args, self._latest, self._num_restarts, self._is_path = spec.args, Path(), 0, False
+        words = list(spec.args[spec.args.index("train") + 1 :])
+        with suppress(Exception):  # the workers report a wrong command line or recipe
+            train: TrainOptions = build_command(TrainOptions, _identity).main(words, standalone_mode=False)
+            self._is_path = train.resume not in (None, "auto")
+            self._latest = (
+                Path(load_recipe(train.recipe, train.overrides).output_dir) / "checkpoints" / "latest"
+            )
+        self._first = self._newest = self._read_latest()
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        result = super()._monitor_workers(worker_group)
+        if result.failures:
+            codes = [failure.exitcode for failure in result.failures.values()]
+            previous, self._newest = self._newest, self._read_latest()
+            self._num_restarts = 1 + (self._num_restarts if self._newest == previous else 0)
+            # wands exits with 128 + the number of a signal if it ends at the request of this signal.
+            if any(code == WandsError.exit_code or code > 128 for code in codes):
+                self._remaining_restarts = 0
+            elif self._num_restarts > MAX_RESTARTS:
+                self._remaining_restarts = 0
+                _log.error(
+                    "the run was restarted %d times without a new checkpoint and is not restarted again. Fix the error above, "
+                    "then continue with --resume.",
+                    MAX_RESTARTS,
+                )
+            else:
+                ranks = (
+                    f"rank {rank} ended with exit code {code}"
+                    for rank, code in zip(result.failures, codes, strict=True)
+                )
+                limit = f"restart {self._num_restarts} of at most {MAX_RESTARTS} without a new checkpoint"
+                _log.warning("%s; restarting (%s)", ", ".join(ranks), limit)
+        return result
+
+    def _restart_workers(self, worker_group: Any) -> None:
+        # All nodes read this key after they have met again, so that all workers get the same options.
+        if not self._is_path or self._read_latest() != self._first:
+            worker_group.store.underlying_store.set(_RESUME, "1")
+        super()._restart_workers(worker_group)
+
+    def _start_workers(self, worker_group: Any) -> Any:
+        if worker_group.store.underlying_store.check([_RESUME]):
+            worker_group.spec.args = (*self._args, "--resume")  # replaces an earlier --resume PATH
+        return super()._start_workers(worker_group)
+
+    def _read_latest(self) -> str:
+        with suppress(OSError):
+            return self._latest.read_text()
+        return ""
+
+
+def _identity(options: Any) -> Any:
+    return options
+
+
+def main() -> None:
+    """Run torchrun with `RestartingAgent`. Exit with code 2 if a restart does not help, and 1 if the nodes do not meet."""
+    log_to_stderr()
+    args = torchrun.parse_args(None)
+    args.max_restarts = 10**6  # RestartingAgent decides
+    # The agents' store would contain the addresses of the workers before a restart.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    host, _, port = args.rdzv_endpoint.rpartition(":")
+    with suppress(
+        OSError
+    ):  # the address with which this node reaches node 0 is one that other nodes can reach
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            args.local_addr = args.local_addr or probe.getsockname()[0]
+    api.LocalElasticAgent = RestartingAgent
+    try:
+        torchrun.run(args)
+    except ChildFailedError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(WandsError.exit_code)
+    except RendezvousError as error:
+        _log.error(
+            "this node did not meet the other nodes (%s); read the output of the other nodes", one_line(error)
+        )
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
